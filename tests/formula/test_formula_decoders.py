@@ -10,7 +10,6 @@ from jettison.errors import UsageError
 from jettison.formula.parameters import parameter_count
 from jettison.spec.decoder_families import DECODERS
 from jettison.spec.huggingface_config import parse_config
-from support import formula_cases
 from support.formula_cases import (
     _GROUPED,
     _TOKENS,
@@ -74,11 +73,6 @@ TINY = {
 }
 FEW = {"codegen", "falcon groups, one norm", "gpt_bigcode heads", "mpt clipped"}
 """With nothing that another one here has not: tried by the slow tests alone."""
-
-
-@pytest.fixture(autouse=True)
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formula_cases, "FAMILIES", {**formula_cases.FAMILIES, **TINY})
 
 
 def test_every_family_is_tried() -> None:

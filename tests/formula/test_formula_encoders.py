@@ -15,7 +15,6 @@ from jettison.predict.largest import Edge, fit
 from jettison.predict.run_request import RunRequest, run_of
 from jettison.spec.encoder_families import ENCODER_WRAPPERS, ENCODERS
 from jettison.spec.huggingface_config import parse_config
-from support import formula_cases
 from support.formula_cases import _PLAIN, _TOKENS, FormulaCase, TinyFamily, counts, differences
 
 _IMAGE = {**_PLAIN, "image_size": 32, "patch_size": 8}
@@ -109,11 +108,6 @@ OTHER: dict[str, tuple[tuple[str, Any], ...]] = {
 
 _SOURCES = {id(_WORDS): 20, id(_RELATIVE): 20, id(_SOUND): 777}
 """Another length of what an encoder reads, or more samples than its tokens need."""
-
-
-@pytest.fixture(autouse=True)
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formula_cases, "FAMILIES", {**formula_cases.FAMILIES, **TINY})
 
 
 def test_every_family_is_tried() -> None:

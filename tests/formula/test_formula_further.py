@@ -8,7 +8,6 @@ import pytest
 
 from jettison.spec.families import FAMILIES as BASE
 from jettison.spec.further_families import FURTHER
-from support import formula_cases
 from support.formula_cases import _GROUPED, _PLAIN, _TOKENS, WINDOW, FormulaCase, TinyFamily, counts, differences
 
 _HEADS_16 = {**_GROUPED, **_TOKENS, "head_dim": 16}
@@ -69,11 +68,6 @@ IN_WRAPPERS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_t
 """Text models that are tried with the towers around them."""
 PLAIN = {"phi heads", "flex_olmo", "glm", "granite", "granitemoe", "internlm3", "ministral", "cohere"}
 """Families with nothing that another one here has not: tried by the slow tests alone."""
-
-
-@pytest.fixture(autouse=True)
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formula_cases, "FAMILIES", {**formula_cases.FAMILIES, **TINY})
 
 
 def _families() -> list[Any]:

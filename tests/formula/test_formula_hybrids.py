@@ -20,7 +20,6 @@ from jettison.spec.kernels import Scans
 from jettison.spec.layout import Layout
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Run
-from support import formula_cases
 from support.formula_cases import (
     _GROUPED,
     _TOKENS,
@@ -122,11 +121,6 @@ def _equal(case: FormulaCase) -> None:
     found = differences(case)
     assert [str(d) for d in found if d.expected is not None] == []
     assert sorted(d.delta_bytes for d in found) == sorted(_let_go(case))
-
-
-@pytest.fixture(autouse=True)
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formula_cases, "FAMILIES", {**formula_cases.FAMILIES, **TINY})
 
 
 def test_every_family_is_tried() -> None:

@@ -88,11 +88,6 @@ def _let_go(case: FormulaCase) -> list[int]:
     return []
 
 
-@pytest.fixture(autouse=True)
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formula_cases, "FAMILIES", {**formula_cases.FAMILIES, **TINY, **REAL})
-
-
 def _equal(case: FormulaCase) -> None:
     found = differences(case)
     assert [str(d) for d in found if d.expected is not None] == []

@@ -8,7 +8,6 @@ from jettison.errors import UsageError
 from jettison.spec.families import FAMILIES as BASE
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.more_families import EVERY_FAMILY, MORE
-from support import formula_cases
 from support.formula_cases import _GROUPED, _TOKENS, WINDOW, FormulaCase, TinyFamily, counts, differences
 
 _HEADS_16 = {**_GROUPED, **_TOKENS, "head_dim": 16}
@@ -41,11 +40,6 @@ SAME = {"kimi_k2": "deepseek_v3"}
 
 
 _SETTINGS = [pytest.param("eager", "fp32", 0.1, marks=pytest.mark.slow), ("sdpa", "bf16-pure", 0.0)]
-
-
-@pytest.fixture(autouse=True)
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formula_cases, "FAMILIES", {**formula_cases.FAMILIES, **TINY})
 
 
 def test_every_family_is_tried() -> None:

@@ -14,7 +14,6 @@ from jettison.predict.forecast import forecast
 from jettison.predict.run_request import RunRequest, run_of
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
-from support import formula_cases
 from support.formula_cases import FormulaCase, TinyFamily, counts, differences
 
 _LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
@@ -40,26 +39,22 @@ _TEXTS = {
     "eos_token_id": 0,
 }
 _IMAGES = {**_LAYERS, "hidden_size": 64, "intermediate_size": 96, "image_size": 32, "patch_size": 8}
-TINY = TinyFamily(
+WHOLE = TinyFamily(
     model="CLIPModel",
     config="CLIPConfig",
     settings={"text_config": _TEXTS, "vision_config": _IMAGES, "projection_dim": 40, "architectures": ["CLIPModel"]},
     dropout=(),
 )
 OTHER = replace(
-    TINY,
+    WHOLE,
     settings={
-        **TINY.settings,
+        **WHOLE.settings,
         "text_config": {**_TEXTS, "num_hidden_layers": 3, "hidden_act": "gelu", "eos_token_id": 2},
         "vision_config": {**_IMAGES, "image_size": 24, "num_channels": 1},
         "projection_dim": 24,
     },
 )
-
-
-@pytest.fixture(autouse=True)
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formula_cases, "FAMILIES", {**formula_cases.FAMILIES, "clip whole": TINY, "clip other": OTHER})
+TINY = {"clip whole": WHOLE, "clip other": OTHER}
 
 
 def _model(**more: Any) -> ModelSpec:

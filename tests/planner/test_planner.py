@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import jettison
 import jettison.planner.live as live_module
 import jettison.planner.options as options_module
 from jettison.capture.tracer import trace_model
-from jettison.dryrun import op_costs
 from jettison.dryrun.step import dry_run_batch, fake_optimizer
 from jettison.errors import Infeasible, PlanMismatch, UsageError
 from jettison.measure import compare_gradients, independent_copy, measured_peak, same_bits
@@ -497,20 +495,3 @@ def test_a_plan_takes_few_dry_runs_of_the_whole_step(monkeypatch):
     found = jettison.plan(traced, Bytes(int(0.7 * plain)), measure=False)
     assert found.predicted.peak_bytes <= 0.7 * plain
     assert len(whole) <= 6
-
-
-def test_blocks_are_weighed_by_what_their_ops_were_measured_to_take(monkeypatch):
-    """Also those of the first class, whose ops no dry run has met by then."""
-    measure = op_costs.measure_ops
-
-    def slow_silu(requests, **more):
-        found = measure(requests, **more)
-        return {k: replace(p, seconds=1.0) if k.startswith("aten.silu.") else p for k, p in found.items()}
-
-    monkeypatch.setattr(op_costs, "measure_ops", slow_silu)
-    planner = make_planner(trace_model(stack(), (torch.randn(ROWS, HIDDEN),)))
-    (points,) = planner.options.points.values()
-    taken = sorted(point.seconds for point in points.values())
-    assert taken[0] == 0.0
-    assert max(taken) > 1.0, "what keeps the least computes it again"
-    assert planner.problem.plain_seconds > 4 * 3 * 1.0

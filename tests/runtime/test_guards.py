@@ -22,7 +22,6 @@ from jettison.capture.tracer import trace_model
 from jettison.errors import StaleTensor, TraceError, UnsupportedModule
 from jettison.measure import compare_gradients, independent_copy, parameter_digest, same_bits
 from jettison.planner import Applied
-from jettison.runtime.graph_fingerprint import GRAPH_AFTER, GRAPH_SHARE, is_turn
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.policy import Full, KeepAll
@@ -230,46 +229,6 @@ def test_a_flag_that_was_flipped_after_the_first_step_is_detected() -> None:
         assert recordings(handle) >= LAYERS
         FLAGS["swap"] = False
         assert_same_step(model, plain, x)
-
-
-class Bent(nn.Module):
-    """One of two activations, by a byte of memory that nobody guards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Linear(N, N), nn.LayerNorm(N)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return x + BENDS[BENT[0]](self.up(x)).sigmoid()
-
-
-BENDS: tuple[Callable[[Tensor], Tensor], ...] = (torch.tanh, lambda h: h.tanh() * 1.0, torch.sin)
-BENT = bytearray(1)
-
-
-@pytest.mark.parametrize(("bend", "stopped"), [(1, 0), (2, 1)], ids=["same values", "other values"])
-def test_a_path_that_changes_late_ends_a_step_at_the_most(bend: int, stopped: int) -> None:
-    """Graphs are looked at in turn: in between, what was dropped is told by its values, and what is equal is right."""
-    model, plain, x = pair(Bent)
-    with jettison.apply(model, "full", batch=(x,)) as handle:
-        for _ in range(GRAPH_AFTER + 2):
-            assert_same_step(model, plain, x)
-        assert not any(is_turn(GRAPH_AFTER + 3, region.turn) for region in handle.regions if region.name)
-        before = recordings(handle)
-        BENT[0] = bend
-        told = 0
-        try:
-            for _ in range(GRAPH_SHARE + 1):
-                try:
-                    assert_same_step(model, plain, x)
-                except jettison.WrongValue as error:
-                    assert "has a new recording" in str(error)
-                    told += 1
-        finally:
-            BENT[0] = 0
-        assert told == stopped
-        assert recordings(handle) >= before + LAYERS
 
 
 def test_a_number_that_was_changed_before_the_first_step_is_detected() -> None:
