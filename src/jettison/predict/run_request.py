@@ -74,7 +74,8 @@ class CommonRequest:
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
         gradients: one-by-one, as backward makes them; upfront, in buffers; in-backward, where the optimizer steps.
         accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
-        workspaces: Set aside for products: none, torch-ampere, torch-hopper, te-ampere or te-hopper.
+        workspaces: Set aside for products: none, torch- or te-ampere, -hopper, or -blackwell (a torch before
+            2026's pull request 175344).
         keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
         stage_buffers: Stages have a buffer for all that they are sent in a step, as torch.distributed.pipelining has.
         reshard_after_forward: With --zero 3, whose weights FSDP2 shards again after a forward: always, never,
@@ -83,6 +84,7 @@ class CommonRequest:
         outer_ends: With --zero 3, embedding, final norm and head have no fully_shard of their own: the model's has
             them, whole through both passes.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
+        keep_batches: Batches of a step stay on the device until its end, as Megatron 0.18 has them.
         scans: How layers carry a state along the sequence: written, as transformers without further packages, or fused.
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
         packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
@@ -100,7 +102,8 @@ class CommonRequest:
             shared_experts,moe.
         offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
             expert_fc1,moe_act.
-        like: As megatron-0.19, torchtitan, nanotron, huggingface or deepspeed does it; other flags go before it.
+        like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface or deepspeed does it; other flags go
+            before it.
     """
 
     seq: Tokens | None = None
@@ -132,6 +135,7 @@ class CommonRequest:
     reshard_after_forward: str | None = None
     outer_ends: bool | None = None
     loader_masks: bool | None = None
+    keep_batches: bool | None = None
     scans: str | None = None
     context_exchange: str | None = None
     packed: Tokens | None = None
@@ -317,6 +321,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         adding=Adding.WHOLE if request.accumulation is None else word(Adding, request.accumulation, "accumulation"),
         workspaces=workspaces(given_or(request.workspaces, "none")),
         loader_masks=given_or(request.loader_masks, False),
+        keep_batches=given_or(request.keep_batches, False),
         packed=packed_of(request),
         tuning=tuning,
         frozen=frozen,

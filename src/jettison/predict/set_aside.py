@@ -25,6 +25,8 @@ def set_aside(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
     own = spaces.torch_bytes if _has_torch_products(run, parts, experts) else 0
     grouped = experts and not run.kernels.sequential_experts
     library = spaces.library_bytes + (spaces.grouped_bytes if grouped else 0)
+    if run.tp_comm_overlap and run.layout.tp > 1:
+        library += spaces.overlap_bytes
     if run.kernels.name == "megatron" and spaces.torch_bytes:
         library += shared_buffer(run, chunks) + (spaces.router_bytes if experts else 0)
     dummies = dummy_gradients(run, parts) if run.adding is Adding.DUMMY else 0
@@ -69,6 +71,21 @@ def loader_mask(run: Run) -> int:
     ``get_batch_on_this_tp_rank`` has it on the device on the first and the last stage, while the batch is at work.
     """
     return run.micro_batch * run.seq * run.seq // run.layout.cp if run.loader_masks else 0
+
+
+def kept_batches(run: Run) -> int:
+    """What each micro-batch of a step leaves on the device until the step is over; 0 where nothing keeps it.
+
+    ``megatron/core/rerun_state_machine.py``: ``RerunDataIterator`` saves every micro-batch of an iteration for a replay
+    (``--rerun-mode`` is "validate_results" by default). From pull request 4103 (21 May 2026) to 5635 (6 July), and so
+    in releases 0.18, ``get_batch`` of ``pretrain_gpt.py`` moves tensors to the device within the very dictionary that
+    is saved, on the first rank of tensor parallelism of the first and the last stage: three int64 and an fp32 for each
+    token and the masks, whole where context parallelism shards the sequence.
+    """
+    if not run.keep_batches:
+        return 0
+    tokens = run.micro_batch * run.seq
+    return (3 * 8 + 4) * tokens + (tokens * run.seq if run.loader_masks else 0)
 
 
 BLOCK = 128

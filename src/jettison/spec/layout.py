@@ -275,10 +275,12 @@ class Layout:
         each, rest = divmod(layers + 2, chunks)
         if rest or each < 2:
             virtual = f" x {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
-            raise UsageError(
-                f"{layers} layers do not divide over {self.pp} pipeline stages{virtual}, nor do {layers + 2} with the "
-                "embedding and the head counted as a layer each; say how with --stage-layers"
-            )
+            counted = "with the embedding and the head counted as a layer each"
+            way = f"nor do {layers + 2} {counted}; say how with --stage-layers"
+            if not rest and each == 1:
+                ends = ",".join(map(str, (0, *(1,) * (chunks - 2), 0)))
+                way = f"and {counted} both ends have none; if that is meant, give --stage-layers {ends}"
+            raise UsageError(f"{layers} layers do not divide over {self.pp} pipeline stages{virtual}, {way}")
         return (each - 1, *(each,) * (chunks - 2), each - 1)
 
     def _check_whole(self, model: ModelSpec) -> None:

@@ -7,7 +7,8 @@ Blackwell as well from pull request 175344 on, of February 2026 (NVIDIA's contai
 Handles belong to threads, and autograd's backward has a thread of its own: two, the second from the first backward on.
 TransformerEngine has one for all its products (``get_cublas_workspace_size_bytes``): 32 MiB and 1 KiB on Hopper and
 later, 4 MiB before; and one for each of four streams of its grouped products (``get_cublas_workspace`` with
-``grouped_gemm``), where there are experts.
+``grouped_gemm``), where there are experts; and three in one for products whose transfers run beside them (``ub`` there,
+``_NUM_MAX_UB_STREAMS``; Megatron's ``--tp-comm-overlap``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jettison.errors import UsageError
 from jettison.units import KIB, MIB
 
 GROUPED_STREAMS: Final = 4
+OVERLAP_STREAMS: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +44,11 @@ class Workspaces:
     def grouped_bytes(self) -> int:
         """Of the library's grouped products."""
         return GROUPED_STREAMS * self.library_bytes
+
+    @property
+    def overlap_bytes(self) -> int:
+        """Of the library's products that transfers run beside."""
+        return OVERLAP_STREAMS * self.library_bytes
 
     def with_torch(self, nbytes: int) -> Workspaces:
         """As ``CUBLAS_WORKSPACE_CONFIG`` changes it: :4096:8 is 32 MiB."""
