@@ -90,6 +90,8 @@ NOT_DESCRIBED = {
     "spec": "hybrid layers",
     "encoder-num-layers": "an encoder beside the decoder",
     "defer-embedding-wgrad-compute": "deferred gradients of the head",
+    "export-kd-teacher-load": "a teacher beside it",
+    "squared-relu": "squared ReLU",
 }
 
 
@@ -129,6 +131,8 @@ def why_not(row: Facts) -> str:
         found.append("world size not stated")
     if name_of(row).endswith("dist_muon_1node"):
         found.append("a distributed Muon, of which the last rank has not the most")
+    if int(row["gbs"] or 0) < int(row["mbs"] or 0) * int(row["dp"] or 1):
+        found.append("world size not stated")
     if "param_layout" in name_of(row):
         found.append("four GPUs, where the list has eight")
     if "cudagraph" in name_of(row):
@@ -234,10 +238,11 @@ def run_of(row: Facts) -> Run:
         loss=Loss.NATIVE if "cross-entropy-loss-fusion" in more else Loss.VOCAB_PARALLEL,
     )
     model, stages = model_of(row), int(row["pp"])
-    cut = more.get("pipeline-model-parallel-layout")
-    virtual = cut.replace("(tt|)*6", "tt|" * 6).count("|") // stages + 1 if cut else int(row["vpp"] or 1)
+    cut = _cut(row)
+    string = "|" in cut
+    virtual = cut.replace("(tt|)*6", "tt|" * 6).count("|") // stages + 1 if string else int(row["vpp"] or 1)
     own = model.depth - model.further
-    again = row["recompute"].removeprefix("selective:").strip("[]") if row["recompute"] != "none" else ""
+    again = row["recompute"].removeprefix("selective:").strip("[]") if row["recompute"].startswith("sel") else ""
     sent = row["offload"].strip("[]")
     return Run(
         model=model,
@@ -249,6 +254,7 @@ def run_of(row: Facts) -> Run:
             sp=row["sp"] == "1",
             pp=stages,
             virtual_stages=virtual,
+            micro_batch_group=int(more.get("microbatch-group-size-per-virtual-pipeline-stage", 0)),
             stage_layers=stage_layers(cut, layers=own, chunks=stages * virtual) if cut else (),
             further=model.further,
             cp=cp,
@@ -259,7 +265,9 @@ def run_of(row: Facts) -> Run:
             zero_replicas=int(more.get("num-distributed-optimizer-instances", 1)),
             keeps_received=True,
         ),
-        recompute=Recompute(
+        recompute=Recompute(mode=Mode.FULL)
+        if row["recompute"] == "full:uniform:1"
+        else Recompute(
             mode=Mode.MODULES if again else Mode.NONE,
             modules=listed(again, "--recompute-modules") if again else (),
             sent=listed(sent, "--offload-modules") if sent else (),
@@ -277,8 +285,21 @@ def run_of(row: Facts) -> Run:
     )
 
 
+def _cut(row: Facts) -> str:
+    """Layers of stages as ``--stage-layers`` takes them; empty where they are even."""
+    more, chunks = extras(row), int(row["pp"]) * int(row["vpp"] or 1)
+    if "account-for-embedding-in-pipeline-split" in more:  # and for the loss: a layer each
+        each = (int(row["layers"]) + 2) // chunks
+        return ",".join(map(str, (each - 1, *(each,) * (chunks - 2), each - 1)))
+    first, last = (more.get(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    ends = ",".join(f"{name}:{count}" for name, count in (("first", first), ("last", last)) if count)
+    return more.get("pipeline-model-parallel-layout", ends)
+
+
 def _optimizer(row: Facts) -> Optimizer:
     """ "param_layout" in a test's name: without it ``--no-use-layer-wise-param-layout``."""
+    if extras(row).get("optimizer") == "muon" and row["zero"] == "0":
+        return Optimizer.MUON
     if "dist_muon" not in name_of(row):
         return Optimizer.ADAMW
     return Optimizer.DIST_MUON if "param_layout" in name_of(row) else Optimizer.DIST_MUON_PINGPONG

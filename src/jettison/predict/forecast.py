@@ -231,6 +231,7 @@ def _stage(
             stages=layout.pp,
             micro_batches=run.micro_batches if layout.pp > 1 else 1,
             virtual_stages=layout.virtual_stages,
+            group=layout.micro_batch_group,
             whole=run.recompute.whole,
             sending=passes,
         ),

@@ -10,7 +10,8 @@ from jettison.formula.region import HEAD
 from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk, StageRegion
 from jettison.spec.kernels import AttentionKernel, Dispatcher, Documents
-from jettison.spec.model import Layer, Scan
+from jettison.spec.mixers import Scan
+from jettison.spec.model import Layer
 from jettison.spec.precision import Adding
 from jettison.spec.run import Mode, Run
 
@@ -55,9 +56,9 @@ def shared_buffer(run: Run, chunks: Sequence[Chunk]) -> int:
     return max(tokens * run.model.hidden, scores) * DTYPE_BYTES[run.precision.compute]
 
 
-def _scores(run: Run, layer: Layer | None) -> int:
+def _scores(run: Run, layer: object) -> int:
     """Of one layer's eager attention on one rank: b x a/t x s x s."""
-    if layer is None or run.kernels.attention is not AttentionKernel.EAGER:
+    if not isinstance(layer, Layer) or run.kernels.attention is not AttentionKernel.EAGER:
         return 0
     if layer.attention is None or isinstance(layer.attention, Scan):
         return 0

@@ -49,6 +49,7 @@ class Layout:
             Megatron's ``set_input_tensor``.
         stage_buffers: stages have buffers for all that they are sent in a step, and hold what they send:
             ``torch.distributed.pipelining``.
+        micro_batch_group: micro-batches that go through one virtual stage before the next has its turn; 0: pp of them.
         stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
         further: layers that predict further tokens, all of them on the last stage beside its own.
         reshard: with zero 3, which parameters are sharded again after a forward.
@@ -66,6 +67,7 @@ class Layout:
     expert_tp: int = 0
     pp: int = 1
     virtual_stages: int = 1
+    micro_batch_group: int = 0
     schedule: Schedule = Schedule.ONE_F_ONE_B
     dp: int = 1
     zero: int = 0
@@ -90,6 +92,10 @@ class Layout:
         self._check_groups()
         if self.virtual_stages > 1 and self.pp == 1:
             raise UsageError(f"got --virtual-stages {self.virtual_stages} without a pipeline; give --pp 2 or more")
+        if self.micro_batch_group and self.virtual_stages == 1:
+            raise UsageError(
+                f"got --micro-batch-group {self.micro_batch_group}; it goes with --virtual-stages 2 or more"
+            )
         if self.stage_layers and self.pp == 1:
             raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
         if self.virtual_stages > 1 and self.schedule is not Schedule.ONE_F_ONE_B:
