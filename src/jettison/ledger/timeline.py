@@ -109,6 +109,8 @@ class StageLoad:
     receives: int = 0
     around: int = 0
     batches: int = 0  # of all micro-batches, where a step keeps them; ``around`` has those before the one at work
+    shards: int = 0  # of gradients that are whole until a step's end: what the optimizer has of them
+    reducing: int = 0  # there while they are reduced
     passed: int = 0  # of each transfer that has passed
     sending: Sending = ()
 
@@ -198,6 +200,9 @@ def _rows(stage: StageLoad, first_step: bool, each: bool) -> Iterator[_Row]:
         adding = [pick(_backward(chunk, False, each)) for chunk in stage.chunks]
         yield from _backwards(stage, base + all_gradients, held, forward, adding)
     there = stage.fixed + stage.state + stage.copies + between + stage.batches
+    if stage.shards:
+        yield base + between + stage.reducing, Phase.BACKWARD, "", -1
+        all_gradients = stage.shards
     yield there + all_gradients + stage.optimizer_transient, Phase.OPTIMIZER, "", -1
     yield there + (all_gradients if upfront else 0), Phase.AFTER, "", -1
 
