@@ -23,13 +23,14 @@ from enum import StrEnum
 from functools import cached_property, lru_cache
 
 from jettison.cost.collective import bandwidth, group, transfer_seconds
-from jettison.cost.execution import Execution
+from jettison.cost.execution import Execution, Fusion
 from jettison.cost.kernel import Half, Kernel, KernelWork
 from jettison.cost.launches import work
 from jettison.cost.matmul import kernel_seconds
+from jettison.cost.narrow_kernels import NarrowKernels
 from jettison.cost.op_kinds import BATCHED, GROUPED, PRODUCTS, TRANSFER
 from jettison.formula.region import Region
-from jettison.formula.tape import Collective
+from jettison.formula.tape import Collective, Tape
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.precision import Precision
@@ -111,6 +112,18 @@ class RegionSeconds:
 NOTHING = RegionSeconds(forward=Pass(), again=Pass(), inputs=Pass(), weights=Pass())
 
 
+def narrow_kernels(tape: Tape, execution: Execution, precision: Precision) -> NarrowKernels:
+    """What products of narrow copies launch, and how shards travel to them."""
+    return NarrowKernels(
+        tape=tape,
+        product=precision.product,
+        recipe=precision.recipe or execution.recipe,
+        delayed=execution.delayed_scaling,
+        loops=execution.loops_experts,
+        compiled=execution.fusion is Fusion.COMPILED,
+    )
+
+
 def kernels_of(region: Region, execution: Execution, precision: Precision) -> KernelWork:
     """Everything that a region launches when it is run like that."""
     return work(
@@ -118,6 +131,7 @@ def kernels_of(region: Region, execution: Execution, precision: Precision) -> Ke
         execution.fusion,
         precision.gradient,
         precision.product,
+        recipe=precision.recipe or execution.recipe,
         delayed_scaling=execution.delayed_scaling,
         loops_experts=execution.loops_experts,
         once_to_node=execution.once_to_node,
@@ -282,7 +296,12 @@ class _Timer:
     def _collective(self, c: Collective) -> float:
         ranks = group(self.layout, c.axis, self.hardware.node)
         copies = c.copies if self.execution.once_to_node else 1
-        return transfer_seconds(c.kind, c.nbytes, ranks, self.hardware, copies=copies)
+        nbytes = c.nbytes * self._narrow.gathered_share(c) if c.axis == "tp" else c.nbytes
+        return transfer_seconds(c.kind, nbytes, ranks, self.hardware, copies=copies)
+
+    @cached_property
+    def _narrow(self) -> NarrowKernels:
+        return narrow_kernels(self.region.tape, self.execution, self.precision)
 
     def _exposed(self, axis: str) -> float:
         """Share of a transfer that is waited for. See NOTE [ What hides behind what ]."""
