@@ -143,8 +143,8 @@ def test_passes_of_a_layer_by_hand(name: str, looks: int, bits: int, copies: int
 
 
 def test_delayed_scales_let_the_makers_write() -> None:
-    """A norm writes two copies of a byte on Hopper, and one on Blackwell, in the place of 16 bits. Nothing passes before
-    products but gradients, once: 2 + 1 + 1 bytes, or 2 + 1. A scale is 4 bytes."""
+    """A norm writes two copies of a byte on Hopper, and one on Blackwell, in the place of 16 bits. Nothing passes
+    before products but gradients, once: 2 + 1 + 1 bytes, or 2 + 1. A scale is 4 bytes."""
     run, other = run_of("delayed", "llama3-8b", seq=8192), run_of("delayed-blackwell", "llama3-8b", seq=8192)
     assert not passes(run, "forward")
     norm, one = (
