@@ -5,6 +5,9 @@ python -m benchmarks.unseen_page    # writes the page
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +16,11 @@ from statistics import median
 from benchmarks.accuracy_megatron import KINDS, signed
 from benchmarks.megatron_golden import MORE, Facts, Golden, facts, golden, name_of, recorded, why_not
 from benchmarks.page_command import page_command
+from jettison.cli.main import run
+from jettison.units import GIB
 
+OTHERS = Path(__file__).parent.parent / "tests" / "facts" / "unseen_runs.csv"
+"""Of other projects; a command beside each."""
 PAGE = Path(__file__).parent.parent / "docs" / "accuracy_unseen.md"
 TEXT = Path(__file__).parent / "pages" / "accuracy_unseen.md"
 ASIDE = {
@@ -33,6 +40,7 @@ def page() -> str:
         aside="\n".join(_table([pair for pair in pairs if aside(pair[0])])),
         why="\n".join(f"- `{part}`: {why}." for part, why in ASIDE.items()),
         without="\n".join(_without()),
+        others="\n".join(_others()),
     )
 
 
@@ -91,6 +99,30 @@ def _table(pairs: Sequence[tuple[Facts, Golden]]) -> Iterator[str]:
 def _without() -> Iterator[str]:
     counts = Counter(why_not(row) for row in facts(MORE) if why_not(row))
     return (f"- {count}: {why}." for why, count in counts.most_common())
+
+
+def _others() -> Iterator[str]:
+    yield "| run | source | figure | published GiB | blind GiB | predicted GiB | error | not comparable since |"
+    yield f"| --- | --- | --- |{' ---: |' * 4} --- |"
+    commands = [""]
+    for row in facts(OTHERS):
+        published = float(row["published"]) * (1e9 if row["unit"] == "GB" else GIB) / GIB
+        predicted = answered(row["command"]) / GIB
+        cells = (f"{published:.2f}", row["blind_gib"], f"{predicted:.2f}", signed(predicted / published - 1))
+        yield f"| {row['run']} | {row['source']} | {row['figure']} | {' | '.join(cells)} | {row['why']} |"
+        commands.append(f"- {row['run']}: `jettison ledger {row['command']}`")
+    yield from commands
+
+
+def answered(command: str) -> int:
+    """The peak that `jettison ledger` prints."""
+    model, *words = command.split()
+    model = str(OTHERS.parent / model) if model.endswith(".json") else model
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        code = run(["ledger", model, *words, "--format", "json", "--no-entries"])
+    assert code == 0, command
+    return int(json.loads(printed.getvalue())["peak_bytes"])
 
 
 def write_page() -> str:
