@@ -25,6 +25,7 @@ from jettison.predict.states_on_host import HostStates, device_buffer, host_stat
 from jettison.predict.timeline_units import units
 from jettison.predict.whole_tensors import muon_step_bytes, with_whole_tensors
 from jettison.spec.kernels import Device
+from jettison.spec.layout import Schedule
 from jettison.spec.precision import Optimizer
 from jettison.spec.run import Gradients, Recompute, Run
 from jettison.spec.states_on_host import StatesOnHost
@@ -225,13 +226,14 @@ def _stage(
     load = StageLoad(
         chunks=tuple(known[id(chunk)] for chunk in (*chunks, *twins)),
         occupancies=stage_occupancies(
-            layout.schedule,
+            layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
             stage=index,
             stages=layout.pp,
-            micro_batches=run.micro_batches if layout.pp > 1 else 1,
+            micro_batches=run.micro_batches,
             virtual_stages=layout.virtual_stages,
             whole=run.recompute.whole,
             sending=passes,
+            learning=run.gradients is not Gradients.UPFRONT,
         ),
         micro_batches=run.micro_batches,
         fixed=total.parameters + aside + device_buffer(run, chunks) + _frozen(run),

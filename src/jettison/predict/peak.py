@@ -15,7 +15,7 @@ from operator import add
 from typing import Final
 
 from jettison.identity import Same
-from jettison.ledger.schedule import Occupancy
+from jettison.ledger.schedule import Occupancy, Work
 from jettison.ledger.timeline import StageLoad, Unit, peak
 from jettison.predict.forecast import Forecast
 from jettison.spec.run import Gradients
@@ -72,8 +72,7 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
             known[id(chunk)] = _rise(chunk)
     rises = [known[each] for each in kinds]
     upfront = load.gradients is Gradients.UPFRONT
-    own = load.chunks[: len(load.chunks) // 2] if load.twins else load.chunks
-    everything = sum(known[id(chunk)].gradients for chunk in own)
+    everything = sum(known[id(chunk)].gradients for chunk in load.own)
     always = load.fixed + load.state
     base = always + (everything if upfront else 0)
     receives = load.receives if load.received else -1
@@ -87,28 +86,31 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
         if entered:
             alone = load.idle(tuple(int(other == number) for other in range(len(load.chunks))))
             highest = max(highest, base + alone + known[id(load.chunks[number])].forward)
-    adds = load.micro_batches > 1 and not upfront
+    base += load.around
     for state in states:
-        level = base + load.sent * state.total + load.received * state.idle + load.around
-        level += sum(n * rise.held for n, rise in zip(state.alive, rises, strict=True))
-        before = [rises[kind].forward - rises[kind].held for kind in state.entering]
         work = rises[state.at_work]
-        highest = max(highest, level + max([work.adding if upfront else work.fresh, *before]))
-        if adds:
-            highest = max(highest, level + everything + max([work.adding, *before]))
+        level = base + load.sent * state.total + load.received * state.idle
+        level += sum(n * rise.held for n, rise in zip(state.alive, rises, strict=True))
+        if not upfront:
+            level += sum(n * rise.gradients for n, rise in zip(state.learned, rises, strict=True))
+        adds = upfront or state.adds
+        highest = max(highest, level + (work.forward if state.enters else work.adding if adds else work.fresh))
     return highest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _State:
-    """An occupancy by kinds of chunks: those alive of each, the kind at work, kinds whose forward led to it.
+    """An occupancy by kinds of chunks: those alive of each, those that have learned, and the kind at work.
 
-    ``idle``: chunks that hold what they were sent last, for lack of anything in flight.
+    ``enters``: it runs forwards; ``adds``: backwards, to gradients that are there. ``idle``: chunks that hold what they
+    were sent last, for lack of anything in flight.
     """
 
     alive: tuple[int, ...]
+    learned: tuple[int, ...]
     at_work: int
-    entering: frozenset[int]
+    enters: bool
+    adds: bool
     idle: int
 
     @property
@@ -117,8 +119,11 @@ class _State:
 
     def covers(self, other: _State) -> bool:
         """Is nothing of the other one higher, whatever chunks hold?"""
-        within = self.at_work == other.at_work and self.entering >= other.entering and self.idle >= other.idle
-        return within and all(a >= b for a, b in zip(self.alive, other.alive, strict=True))
+        same = self.at_work == other.at_work and self.enters == other.enters and self.adds == other.adds
+        if not same or self.idle < other.idle:
+            return False
+        counts = zip((*self.alive, *self.learned), (*other.alive, *other.learned), strict=True)
+        return all(a >= b for a, b in counts)
 
 
 @lru_cache(maxsize=65536)
@@ -134,25 +139,37 @@ def _fullest(
     if max(pattern) >= FEW_KINDS:  # a planner's, which come once
         return tuple(states)
     kept: list[_State] = []
-    for state in sorted(states, key=lambda state: (state.total, len(state.entering)), reverse=True):
+    for state in sorted(states, key=lambda state: (state.total, sum(state.learned)), reverse=True):
         if not any(other.covers(state) for other in kept):
             kept.append(state)
     return tuple(kept)
 
 
 def _state(occupancy: Occupancy, pattern: tuple[int, ...], twins: bool, receives: int) -> _State:
-    alive = [0] * (1 + max(pattern))
     counts = list(map(add, occupancy.forward, occupancy.weight))
-    for kind, n in zip(pattern, counts, strict=True):
-        alive[kind] += n
     own = len(counts) // 2 if twins else len(counts)
+    learned = occupancy.learned or (1,) * own
+    step = occupancy.step
+    chunk, enters = (0, False) if step is None else (step.chunk, step.work is Work.FORWARD)
+    alive = _by_kind(counts, pattern)
+    if receives >= 0 and enters:
+        counts[chunk] += 1
     receiving = range(receives, own) if receives >= 0 else ()
     return _State(
-        alive=tuple(alive),
-        at_work=pattern[0 if occupancy.step is None else occupancy.step.chunk],
-        entering=frozenset(kind for kind, n in zip(pattern, occupancy.forward, strict=True) if n),
+        alive=alive,
+        learned=_by_kind(learned, pattern),
+        at_work=pattern[chunk],
+        enters=enters,
+        adds=not enters and bool(learned[chunk % own]),
         idle=sum(not any(counts[chunk::own]) for chunk in receiving),
     )
+
+
+def _by_kind(counts: Sequence[int], pattern: tuple[int, ...]) -> tuple[int, ...]:
+    found = [0] * (1 + max(pattern))
+    for kind, n in zip(pattern, counts, strict=False):  # of chunks that learn there may be half as many
+        found[kind] += n
+    return tuple(found)
 
 
 def _forward_rise(chunk: Sequence[Unit]) -> int:
