@@ -18,8 +18,8 @@ master copy of the parameters, which is made with the optimizer (`master`): step
 run may fit in the one and not in the other. What the first backward ever brings (`late`: the workspace of its thread's
 products) is not there before, either. A chunk that has nothing in flight may hold the last input that it was sent, and
 its gradient (`received`); of one that has, the last input is among what is in flight. While any is, there may be more
-beside them (`around`): what the schedule has just sent, and the batch itself. Or all that a step has sent so far
-(`passed`).
+beside them (`around`): what the schedule has just sent, and the batch itself; or what its code's variables still name
+once a backward of the step has run (`variables`); or all that a step has sent so far (`passed`).
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ class StageLoad:
     received: int = 0  # of each chunk from number ``receives`` on
     receives: int = 0
     around: int = 0
+    variables: int = 0
     passed: int = 0  # of each transfer that has passed
     sending: Sending = ()
 
@@ -142,6 +143,12 @@ class StageLoad:
         if self.gradients is Gradients.UPFRONT or not state.learned or state.step is None:
             return True
         return bool(state.learned[state.step.chunk % len(state.learned)])
+
+    def learned_bytes(self, state: Occupancy) -> int:
+        """Gradients that are there in a state."""
+        if self.gradients is Gradients.UPFRONT or not state.learned:
+            return self.gradient_bytes
+        return sum(map(mul, state.learned, map(_gradients, self.own)))
 
     def held(self, chunk: int) -> int:
         """What one micro-batch's forward through a chunk leaves behind."""
@@ -226,14 +233,14 @@ def _states(stage: StageLoad, base: int, forward: Sequence[_Rows], late: int, ea
     pick = list if each else _highest
     base += stage.around
     held = [stage.held(chunk) for chunk in range(len(stage.chunks))]
-    gradients = [0 if stage.gradients is Gradients.UPFRONT else _gradients(chunk) for chunk in stage.own]
+    upfront = stage.gradients is Gradients.UPFRONT
     backward: dict[tuple[int, bool, int], _Rows] = {}
     for state in stage.occupancies:
         alive = list(map(add, state.forward, state.weight))
-        learned = state.learned or (1,) * len(gradients)
-        missing = 0 if stage.micro_batches > 1 and any(learned) else late
-        level = base + sum(map(mul, alive, held)) + sum(alive) * stage.sent + sum(map(mul, learned, gradients))
-        level += stage.passed * state.passed
+        begun = any(state.learned or (1,))  # backwards have
+        missing = 0 if stage.micro_batches > 1 and begun else late
+        level = base + sum(map(mul, alive, held)) + sum(alive) * stage.sent + stage.passed * state.passed
+        level += (0 if upfront else stage.learned_bytes(state)) + (stage.variables if begun else 0)
         chunk, number = (0, 0) if state.step is None else (state.step.chunk, state.step.micro_batch)
         enters = state.step is not None and state.step.work is Work.FORWARD
         if stage.received:

@@ -233,7 +233,7 @@ def _stage(
             virtual_stages=layout.virtual_stages,
             whole=run.recompute.whole,
             sending=passes,
-            learning=run.gradients is not Gradients.UPFRONT,
+            learning=run.gradients is not Gradients.UPFRONT or (layout.keeps_received and layout.virtual_stages > 1),
         ),
         micro_batches=run.micro_batches,
         fixed=total.parameters + aside + device_buffer(run, chunks) + _frozen(run),
@@ -248,7 +248,8 @@ def _stage(
         late=late,
         received=_received(run) if layout.keeps_received and layout.pp > 1 else 0,
         receives=1 if index == 0 else 0,
-        around=mask + packed_batch(run) + _around(run, index) + gathered,
+        around=mask + packed_batch(run) + (sent_last(run, index) if layout.stage_buffers else 0) + gathered,
+        variables=_variables(run, index),
         passed=stream_bytes(run) if passes else 0,
         sending=passes,
     )
@@ -279,16 +280,14 @@ def _received(run: Run) -> int:
     return 2 * stream_bytes(run)
 
 
-def _around(run: Run, index: int) -> int:
-    """What a schedule's own variables hold of the passes before, from the second micro-batch on.
+def _variables(run: Run, index: int) -> int:
+    """What a schedule's own variables hold of the passes before, from the first backward on.
 
     ``megatron/core/pipeline_parallel/schedules.py``: ``input_tensor_grad``, which was sent back, until the next
     backward has returned one; with virtual stages ``output_tensor`` of the forward before a backward, too, since both
     are sent when both have run.
     """
     layout = run.layout
-    if layout.stage_buffers:
-        return sent_last(run, index)
     if not layout.keeps_received or layout.pp == 1 or run.micro_batches == 1:
         return 0
     each = _received(run) // 2

@@ -91,6 +91,7 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
         work = rises[state.at_work]
         level = base + load.sent * state.total + load.received * state.idle
         level += sum(n * rise.held for n, rise in zip(state.alive, rises, strict=True))
+        level += load.variables if any(state.learned) else 0
         if not upfront:
             level += sum(n * rise.gradients for n, rise in zip(state.learned, rises, strict=True))
         adds = upfront or state.adds

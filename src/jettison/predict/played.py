@@ -347,14 +347,16 @@ def _stage(
     for each in timed:
         step = each.step
         kind = FORWARD
+        more = 0
         if step.work is Work.BACKWARD:
+            more = 0 if begun else load.variables
             kind = BACKWARD if step.chunk in begun else FIRST_BACKWARD
             begun.add(step.chunk)
         number = 3 * step.chunk + kind
         profile = profiles[number]
         passes.append(PlayedPass(timed=each, profile=number, held=held, gradients=gradients, host=host))
         sent = load.sent if kind == FORWARD else -load.sent
-        held += profile.kept + sent
+        held += profile.kept + sent + more
         if load.passed and kind != FORWARD:
             held += load.passed * load.sending[step.chunk % len(load.sending)]
         gradients += profile.made

@@ -19,9 +19,10 @@ A candidate is left out of a search only where one of these proves that it canno
    step. Segments of several layers compute no less again than `full`; W, w depend on t, sp, cp, ep, b and r alone.
 3. peak(S, r) >= parameters + state + gradients of the largest stage, which are there together in the optimizer's step
    whatever r is; and that is at least a p-th of what they are without a pipeline, at the same dp, cp and ZeRO stage.
-4. peak(S, r) >= what the first stage has of these before a backward (gradients are not there yet in the only backward
-   of a step), what r holds of its layers for as many micro-batches as the schedule has in flight there, and how far the
-   backward that comes next rises above that: it begins with the last layer, or the last segment, of its chunk.
+4. peak(S, r) >= what the first stage has of these before any backward (gradients of the chunks that have learned, where
+   they appear one by one), what r holds of its layers for as many micro-batches as the schedule has in flight there,
+   and how far the backward that comes next rises above that: it begins with the last layer, or the last segment, of
+   its chunk, and finds that chunk's gradients there or not.
 5. If none fits, a planner that minimises seconds answers none. If it does not, see NOTE [ What a planner cannot do ] in
    `planner_time_bound`; of one that may offload nothing but rule 1 is known.
 
@@ -41,7 +42,7 @@ from jettison.predict.passes import passes_of
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, Chunk, kept_by, outline
 from jettison.predict.time import Estimate
-from jettison.search.memory_bound import LayerBytes, Parts, ShardBytes, segments_in_flight
+from jettison.search.memory_bound import LayerBytes, Parts, ShardBytes, in_flight
 from jettison.search.space import Setup
 from jettison.search.time_bound import PassSeconds, Pipeline, Sends, ShardSeconds, pass_seconds, shard_seconds
 from jettison.spec.hardware import Hardware
@@ -62,12 +63,18 @@ class PlanBound:
 
     Args:
         held: of a micro-batch, by the layer that holds least, in bytes.
-        rise: of the layer whose backward rises least above what is held before it.
+        fresh: of the layer whose backward rises least above what is held before it, where gradients appear.
+        adding: the same where it finds them there.
     """
 
     seconds: PassSeconds
     held: int
-    rise: int
+    fresh: int
+    adding: int
+
+    def rise(self, adds: bool) -> int:
+        """One of the two."""
+        return self.adding if adds else self.fresh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,13 +91,14 @@ class Bounds:
 
     Args:
         plans: by what happens to a layer.
-        plain: a layer of which everything stays.
+        fresh, adding: a layer of which everything stays, and whose gradients appear, or are there.
         upfront: gradients are there from the start.
         hidden: share of the device that a transfer takes while it hides.
     """
 
     plans: dict[Mode, PlanBound]
-    plain: LayerBytes
+    fresh: LayerBytes
+    adding: LayerBytes
     shard: ShardBound
     sends: Sends
     upfront: bool
@@ -105,7 +113,6 @@ class Bounds:
         """Seconds and bytes of each of these plans."""
         pipeline, base = self._pipeline(setup, depth), self._base(setup, depth)
         first = pipeline.sizes[:: setup.layout.pp]
-        stage = self._stage(setup, first)
         seconds: dict[Mode, float] = {}
         found = []
         for plan in plans:
@@ -114,8 +121,7 @@ class Bounds:
                 seconds[timed] = pipeline.least_seconds(self.plans[timed].seconds, self.shard.seconds)
             nbytes = base
             if plan.mode in _SEGMENTS and not plan.offload:
-                held = stage + self._held(setup, first, plan) + self._rise(plan, first)
-                nbytes = max(base, held + (self.shard.nbytes.gathered if all(first) else 0))
+                nbytes = max(base, self._before_backwards(setup, first, plan))
             found.append((seconds[timed], nbytes))
         return found
 
@@ -129,31 +135,34 @@ class Bounds:
         )
 
     def _base(self, setup: Setup, depth: int) -> int:
-        """Rule 3, and what the first stage has under any plan."""
+        """Rule 3, of the largest stage and of the first."""
         layout = setup.layout
-        stage = self._stage(setup, layout.layers_per_chunk(depth)[:: layout.pp])
-        return max(self.shard.nbytes.everything // layout.pp, stage)
+        first = sum(layout.layers_per_chunk(depth)[:: layout.pp])
+        nbytes = self.shard.nbytes
+        return max(nbytes.everything // layout.pp, nbytes.first_stage(first, alone=layout.pp == 1))
 
-    def _stage(self, setup: Setup, first: tuple[int, ...]) -> int:
-        """What the first stage has before a backward; args: first: layers of its chunks."""
-        there = self.upfront or setup.micro_batches > 1
-        return self.shard.nbytes.first_stage(sum(first), alone=setup.layout.pp == 1, there=there)
-
-    def _held(self, setup: Setup, first: tuple[int, ...], plan: Recompute) -> int:
-        """By all micro-batches in flight on the first stage; args: first: layers of its chunks."""
+    def _before_backwards(self, setup: Setup, first: tuple[int, ...], plan: Recompute) -> int:
+        """Rule 4; args: first: layers of the first stage's chunks."""
         held = self.plans[_treated(plan)].held
         if plan.whole:
             held = min(held, self.plans[Mode.NONE].held)
-        return held * segments_in_flight(setup, first, plan.number if plan.mode is Mode.EVERY else 1)
+        size = plan.number if plan.mode is Mode.EVERY else 1
+        nbytes, layers, alone = self.shard.nbytes, sum(first), setup.layout.pp == 1
+        highest = max(
+            nbytes.before(state, layers, alone=alone) + held * state.segments + self._rise(plan, first, state.adds)
+            for state in in_flight(setup, first, size, upfront=self.upfront)
+        )
+        return highest + (nbytes.gathered if all(first) else 0)
 
-    def _rise(self, plan: Recompute, first: tuple[int, ...]) -> int:
+    def _rise(self, plan: Recompute, first: tuple[int, ...], adds: bool) -> int:
         """Of the last layer's backward, or the last segment's; of micro-batches that are kept whole, or not."""
         if not all(first):
             return 0
-        rise = self.plans[_treated(plan)].rise
+        rise = self.plans[_treated(plan)].rise(adds)
         if plan.mode is Mode.EVERY and plan.number > 1:
-            rise = self.plain.segment(min(1 + (n - 1) % plan.number for n in first))
-        return min(rise, self.plans[Mode.NONE].rise) if plan.whole else rise
+            plain = self.adding if adds else self.fresh
+            rise = plain.segment(min(1 + (n - 1) % plan.number for n in first))
+        return min(rise, self.plans[Mode.NONE].rise(adds)) if plan.whole else rise
 
     def seconds(self, setup: Setup, depth: int, plan: Recompute) -> float:
         """Of one plan: rules 1 and 2."""
@@ -185,11 +194,13 @@ def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _TREATMENTS) -
     """
     alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B)
     inner, upfront = _inner(run), run.gradients is Gradients.UPFRONT
-    there = (upfront or run.micro_batches > 1 or run.frees_gradients) and not run.gradients_come_whole
+    adds = not run.gradients_come_whole
+    first_adds = adds and (upfront or run.frees_gradients)
     rule, execution = run.gradient_rule, execution_of(run)
     return Bounds(
-        plans={mode: _plan_bound(inner, mode, rule, there, hardware) for mode in modes},
-        plain=_layer_bytes(inner, rule, there),
+        plans={mode: _plan_bound(inner, mode, rule, (first_adds, adds), hardware) for mode in modes},
+        fresh=_layer_bytes(inner, rule, first_adds),
+        adding=_layer_bytes(inner, rule, adds),
         shard=_shard_bound(replace(run, layout=alone, recompute=Recompute()), hardware),
         sends=Sends(
             seconds=Timing(run=run, hardware=hardware, execution=execution).sending(), waited=not execution.hides_stages
@@ -254,22 +265,24 @@ def _pass_seconds(run: Run, hardware: Hardware) -> PassSeconds:
 
 
 @lru_cache(maxsize=4096)
-def _plan_bound(inner: Run, mode: Mode, rule: GradientRule, there: bool, hardware: Hardware) -> PlanBound:
-    """Args: rule: of gradients, which ZeRO decides as well; there: they are, before a backward."""
+def _plan_bound(inner: Run, mode: Mode, rule: GradientRule, adds: tuple[bool, bool], hardware: Hardware) -> PlanBound:
+    """Args: rule: of gradients, which ZeRO decides as well; adds: does a chunk's first backward, do later ones?"""
     run = replace(inner, recompute=Recompute(mode=mode))
     layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
+    rises = {add: min(passes_of(part, rule, accumulates=add).backward_peak for part in layers) for add in set(adds)}
     return PlanBound(
         seconds=_pass_seconds(run, hardware),
         held=min(part.region.program.kept_bytes(part.kept) for part in layers),
-        rise=min(passes_of(part, rule, accumulates=there).backward_peak for part in layers),
+        fresh=rises[adds[0]],
+        adding=rises[adds[1]],
     )
 
 
 @lru_cache(maxsize=4096)
-def _layer_bytes(run: Run, rule: GradientRule, there: bool) -> LayerBytes:
-    """Args: run: with nothing computed again."""
+def _layer_bytes(run: Run, rule: GradientRule, adds: bool) -> LayerBytes:
+    """Args: run: with nothing computed again; adds: as `_plan_bound` has it."""
     layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
-    passes = [passes_of(part, rule, accumulates=there) for part in layers]
+    passes = [passes_of(part, rule, accumulates=adds) for part in layers]
     return LayerBytes(
         resident=min(p.resident for p in passes),
         forward=min(p.forward_peak for p in passes),
