@@ -144,11 +144,11 @@ class StageLoad:
             return True
         return bool(state.learned[state.step.chunk % len(state.learned)])
 
-    def learned_bytes(self, state: Occupancy) -> int:
+    def learned_bytes(self, learned: Sequence[int]) -> int:
         """Gradients that are there in a state."""
-        if self.gradients is Gradients.UPFRONT or not state.learned:
+        if self.gradients is Gradients.UPFRONT or all(learned):
             return self.gradient_bytes
-        return sum(map(mul, state.learned, map(_gradients, self.own)))
+        return sum(_gradients(chunk) for chunk, has in zip(self.own, learned, strict=True) if has)
 
     def held(self, chunk: int) -> int:
         """What one micro-batch's forward through a chunk leaves behind."""
@@ -240,7 +240,7 @@ def _states(stage: StageLoad, base: int, forward: Sequence[_Rows], late: int, ea
         begun = any(state.learned or (1,))  # backwards have
         missing = 0 if stage.micro_batches > 1 and begun else late
         level = base + sum(map(mul, alive, held)) + sum(alive) * stage.sent + stage.passed * state.passed
-        level += (0 if upfront else stage.learned_bytes(state)) + (stage.variables if begun else 0)
+        level += (0 if upfront else stage.learned_bytes(state.learned)) + (stage.variables if begun else 0)
         chunk, number = (0, 0) if state.step is None else (state.step.chunk, state.step.micro_batch)
         enters = state.step is not None and state.step.work is Work.FORWARD
         if stage.received:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import add
+from operator import add, ge, mul
 from typing import Final
 
 from jettison.identity import Same
@@ -87,44 +87,39 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
             alone = load.idle(tuple(int(other == number) for other in range(len(load.chunks))))
             highest = max(highest, base + alone + known[id(load.chunks[number])].forward)
     base += load.around
+    prices = [rise.held + load.sent for rise in rises]
+    prices += [0 if upfront else rise.gradients for rise in rises]
     for state in states:
+        level = base + load.received * state.idle + (load.variables if state.begun else 0)
+        level += sum(map(mul, state.counts, prices))
         work = rises[state.at_work]
-        level = base + load.sent * state.total + load.received * state.idle
-        level += sum(n * rise.held for n, rise in zip(state.alive, rises, strict=True))
-        level += load.variables if any(state.learned) else 0
-        if not upfront:
-            level += sum(n * rise.gradients for n, rise in zip(state.learned, rises, strict=True))
         adds = upfront or state.adds
-        highest = max(highest, level + (work.forward if state.enters else work.adding if adds else work.fresh))
+        level += work.forward if state.enters else work.adding if adds else work.fresh
+        highest = level if level > highest else highest
     return highest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _State:
-    """An occupancy by kinds of chunks: those alive of each, those that have learned, and the kind at work.
+    """An occupancy by kinds of chunks: those alive of each and then those that have learned, and the kind at work.
 
-    ``enters``: it runs forwards; ``adds``: backwards, to gradients that are there. ``idle``: chunks that hold what they
-    were sent last, for lack of anything in flight.
+    ``enters``: it runs forwards; ``adds``: backwards, to gradients that are there. ``begun``: backwards have. ``idle``:
+    chunks that hold what they were sent last, for lack of anything in flight.
     """
 
-    alive: tuple[int, ...]
-    learned: tuple[int, ...]
+    counts: tuple[int, ...]
     at_work: int
     enters: bool
     adds: bool
+    begun: bool
     idle: int
-
-    @property
-    def total(self) -> int:
-        return sum(self.alive)
 
     def covers(self, other: _State) -> bool:
         """Is nothing of the other one higher, whatever chunks hold?"""
         same = self.at_work == other.at_work and self.enters == other.enters and self.adds == other.adds
-        if not same or self.idle < other.idle:
+        if not same or self.idle < other.idle or self.begun < other.begun:
             return False
-        counts = zip((*self.alive, *self.learned), (*other.alive, *other.learned), strict=True)
-        return all(a >= b for a, b in counts)
+        return all(map(ge, self.counts, other.counts))
 
 
 @lru_cache(maxsize=65536)
@@ -140,7 +135,7 @@ def _fullest(
     if max(pattern) >= FEW_KINDS:  # a planner's, which come once
         return tuple(states)
     kept: list[_State] = []
-    for state in sorted(states, key=lambda state: (state.total, sum(state.learned)), reverse=True):
+    for state in sorted(states, key=lambda state: sum(state.counts), reverse=True):
         if not any(other.covers(state) for other in kept):
             kept.append(state)
     return tuple(kept)
@@ -157,11 +152,11 @@ def _state(occupancy: Occupancy, pattern: tuple[int, ...], twins: bool, receives
         counts[chunk] += 1
     receiving = range(receives, own) if receives >= 0 else ()
     return _State(
-        alive=alive,
-        learned=_by_kind(learned, pattern),
+        counts=(*alive, *_by_kind(learned, pattern)),
         at_work=pattern[chunk],
         enters=enters,
         adds=not enters and bool(learned[chunk % own]),
+        begun=any(learned),
         idle=sum(not any(counts[chunk::own]) for chunk in receiving),
     )
 

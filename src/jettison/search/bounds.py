@@ -63,18 +63,12 @@ class PlanBound:
 
     Args:
         held: of a micro-batch, by the layer that holds least, in bytes.
-        fresh: of the layer whose backward rises least above what is held before it, where gradients appear.
-        adding: the same where it finds them there.
+        rise: of the layer whose backward rises least above what is held before it, where gradients are there.
     """
 
     seconds: PassSeconds
     held: int
-    fresh: int
-    adding: int
-
-    def rise(self, adds: bool) -> int:
-        """One of the two."""
-        return self.adding if adds else self.fresh
+    rise: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,19 +80,43 @@ class ShardBound:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FirstBackward:
+    """What is worked out where a fullest state comes before it, and not again behind it.
+
+    Args:
+        inner: as `_inner` has it.
+        adds: it finds gradients there, or goes as one that does.
+    """
+
+    inner: Run
+    rule: GradientRule
+    adds: bool
+
+    def rise(self, mode: Mode) -> int:
+        """As `PlanBound.rise`."""
+        return _least_rise(self.inner, mode, self.rule, self.adds)
+
+    @property
+    def plain(self) -> LayerBytes:
+        """As `Bounds.plain`."""
+        return _layer_bytes(self.inner, self.rule, self.adds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
     """Of all setups that share a batch and all axes but virtual stages.
 
     Args:
         plans: by what happens to a layer.
-        fresh, adding: a layer of which everything stays, and whose gradients appear, or are there.
+        plain: a layer of which everything stays, and whose gradients are there.
+        first: of a chunk's first backward, in which they may appear.
         upfront: gradients are there from the start.
         hidden: share of the device that a transfer takes while it hides.
     """
 
     plans: dict[Mode, PlanBound]
-    fresh: LayerBytes
-    adding: LayerBytes
+    plain: LayerBytes
+    first: FirstBackward
     shard: ShardBound
     sends: Sends
     upfront: bool
@@ -112,16 +130,19 @@ class Bounds:
     def least(self, setup: Setup, depth: int, plans: Sequence[Recompute]) -> list[tuple[float, int]]:
         """Seconds and bytes of each of these plans."""
         pipeline, base = self._pipeline(setup, depth), self._base(setup, depth)
-        first = pipeline.sizes[:: setup.layout.pp]
+        first, alone, own = pipeline.sizes[:: setup.layout.pp], setup.layout.pp == 1, self.shard.nbytes
+        always = own.settled.of(sum(first), alone=alone) + (own.gathered if all(first) else 0)
+        entrance = own.gradients.of(0, alone=alone)
         seconds: dict[Mode, float] = {}
         found = []
         for plan in plans:
-            timed = Mode.NONE if plan.whole else _treated(plan)
+            treated = _treated(plan)
+            timed = Mode.NONE if plan.whole else treated
             if timed not in seconds:
                 seconds[timed] = pipeline.least_seconds(self.plans[timed].seconds, self.shard.seconds)
             nbytes = base
             if plan.mode in _SEGMENTS and not plan.offload:
-                nbytes = max(base, self._before_backwards(setup, first, plan))
+                nbytes = max(base, always + self._in_backwards(setup, first, plan, treated, entrance))
             found.append((seconds[timed], nbytes))
         return found
 
@@ -141,28 +162,39 @@ class Bounds:
         nbytes = self.shard.nbytes
         return max(nbytes.everything // layout.pp, nbytes.first_stage(first, alone=layout.pp == 1))
 
-    def _before_backwards(self, setup: Setup, first: tuple[int, ...], plan: Recompute) -> int:
-        """Rule 4; args: first: layers of the first stage's chunks."""
-        held = self.plans[_treated(plan)].held
+    def _in_backwards(self, setup: Setup, first: tuple[int, ...], plan: Recompute, treated: Mode, entrance: int) -> int:
+        """Rule 4, beside what is always there.
+
+        Args:
+            first: layers of the first stage's chunks.
+            treated: what the plan does to a layer.
+            entrance: gradients of an embedding, and of a head behind it.
+        """
+        held, gradients = self.plans[treated].held, self.shard.nbytes.gradients.layer
         if plan.whole:
             held = min(held, self.plans[Mode.NONE].held)
-        size = plan.number if plan.mode is Mode.EVERY else 1
-        nbytes, layers, alone = self.shard.nbytes, sum(first), setup.layout.pp == 1
-        highest = max(
-            nbytes.before(state, layers, alone=alone) + held * state.segments + self._rise(plan, first, state.adds)
-            for state in in_flight(setup, first, size, upfront=self.upfront)
-        )
-        return highest + (nbytes.gathered if all(first) else 0)
+        rises: dict[bool, int] = {}
+        most = 0
+        for state in in_flight(setup, first, plan.number if plan.mode is Mode.EVERY else 1, upfront=self.upfront):
+            if state.adds not in rises:
+                rises[state.adds] = self._rise(plan, first, treated, state.adds)
+            found = held * state.segments + gradients * state.learned + rises[state.adds]
+            found += entrance if state.entrance else 0
+            most = found if found > most else most
+        return most
 
-    def _rise(self, plan: Recompute, first: tuple[int, ...], adds: bool) -> int:
+    def _rise(self, plan: Recompute, first: tuple[int, ...], treated: Mode, adds: bool) -> int:
         """Of the last layer's backward, or the last segment's; of micro-batches that are kept whole, or not."""
         if not all(first):
             return 0
-        rise = self.plans[_treated(plan)].rise(adds)
         if plan.mode is Mode.EVERY and plan.number > 1:
-            plain = self.adding if adds else self.fresh
+            plain = self.plain if adds else self.first.plain
             rise = plain.segment(min(1 + (n - 1) % plan.number for n in first))
-        return min(rise, self.plans[Mode.NONE].rise(adds)) if plan.whole else rise
+        else:
+            rise = self.plans[treated].rise if adds else self.first.rise(treated)
+        if not plan.whole:
+            return rise
+        return min(rise, self.plans[Mode.NONE].rise if adds else self.first.rise(Mode.NONE))
 
     def seconds(self, setup: Setup, depth: int, plan: Recompute) -> float:
         """Of one plan: rules 1 and 2."""
@@ -195,12 +227,11 @@ def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _TREATMENTS) -
     alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B)
     inner, upfront = _inner(run), run.gradients is Gradients.UPFRONT
     adds = not run.gradients_come_whole
-    first_adds = adds and (upfront or run.frees_gradients)
     rule, execution = run.gradient_rule, execution_of(run)
     return Bounds(
-        plans={mode: _plan_bound(inner, mode, rule, (first_adds, adds), hardware) for mode in modes},
-        fresh=_layer_bytes(inner, rule, first_adds),
-        adding=_layer_bytes(inner, rule, adds),
+        plans={mode: _plan_bound(inner, mode, rule, adds, hardware) for mode in modes},
+        plain=_layer_bytes(inner, rule, adds),
+        first=FirstBackward(inner=inner, rule=rule, adds=adds and (upfront or run.frees_gradients)),
         shard=_shard_bound(replace(run, layout=alone, recompute=Recompute()), hardware),
         sends=Sends(
             seconds=Timing(run=run, hardware=hardware, execution=execution).sending(), waited=not execution.hides_stages
@@ -265,17 +296,22 @@ def _pass_seconds(run: Run, hardware: Hardware) -> PassSeconds:
 
 
 @lru_cache(maxsize=4096)
-def _plan_bound(inner: Run, mode: Mode, rule: GradientRule, adds: tuple[bool, bool], hardware: Hardware) -> PlanBound:
-    """Args: rule: of gradients, which ZeRO decides as well; adds: does a chunk's first backward, do later ones?"""
+def _plan_bound(inner: Run, mode: Mode, rule: GradientRule, adds: bool, hardware: Hardware) -> PlanBound:
+    """Args: rule: of gradients, which ZeRO decides as well; adds: backwards find gradients there, which they add to."""
     run = replace(inner, recompute=Recompute(mode=mode))
     layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
-    rises = {add: min(passes_of(part, rule, accumulates=add).backward_peak for part in layers) for add in set(adds)}
     return PlanBound(
         seconds=_pass_seconds(run, hardware),
         held=min(part.region.program.kept_bytes(part.kept) for part in layers),
-        fresh=rises[adds[0]],
-        adding=rises[adds[1]],
+        rise=min(passes_of(part, rule, accumulates=adds).backward_peak for part in layers),
     )
+
+
+@lru_cache(maxsize=4096)
+def _least_rise(inner: Run, mode: Mode, rule: GradientRule, adds: bool) -> int:
+    """`PlanBound.rise` alone."""
+    layers = [g.part for g in outline(replace(inner, recompute=Recompute(mode=mode)))[0][0] if g.part.is_layer]
+    return min(passes_of(part, rule, accumulates=adds).backward_peak for part in layers)
 
 
 @lru_cache(maxsize=4096)

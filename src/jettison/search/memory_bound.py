@@ -66,13 +66,6 @@ class ShardBytes:
         """What the first stage has when its optimizer steps."""
         return self.settled.of(layers, alone=alone) + self.gradients.of(layers, alone=alone)
 
-    def before(self, state: InFlight, layers: int, *, alone: bool) -> int:
-        """What the first stage has of these before a backward."""
-        found = self.settled.of(layers, alone=alone)
-        if state.entrance:
-            return found + self.gradients.of(state.learned, alone=alone)
-        return found + self.gradients.layer * state.learned
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InFlight:
@@ -90,8 +83,10 @@ class InFlight:
     adds: bool
 
     def covers(self, other: InFlight) -> bool:
-        """Is nothing of the other one higher?"""
-        within = self.adds == other.adds and self.entrance >= other.entrance
+        """Is nothing of the other one higher? Where gradients appear, their backward may rise higher: a bound does
+        without it.
+        """
+        within = self.adds >= other.adds and self.entrance >= other.entrance
         return within and self.segments >= other.segments and self.learned >= other.learned
 
 
@@ -141,7 +136,7 @@ def _in_flight(
             )
         )
     kept: list[InFlight] = []
-    for each in sorted(found, key=lambda each: (each.segments, each.learned, each.entrance), reverse=True):
+    for each in sorted(found, key=lambda each: (each.segments, each.learned, each.entrance, each.adds), reverse=True):
         if not any(other.covers(each) for other in kept):
             kept.append(each)
     return tuple(kept)

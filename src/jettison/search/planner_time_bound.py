@@ -165,12 +165,14 @@ def _recompute(
         at_work: max(lowest, min((rise for rise, _, _ in ways), default=0)) for at_work, (lowest, ways) in above.items()
     }
 
+    gradients = {learned: load.learned_bytes(learned) for learned in {state.learned for state in states}}
+
     def level(o: Occupancy) -> int:
-        return least[_at_work(load, o)] + load.learned_bytes(o) + sum(map(mul, _alive(o), held))
+        return least[_at_work(load, o)] + gradients[o.learned] + sum(map(mul, _alive(o), held))
 
     worst = max(states, key=level)
     chunk, alive = _at_work(load, worst)[0], _alive(worst)
-    excess = load.fixed + load.state + load.learned_bytes(worst) - limit_bytes + sum(map(mul, alive, held))
+    excess = load.fixed + load.state + gradients[worst.learned] - limit_bytes + sum(map(mul, alive, held))
     offers = _Offers.of(sorted(_offers(stage, alive, hulls, without=chunk)))
     lowest, ways = above[_at_work(load, worst)]
     if not ways:
