@@ -273,8 +273,7 @@ def stage_occupancies(
     """The `occupancies` of one device, without replaying thousands of micro-batches.
 
     Warm-up takes at most (v + 1) p - 2 forwards; from there the order repeats itself every v p pairs, p micro-batches,
-    until the forwards run out. Within 3 p micro-batches a full period follows the warm-up, so more show nothing new; of
-    several chunks the first learns within a period, and a fourth p shows one after that.
+    until the forwards run out. Within 3 p micro-batches a full period follows the warm-up, so more show nothing new.
 
     Args:
         whole: where above 0, forwards that keep everything, so many of each `window`, count as those of chunks of their
@@ -286,18 +285,17 @@ def stage_occupancies(
         UsageError: see `order`.
     """
     _check(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
-    rounds = 4 if learning and virtual_stages > 1 else 3
     if schedule is Schedule.GPIPE:  # the same on every stage, and it holds all that there is
         stage, replayed = 0, micro_batches
     else:
-        replayed = min(micro_batches, rounds * stages)
+        replayed = min(micro_batches, 3 * stages)
     if not whole:
         found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, 1, 0, sending, learning)
         return _later(found, (micro_batches - replayed) * sum(sending))
     size = window(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
     if schedule is not Schedule.GPIPE:
         periods = lcm(size, stages * virtual_stages) // (stages * virtual_stages)
-        replayed = min(micro_batches, (rounds + periods) * stages)
+        replayed = min(micro_batches, (3 + periods) * stages)
     kept = min(whole, size)
     found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, size, kept, sending, learning)
     return _later(found, (micro_batches - replayed) * sum(sending))
