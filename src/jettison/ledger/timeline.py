@@ -111,6 +111,7 @@ class StageLoad:
     receives: int = 0
     around: int = 0
     variables: int = 0
+    batches: int = 0  # of all micro-batches, where a step keeps them; ``around`` has those before the one at work
     passed: int = 0  # of each transfer that has passed
     sending: Sending = ()
 
@@ -209,7 +210,7 @@ def _rows(stage: StageLoad, first_step: bool, each: bool) -> Iterator[_Row]:
             alone = stage.idle((*nothing[:chunk], 1, *nothing[chunk + 1 :])) if idle else 0
             yield from _at(base - late + alone, rows, 0)
     yield from _states(stage, base, forward, late, each)
-    there = stage.fixed + stage.state + stage.copies + between
+    there = stage.fixed + stage.state + stage.copies + between + stage.batches
     yield there + all_gradients + stage.optimizer_transient, Phase.OPTIMIZER, "", -1
     yield there + (all_gradients if upfront else 0), Phase.AFTER, "", -1
 

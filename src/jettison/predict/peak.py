@@ -80,7 +80,9 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
     entering = max(known[id(c)].forward for c, entered in zip(load.chunks, load.entered, strict=True) if entered)
     between = load.idle((0,) * len(load.chunks))
     highest = max(
-        base + entering, base + between, always + between + load.copies + everything + load.optimizer_transient
+        base + entering,
+        base + between,
+        always + between + load.copies + load.batches + everything + load.optimizer_transient,
     )
     for number, entered in enumerate(load.entered if load.received else ()):
         if entered:
