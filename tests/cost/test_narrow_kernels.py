@@ -18,6 +18,7 @@ from jettison.cost.op_kinds import GROUPED, PRODUCTS
 from jettison.formula.region import Region, layer_region
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.predict.time import estimate
+from jettison.report.parts import rate_note
 from jettison.spec.fp8 import RECIPES, Fp8Recipe, Library
 from jettison.spec.hardware import hardware
 from jettison.spec.precision import NARROW, PRECISIONS
@@ -245,6 +246,16 @@ def test_a_device_without_four_bits_takes_its_eight() -> None:
     assert product_seconds(Product(1, *shape, te("nvfp4").product), h100) == product_seconds(
         Product(1, *shape, NARROW), h100
     )
+
+
+def test_it_is_said_where_a_device_has_no_such_products() -> None:
+    run = run_of("nvfp4", "llama3-8b")
+    assert [*rate_note(hardware("h100-80gb"), run)] == [
+        "h100-80gb has no rate of fp4: products by nvfp4 are priced as fp8's"
+    ]
+    assert "as those of 16 bits" in next(rate_note(hardware("a100-80gb"), run))
+    assert not [*rate_note(hardware("gb200-192gb"), run)]
+    assert not [*rate_note(hardware("h100-80gb"), run_of("blockwise", "llama3-8b"))]
 
 
 def test_weights_are_copied_once_a_step_and_in_torchao_each_time() -> None:
