@@ -11,6 +11,7 @@ import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from jettison.ledger.timeline import Phase
@@ -30,6 +31,7 @@ from jettison.spec.model import (
     Moe,
     Norm,
     NormKind,
+    QkNorm,
     Router,
 )
 from jettison.spec.modules import listed
@@ -43,6 +45,14 @@ _FOLDER = Path(__file__).parent.parent / "tests" / "facts"
 FACTS = _FOLDER / "megatron_golden.csv"
 LATER = _FOLDER / "megatron_golden_7b.csv"
 """Read after every term had been written: of these two tests none was looked at before."""
+MORE = _FOLDER / "megatron_golden_more.csv"
+"""Found when everything else stood: predicted before any was looked at (``blind_*``)."""
+DATES = _FOLDER / "megatron_golden_dates.csv"
+"""When each file's figures were last changed in Megatron-LM's history."""
+NEW_TORCH = "2026-05-07"
+"""``docker/.ngc_version.dev`` became 26.04."""
+KEPT = ("2026-05-21", "2026-07-08")
+"""Between these `jettison.predict.set_aside.kept_batches` was Megatron's way."""
 Facts = Mapping[str, str]
 
 
@@ -80,6 +90,8 @@ NOT_DESCRIBED = {
     "spec": "hybrid layers",
     "encoder-num-layers": "an encoder beside the decoder",
     "defer-embedding-wgrad-compute": "deferred gradients of the head",
+    "export-kd-teacher-load": "a teacher beside it",
+    "squared-relu": "squared ReLU",
 }
 
 
@@ -87,6 +99,16 @@ def facts(path: Path = FACTS) -> list[Facts]:
     """All rows of a file."""
     with path.open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+@cache
+def _dates() -> dict[str, str]:
+    return {row["source"]: row["recorded"] for row in facts(DATES)}
+
+
+def recorded(row: Facts) -> str:
+    """Year, month and day; empty where the file is not in the history."""
+    return _dates().get(row["source"], "")
 
 
 def name_of(row: Facts) -> str:
@@ -109,6 +131,8 @@ def why_not(row: Facts) -> str:
         found.append("world size not stated")
     if name_of(row).endswith("dist_muon_1node"):
         found.append("a distributed Muon, of which the last rank has not the most")
+    if int(row["gbs"] or 0) < int(row["mbs"] or 0) * int(row["dp"] or 1):
+        found.append("world size not stated")
     if "param_layout" in name_of(row):
         found.append("four GPUs, where the list has eight")
     if "cudagraph" in name_of(row):
@@ -145,6 +169,7 @@ def model_of(row: Facts) -> ModelSpec:
         qkv_bias=biased,
         out_bias=biased,
         fused_qkv=True,
+        qk_norm=QkNorm.HEAD if "qk-layernorm" in more else QkNorm.NONE,
         rotary_dim=round(head_dim * float(more.get("rotary-percent", 1))) if rotary else 0,
     )
     if "multi-latent-attention" in more:  # sizes that are not stated are ``MLATransformerConfig``'s
@@ -152,9 +177,9 @@ def model_of(row: Facts) -> ModelSpec:
             heads=heads,
             query_rank=int(more["q-lora-rank"]),
             kv_rank=int(more["kv-lora-rank"]),
-            nope_dim=128,
-            rope_dim=64,
-            value_dim=128,
+            nope_dim=int(more.get("qk-head-dim", 128)),
+            rope_dim=int(more.get("qk-pos-emb-head-dim", 64)),
+            value_dim=int(more.get("v-head-dim", 128)),
         )
     activation = Activation.SILU if gated else Activation.GELU_TANH
     dense = Mlp(ffn=int(row["ffn"]), activation=activation, gated=gated, bias=biased, fused_gate_up=gated)
@@ -203,6 +228,8 @@ def run_of(row: Facts) -> Run:
     eager = local or more.get("attention-backend") == "unfused"
     kernels = replace(
         MEGATRON,
+        fused_softmax="no-masked-softmax-fusion" not in more,
+        scores_float32="no-masked-softmax-fusion" in more,
         attention=AttentionKernel.EAGER if eager else AttentionKernel.FLASH,
         copied_attention=_uses_flash_attn(row["gpu"], deterministic="deterministic-mode" in more),
         dispatcher=Dispatcher(more.get("moe-token-dispatcher-type", "allgather")),
@@ -211,10 +238,11 @@ def run_of(row: Facts) -> Run:
         loss=Loss.NATIVE if "cross-entropy-loss-fusion" in more else Loss.VOCAB_PARALLEL,
     )
     model, stages = model_of(row), int(row["pp"])
-    cut = more.get("pipeline-model-parallel-layout")
-    virtual = cut.replace("(tt|)*6", "tt|" * 6).count("|") // stages + 1 if cut else int(row["vpp"] or 1)
+    cut = _cut(row)
+    string = "|" in cut
+    virtual = cut.replace("(tt|)*6", "tt|" * 6).count("|") // stages + 1 if string else int(row["vpp"] or 1)
     own = model.depth - model.further
-    again = row["recompute"].removeprefix("selective:").strip("[]") if row["recompute"] != "none" else ""
+    again = row["recompute"].removeprefix("selective:").strip("[]") if row["recompute"].startswith("sel") else ""
     sent = row["offload"].strip("[]")
     return Run(
         model=model,
@@ -226,6 +254,7 @@ def run_of(row: Facts) -> Run:
             sp=row["sp"] == "1",
             pp=stages,
             virtual_stages=virtual,
+            micro_batch_group=int(more.get("microbatch-group-size-per-virtual-pipeline-stage", 0)),
             stage_layers=stage_layers(cut, layers=own, chunks=stages * virtual) if cut else (),
             further=model.further,
             cp=cp,
@@ -236,7 +265,9 @@ def run_of(row: Facts) -> Run:
             zero_replicas=int(more.get("num-distributed-optimizer-instances", 1)),
             keeps_received=True,
         ),
-        recompute=Recompute(
+        recompute=Recompute(mode=Mode.FULL)
+        if row["recompute"] == "full:uniform:1"
+        else Recompute(
             mode=Mode.MODULES if again else Mode.NONE,
             modules=listed(again, "--recompute-modules") if again else (),
             sent=listed(sent, "--offload-modules") if sent else (),
@@ -245,15 +276,30 @@ def run_of(row: Facts) -> Run:
         optimizer=_optimizer(row),
         kernels=kernels,
         gradients=Gradients.UPFRONT,
-        dropout=0.0 if "nondeterministic" in name_of(row) or _without_dropout(row) else 0.1,
+        dropout=0.0 if _without_dropout(row) else 0.1,
         adding=_adding(more, local=local),
-        workspaces=_workspaces(row["gpu"], more, local=local),
+        workspaces=_workspaces(row["gpu"], more, local=local, on=recorded(row), stated="blind_first_gib" in row),
+        tp_comm_overlap="tp-comm-overlap" in more,
+        keep_batches=row["tp"] == "1" and KEPT[0] < recorded(row) <= KEPT[1],
         loader_masks="no_create_attention_mask" not in name_of(row),
     )
 
 
+def _cut(row: Facts) -> str:
+    """Layers of stages as ``--stage-layers`` takes them; empty where they are even."""
+    more, chunks = extras(row), int(row["pp"]) * int(row["vpp"] or 1)
+    if "account-for-embedding-in-pipeline-split" in more:  # and for the loss: a layer each
+        each = (int(row["layers"]) + 2) // chunks
+        return ",".join(map(str, (each - 1, *(each,) * (chunks - 2), each - 1)))
+    first, last = (more.get(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    ends = ",".join(f"{name}:{count}" for name, count in (("first", first), ("last", last)) if count)
+    return more.get("pipeline-model-parallel-layout", ends)
+
+
 def _optimizer(row: Facts) -> Optimizer:
     """ "param_layout" in a test's name: without it ``--no-use-layer-wise-param-layout``."""
+    if extras(row).get("optimizer") == "muon" and row["zero"] == "0":
+        return Optimizer.MUON
     if "dist_muon" not in name_of(row):
         return Optimizer.ADAMW
     return Optimizer.DIST_MUON if "param_layout" in name_of(row) else Optimizer.DIST_MUON_PINGPONG
@@ -270,8 +316,13 @@ def _precision(row: Facts) -> Precision:
 
 
 def _without_dropout(row: Facts) -> bool:
-    """Dense tests with context parallelism set both probabilities to 0, and so do those with latent attention."""
-    if "multi-latent-attention" in extras(row):
+    """Dense tests with context parallelism set both probabilities to 0, and so do those with latent attention.
+
+    The first files do not have these arguments; the last one has them.
+    """
+    if "blind_first_gib" in row:
+        return float(extras(row).get("hidden-dropout", 0.1)) == 0
+    if "multi-latent-attention" in extras(row) or "nondeterministic" in name_of(row):
         return True
     return int(row["cp"] or 1) > 1 and "num-experts" not in extras(row)
 
@@ -287,10 +338,18 @@ def _adding(more: Facts, *, local: bool) -> Adding:
     return Adding.FUSED if local else Adding.DUMMY
 
 
-def _workspaces(gpu: str, more: Facts, *, local: bool) -> Workspaces:
-    """Tests that are to be deterministic run under ``CUBLAS_WORKSPACE_CONFIG=:4096:8``, and all with experts do."""
-    found = WORKSPACES[f"{'torch' if local else 'te'}-{'ampere' if gpu.startswith('A100') else 'hopper'}"]
+def _workspaces(gpu: str, more: Facts, *, local: bool, on: str, stated: bool) -> Workspaces:
+    """Tests that are to be deterministic run under ``CUBLAS_WORKSPACE_CONFIG=:4096:8``, and all with experts do.
+
+    What is stated in their variables goes before that. Until 7 May 2026 containers had a torch that sets aside less on
+    Blackwell: NOTE [ Workspaces ].
+    """
+    kind = "ampere" if gpu.startswith("A100") else "hopper"
+    if "B200" in gpu and "" < on < NEW_TORCH:
+        kind = "blackwell"
+    found = WORKSPACES[f"{'torch' if local else 'te'}-{kind}"]
     states = "deterministic-mode" in more or "num-experts" in more
+    states = "CUBLAS_WORKSPACE_CONFIG" in more if stated else states
     return found.with_torch(32 * MIB) if states else found
 
 

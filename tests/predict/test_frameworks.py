@@ -208,13 +208,16 @@ def test_tokens_that_all_ranks_gather_have_a_buffer_that_stays() -> None:
     words = {"ep": 4, "dp": 4, "workspaces": "torch-hopper"}
     gathered, sent = (mixtral(dispatcher=word, **words) for word in ("allgather", "alltoall"))
     assert fixed(gathered) - fixed(sent) == 1024 * 4 * 4096 * 2
-    assert fixed(mixtral(dispatcher="allgather", workspaces="torch-hopper")) == 64 * MIB, "one rank gathers nothing"
+    alone = fixed(mixtral(dispatcher="allgather", workspaces="torch-hopper"))
+    assert alone == 64 * MIB + 32 * MIB + KIB, "one rank gathers nothing; its router's product is the library's"
 
 
 def test_the_heads_input_is_gathered_into_a_buffer_that_stays() -> None:
-    more = {"kernels": "megatron", "workspaces": "torch-hopper", "tp": 2, "pp": 2, "micro_batch": 3}
-    plain, sharded = (made(sp=word, **more) for word in (False, True))
-    assert [fixed(sharded, i) - fixed(plain, i) for i in (0, 1)] == [0, 2 * 3 * 1024 * 4096], "where the head is"
+    more = {"kernels": "megatron", "tp": 2, "pp": 2, "micro_batch": 3}
+    for workspaces, first in (("te-hopper", 0), ("torch-hopper", 2 * 3 * 1024 * 4096)):
+        plain, sharded = (made(sp=word, workspaces=workspaces, **more) for word in (False, True))
+        found = [fixed(sharded, i) - fixed(plain, i) for i in (0, 1)]
+        assert found == [first, 2 * 3 * 1024 * 4096], "where the head is; of Megatron's own layers, everywhere"
 
 
 def test_one_expert_after_the_other_needs_no_workspace_of_grouped_products() -> None:
@@ -290,17 +293,17 @@ def test_each_rule_says_what_can_be_asked(name: str) -> None:
 def test_golden_values_of_megatron() -> None:
     aside = {one.name for one in accuracy_megatron.ASIDE}
     rows = [row for row in megatron_golden.rows() if row.name not in aside]
-    assert len(rows) == 32 + 16, "dense and with experts"
+    assert len(rows) == 36 + 16, "dense and with experts"
     assert max(max(row.errors) for row in rows) < 0.024
 
 
 def test_golden_values_of_a_7b_model() -> None:
     rows = megatron_golden.rows(megatron_golden.LATER)
-    assert [round(100 * row.errors[1], 1) for row in rows] == [0.1, 0.1, 0.4, 0.0, 0.0, 0.0]
+    assert [round(100 * row.errors[1], 1) for row in rows] == [0.1, 0.1, 0.1, 0.0, 0.0, 0.0]
 
 
 def test_simumax_runs() -> None:
     assert (
         max(abs(p / m - 1) for row in simumax.rows() for p, m in zip(row.predicted(), row.measured, strict=True))
-        < 0.002
+        < 0.0004
     )
