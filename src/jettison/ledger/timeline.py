@@ -112,6 +112,8 @@ class StageLoad:
     around: int = 0
     variables: int = 0
     batches: int = 0  # of all micro-batches, where a step keeps them; ``around`` has those before the one at work
+    shards: int = 0  # of gradients that are whole until a step's end: what the optimizer has of them
+    reducing: int = 0  # there while they are reduced
     passed: int = 0  # of each transfer that has passed
     sending: Sending = ()
 
@@ -211,6 +213,9 @@ def _rows(stage: StageLoad, first_step: bool, each: bool) -> Iterator[_Row]:
             yield from _at(base - late + alone, rows, 0)
     yield from _states(stage, base, forward, late, each)
     there = stage.fixed + stage.state + stage.copies + between + stage.batches
+    if stage.shards:
+        yield base + between + stage.reducing, Phase.BACKWARD, "", -1
+        all_gradients = stage.shards
     yield there + all_gradients + stage.optimizer_transient, Phase.OPTIMIZER, "", -1
     yield there + (all_gradients if upfront else 0), Phase.AFTER, "", -1
 

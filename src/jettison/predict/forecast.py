@@ -17,7 +17,7 @@ from jettison.ledger.record import SavedTensor
 from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.gathered import whole_in_flight
+from jettison.predict.gathered import reducing, whole_in_flight
 from jettison.predict.set_aside import kept_batches, loader_mask, packed_batch, set_aside
 from jettison.predict.stage_buffers import buffer_bytes, sending, sent_last, stream_bytes
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
@@ -223,7 +223,9 @@ def _stage(
     aside = before + late + buffer_bytes(run, index)
     passes, last = sending(run, index), sent_last(run, index) if layout.stage_buffers else 0
     ends = index in (0, layout.pp - 1)
-    mask, kept = (loader_mask(run), kept_batches(run)) if ends else (0, 0)
+    mask = loader_mask(run) if run.loader_masks and ends else 0
+    kept = kept_batches(run) if run.keep_batches and ends else 0
+    whole = layout.stage_buffers and layout.keeps_whole_gradients
     load = StageLoad(
         chunks=tuple(known[id(chunk)] for chunk in (*chunks, *twins)),
         occupancies=stage_occupancies(
@@ -253,6 +255,8 @@ def _stage(
         around=mask + packed_batch(run) + last + gathered + (run.micro_batches - 1) * kept,
         variables=_variables(run, index),
         batches=run.micro_batches * kept,
+        shards=total.gradients if whole else 0,
+        reducing=reducing(run, chunks) if whole else 0,
         passed=stream_bytes(run) if passes else 0,
         sending=passes,
     )
