@@ -2,7 +2,8 @@
 
 `tests/facts/simumax_70b.csv`: Llama 3 70B with 12 layers, allocated peaks by rank. What is not in the columns is in the
 notes: TransformerEngine 2.11 and its fused cross entropy, the distributed optimizer, fp32 gradients that products add
-to. The vocabulary is that of Megatron's NullTokenizer: one more, padded to a multiple of 128 t.
+to. That version is of 2025, and so is its PyTorch: NOTE [ Workspaces ] in `spec.workspaces`. The vocabulary is that of
+Megatron's NullTokenizer: one more, padded to a multiple of 128 t.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def run_of(row: Mapping[str, str]) -> Run:
     asked = RunRequest(
         like="megatron-0.19",
         loss="te",
+        workspaces="te-blackwell",
         seq=int(row["seq"]),
         micro_batch=micro_batch,
         micro_batches=int(row["gbs"]) // (micro_batch * dp),

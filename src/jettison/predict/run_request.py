@@ -74,7 +74,8 @@ class CommonRequest:
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
         gradients: one-by-one, as backward makes them; upfront, in buffers; in-backward, where the optimizer steps.
         accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
-        workspaces: Set aside for products: none, torch-ampere, torch-hopper, te-ampere or te-hopper.
+        workspaces: Set aside for products: none, or torch, te or local (Megatron's own layers) and ampere, hopper or
+            blackwell (torch before February 2026; now as hopper), as in te-hopper.
         keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
         stage_buffers: Stages have a buffer for all that they are sent in a step, as torch.distributed.pipelining has.
         reshard_after_forward: With --zero 3, whose weights FSDP2 shards again after a forward: always, never,

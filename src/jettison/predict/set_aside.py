@@ -10,6 +10,7 @@ from jettison.formula.region import HEAD
 from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk, StageRegion
 from jettison.spec.kernels import AttentionKernel, Dispatcher, Documents
+from jettison.spec.model import Attention, Layer
 from jettison.spec.precision import Adding
 from jettison.spec.run import Mode, Run
 
@@ -22,8 +23,10 @@ def set_aside(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
     spaces = run.workspaces
     experts = any(part.layer is not None and part.layer.experts for part in parts)
     own = spaces.torch_bytes if _has_torch_products(run, parts, experts) else 0
-    grouped = experts and not run.kernels.sequential_experts
-    library = spaces.library_bytes + (spaces.grouped_bytes if grouped else 0)
+    library = spaces.library_bytes if experts or not spaces.router_alone else 0
+    if not spaces.own_layers:
+        library += spaces.grouped_bytes if experts and not run.kernels.sequential_experts else 0
+        library += spaces.overlapped_bytes if run.tp_comm_overlap and run.layout.tp > 1 else 0
     library += gathering_buffer(run, chunks) if run.kernels.name == "megatron" and spaces.torch_bytes else 0
     dummies = dummy_gradients(run, parts) if run.adding is Adding.DUMMY else 0
     return own + library, own + dummies
@@ -35,16 +38,28 @@ def gathering_buffer(run: Run, chunks: Sequence[Chunk]) -> int:
     ``GlobalMemoryBuffer.get_tensor`` under the name "mpu": the head's input under sequence parallelism, in
     ``megatron/core/tensor_parallel/layers.py``, ``LinearWithGradAccumulationAndAsyncCommunication``; tokens of all
     ranks that share experts, in ``megatron/core/transformer/moe/token_dispatcher.py``, ``MoEAllGatherTokenDispatcher``,
-    with ``use_global_buffer=True``. Rows are taken from it and kept; it is not. Counted where workspaces are.
+    with ``use_global_buffer=True``. Rows are taken from it and kept; it is not. Without TransformerEngine also what
+    ``megatron/core/transformer/dot_product_attention.py`` gives the scores' product to add to, times 0, and every
+    sharded layer's input. Counted where workspaces are.
     """
     layout, parts = run.layout, [group.part for chunk in chunks for group in chunk]
-    tokens = 0
-    if layout.tp > 1 and layout.sp and any(part.name == HEAD for part in parts):
+    tokens, width = 0, DTYPE_BYTES[run.precision.compute]
+    own = run.workspaces.own_layers  # all products are Megatron's own, not the head's alone
+    if layout.tp > 1 and layout.sp and (own or any(part.name == HEAD for part in parts)):
         tokens = run.micro_batch * run.seq // layout.cp
     experts = any(part.layer is not None and part.layer.experts for part in parts)
     if experts and run.kernels.dispatcher is Dispatcher.ALLGATHER and layout.tp * layout.ep > 1:
         tokens = run.micro_batch * run.seq // layout.cp * layout.ep
-    return tokens * run.model.hidden * DTYPE_BYTES[run.precision.compute]
+    scores = 0
+    if own and run.kernels.attention is AttentionKernel.EAGER:
+        scores = run.micro_batch * _heads(run) // layout.tp * run.seq * run.seq
+    return width * max(tokens * run.model.hidden, scores)
+
+
+def _heads(run: Run) -> int:
+    """Of the layer that has most."""
+    kinds = [kind.attention for kind in run.model.kinds if isinstance(kind, Layer)]
+    return max((attention.heads for attention in kinds if isinstance(attention, Attention)), default=0)
 
 
 def loader_mask(run: Run) -> int:
@@ -112,6 +127,6 @@ def _shape(run: Run, weight: Weight) -> Iterator[tuple[int, ...]]:
 
 def _has_torch_products(run: Run, parts: Sequence[StageRegion], experts: bool) -> bool:
     """Where a library has the layers' products, the head's, a router's and eager attention's are still torch's."""
-    if not run.workspaces.library_bytes:
+    if run.workspaces.own_layers:
         return True
     return experts or run.kernels.attention is AttentionKernel.EAGER or any(part.name == HEAD for part in parts)

@@ -190,7 +190,8 @@ class Run:
         capacity_factor: rows that an expert takes, as a multiple of an even share; None: no token is dropped.
         imbalance: rows that arrive at a rank's experts, as a multiple of an even share, where ranks share experts.
         padding: the batch has an attention mask, as encoders' batches do.
-        tp_comm_overlap: products are cut into pieces, and transfers of tensor parallelism run beside them. Bytes stay.
+        tp_comm_overlap: products are cut into pieces, and transfers of tensor parallelism run beside them.
+            TransformerEngine has three workspaces more for it; the buffers themselves are not PyTorch's.
         ep_comm_overlap: rows travel to experts and back beside the work of another micro-batch. Bytes stay.
         cuda_graphs: the kernels of layers are replayed without the host. Bytes stay.
         stack: whose software runs it, where hardware files tell several apart; None: what goes with the kernels.
@@ -268,7 +269,7 @@ class Run:
             raise UsageError(f"got --lora with --precision {self.precision.name}; no description has both")
         names = (*self.recompute.modules, *self.recompute.sent)
         if names:
-            check_parts(self.model, self.kernels, names, own_norms=bool(self.workspaces.library_bytes))
+            check_parts(self.model, self.kernels, names, own_norms=not self.workspaces.own_layers)
         if self.tuning is not None and self.tuning.base is Base.INT8 and self.recompute.mode is not Mode.NONE:
             raise UsageError(
                 f"got --base int8 with --recompute {self.recompute}; bitsandbytes holds what its products read where "
