@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +17,16 @@ from torch.nn import functional
 
 import jettison
 from jettison.capture.tracer import trace_model
+from jettison.dryrun.packing_price import packing_seconds
 from jettison.errors import Infeasible
 from jettison.measure import compare_gradients, independent_copy, measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.planner.points import with_packs
 from jettison.runtime import packing
-from jettison.runtime.packing import Form, bits_of, from_bits, packs_into
+from jettison.runtime.packing import Form, narrow, packs_into, widen
 from jettison.solve.frontier import pareto_frontier
 from jettison.solve.plan import Plan
 from jettison.solve.policy import Full, KeepAll, Packing, SelectiveOp
-from jettison.spec.hardware import usual_hardware
-from jettison.spec.kernels import Device
 from jettison.units import Bytes
 from support.stacks import ROWS, WIDTH, Block, rows, stack
 from support.training import adamw, assert_same, train
@@ -33,23 +34,49 @@ from support.training import adamw, assert_same, train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-BYTES = st.one_of(st.integers(0, 1), st.integers(0, 255))
-"""Those that a mask does not see may be any."""
-
-
-@given(st.lists(BYTES, max_size=200), st.integers(0, 9), st.sampled_from([8, 64, 1 << 23]))
+@given(
+    st.lists(st.one_of(st.integers(0, 1), st.integers(0, 255)), max_size=200),
+    st.integers(0, 9),
+    st.sampled_from([8, 64, 1 << 23]),
+)
 def test_bits_come_back(drawn: list[int], offset: int, chunk: int) -> None:
+    """Bytes that a mask does not see may be any."""
     whole = torch.tensor([0] * offset + drawn, dtype=torch.uint8)
-    usual, packing.CHUNK_BYTES = packing.CHUNK_BYTES, chunk  # type: ignore[misc]
-    try:
-        packed = bits_of(whole[offset:])
+    form = Form(of=torch.bool)
+    with chunks_of(chunk):
+        packed = narrow(whole[offset:], form)
         assert packed.numel() == -(-len(drawn) // 8)
         assert [bool(byte >> i & 1) for byte in packed.tolist() for i in range(8)][: len(drawn)] == list(
             map(bool, drawn)
         )
-        assert torch.equal(from_bits(packed, len(drawn)), (whole[offset:] != 0).to(torch.uint8))
+        assert torch.equal(widen(packed, form, len(drawn)), (whole[offset:] != 0).to(torch.uint8))
+
+
+@given(
+    st.lists(st.booleans(), max_size=200),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    st.sampled_from([None, 0.9, 0.3]),
+    st.sampled_from([8, 64, 1 << 23]),
+)
+def test_what_was_drawn_comes_back(drawn: list[bool], dtype: torch.dtype, divided: float | None, chunk: int) -> None:
+    form = Form(of=dtype, divided=divided)
+    numbers = torch.tensor(drawn, dtype=torch.bool).to(dtype)
+    if divided is not None:
+        numbers.div_(divided)
+    flat = numbers.view(torch.uint8)
+    with chunks_of(chunk):
+        small = narrow(flat, form)
+        assert small.numel() == -(-len(drawn) // 8)
+        assert torch.equal(widen(small, form, flat.numel()), flat)
+
+
+@contextmanager
+def chunks_of(numbers: int) -> Iterator[None]:
+    usual, packing.CHUNK = packing.CHUNK, numbers  # type: ignore[misc]
+    try:
+        yield
     finally:
-        packing.CHUNK_BYTES = usual  # type: ignore[misc]
+        packing.CHUNK = usual  # type: ignore[misc]
 
 
 class Dropped(Block):
@@ -226,7 +253,7 @@ def test_a_plan_packs_where_that_costs_less_than_the_work(monkeypatch: pytest.Mo
     x = (torch.randn(512, WIDTH),)
     model = stack(Judged, 4)
     plain = independent_copy(model)
-    monkeypatch.setattr("jettison.planner.points.PACKED_TRAFFIC", 0)
+    monkeypatch.setattr("jettison.planner.options.packing_seconds", lambda _pack, _device: 0.0)
     monkeypatch.setattr("jettison.planner.points.LEAST_PACKED", 0.0)
     budgets = jettison.plan.sweep(trace_model(model, x), [Bytes(1), "1GiB"])
     assert isinstance(budgets[0], Infeasible) and isinstance(budgets[1], Plan)
@@ -256,10 +283,6 @@ def test_a_mask_is_kept_for_its_bits() -> None:
     program = cls.trace.program
     seconds = [1.0 if op.name == "aten.bernoulli_.float" else 1e-6 for op in program.ops]
     ends = pareto_frontier(program, seconds, max_points=2)
-    small = [
-        p
-        for p in with_packs(cls.trace, ends, seconds, usual_hardware(Device.CPU))
-        if 2 * p.kept_bytes < ends[-1].kept_bytes
-    ]
+    small = [p for p in with_packs(cls.trace, ends, seconds, packing_seconds) if 2 * p.kept_bytes < ends[-1].kept_bytes]
     assert min(point.seconds for point in small) < 0.1
     assert min(point.seconds for point in small if not point.narrowed) > 1.9

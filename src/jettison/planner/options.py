@@ -22,12 +22,14 @@ from jettison.dryrun.compiled import Levels, measure_choices, options_of_levels,
 from jettison.dryrun.kernel_trial import OpRequest, TensorMeta
 from jettison.dryrun.observed import observe_block
 from jettison.dryrun.op_costs import Pricing
+from jettison.dryrun.packing_price import packing_seconds
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, dry_run, dry_run_block, make_state
 from jettison.measure.tape import Tape
 from jettison.planner.host import Host, movable, with_moves
 from jettison.planner.host_compiled import option_at, with_moves_of_compiled
-from jettison.planner.points import compiled_points, exactly, policy_of, with_packs
+from jettison.planner.points import compiled_points, exactly, policy_of, seconds_by_traffic, with_packs
 from jettison.progress import Progress
+from jettison.runtime.packing import Pack
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
 from jettison.solve.policy import Full, KeepAll
 from jettison.solve.problem import ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
@@ -182,7 +184,7 @@ class _Builder:
             found = (smallest, *lean_points(cls.trace.program, smallest.kept, seconds), *more)
             if self.host is not None and movable(trace, key):
                 found = tuple(with_moves(trace, key, found, self._kinks(key)))
-            found = tuple(with_packs(cls.trace, found, seconds, self.hardware))
+            found = tuple(with_packs(cls.trace, found, seconds, self._packing_seconds))
             points[key] = {p.key: p for p in found}
             options[key] = tuple(self._options_of(key, found))
         of_root = self._points_of_root()
@@ -339,6 +341,11 @@ class _Builder:
             measured = price.seconds if price is not None else None
             out.append(PYTHON_SECONDS_PER_OP + (measured if measured is not None else op_seconds(op, self.hardware)))
         return out
+
+    def _packing_seconds(self, pack: Pack) -> float:
+        device = self.trace.device_type or "cpu"
+        can_run = self.pricing.run and (device == "cpu" or torch.cuda.is_available())
+        return packing_seconds(pack, device) if can_run else seconds_by_traffic(pack, self.hardware)
 
     def plain_seconds(self) -> float:
         """A step without recompute: forward once, and backward at twice that (a matmul has two in its backward)."""

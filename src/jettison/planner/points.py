@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -59,8 +59,9 @@ PACK: Final = "-pack"
 LEAST_PACKED: Final = 0.02
 """Of what a point keeps: less than that is not worth another option."""
 PACKED_TRAFFIC: Final = 40
-"""Times its bytes through memory, to pack a tensor and have it back (measured for masks of 64 KiB to 16 MiB on a CPU
-core: 32 to 53 times what a byte costs in a sum of two tensors; an index takes less)."""
+"""Times its bytes through memory, to pack a mask and have it back, where that cannot be tried (by torch's ops, for
+masks of 64 KiB to 16 MiB on a CPU core, 32 to 53 times what a byte costs in a sum of two tensors; an index takes less).
+"""
 
 
 PACKED_POINTS: Final = 12
@@ -68,13 +69,14 @@ PACKED_POINTS: Final = 12
 
 
 def with_packs(
-    region: RegionTrace, points: Iterable[FrontierPoint], seconds: Sequence[float], hardware: Hardware
+    region: RegionTrace, points: Iterable[FrontierPoint], seconds: Sequence[float], price: Callable[[Pack], float]
 ) -> Iterator[FrontierPoint]:
     """Each point as it is, and with what it keeps packed, where that is worth it and nothing is lost; then points that
     keep a tensor because it packs.
 
     Args:
         seconds: to run each op again.
+        price: seconds to pack a tensor and have it back.
     """
     program = region.program
     saved = program.saved_buffers()
@@ -82,7 +84,7 @@ def with_packs(
     known = set()
     for point in points:
         yield point
-        packed = _packed(region, point, hardware) if packs else None
+        packed = _packed(region, point, price) if packs else None
         if packed is not None:
             known.add(packed.kept)
             yield packed
@@ -92,27 +94,29 @@ def with_packs(
     thin = replace(program, buffers=buffers)
     for n, point in enumerate(pareto_frontier(thin, seconds, max_points=PACKED_POINTS)):
         whole = replace(point, key=f"thin{n}", kept_bytes=program.kept_bytes(point.kept))
-        packed = _packed(region, whole, hardware) if point.kept not in known else None
+        packed = _packed(region, whole, price) if point.kept not in known else None
         if packed is not None:
             yield packed
 
 
-def _packed(region: RegionTrace, point: FrontierPoint, hardware: Hardware) -> FrontierPoint | None:
+def _packed(region: RegionTrace, point: FrontierPoint, price: Callable[[Pack], float]) -> FrontierPoint | None:
     """A point with what it keeps packed; None where that is not worth it."""
     packs = compile_recipe(region, point.kept, packed=point.kept - point.moved).packed
     if not _is_worth(region.program, packs, point.kept_bytes):
         return None
-    traffic = sum(
-        PACKED_TRAFFIC * pack.mask_bytes + (4 * pack.move.nbytes if pack.form.of.is_floating_point else 0)
-        for pack in packs.values()
-    )
     return replace(
         point,
         key=f"{point.key}{PACK}",
         kept_bytes=point.kept_bytes - _spared(region.program, packs),
-        seconds=point.seconds + memory_seconds(traffic, hardware),
+        seconds=point.seconds + sum(map(price, packs.values())),
         narrowed=frozenset(packs),
     )
+
+
+def seconds_by_traffic(pack: Pack, hardware: Hardware) -> float:
+    """To pack a tensor and have it back, where nothing can be run."""
+    numbers = 4 * pack.move.nbytes if pack.form.of.is_floating_point else 0
+    return memory_seconds(PACKED_TRAFFIC * pack.mask_bytes + numbers, hardware)
 
 
 def _spared(program: Program, packs: Mapping[int, Pack]) -> int:

@@ -5,6 +5,11 @@ A buffer packs only where the recording says that nothing can be lost: its op ma
 op makes 64-bit positions along a dimension whose size is known, and everybody sees these; or its op draws zeros and
 ones as numbers (`bernoulli_`, torch's dropout on a CPU), which at most one division by a number has followed: the bits
 are kept, and the division is done again. What somebody writes to stays as it is, as with `moves.moves_of`.
+
+NOTE [ Bits ]
+A number becomes the byte 0 or 1, and eight of these, taken as one integer, are gathered into its highest byte by one
+product. They come back by a table of what each byte stands for, made by the ops that made the numbers. Of the 4.2
+million numbers of one dropout of attention, in fp32, that is 0.8 and 0.9 ms on two cores.
 """
 
 from __future__ import annotations
@@ -24,17 +29,10 @@ from jettison.runtime.offload import flat_bytes, stale
 
 aten = torch.ops.aten
 
-CHUNK_BYTES: Final = 1 << 23
-"""Of a mask that are packed at a time: what packing takes meanwhile."""
+CHUNK: Final = 1 << 23
+"""Numbers that become bits at a time: bytes that packing takes meanwhile, twice."""
 GATHER: Final = 0x0102040810204080
 """Times eight bytes that are 0 or 1, as one integer: they become its highest byte, the first of them the lowest bit."""
-LOW: Final = 0x7F7F7F7F7F7F7F7F
-"""Added to the low bits of each byte, they make a carry into its highest bit where any is set."""
-ONES: Final = 0x0101010101010101
-ONE_EACH: Final = 0x8040201008040201 - 2**64
-"""In the first byte the first bit, in the second one the second: as a signed integer."""
-CARRIES: Final = 0x00406070787C7E7F
-"""Added to one bit each, they make a carry into the highest bit of the byte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,12 +194,8 @@ class Packed:
         if self.stays:
             self.flat, self.version = flat, version_of(flat)
             return
-        form = self.pack.form
         with torch.no_grad():
-            if form.into is not None:
-                self.small = flat.view(form.of).to(form.into)
-            else:
-                self.small = bits_of(flat if form.of is torch.bool else (flat.view(form.of) != 0).view(torch.uint8))
+            self.small = narrow(flat, self.pack.form)
 
     def open(self) -> Tensor:
         """What it was.
@@ -214,45 +208,44 @@ class Packed:
             if version_of(self.flat) != self.version:
                 raise stale("a kept tensor", "a planned region", self.version, version_of(self.flat))
             return self.flat
-        form = self.pack.form
-        if form.into is not None:
-            return self.small.to(form.of).view(torch.uint8)
-        mask = from_bits(self.small, self.pack.mask_bytes)
-        if form.of is torch.bool:
-            return mask
-        numbers = mask.to(form.of)
-        return (numbers if form.divided is None else numbers.div_(form.divided)).view(torch.uint8)
+        return widen(self.small, self.pack.form, self.pack.move.nbytes)
 
 
-def bits_of(flat: Tensor) -> Tensor:
-    """Eight bytes in one, the first in its lowest bit, which is set where the byte is not 0; the last byte is filled up
-    with zeros. Memory that nobody has written to, between what a mask sees, may hold any byte.
+def narrow(flat: Tensor, form: Form) -> Tensor:
+    """Bytes that hold what this form says, packed."""
+    if form.into is not None:
+        return flat.view(form.of).to(form.into)
+    # memory that nobody has written to, between what a mask sees, may hold any byte
+    return bits_of(flat if form.of is torch.bool else flat.view(form.of))
+
+
+def widen(small: Tensor, form: Form, nbytes: int) -> Tensor:
+    """So many bytes, as they were before `narrow`."""
+    if form.into is not None:
+        return small.to(form.of).view(torch.uint8)
+    return from_bits(small, form).view(torch.uint8).flatten()[:nbytes]
+
+
+def bits_of(numbers: Tensor) -> Tensor:
+    """Eight numbers in one byte, the first in its lowest bit, which is set where it is not 0; the last byte is filled
+    up with zeros.
     """
-    nbytes = flat.numel()
-    packed = flat.new_empty(-(-nbytes // 8))
-    for begin in range(0, nbytes, CHUNK_BYTES):
-        words = _words(flat[begin : begin + CHUNK_BYTES])
-        ones = (words & LOW).add_(LOW).bitwise_or_(words).bitwise_right_shift_(7).bitwise_and_(ONES)
-        packed[begin // 8 : begin // 8 + words.numel()].copy_(ones.mul_(GATHER).bitwise_right_shift_(56))
+    count = numbers.numel()
+    packed = numbers.new_empty(-(-count // 8), dtype=torch.uint8)
+    for begin in range(0, count, CHUNK):
+        ones = numbers[begin : begin + CHUNK].to(torch.bool)
+        if ones.numel() % 8:
+            ones = torch.cat((ones, ones.new_zeros(-ones.numel() % 8)))
+        gathered = (ones.view(torch.int64) * GATHER).bitwise_right_shift_(56)
+        packed[begin // 8 : begin // 8 + gathered.numel()].copy_(gathered)
     return packed
 
 
-def from_bits(packed: Tensor, nbytes: int) -> Tensor:
-    """The bytes that `bits_of` packed."""
-    flat = packed.new_empty(8 * packed.numel())
-    for begin in range(0, packed.numel(), CHUNK_BYTES // 8):
-        spread = packed[begin : begin + CHUNK_BYTES // 8].to(torch.int64)
-        # a copy of it in each byte, of which one bit stays, is carried to the highest place, and goes to the lowest
-        spread.mul_(ONES).bitwise_and_(ONE_EACH).add_(CARRIES).bitwise_right_shift_(7).bitwise_and_(ONES)
-        flat[8 * begin : 8 * (begin + spread.numel())].view(torch.int64).copy_(spread)
-    return flat[:nbytes]
-
-
-def _words(flat: Tensor) -> Tensor:
-    """Bytes as integers of eight; a copy where they do not begin, or end, at one."""
-    missing = -flat.numel() % 8
-    if missing:
-        flat = torch.cat((flat, flat.new_zeros(missing)))
-    elif flat.storage_offset() % 8:
-        flat = flat.clone()
-    return flat.view(torch.int64)
+def from_bits(packed: Tensor, form: Form) -> Tensor:
+    """What `bits_of` was given, and what fills the last byte up: of shape (bytes, 8), or flat where that is faster."""
+    places = torch.arange(8, device=packed.device)
+    table = torch.arange(256, device=packed.device).unsqueeze(1).bitwise_right_shift(places).bitwise_and_(1)
+    if form.of is torch.bool:  # eight of them are one integer
+        return torch.index_select(table.to(torch.uint8).view(torch.int64).flatten(), 0, packed.int())
+    numbers = table.to(form.of)
+    return torch.index_select(numbers if form.divided is None else numbers.div_(form.divided), 0, packed.int())
