@@ -105,6 +105,7 @@ def page() -> str:
         "far_share": f"{100 * accuracy_megatron.FAR:.0f} %",
         "more_far": accuracy_megatron.more_far(),
         "simumax": accuracy_megatron.simumax_table(),
+        "bridge": accuracy_megatron.bridge_table(),
         "claimed": f"{100 * CLAIMED:.0f} %",
         "percent": f"{100 * float(FRAGMENTS[1]):.0f} %",
         "near": _table(row for row in found if row.within <= CLAIMED),

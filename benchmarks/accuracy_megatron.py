@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
 
-from benchmarks import megatron_golden, simumax
+from benchmarks import bridge, megatron_golden, simumax
 from jettison.spec.model import LatentAttention, Layer, Moe
 from jettison.spec.run import Run
 
@@ -145,6 +145,15 @@ def simumax_table() -> str:
                 f"| {simumax.layout_words(row.run)} | {rank} | {measured:.3f} | {predicted:.3f} | "
                 f"{signed(predicted / measured - 1)} | {theirs} |"
             )
+    return "\n".join(lines)
+
+
+def bridge_table() -> str:
+    """Megatron-Bridge's recipes."""
+    lines = ["| run | published GB | predicted GB | error |", "| --- | ---: | ---: | ---: |"]
+    for row in bridge.rows():
+        value = row.predicted()
+        lines.append(f"| {row.name} | {row.gb:.3f} | {value:.3f} | {signed(value / row.gb - 1)} |")
     return "\n".join(lines)
 
 
