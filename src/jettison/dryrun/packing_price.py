@@ -26,6 +26,9 @@ def packing_seconds(pack: Pack, device: str = "cpu") -> float:
         with torch.no_grad():
             flat = torch.zeros(tried, dtype=torch.uint8, device=device)
             _KNOWN[key] = min(_one_run(flat, pack.form) for _ in range(REPEATS + 1))  # the first is cold
+            if flat.is_cuda:
+                del flat
+                torch.cuda.empty_cache()  # it is not held on to
     return _KNOWN[key] * nbytes / max(1, tried)
 
 

@@ -29,7 +29,7 @@ from jettison.runtime.offload import flat_bytes, stale
 
 aten = torch.ops.aten
 
-CHUNK: Final = 1 << 23
+CHUNK: Final = 1 << 20
 """Numbers that become bits at a time: bytes that packing takes meanwhile, twice."""
 GATHER: Final = 0x0102040810204080
 """Times eight bytes that are 0 or 1, as one integer: they become its highest byte, the first of them the lowest bit."""
