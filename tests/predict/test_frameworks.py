@@ -128,6 +128,12 @@ def test_precision_aware_optimizers_hold_moments_in_bf16(precision: str, state: 
     assert step.nbytes == in_a_step * parameters
 
 
+@pytest.mark.parametrize("more", [{"optimizer": "muon"}, {"states_on_host": "deepspeed", "zero": 2, "dp": 2}])
+def test_precision_aware_optimizers_are_adamw_on_the_device(more: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="precision-aware optimizer is adamw, on the device"):
+        made(precision="bf16-aware", **more)
+
+
 def test_adamw_as_torch_runs_it_by_default_makes_a_root_of_every_second_moment() -> None:
     fused, foreach = (forecast(made(precision="fp32", optimizer=word)).worst for word in ("adamw", "adamw-foreach"))
     parameters = fused.static.parameters // 4

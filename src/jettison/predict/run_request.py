@@ -66,7 +66,8 @@ class CommonRequest:
         dispatcher: How tokens reach their experts: alltoall, flex (DeepEP, HybridEP) or allgather.
         deterministic: Megatron's deterministic mode: what experts return is kept, too.
         sequential_experts: One expert after the other, instead of grouped products.
-        tp_comm_overlap: Transfers of tensor parallelism run beside the products that they belong to: costs less time.
+        tp_comm_overlap: Transfers of tensor parallelism run beside the products that they belong to: costs less time,
+            and three workspaces of TransformerEngine.
         ep_comm_overlap: Rows travel to experts and back beside the work of another micro-batch: costs less time.
         cuda_graphs: CUDA graphs replay the kernels of layers, so that the host does not hand them over.
         stack: Whose software: base, megatron, nemo or nemo-26.06; else what goes with --kernels.

@@ -59,6 +59,19 @@ class Precision:
         """Its name, and how products are narrow."""
         return self.name if self.recipe is None else f"{self.name}, products by {self.recipe}"
 
+    def check(self, optimizer: Optimizer, *, on_host: bool) -> None:
+        """Is there an optimizer that holds this?
+
+        Raises:
+            UsageError: no.
+        """
+        if self.moment and (on_host or optimizer not in (Optimizer.ADAMW, Optimizer.NONE)):
+            where = " and states on the host" if on_host else ""
+            raise UsageError(
+                f"got --precision {self.name} with --optimizer {optimizer}{where}; Megatron's precision-aware "
+                "optimizer is adamw, on the device"
+            )
+
     def with_recipe(self, recipe: Fp8Recipe) -> Precision:
         """The same with narrow products.
 

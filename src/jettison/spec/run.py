@@ -191,7 +191,6 @@ class Run:
         imbalance: rows that arrive at a rank's experts, as a multiple of an even share, where ranks share experts.
         padding: the batch has an attention mask, as encoders' batches do.
         tp_comm_overlap: products are cut into pieces, and transfers of tensor parallelism run beside them.
-            TransformerEngine has three workspaces more for it; the buffers themselves are not PyTorch's.
         ep_comm_overlap: rows travel to experts and back beside the work of another micro-batch. Bytes stay.
         cuda_graphs: the kernels of layers are replayed without the host. Bytes stay.
         stack: whose software runs it, where hardware files tell several apart; None: what goes with the kernels.
@@ -251,6 +250,7 @@ class Run:
                 f"got --expert-imbalance {self.imbalance:g}; expected 1, which is even, to the {self.layout.ep} ranks "
                 "of --ep, one of which may be sent everything"
             )
+        self.precision.check(self.optimizer, on_host=self.states_on_host is not StatesOnHost.NONE)
         if self.kernels.loss is Loss.DPO:
             self._check_pairs()
         if self.packed:
