@@ -9,15 +9,18 @@ What was predicted before, by the version that nobody had compared with these ru
 from __future__ import annotations
 
 import csv
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from benchmarks import residuals
 from benchmarks.newer_runs import NewerRun, rows
 from benchmarks.page_command import page_command
 from benchmarks.throughput import signed
 
+PRECISIONS = ("BF16", "FP8-CS", "FP8-BLOCKS", "MXFP8", "NVFP4")
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "accuracy_newer.md"
 TEMPLATE = HERE / "pages" / "accuracy_newer.md"
@@ -42,7 +45,8 @@ def before() -> list[float]:
 def page(found: Sequence[NewerRun] | None = None) -> str:
     """The whole page."""
     compared = list(zip(rows() if found is None else found, before(), strict=True))
-    words = {"plainly": plainly([row for row, _ in compared])}
+    words = {"plainly": plainly([row for row, _ in compared])} | sureness([row for row, _ in compared])
+    words |= recipes([row for row, _ in compared])
     for name, belongs in GROUPS:
         chosen = [(row, was) for row, was in compared if belongs(row)]
         words[name] = _table(chosen)
@@ -72,6 +76,40 @@ def plainly(found: Sequence[NewerRun]) -> str:
             plain = replace(row, execution=replace(row.execution, stack="nemo", **off))  # type: ignore[arg-type]
             errors.append(abs(plain.error))
     return _percent(median(errors))
+
+
+def recipes(found: Sequence[NewerRun]) -> dict[str, str]:
+    """NVIDIA's runs by device and precision: a table, and a line of dense ones."""
+    groups: defaultdict[tuple[str, str, bool], list[float]] = defaultdict(list)
+    for row in found:
+        if row.stack == "nemo":
+            gpu, precision = row.name.split(" x ")[1].split(",")[0].split()
+            for device in (gpu, "all"):
+                groups[device, precision, row.experts].append(row.error)
+    lines = ["| device | precision | dense | with experts |", "| --- | --- | --- | --- |"]
+    for device in ("H100", "B200", "GB200", "B300", "GB300"):
+        for precision in PRECISIONS:
+            cells = [_errors(groups[device, precision, experts]) for experts in (False, True)]
+            if any(cells):
+                lines.append(f"| {device} | {precision} | {' | '.join(cells)} |")
+    dense = {precision: groups["all", precision, False] for precision in PRECISIONS}
+    said = [
+        f"{precision} {_percent(median(map(abs, errors)))} of {len(errors)}"
+        for precision, errors in dense.items()
+        if errors
+    ]
+    return {"by_recipe": "\n".join(lines), "recipes": ", ".join(said)}
+
+
+def _errors(errors: Sequence[float]) -> str:
+    return f"{len(errors)}: {_percent(median(map(abs, errors)))}, {signed(median(errors))}" if errors else ""
+
+
+def sureness(found: Sequence[NewerRun]) -> dict[str, str]:
+    """Of NVIDIA's runs, how many are where runs of other releases, or of other configurations, say."""
+    ways = {"held_release": residuals.held(found, lambda row: row.source)}
+    ways["held_configuration"] = residuals.held(found, lambda row: row.name)
+    return {name: f"{inside} of {every}" for name, (inside, every) in ways.items()}
 
 
 def _percent(share: float) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from jettison.cost.execution import Execution, execution_of
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.predict.time import Estimate, estimate
+from jettison.spec.fp8 import fp8_recipe
 from jettison.spec.hardware import hardware
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import MEGATRON
@@ -30,6 +31,8 @@ from jettison.spec.run import Run
 
 FACTS = Path(__file__).parent.parent / "tests" / "facts"
 GPUS = {"H100": "h100-80gb", "B200": "b200-192gb", "B300": "b300-288gb", "GB200": "gb200-192gb", "GB300": "gb300-288gb"}
+RECIPES = {"BF16": None, "FP8-CS": "tensorwise", "FP8-BLOCKS": "blockwise", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
+"""``scripts/performance/utils/precision.py`` of Megatron-Bridge, without layers in bf16."""
 FUSED = "NeMo 26.06"
 """The first release whose experts are few kernels, in MXFP8."""
 KIMI_K2 = {
@@ -119,6 +122,10 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
     model = model_of(row["model"])
     further = int(row["model"] == "deepseek-v3" and "w/o MTP" not in row["note"])
     fsdp, virtual = row["fsdp"] != "0", int(row["virtual_stages"])
+    recipe = RECIPES[row["precision"]]
+    if recipe == "tensorwise" and row["gpu"] != "H100":
+        recipe += "-blackwell"
+    described = not fsdp and "layernorm" not in row["recompute"]  # what copies stay is not, under these
     request = RunRequest(
         seq=int(row["sequence"]),
         micro_batch=micro_batch,
@@ -136,17 +143,21 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         mtp_num_layers=further or None,
         dp=dp,
         zero=3 if fsdp else 1,
-        precision="bf16" if row["precision"] == "BF16" else "fp8",
+        precision="bf16" if described or not recipe else "fp8",
+        fp8_recipe=recipe if described else None,
+        fp8_param_gather=bool(recipe) and described,
+        recompute_modules=row["recompute"].replace("+", ",") or None,
         attention="flash",
         kernels=MEGATRON.name,
         dispatcher="flex" if row["dispatcher"] in ("deepep", "hybridep") else None,
         ep_comm_overlap=row["a2a_overlap"] == "yes",
         cuda_graphs=row["graphs"] == "step" or "attn" in row["graphs"],
         stack="nemo-26.06" if row["source"] >= FUSED and row["precision"] == "MXFP8" else "nemo",
-        tp_comm_overlap=not row["model"].startswith(("qwen", "gpt", "deepseek", "kimi")) and tp > 1,
+        tp_comm_overlap=row["model"].startswith("llama") and tp > 1 and recipe != "nvfp4",
     )
     run = resolve(model, request).run
-    return run, replace(execution_of(run), hides_stages=True, delayed_scaling=False)
+    how = replace(execution_of(run), hides_stages=True, adds_in_product=not fsdp)
+    return run, how if described or not recipe else replace(how, recipe=fp8_recipe(recipe, MEGATRON.name))
 
 
 def model_of(name: str) -> ModelSpec:

@@ -1,9 +1,9 @@
 """SimuMax's runs of Megatron-LM on B200: what each allocated, and how it is described to the ledger.
 
 `tests/facts/simumax_70b.csv`: Llama 3 70B with 12 layers, allocated peaks by rank. What is not in the columns is in the
-notes: TransformerEngine 2.11 and its fused cross entropy, the distributed optimizer, fp32 gradients that products add
-to. That version is of 2025, and so is its PyTorch: NOTE [ Workspaces ] in `spec.workspaces`. The vocabulary is that of
-Megatron's NullTokenizer: one more, padded to a multiple of 128 t.
+notes: TransformerEngine 2.11, hence a torch before that of containers from 26.04 on, and its fused cross entropy, the
+distributed optimizer, fp32 gradients that products add to. The vocabulary is that of Megatron's NullTokenizer: one
+more, padded to a multiple of 128 t.
 """
 
 from __future__ import annotations

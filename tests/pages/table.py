@@ -35,6 +35,7 @@ PAGES: dict[str, Page] = {
         run={
             "$ jettison ledger deepseek-v3 --like megatron-0.19 --tp 2 --pp 16 --ep 64": World(),
             "$ jettison ledger llama3-70b --like megatron-0.19 --tp 4 --pp 4 --dp 8": World(),
+            "$ jettison estimate llama3-8b --gpu gb200 --dp 8 --zero 1 --kernels megatron": World(),
             "$ jettison plan llama3-8b --gpu h100-80gb --dp 8 --zero 3 --micro-batch 4 --what-if": World(slow=True),
             "$ jettison ledger config.json --trace --seq 32 --precision fp32 --out traced.json": World(
                 setup=worlds.small_config, slow=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import median
 
 import pytest
 from benchmarks import accuracy_megatron, bridge, megatron_golden, simumax
@@ -226,41 +225,16 @@ def test_tokens_that_all_ranks_gather_have_a_buffer_that_stays() -> None:
     words = {"ep": 4, "dp": 4, "workspaces": "torch-hopper"}
     gathered, sent = (mixtral(dispatcher=word, **words) for word in ("allgather", "alltoall"))
     assert fixed(gathered) - fixed(sent) == 1024 * 4 * 4096 * 2
-    assert fixed(mixtral(dispatcher="allgather", workspaces="torch-hopper")) == 64 * MIB, "one rank gathers nothing"
+    alone = fixed(mixtral(dispatcher="allgather", workspaces="torch-hopper"))
+    assert alone == 64 * MIB + 32 * MIB + KIB, "one rank gathers nothing; its router's product is the library's"
 
 
 def test_the_heads_input_is_gathered_into_a_buffer_that_stays() -> None:
     more = {"kernels": "megatron", "tp": 2, "pp": 2, "micro_batch": 3}
-    rows = 2 * 3 * 1024 * 4096
-    for word, expected in (("te", [0, rows]), ("local", [rows, rows])):
-        plain, sharded = (made(sp=sp, workspaces=f"{word}-hopper", **more) for sp in (False, True))
-        assert [fixed(sharded, i) - fixed(plain, i) for i in (0, 1)] == expected, "where the head is, or any layer"
-
-
-def test_scores_of_megatrons_own_attention_are_added_to_a_buffer_that_stays() -> None:
-    words = {"kernels": "megatron", "attention": "eager", "micro_batch": 2, "tp": 4}
-    own, library = (made(**words, workspaces=f"{word}-hopper") for word in ("local", "te"))
-    assert fixed(own) == 2 * 32 * MIB + 2 * (32 // 4) * 1024**2 * 2
-    assert fixed(library) == 2 * 32 * MIB + 32 * MIB + KIB + 2 * 1024 * 4096 * 2, "the head's input, which is less"
-
-
-def test_transfers_beside_products_take_three_workspaces_more() -> None:
-    words = {"kernels": "megatron", "workspaces": "te-hopper", "tp": 2}
-    assert fixed(made(**words, tp_comm_overlap=True)) - fixed(made(**words)) == 3 * (32 * MIB + KIB)
-    alone = {"kernels": "megatron", "workspaces": "te-hopper", "tp_comm_overlap": True}
-    assert fixed(made(**alone)) == 2 * 32 * MIB + 32 * MIB + KIB, "one rank transfers nothing"
-
-
-def test_a_router_has_the_librarys_workspace_where_layers_are_megatrons_own() -> None:
-    words = {"dispatcher": "alltoall", "sequential_experts": True}
-    local, torch_only = (fixed(mixtral(workspaces=f"{word}-ampere", **words)) for word in ("local", "torch"))
-    assert local - torch_only == 4 * MIB
-    assert fixed(made(workspaces="local-ampere")) == fixed(made(workspaces="torch-ampere"))
-
-
-def test_torch_set_aside_less_on_blackwell_before_2026() -> None:
-    older, newer = (fixed(made(workspaces=f"te-{chip}")) for chip in ("blackwell", "hopper"))
-    assert newer - older == 2 * (32 * MIB - 8 * MIB - 128 * KIB)
+    for workspaces, first in (("te-hopper", 0), ("torch-hopper", 2 * 3 * 1024 * 4096)):
+        plain, sharded = (made(sp=word, workspaces=workspaces, **more) for word in (False, True))
+        found = [fixed(sharded, i) - fixed(plain, i) for i in (0, 1)]
+        assert found == [first, 2 * 3 * 1024 * 4096], "where the head is; of Megatron's own layers, everywhere"
 
 
 def test_one_expert_after_the_other_needs_no_workspace_of_grouped_products() -> None:
@@ -336,23 +310,13 @@ def test_each_rule_says_what_can_be_asked(name: str) -> None:
 def test_golden_values_of_megatron() -> None:
     aside = {one.name for one in accuracy_megatron.ASIDE}
     rows = [row for row in megatron_golden.rows() if row.name not in aside]
-    assert len(rows) == 32 + 16, "dense and with experts"
+    assert len(rows) == 36 + 16, "dense and with experts"
     assert max(max(row.errors) for row in rows) < 0.024
 
 
 def test_golden_values_of_a_7b_model() -> None:
     rows = megatron_golden.rows(megatron_golden.LATER)
-    assert [round(100 * row.errors[1], 1) for row in rows] == [0.1, 0.1, 0.4, 0.0, 0.0, 0.0]
-
-
-def test_all_other_golden_values_of_megatron() -> None:
-    rows = [*megatron_golden.rows(megatron_golden.MORE), *megatron_golden.further_rows(megatron_golden.MORE)]
-    errors = [row.errors for row in rows]
-    assert len(rows) == 233
-    assert all(median(values) < 0.005 for values in zip(*errors, strict=True))
-    assert sum(max(found) > 0.03 for found in errors) <= 17
-    fp8 = [row for row in rows if row.run.tp_comm_overlap]
-    assert [round(100 * row.errors[2], 1) for row in fp8] == [0.3, 0.5], "with three workspaces more"
+    assert [round(100 * row.errors[1], 1) for row in rows] == [0.1, 0.1, 0.1, 0.0, 0.0, 0.0]
 
 
 def test_simumax_runs() -> None:

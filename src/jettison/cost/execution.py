@@ -10,6 +10,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
+from jettison.spec.fp8 import Fp8Recipe
 from jettison.spec.kernels import Dispatcher
 from jettison.spec.run import Run, Software
 
@@ -42,6 +43,7 @@ class Execution:
             rank, and is gathered on the other side (arXiv 2104.04473 §4.1).
         delayed_scaling: fp8 scales come from earlier steps, so that norms and activations can write fp8 themselves and
             nothing is read for its largest magnitude first; weights are quantised once a step (Transformer Engine).
+        recipe: how products are made narrow where the precision says that they are, and not how.
         hooks: what is computed again is chosen by Jettison's runtime, whose hooks cost the host time.
         hides_experts: rows travel to experts and back beside the work of another micro-batch.
         once_to_node: they do as in NOTE [ Once to each node ] of `collective`.
@@ -65,6 +67,7 @@ class Execution:
     fused_optimizer: bool = False
     splits_outputs: bool = False
     delayed_scaling: bool = False
+    recipe: Fp8Recipe | None = None
     hooks: bool = False
     hides_experts: bool = False
     once_to_node: bool = False

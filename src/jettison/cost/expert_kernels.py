@@ -16,7 +16,7 @@ from functools import cached_property
 from math import prod
 
 from jettison.cost.kernel import Half, Kernel
-from jettison.cost.op_kinds import ALL_TO_ALL
+from jettison.cost.op_kinds import ALL_TO_ALL, PAD
 from jettison.formula.tape import Tape, TapeOp
 
 WIDE_BIAS = (28, 36)
@@ -41,9 +41,14 @@ class ExpertKernels:
     once_to_node: bool
 
     def sends(self, step: TapeOp) -> bool:
-        """Does it copy rows that are sent as they are, or sum what has come back? The library does."""
+        """Does it copy rows that are sent as they are, fill them up, or sum what has come back? The library does.
+
+        Filling up: ``pad_multiple`` in megatron/core/transformer/moe/token_dispatcher.py of Megatron-LM.
+        """
         if not self.once_to_node:
             return False
+        if step.name == PAD:
+            return True
         if step.name == "aten.index.Tensor":
             return step.outputs[0].storage in self._exchanged[0]
         return step.name == "aten.scatter_add.default" and step.inputs[0].storage in self._exchanged[1]

@@ -12,10 +12,7 @@ NOTE [ Products ]
 y = x W^T with x of m × k and W of n × k is a product of (m, n, k); the gradient of x is one of (m, k, n), that of W one
 of (n, k, m). A bias costs one pass over the gradient of y.
 
-NOTE [ Quantising ]
-Where products take fp8, each of x, W and the gradient of y is read for its largest magnitude, read again and written in
-one byte. The tape has the second half of that for x, which is saved. With delayed scaling nothing is read twice, the
-kernel that makes x writes it in one byte if it is a norm or elementwise, and weights are a matter of the optimizer.
+What products of narrow copies launch: `narrow_kernels`.
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ from math import prod
 from jettison.cost.execution import Fusion
 from jettison.cost.expert_kernels import ExpertKernels
 from jettison.cost.kernel import Half, Kernel, KernelWork, Product
+from jettison.cost.narrow_kernels import NarrowKernels
 from jettison.cost.op_kinds import (
     BATCHED,
     CHUNKED,
@@ -50,6 +48,7 @@ from jettison.cost.op_kinds import (
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
 from jettison.formula.tape import Tape, TapeOp, Value
+from jettison.spec.fp8 import Fp8Recipe
 
 FLASH_BACKWARD = 2.5
 """Products of a fused attention's backward for one of its forward: five against two (arXiv 2205.14135, Algorithm 4)."""
@@ -64,6 +63,7 @@ def work(
     gradient: str,
     product: str | None,
     *,
+    recipe: Fp8Recipe | None = None,
     delayed_scaling: bool = False,
     loops_experts: bool = False,
     once_to_node: bool = False,
@@ -71,7 +71,8 @@ def work(
     """Everything that a region launches.
 
     Args:
-        delayed_scaling: see NOTE [ Quantising ].
+        recipe: how products are narrow, if that is said.
+        delayed_scaling: see NOTE [ Quantising ] in `narrow_kernels`.
         loops_experts: see NOTE [ Experts in Megatron ] in `expert_kernels`.
         once_to_node: what sends rows copies them, too, and sums what comes back.
         gradient: dtype of weight gradients.
@@ -82,6 +83,7 @@ def work(
         fusion=fusion,
         gradient_bytes=DTYPE_BYTES[gradient],
         product=product,
+        recipe=recipe,
         delayed_scaling=delayed_scaling,
         loops_experts=loops_experts,
         once_to_node=once_to_node,
@@ -89,7 +91,7 @@ def work(
 
 
 def groups(steps: Sequence[TapeOp], fusion: Fusion, *, delayed_scaling: bool = False) -> list[list[int]]:
-    """Steps that are one kernel, as in NOTE [ Fusion ] and NOTE [ Quantising ]."""
+    """Steps that are one kernel, as in NOTE [ Fusion ] and NOTE [ Quantising ] in `narrow_kernels`."""
     fusable = {Fusion.NONE: frozenset(), Fusion.POINTWISE: POINTWISE, Fusion.COMPILED: POINTWISE | REDUCTIONS}[fusion]
     made: list[list[int]] = []
     group_of: dict[int, int] = {}
@@ -143,6 +145,7 @@ class _Listing:
     fusion: Fusion
     gradient_bytes: int
     product: str | None
+    recipe: Fp8Recipe | None
     delayed_scaling: bool
     loops_experts: bool
     once_to_node: bool
@@ -150,6 +153,18 @@ class _Listing:
     @property
     def tape(self) -> Tape:
         return self.region.tape
+
+    @cached_property
+    def narrow(self) -> NarrowKernels:
+        """What products of narrow copies launch beside themselves."""
+        return NarrowKernels(
+            tape=self.tape,
+            product=self.product,
+            recipe=self.recipe,
+            delayed=self.delayed_scaling,
+            loops=self.loops_experts,
+            compiled=self.fusion is Fusion.COMPILED,
+        )
 
     @cached_property
     def experts(self) -> ExpertKernels:
@@ -161,12 +176,12 @@ class _Listing:
         members = [group for group in self._groups(steps) if not self._is_free(steps[group[0]])]
         readers: defaultdict[int, set[int]] = defaultdict(set)
         narrow_only: defaultdict[int, set[int]] = defaultdict(set)  # readers that take the copy in fp8
-        narrowed = {step.inputs[0].index for step in steps if step.name == QUANTISE and self.delayed_scaling}
+        narrowed = {step.inputs[0].index for step in steps if step.name == QUANTISE and self.narrow.joins}
         for number, group in enumerate(members):
             for i in group:
                 for v in steps[i].inputs:
                     readers[v.storage].add(number)
-                    if v.index in narrowed and self._quantises(steps[i]):
+                    if v.index in narrowed and self.narrow.takes(steps[i]):
                         narrow_only[v.storage].add(number)
         for i, step in enumerate(steps):  # transfers and what is held for others read, too
             if self._is_free(step):
@@ -177,9 +192,11 @@ class _Listing:
         backward: list[Kernel] = []
         for number, group in enumerate(members):
             own = [steps[i] for i in group]
-            leaving = [v for step in own for v in step.outputs if v.storage in saved or readers[v.storage] - {number}]
+            copies = {v.storage for step in own if self.narrow.copies(step) for v in step.outputs}
+            stays = saved | copies
+            leaving = [v for step in own for v in step.outputs if v.storage in stays or readers[v.storage] - {number}]
             written = [
-                v for v in leaving if v.storage in saved or readers[v.storage] - narrow_only[v.storage] - {number}
+                v for v in leaving if v.storage in stays or readers[v.storage] - narrow_only[v.storage] - {number}
             ]
             forward += self._forward(group, own, written)
             backward += self._backward(group, own, leaving)
@@ -187,10 +204,11 @@ class _Listing:
         return KernelWork(forward=tuple(forward), backward=tuple(reversed(backward)))
 
     def _groups(self, steps: Sequence[TapeOp]) -> list[list[int]]:
-        return groups(steps, self.fusion, delayed_scaling=self.delayed_scaling)
+        return groups(steps, self.fusion, delayed_scaling=self.narrow.joins)
 
     def _is_free(self, step: TapeOp) -> bool:
-        return step.name == HOLD or step.name.startswith(TRANSFER) or self.experts.sends(step)
+        free = step.name == HOLD or step.name.startswith(TRANSFER)
+        return free or self.experts.sends(step) or self.narrow.counts(step)
 
     # forward ----------------------------------------------------------------------------------------------------------
 
@@ -216,9 +234,8 @@ class _Listing:
             head_dim = step.inputs[0].local_shape[-1]
             yield Kernel(steps=indices, nbytes=nbytes, attention_flops=step.flops, head_dim=head_dim)
         else:
-            if self._quantises(step) and not self.delayed_scaling:  # see NOTE [ Quantising ]
-                weight, x = step.weights[0], step.inputs[0]
-                yield Kernel(steps=indices, nbytes=x.nbytes + 2 * weight.nbytes + weight.numel, launches=3)
+            yield from self.narrow.forward(step, group[0])
+            nbytes -= self.narrow.spares(step)
             yield Kernel(
                 steps=indices,
                 nbytes=nbytes,
@@ -226,9 +243,6 @@ class _Listing:
                 rows=step.name in SCATTERS,
                 launches=step.rounds,
             )
-
-    def _quantises(self, step: TapeOp) -> bool:
-        return self.product is not None and step.name in PRODUCTS
 
     def _read(self, own: list[TapeOp]) -> int:
         """Bytes that come from outside, each storage once."""
@@ -249,7 +263,8 @@ class _Listing:
             return None
         shape = step.outputs[0].local_shape
         k = step.flops // max(1, 2 * prod(shape))
-        dtype = step.inputs[0].dtype if self.product is None or step.name == BATCHED else self.product
+        narrow = self.narrow.dtype if self.narrow.takes(step) or step.name == GROUPED else None
+        dtype = step.inputs[0].dtype if narrow is None else narrow
         if step.name == BATCHED:
             return Product(prod(shape[:-2]), shape[-2], shape[-1], k, dtype)
         rows, n = prod(shape[:-1]), shape[-1]
@@ -309,16 +324,16 @@ class _Listing:
     def _product_backward(self, step: TapeOp, indices: tuple[int, ...], p: Product, incoming: int) -> Iterator[Kernel]:
         if step.weights:
             weight, *bias = step.weights
-            if self._quantises(step) or (p.grouped and self.product is not None):
-                narrow, reads = prod(step.outputs[0].local_shape), 1 if self.delayed_scaling else 2
-                yield Kernel(steps=indices, nbytes=reads * incoming + narrow, half=Half.INPUTS, launches=reads)
+            x = step.inputs[0]
+            yield from self.narrow.backward(step, indices, incoming)
+            given, read, matrix = self.narrow.reads(step, incoming)
             if any(v.grad for v in step.inputs):
-                moved = incoming + weight.nbytes + step.inputs[0].nbytes
+                moved = given + matrix + x.nbytes
                 dx = replace(p, n=p.k, k=p.n)
                 yield Kernel(steps=indices, nbytes=moved, product=dx, half=Half.INPUTS)
             if weight.frozen:
                 return
-            moved = incoming + step.inputs[0].nbytes + weight.numel * self.gradient_bytes
+            moved = given + read + weight.numel * self.gradient_bytes
             dw = replace(p, m=p.n, n=p.k, k=p.m)
             yield Kernel(steps=indices, nbytes=moved, product=dw, half=Half.WEIGHTS)
             if bias:

@@ -23,13 +23,14 @@ from enum import StrEnum
 from functools import cached_property, lru_cache
 
 from jettison.cost.collective import bandwidth, group, transfer_seconds
-from jettison.cost.execution import Execution
+from jettison.cost.execution import Execution, Fusion
 from jettison.cost.kernel import Half, Kernel, KernelWork
 from jettison.cost.launches import work
 from jettison.cost.matmul import kernel_seconds
+from jettison.cost.narrow_kernels import NarrowKernels
 from jettison.cost.op_kinds import BATCHED, GROUPED, PRODUCTS, TRANSFER
 from jettison.formula.region import Region
-from jettison.formula.tape import Collective
+from jettison.formula.tape import Collective, Tape
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.precision import Precision
@@ -111,6 +112,18 @@ class RegionSeconds:
 NOTHING = RegionSeconds(forward=Pass(), again=Pass(), inputs=Pass(), weights=Pass())
 
 
+def narrow_kernels(tape: Tape, execution: Execution, precision: Precision) -> NarrowKernels:
+    """What products of narrow copies launch, and how shards travel to them."""
+    return NarrowKernels(
+        tape=tape,
+        product=precision.product,
+        recipe=precision.recipe or execution.recipe,
+        delayed=execution.delayed_scaling,
+        loops=execution.loops_experts,
+        compiled=execution.fusion is Fusion.COMPILED,
+    )
+
+
 def kernels_of(region: Region, execution: Execution, precision: Precision) -> KernelWork:
     """Everything that a region launches when it is run like that."""
     return work(
@@ -118,6 +131,7 @@ def kernels_of(region: Region, execution: Execution, precision: Precision) -> Ke
         execution.fusion,
         precision.gradient,
         precision.product,
+        recipe=precision.recipe or execution.recipe,
         delayed_scaling=execution.delayed_scaling,
         loops_experts=execution.loops_experts,
         once_to_node=execution.once_to_node,
@@ -282,19 +296,45 @@ class _Timer:
     def _collective(self, c: Collective) -> float:
         ranks = group(self.layout, c.axis, self.hardware.node)
         copies = c.copies if self.execution.once_to_node else 1
-        return transfer_seconds(c.kind, c.nbytes, ranks, self.hardware, copies=copies)
+        nbytes = c.nbytes * self._narrow.gathered_share(c) if c.axis == "tp" else c.nbytes
+        return transfer_seconds(c.kind, nbytes, ranks, self.hardware, copies=copies)
+
+    @cached_property
+    def _narrow(self) -> NarrowKernels:
+        return narrow_kernels(self.region.tape, self.execution, self.precision)
 
     def _exposed(self, axis: str) -> float:
         """Share of a transfer that is waited for. See NOTE [ What hides behind what ]."""
         return self.execution.exposed(self.layout.tp) if axis == "tp" else 1.0
 
-    def _cost(self, waited: float, hidden: float, kernels: Sequence[Kernel]) -> float:
-        """Seconds waited for, and what those that hide behind products cost nevertheless."""
-        if not hidden:
-            return waited
+    def _cost(self, waited: float, hidden: Sequence[tuple[float, float]]) -> float:
+        """Seconds waited for, and what those that hide, each behind so much work, cost nevertheless."""
+        return waited + sum(self._hidden(seconds, work) for seconds, work in hidden)
+
+    def _beside(self, c: Collective, kernels: Sequence[Kernel], half: Half | None) -> float:
+        """Seconds of the products that a transfer hides behind: see NOTE [ What hides behind what ]."""
+        own = self._own[c.step]
         steps = self.region.tape.steps
-        products = sum(self.kernel(k) for k in kernels if k.product and steps[k.steps[0]].name in PRODUCTS)
-        return waited + self._hidden(hidden, products)
+        return sum(
+            self.kernel(k)
+            for k in kernels
+            if k.product and ((k.steps[0] in own and k.half is half) if own else steps[k.steps[0]].name in PRODUCTS)
+        )
+
+    @cached_property
+    def _own(self) -> dict[int, frozenset[int]]:
+        """By the step of a transfer, the products that read what it gathers, or make what it reduces."""
+        steps = self.region.tape.steps
+        found = {}
+        for at in {c.step for c in self.region.collectives}:
+            given, made = {v.storage for v in steps[at].inputs}, {v.storage for v in steps[at].outputs}
+            found[at] = frozenset(
+                i
+                for i, step in enumerate(steps)
+                if step.name in PRODUCTS
+                and (made & {v.storage for v in step.inputs} or given & {v.storage for v in step.outputs})
+            )
+        return found
 
     def _hidden(self, seconds: float, work: float) -> float:
         """What transfers cost that run beside so much work."""
@@ -313,19 +353,20 @@ class _Timer:
         """Those of a forward, or of the steps of it that run again, which are ``kernels``."""
         forward = [c for c in self.region.collectives if not c.backward]
         at = [i for i, step in enumerate(self.region.tape.steps) if step.name.startswith(TRANSFER)]
-        waited = hidden = 0.0
+        waited, hidden = 0.0, []
         for i, c in zip(at, forward, strict=True):
             if (steps is None or i in steps) and not self._beside_others(c):
                 seconds, exposed = self._collective(c), self._exposed(c.axis)
                 waited += seconds * exposed
-                hidden += seconds * (1 - exposed)
-        return self._cost(waited, hidden, kernels) + self._experts(kernels, backward=False, steps=steps)
+                if exposed < 1:
+                    hidden.append((seconds * (1 - exposed), self._beside(c, kernels, None)))
+        return self._cost(waited, hidden) + self._experts(kernels, backward=False, steps=steps)
 
     def _beside_others(self, c: Collective) -> bool:
         return c.axis == "ep" and self.execution.hides_experts
 
     def _backward_transfers(self, kernels: Sequence[Kernel]) -> float:
-        waited = hidden = 0.0
+        waited, hidden = 0.0, []
         mirrored = [(c.axis, c.nbytes) for c in self.region.collectives if not c.backward and "scatter" in c.kind]
         for c in self.region.collectives:
             if not c.backward or self._beside_others(c):
@@ -334,12 +375,13 @@ class _Timer:
             mirror = "gather" in c.kind and (c.axis, c.nbytes) in mirrored
             if mirror:
                 mirrored.remove((c.axis, c.nbytes))
-            if mirror or c.axis != "tp" or not self.execution.hides_tensor:
-                waited += seconds * self._exposed(c.axis)
-                hidden += seconds * (1 - self._exposed(c.axis))
-            else:
-                hidden += seconds
-        return self._cost(waited, hidden, kernels) + self._experts(kernels, backward=True)
+            late = mirror or c.axis != "tp" or not self.execution.hides_tensor
+            exposed = self._exposed(c.axis) if late else 0.0
+            waited += seconds * exposed
+            if exposed < 1:
+                half = Half.INPUTS if "gather" in c.kind else Half.WEIGHTS
+                hidden.append((seconds * (1 - exposed), self._beside(c, kernels, half)))
+        return self._cost(waited, hidden) + self._experts(kernels, backward=True)
 
     def _ring(self, kernels: tuple[Kernel, ...]) -> float:
         """Keys and values that go round under context parallelism, where attention does not cover it."""

@@ -26,6 +26,7 @@ from typing import Final
 
 from jettison.cost.kernel import Kernel, Product
 from jettison.errors import UsageError
+from jettison.spec.fp8 import NARROW_LINES, NARROW_MX
 from jettison.spec.hardware import Edges, Hardware
 
 TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
@@ -46,11 +47,27 @@ def rate(hardware: Hardware, dtype: str) -> int:
         UsageError: the hardware's file states none.
     """
     peaks = hardware.flops_per_second
-    wider = (peaks.fp8 if "float8" in dtype else None), (peaks.bf16 if dtype != "float32" else None), peaks.fp32
-    found = next((peak for peak in (*wider, peaks.bf16) if peak is not None), None)
+    narrow = (peaks.fp4 if "float4" in dtype else None), (peaks.fp8 if _is_narrow(dtype) else None)
+    wider = (peaks.bf16 if dtype != "float32" else None), peaks.fp32
+    found = next((peak for peak in (*narrow, *wider, peaks.bf16) if peak is not None), None)
     if found is None:
         raise UsageError(f"hardware {hardware.name} does not state its teraflops; an estimate needs bf16 or fp32")
     return found
+
+
+def _is_narrow(dtype: str) -> bool:
+    return dtype.startswith(("float8", "float4"))
+
+
+def _share(hardware: Hardware, dtype: str) -> float:
+    """Of the peak, by the largest products of a dtype."""
+    reached = hardware.reached
+    if not _is_narrow(dtype):
+        return reached.matmul
+    if "float4" in dtype and hardware.flops_per_second.fp4 is not None:
+        return reached.matmul_fp4 or reached.matmul_fp8
+    by = {NARROW_MX: reached.matmul_mxfp8, NARROW_LINES: reached.matmul_lines}
+    return by.get(dtype) or reached.matmul_fp8
 
 
 def _edges(hardware: Hardware, dtype: str) -> Edges | None:
@@ -60,8 +77,7 @@ def _edges(hardware: Hardware, dtype: str) -> Edges | None:
 @lru_cache(maxsize=65536)
 def product_seconds(product: Product, hardware: Hardware) -> float:
     """Of the arithmetic alone: see NOTE [ Tiles ] and NOTE [ Edges ]."""
-    share = hardware.reached.matmul_fp8 if "float8" in product.dtype else hardware.reached.matmul
-    full = rate(hardware, product.dtype) * share
+    full = rate(hardware, product.dtype) * _share(hardware, product.dtype)
     edges = _edges(hardware, product.dtype)
     if edges is not None:
         return product.flops / full * (1 + edges.rows / product.m + edges.columns / product.n + edges.depth / product.k)

@@ -43,7 +43,8 @@ REDUCTIONS = frozenset(
     )
 )
 """Ops along rows."""
-LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather.default", "pad.rows"))
+PAD = "pad.rows"
+LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather.default", PAD))
 """Ops that read as much of their first input as they write."""
 SCATTERS = frozenset(("aten.index_put.default", "aten.scatter_add.default"))
 """Ops that write rows where an index says."""

@@ -97,14 +97,15 @@ def timed_passes(
     backward: Sequence[Sequence[float]],
     weight: Sequence[Sequence[float]] | None = None,
     *,
+    group: int = 0,
     transfer: float = 0.0,
 ) -> tuple[tuple[TimedPass, ...], ...]:
     """By device and in its order, when each step of a named schedule runs: what `schedule_seconds` sums up."""
     stages, chunks = len(forward), len(forward[0])
-    events = _events(schedule, stages, micro_batches, chunks)
+    events = _events(schedule, stages, micro_batches, chunks, group)
     durations = _durations(forward, backward, weight)
     ends = _far_ends(events, durations, transfer)
-    steps = orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=chunks)
+    steps = orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=chunks, group=group)
     found: tuple[list[TimedPass], ...] = tuple([] for _ in range(stages))
     for event, (before, needed, far, duration) in enumerate(events.linked, start=1):
         device = duration // 3 % stages
@@ -121,6 +122,7 @@ def schedule_seconds(
     backward: Sequence[Sequence[float]],
     weight: Sequence[Sequence[float]] | None = None,
     *,
+    group: int = 0,
     transfer: float = 0.0,
 ) -> Replay:
     """The same for a named schedule, however many micro-batches there are."""
@@ -128,13 +130,14 @@ def schedule_seconds(
     affordable = MOST_EVENTS // (stages * chunks * (2 if weight is None else 3))
 
     def play(count: int) -> Replay:
-        return _play(_events(schedule, stages, count, chunks), forward, backward, weight, transfer)
+        return _play(_events(schedule, stages, count, chunks, group), forward, backward, weight, transfer)
 
-    if micro_batches <= max(affordable, 4 * stages):
+    turn = group or stages
+    if micro_batches <= max(affordable, 4 * turn):
         return play(micro_batches)
-    periods = -(-(micro_batches - max(affordable, 4 * stages)) // stages)
-    longer = play(micro_batches - periods * stages)
-    short = play(micro_batches - (periods + 1) * stages)
+    periods = -(-(micro_batches - max(affordable, 4 * turn)) // turn)
+    longer = play(micro_batches - periods * turn)
+    short = play(micro_batches - (periods + 1) * turn)
     return Replay(
         busy=tuple(b + periods * (b - a) for a, b in zip(short.busy, longer.busy, strict=True)),
         ends=tuple(b + periods * (b - a) for a, b in zip(short.ends, longer.ends, strict=True)),
@@ -142,8 +145,8 @@ def schedule_seconds(
 
 
 @lru_cache(maxsize=256)
-def _events(schedule: Schedule, stages: int, micro_batches: int, chunks: int) -> _Events:
-    return _linked(orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=chunks))
+def _events(schedule: Schedule, stages: int, micro_batches: int, chunks: int, group: int) -> _Events:
+    return _linked(orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=chunks, group=group))
 
 
 def _linked(orders: tuple[tuple[ScheduledPass, ...], ...]) -> _Events:

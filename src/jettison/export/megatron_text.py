@@ -14,6 +14,7 @@ _ELSEWHERE = (
     "global_batch_size",
     "use_distributed_optimizer",
     "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_virtual_pipeline_stage",
 )
 _RECIPES_OWN = (
     "pipeline_model_parallel_layout",
@@ -47,6 +48,8 @@ def layout_settings(run: Run) -> dict[str, Value]:
         found["pipeline_model_parallel_layout"] = layout_string(layout)
     elif layout.virtual_stages > 1:
         found["num_virtual_stages_per_pipeline_rank"] = layout.virtual_stages
+    if layout.micro_batch_group:
+        found["microbatch_group_size_per_virtual_pipeline_stage"] = layout.micro_batch_group
     return found
 
 
@@ -75,6 +78,7 @@ def overrides_text(run: Run, settings: Mapping[str, Value]) -> str:
     layout = layout_settings(run)
     found: dict[str, Value | None] = {name: value for name, value in layout.items() if name not in _ELSEWHERE}
     found["virtual_pipeline_model_parallel_size"] = run.layout.virtual_stages if run.layout.virtual_stages > 1 else None
+    found["microbatch_group_size_per_vp_stage"] = run.layout.micro_batch_group or None
     found |= dict.fromkeys(_RECIPES_OWN)
     found |= {"fine_grained_activation_offloading": False, **settings}
     if run.layout.stage_layers:

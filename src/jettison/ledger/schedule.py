@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
+from itertools import product
 from math import lcm
 from operator import add, ge
 
@@ -62,28 +63,28 @@ class Occupancy:
 
 
 def orders(
-    schedule: Schedule, *, stages: int, micro_batches: int, virtual_stages: int = 1
+    schedule: Schedule, *, stages: int, micro_batches: int, virtual_stages: int = 1, group: int = 0
 ) -> tuple[tuple[ScheduledPass, ...], ...]:
     """The order of each device, first stage first; see `order`.
 
     Raises:
         UsageError: see `order`.
     """
-    _check(schedule, stage=0, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
-    return tuple(
-        order(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
-        for stage in range(stages)
-    )
+    sizes = {"stages": stages, "micro_batches": micro_batches, "virtual_stages": virtual_stages, "group": group}
+    _check(schedule, stage=0, **sizes)
+    return tuple(order(schedule, stage=stage, **sizes) for stage in range(stages))
 
 
 def order(
-    schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1
+    schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1, group: int = 0
 ) -> tuple[ScheduledPass, ...]:
     """All steps of one device, in order: warm-up forwards, then a forward and a backward in turn, then what is left.
 
-    Chunks take turns, p micro-batches at a time, forwards from the first chunk and backwards from the last. Backwards
-    go through micro-batches in the order of the forwards, with GPipe as well: its paper draws them the other way round,
-    which holds the same.
+    Chunks take turns, a group of p micro-batches at a time, or of as many as ``group`` says, and the last of what is
+    left (Megatron-LM, ``megatron/core/pipeline_parallel/schedules.py``, ``get_schedule_table`` with
+    ``--microbatch-group-size-per-virtual-pipeline-stage``); forwards from the first chunk and backwards from the last.
+    Backwards go through micro-batches in the order of the forwards, with GPipe as well: its paper draws them the other
+    way round, which holds the same.
 
     ZB-H1 is 1F1B with each weight step put off by as many backwards as stages come before: what a later stage waits
     less for backwards it waits more for weights, and every stage holds p micro-batches.
@@ -91,9 +92,11 @@ def order(
     Raises:
         UsageError: sizes below one, a stage that is not there, or a combination that the schedule does not know.
     """
-    _check(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
-    forwards, backwards = _both_ways(stages, micro_batches, virtual_stages)
-    warm_up = _warm_up(schedule, stage, stages, micro_batches, virtual_stages)
+    _check(
+        schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages, group=group
+    )
+    forwards, backwards = _both_ways(group or stages, micro_batches, virtual_stages)
+    warm_up = _warm_up(schedule, stage, stages, micro_batches, virtual_stages, group)
     steps = list(forwards[:warm_up])
     for pair in zip(forwards[warm_up:], backwards, strict=False):
         steps += pair
@@ -102,19 +105,17 @@ def order(
 
 
 @lru_cache(maxsize=8)  # stages of one schedule are asked for one after the other
-def _both_ways(stages: int, micro_batches: int, virtual_stages: int) -> tuple[tuple[ScheduledPass, ...], ...]:
+def _both_ways(group: int, micro_batches: int, virtual_stages: int) -> tuple[tuple[ScheduledPass, ...], ...]:
     """All forwards of a device, and all backwards, each in their order: the same on every device."""
     forwards, backwards = [], []
-    for position in range(micro_batches * virtual_stages):
-        turn, place = divmod(position, stages)
-        group, chunk = divmod(turn, virtual_stages)
-        micro_batch = group * stages + place
-        forwards.append(ScheduledPass(Work.FORWARD, micro_batch, chunk))
-        backwards.append(ScheduledPass(Work.BACKWARD, micro_batch, virtual_stages - 1 - chunk))
+    for first in range(0, micro_batches, group):
+        for chunk, micro_batch in product(range(virtual_stages), range(first, min(first + group, micro_batches))):
+            forwards.append(ScheduledPass(Work.FORWARD, micro_batch, chunk))
+            backwards.append(ScheduledPass(Work.BACKWARD, micro_batch, virtual_stages - 1 - chunk))
     return tuple(forwards), tuple(backwards)
 
 
-def _warm_up(schedule: Schedule, stage: int, stages: int, micro_batches: int, virtual_stages: int) -> int:
+def _warm_up(schedule: Schedule, stage: int, stages: int, micro_batches: int, virtual_stages: int, group: int) -> int:
     """Forwards before the first pair of a forward and a backward."""
     everything = micro_batches * virtual_stages
     if schedule is Schedule.GPIPE:
@@ -122,7 +123,7 @@ def _warm_up(schedule: Schedule, stage: int, stages: int, micro_batches: int, vi
     later = stages - stage - 1
     if virtual_stages == 1:
         return min(later, everything)
-    return min(2 * later + (virtual_stages - 1) * stages, everything)
+    return min(2 * later + (virtual_stages - 1) * (group or stages), everything)
 
 
 def _with_weights(steps: Sequence[ScheduledPass], *, delay: int) -> Iterator[ScheduledPass]:
@@ -137,7 +138,9 @@ def _with_weights(steps: Sequence[ScheduledPass], *, delay: int) -> Iterator[Sch
     yield from waiting
 
 
-def _check(schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int) -> None:
+def _check(
+    schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int, group: int = 0
+) -> None:
     for name, size in (("stages", stages), ("micro-batches", micro_batches), ("virtual stages", virtual_stages)):
         if size < 1:
             raise UsageError(f"got {size} {name} in a pipeline; expected 1 or more")
@@ -149,33 +152,63 @@ def _check(schedule: Schedule, *, stage: int, stages: int, micro_batches: int, v
         raise UsageError(
             f"got {virtual_stages} virtual stages with the schedule {schedule}; only {Schedule.ONE_F_ONE_B} interleaves"
         )
-    if micro_batches % stages:
+    if group:
+        _check_group(group, stages, micro_batches)
+    elif micro_batches % stages:
         raise UsageError(
             f"got {micro_batches} micro-batches for {stages} pipeline stages of {virtual_stages} virtual stages each; "
-            f"interleaving takes a multiple of {stages}: change the global batch, or give --virtual-stages 1"
+            f"interleaving takes a multiple of {stages}: change the global batch, or give --virtual-stages 1, or a "
+            f"--micro-batch-group of {stages} or more, as Megatron takes it"
         )
 
 
-def window(schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1) -> int:
+def _check_group(group: int, stages: int, micro_batches: int) -> None:
+    """As Megatron-LM has it, ``forward_backward_pipelining_with_interleaving``."""
+    if not stages <= group <= micro_batches:
+        raise UsageError(
+            f"got --micro-batch-group {group}; expected {stages}, the pipeline stages, to {micro_batches}, the "
+            "micro-batches of a step"
+        )
+    if 0 < micro_batches % group < stages:
+        raise UsageError(
+            f"got --micro-batch-group {group} for {micro_batches} micro-batches; what is left for the last group, "
+            f"{micro_batches % group}, has to be 0 or at least the {stages} pipeline stages"
+        )
+
+
+def window(
+    schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1, group: int = 0
+) -> int:
     """Forwards through a chunk that a device has in flight at most: those before its first backward.
 
     Raises:
         UsageError: see `order`.
     """
-    _check(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
-    warm_up = _warm_up(schedule, stage, stages, micro_batches, virtual_stages)
+    _check(
+        schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages, group=group
+    )
+    warm_up = _warm_up(schedule, stage, stages, micro_batches, virtual_stages, group)
     return min(warm_up + 1, micro_batches * virtual_stages)
 
 
 def recomputing_share(
-    schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1, whole: int
+    schedule: Schedule,
+    *,
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    virtual_stages: int = 1,
+    group: int = 0,
+    whole: int,
 ) -> float:
     """Of a device's forwards, those that keep less: forward i keeps everything where i modulo `window` < ``whole``.
 
     Raises:
         UsageError: see `order`.
     """
-    size = window(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    size = window(
+        schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages, group=group
+    )
     windows, rest = divmod(micro_batches * virtual_stages, size)
     less = windows * max(0, size - whole) + max(0, rest - whole)
     return less / (micro_batches * virtual_stages)
@@ -250,6 +283,7 @@ def stage_occupancies(
     stages: int,
     micro_batches: int,
     virtual_stages: int = 1,
+    group: int = 0,
     whole: int = 0,
     sending: Sending = (),
 ) -> tuple[Occupancy, ...]:
@@ -257,6 +291,7 @@ def stage_occupancies(
 
     Warm-up takes at most (v + 1) p - 2 forwards; from there the order repeats itself every v p pairs, p micro-batches,
     until the forwards run out. Within 3 p micro-batches a full period follows the warm-up, so more show nothing new.
+    With groups of another size that is p here, and what is left for the last group is replayed as well.
 
     Args:
         whole: where above 0, forwards that keep everything, so many of each `window`, count as those of chunks of their
@@ -266,19 +301,24 @@ def stage_occupancies(
     Raises:
         UsageError: see `order`.
     """
-    _check(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    sizes = {"stages": stages, "micro_batches": micro_batches, "virtual_stages": virtual_stages, "group": group}
+    _check(schedule, stage=stage, **sizes)
+    turn = group or stages
+    left = micro_batches % turn if group else 0
     if schedule is Schedule.GPIPE:  # the same on every stage, and it holds all that there is
         stage, replayed = 0, micro_batches
     else:
-        replayed = min(micro_batches, 3 * stages)
+        replayed = min(micro_batches, 3 * turn + left)
     if not whole:
-        found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, 1, 0, sending)
+        found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, group, 1, 0, sending)
         return _later(found, (micro_batches - replayed) * sum(sending))
-    size = window(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    size = window(schedule, stage=stage, **sizes)
     if schedule is not Schedule.GPIPE:
-        periods = lcm(size, stages * virtual_stages) // (stages * virtual_stages)
-        replayed = min(micro_batches, (3 + periods) * stages)
-    found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, size, min(whole, size), sending)
+        periods = lcm(size, turn * virtual_stages) // (turn * virtual_stages)
+        replayed = min(micro_batches, (3 + periods) * turn + left)
+    found = _order_occupancies(
+        schedule, stage, stages, replayed, virtual_stages, group, size, min(whole, size), sending
+    )
     return _later(found, (micro_batches - replayed) * sum(sending))
 
 
@@ -293,11 +333,14 @@ def _order_occupancies(
     stages: int,
     micro_batches: int,
     virtual_stages: int,
+    group: int,
     size: int,
     whole: int,
     sending: Sending,
 ) -> tuple[Occupancy, ...]:
-    steps = order(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    steps = order(
+        schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages, group=group
+    )
     if not whole:
         return occupancies(steps, sending=sending)
     return occupancies(tuple(apart(steps, virtual_stages, size, whole)), 2 * virtual_stages, sending)

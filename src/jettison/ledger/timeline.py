@@ -108,6 +108,7 @@ class StageLoad:
     received: int = 0  # of each chunk from number ``receives`` on
     receives: int = 0
     around: int = 0
+    batches: int = 0  # of all micro-batches, where a step keeps them; ``around`` has those before the one at work
     passed: int = 0  # of each transfer that has passed
     sending: Sending = ()
 
@@ -196,7 +197,7 @@ def _rows(stage: StageLoad, first_step: bool, each: bool) -> Iterator[_Row]:
     if stage.micro_batches > 1 and not upfront:
         adding = [pick(_backward(chunk, False, each)) for chunk in stage.chunks]
         yield from _backwards(stage, base + all_gradients, held, forward, adding)
-    there = stage.fixed + stage.state + stage.copies + between
+    there = stage.fixed + stage.state + stage.copies + between + stage.batches
     yield there + all_gradients + stage.optimizer_transient, Phase.OPTIMIZER, "", -1
     yield there + (all_gradients if upfront else 0), Phase.AFTER, "", -1
 

@@ -18,7 +18,7 @@ from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.gathered import whole_in_flight
-from jettison.predict.set_aside import loader_mask, packed_batch, set_aside
+from jettison.predict.set_aside import kept_batches, loader_mask, packed_batch, set_aside
 from jettison.predict.stage_buffers import buffer_bytes, sending, sent_last, stream_bytes
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
 from jettison.predict.states_on_host import HostStates, device_buffer, host_states
@@ -221,7 +221,8 @@ def _stage(
     before, late = set_aside(run, chunks)
     aside = before + late + buffer_bytes(run, index)
     passes = sending(run, index)
-    mask = loader_mask(run) if run.loader_masks and index in (0, layout.pp - 1) else 0
+    ends = index in (0, layout.pp - 1)
+    mask, kept = (loader_mask(run), kept_batches(run)) if ends else (0, 0)
     load = StageLoad(
         chunks=tuple(known[id(chunk)] for chunk in (*chunks, *twins)),
         occupancies=stage_occupancies(
@@ -230,6 +231,7 @@ def _stage(
             stages=layout.pp,
             micro_batches=run.micro_batches if layout.pp > 1 else 1,
             virtual_stages=layout.virtual_stages,
+            group=layout.micro_batch_group,
             whole=run.recompute.whole,
             sending=passes,
         ),
@@ -246,7 +248,8 @@ def _stage(
         late=late,
         received=_received(run) if layout.keeps_received and layout.pp > 1 else 0,
         receives=1 if index == 0 else 0,
-        around=mask + packed_batch(run) + _around(run, index) + gathered,
+        around=mask + packed_batch(run) + _around(run, index) + gathered + (run.micro_batches - 1) * kept,
+        batches=run.micro_batches * kept,
         passed=stream_bytes(run) if passes else 0,
         sending=passes,
     )

@@ -182,7 +182,9 @@ def play(memory: Forecast, time: Estimate) -> tuple[PlayedStage, ...]:
     timing = Timing(run=run, hardware=time.hardware, execution=time.execution, planned=_planned(memory))
     forward, backward = [stage.forward for stage in time.stages], [stage.backward for stage in time.stages]
     lag = timing.sending() if timing.execution.hides_stages and run.layout.pp > 1 else 0.0
-    timed = timed_passes(run.layout.schedule, run.micro_batches, forward, backward, transfer=lag)
+    timed = timed_passes(
+        run.layout.schedule, run.micro_batches, forward, backward, transfer=lag, group=run.layout.micro_batch_group
+    )
     begins = time.step_seconds - max(stage.optimizer for stage in time.stages)
     return tuple(
         _stage(run, stage, own, _profiles(run, stage, timing, _again(seconds)), (begins, begins + seconds.optimizer))

@@ -2,8 +2,8 @@
 
 `residuals.toml` is written by ``python -m benchmarks.residuals`` from the runs of docs/accuracy_time.md and
 docs/accuracy_newer.md. A kind is a device, the software whose figures are taken, and whether the model has experts. A
-range holds eight runs of ten of its kind; of fewer than ten runs, all. Those who published had tuned their runs: one
-that is not tuned takes rather longer.
+range is where a further run of its kind is in eight cases of ten; of fewer than nine runs it holds all. Those who
+published had tuned their runs: one that is not tuned takes rather longer.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Sureness:
         low, high = map(format_seconds, self.seconds(predicted))
         if not self.of_this_kind:
             return f"{low} to {high}; no run of this kind compared: range from all {self.runs}"
-        share = "eight in ten" if self.runs >= 10 else "all"
-        return f"{low} to {high}: {share} of {self.runs} runs of this kind ({self.kind})"
+        share = "eight in ten, by" if self.runs >= 9 else "all of"
+        return f"{low} to {high}: {share} {self.runs} runs of this kind ({self.kind})"
 
     def document(self) -> dict[str, Any]:
         """For programs."""

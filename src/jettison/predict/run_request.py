@@ -66,8 +66,7 @@ class CommonRequest:
         dispatcher: How tokens reach their experts: alltoall, flex (DeepEP, HybridEP) or allgather.
         deterministic: Megatron's deterministic mode: what experts return is kept, too.
         sequential_experts: One expert after the other, instead of grouped products.
-        tp_comm_overlap: Transfers of tensor parallelism run beside the products that they belong to: costs less time,
-            and three workspaces of TransformerEngine.
+        tp_comm_overlap: Transfers of tensor parallelism run beside the products that they belong to: costs less time.
         ep_comm_overlap: Rows travel to experts and back beside the work of another micro-batch: costs less time.
         cuda_graphs: CUDA graphs replay the kernels of layers, so that the host does not hand them over.
         stack: Whose software: base, megatron, nemo or nemo-26.06; else what goes with --kernels.
@@ -75,8 +74,8 @@ class CommonRequest:
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
         gradients: one-by-one, as backward makes them; upfront, in buffers; in-backward, where the optimizer steps.
         accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
-        workspaces: Set aside for products: none, or torch, te or local (Megatron's own layers) and ampere, hopper or
-            blackwell (torch before February 2026; now as hopper), as in te-hopper.
+        workspaces: Set aside for products: none, torch- or te-ampere, -hopper, or -blackwell (a torch before
+            2026's pull request 175344).
         keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
         stage_buffers: Stages have a buffer for all that they are sent in a step, as torch.distributed.pipelining has.
         reshard_after_forward: With --zero 3, whose weights FSDP2 shards again after a forward: always, never,
@@ -85,6 +84,7 @@ class CommonRequest:
         outer_ends: With --zero 3, embedding, final norm and head have no fully_shard of their own: the model's has
             them, whole through both passes.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
+        keep_batches: Batches of a step stay on the device until its end, as Megatron 0.18 has them.
         scans: How layers carry a state along the sequence: written, as transformers without further packages, or fused.
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
         packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
@@ -102,7 +102,8 @@ class CommonRequest:
             shared_experts,moe.
         offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
             expert_fc1,moe_act.
-        like: As megatron-0.19, torchtitan, nanotron, huggingface or deepspeed does it; other flags go before it.
+        like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface or deepspeed does it; other flags go
+            before it.
     """
 
     seq: Tokens | None = None
@@ -134,6 +135,7 @@ class CommonRequest:
     reshard_after_forward: str | None = None
     outer_ends: bool | None = None
     loader_masks: bool | None = None
+    keep_batches: bool | None = None
     scans: str | None = None
     context_exchange: str | None = None
     packed: Tokens | None = None
@@ -164,6 +166,8 @@ class RunRequest(CommonRequest):
         sp: Sequence parallelism beside it: on where --tp is above 1.
         pp: Pipeline stages: 1.
         virtual_stages: Virtual stages on each device of a pipeline (interleaved 1F1B): 1.
+        micro_batch_group: Micro-batches that go through a virtual stage in turn, as Megatron's
+            --microbatch-group-size-per-virtual-pipeline-stage: --pp.
         stage_layers: Layers of each stage: 5,4,4,3, or first:3,last:5, or Megatron's layout string; else evenly.
         schedule: Order of a pipeline: gpipe, 1f1b or zero-bubble.
         cp: Ranks of context parallelism: 1.
@@ -185,6 +189,7 @@ class RunRequest(CommonRequest):
     sp: bool | None = None
     pp: int | None = None
     virtual_stages: int | None = None
+    micro_batch_group: int | None = None
     stage_layers: str | None = None
     schedule: str | None = None
     cp: int | None = None
@@ -319,6 +324,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         adding=Adding.WHOLE if request.accumulation is None else word(Adding, request.accumulation, "accumulation"),
         workspaces=workspaces(given_or(request.workspaces, "none")),
         loader_masks=given_or(request.loader_masks, False),
+        keep_batches=given_or(request.keep_batches, False),
         packed=packed_of(request),
         tuning=tuning,
         frozen=frozen,
@@ -388,6 +394,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
         expert_tp=given_or(request.expert_tp, 0),
         pp=pp,
         virtual_stages=virtual,
+        micro_batch_group=given_or(request.micro_batch_group, 0),
         stage_layers=uneven,
         further=model.further,
         schedule=Schedule.ONE_F_ONE_B if request.schedule is None else word(Schedule, request.schedule, "schedule"),

@@ -10,7 +10,8 @@ from jettison.formula.region import HEAD
 from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk, StageRegion
 from jettison.spec.kernels import AttentionKernel, Dispatcher, Documents
-from jettison.spec.model import Attention, Layer
+from jettison.spec.mixers import Scan
+from jettison.spec.model import Layer
 from jettison.spec.precision import Adding
 from jettison.spec.run import Mode, Run
 
@@ -23,43 +24,45 @@ def set_aside(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
     spaces = run.workspaces
     experts = any(part.layer is not None and part.layer.experts for part in parts)
     own = spaces.torch_bytes if _has_torch_products(run, parts, experts) else 0
-    library = spaces.library_bytes if experts or not spaces.router_alone else 0
-    if not spaces.own_layers:
-        library += spaces.grouped_bytes if experts and not run.kernels.sequential_experts else 0
-        library += spaces.overlapped_bytes if run.tp_comm_overlap and run.layout.tp > 1 else 0
-    library += gathering_buffer(run, chunks) if run.kernels.name == "megatron" and spaces.torch_bytes else 0
+    grouped = experts and not run.kernels.sequential_experts
+    library = spaces.library_bytes + (spaces.grouped_bytes if grouped else 0)
+    if run.tp_comm_overlap and run.layout.tp > 1:
+        library += spaces.overlap_bytes
+    if run.kernels.name == "megatron" and spaces.torch_bytes:
+        library += shared_buffer(run, chunks) + (spaces.router_bytes if experts else 0)
     dummies = dummy_gradients(run, parts) if run.adding is Adding.DUMMY else 0
     return own + library, own + dummies
 
 
-def gathering_buffer(run: Run, chunks: Sequence[Chunk]) -> int:
-    """The buffer into which Megatron gathers over ranks, for good: the largest of what comes through it.
+def shared_buffer(run: Run, chunks: Sequence[Chunk]) -> int:
+    """Megatron's buffer of the name "mpu" (``GlobalMemoryBuffer.get_tensor``), for good: the largest of what is in it.
 
-    ``GlobalMemoryBuffer.get_tensor`` under the name "mpu": the head's input under sequence parallelism, in
-    ``megatron/core/tensor_parallel/layers.py``, ``LinearWithGradAccumulationAndAsyncCommunication``; tokens of all
-    ranks that share experts, in ``megatron/core/transformer/moe/token_dispatcher.py``, ``MoEAllGatherTokenDispatcher``,
-    with ``use_global_buffer=True``. Rows are taken from it and kept; it is not. Without TransformerEngine also what
-    ``megatron/core/transformer/dot_product_attention.py`` gives the scores' product to add to, times 0, and every
-    sharded layer's input. Counted where workspaces are.
+    Inputs gathered over ranks: the head's under sequence parallelism, and those of layers whose products are Megatron's
+    own, in ``megatron/core/tensor_parallel/layers.py``, ``LinearWithGradAccumulationAndAsyncCommunication``; tokens of
+    all ranks that share experts, in ``megatron/core/transformer/moe/token_dispatcher.py``,
+    ``MoEAllGatherTokenDispatcher``, with ``use_global_buffer=True``. Rows are taken from it and kept; it is not.
+    And what the scores' product of Megatron's own attention is given to add to, times 0, in
+    ``megatron/core/transformer/dot_product_attention.py``. Counted where workspaces are.
     """
     layout, parts = run.layout, [group.part for chunk in chunks for group in chunk]
-    tokens, width = 0, DTYPE_BYTES[run.precision.compute]
-    own = run.workspaces.own_layers  # all products are Megatron's own, not the head's alone
-    if layout.tp > 1 and layout.sp and (own or any(part.name == HEAD for part in parts)):
+    own = not run.workspaces.library_bytes
+    tokens = 0
+    if layout.tp > 1 and layout.sp and any(part.name == HEAD or (own and part.layer is not None) for part in parts):
         tokens = run.micro_batch * run.seq // layout.cp
     experts = any(part.layer is not None and part.layer.experts for part in parts)
     if experts and run.kernels.dispatcher is Dispatcher.ALLGATHER and layout.tp * layout.ep > 1:
         tokens = run.micro_batch * run.seq // layout.cp * layout.ep
-    scores = 0
-    if own and run.kernels.attention is AttentionKernel.EAGER:
-        scores = run.micro_batch * _heads(run) // layout.tp * run.seq * run.seq
-    return width * max(tokens * run.model.hidden, scores)
+    scores = max((_scores(run, part.layer) for part in parts), default=0) if own else 0
+    return max(tokens * run.model.hidden, scores) * DTYPE_BYTES[run.precision.compute]
 
 
-def _heads(run: Run) -> int:
-    """Of the layer that has most."""
-    kinds = [kind.attention for kind in run.model.kinds if isinstance(kind, Layer)]
-    return max((attention.heads for attention in kinds if isinstance(attention, Attention)), default=0)
+def _scores(run: Run, layer: object) -> int:
+    """Of one layer's eager attention on one rank: b x a/t x s x s."""
+    if not isinstance(layer, Layer) or run.kernels.attention is not AttentionKernel.EAGER:
+        return 0
+    if layer.attention is None or isinstance(layer.attention, Scan):
+        return 0
+    return run.micro_batch * layer.attention.heads // run.layout.tp * run.seq * run.seq // run.layout.cp
 
 
 def loader_mask(run: Run) -> int:
@@ -69,6 +72,21 @@ def loader_mask(run: Run) -> int:
     ``get_batch_on_this_tp_rank`` has it on the device on the first and the last stage, while the batch is at work.
     """
     return run.micro_batch * run.seq * run.seq // run.layout.cp if run.loader_masks else 0
+
+
+def kept_batches(run: Run) -> int:
+    """What each micro-batch of a step leaves on the device until the step is over; 0 where nothing keeps it.
+
+    ``megatron/core/rerun_state_machine.py``: ``RerunDataIterator`` saves every micro-batch of an iteration for a replay
+    (``--rerun-mode`` is "validate_results" by default). From pull request 4103 (21 May 2026) to 5635 (6 July), and so
+    in releases 0.18, ``get_batch`` of ``pretrain_gpt.py`` moves tensors to the device within the very dictionary that
+    is saved, on the first rank of tensor parallelism of the first and the last stage: three int64 and an fp32 for each
+    token and the masks, whole where context parallelism shards the sequence.
+    """
+    if not run.keep_batches:
+        return 0
+    tokens = run.micro_batch * run.seq
+    return (3 * 8 + 4) * tokens + (tokens * run.seq if run.loader_masks else 0)
 
 
 BLOCK = 128
@@ -127,6 +145,6 @@ def _shape(run: Run, weight: Weight) -> Iterator[tuple[int, ...]]:
 
 def _has_torch_products(run: Run, parts: Sequence[StageRegion], experts: bool) -> bool:
     """Where a library has the layers' products, the head's, a router's and eager attention's are still torch's."""
-    if run.workspaces.own_layers:
+    if not run.workspaces.library_bytes:
         return True
     return experts or run.kernels.attention is AttentionKernel.EAGER or any(part.name == HEAD for part in parts)

@@ -351,9 +351,8 @@ class Timing:
             return self._host_copies(items)
         nbytes = sum(item.count * item.optimizer_bytes for item in items)
         passes = 1 if self.execution.fused_optimizer else OPTIMIZER_PASSES
-        again = 0
-        if self.execution.delayed_scaling:
-            again = sum(item.count * quantised_bytes(item.region, precision) for item in items if item.in_layer)
+        how = self.execution
+        again = sum(item.count * quantised_bytes(item.region, precision, how) for item in items if item.in_layer)
         return memory_seconds(nbytes * passes + again, self.hardware) + self._host_copies(items)
 
     def _host_copies(self, items: Sequence[Item]) -> float:

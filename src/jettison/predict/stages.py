@@ -133,7 +133,7 @@ def sent_by(region: Region, policy: str, modules: tuple[str, ...]) -> frozenset[
 
 def names_of(run: Run, modules: tuple[str, ...]) -> tuple[str, ...]:
     """Modules as `solve.modules` calls them in a run, by who has its products: NOTE [ Norms of their own ] there."""
-    return tuple(OWN.get(name, name) for name in modules) if not run.workspaces.own_layers else modules
+    return tuple(OWN.get(name, name) for name in modules) if run.workspaces.library_bytes else modules
 
 
 def walk(run: Run, chosen: Chosen | None = None) -> tuple[tuple[Chunk, ...], ...]:

@@ -188,6 +188,7 @@ def recomputing(run: Run, stage: int) -> float:
         stages=layout.pp,
         micro_batches=run.micro_batches,
         virtual_stages=layout.virtual_stages,
+        group=layout.micro_batch_group,
         whole=run.recompute.whole,
     )
 
@@ -219,8 +220,12 @@ def _play(run: Run, stages: Sequence[StageSeconds], timing: Timing) -> tuple[Rep
         weights = [stage.weights for stage in stages]
         backward = [[b - w for b, w in zip(*pair, strict=True)] for pair in zip(backward, weights, strict=True)]
     lag = timing.sending() if timing.execution.hides_stages else 0.0
-    played = schedule_seconds(layout.schedule, run.micro_batches, forward, backward, weights, transfer=lag)
+    played = schedule_seconds(
+        layout.schedule, run.micro_batches, forward, backward, weights, transfer=lag, group=layout.micro_batch_group
+    )
     if not lag:
         return played, 0.0
-    free = schedule_seconds(layout.schedule, run.micro_batches, forward, backward, weights)
+    free = schedule_seconds(
+        layout.schedule, run.micro_batches, forward, backward, weights, group=layout.micro_batch_group
+    )
     return played, played.makespan - free.makespan

@@ -10,6 +10,7 @@ from jettison.cost.matmul import memory_seconds
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
 from jettison.formula.static import state_bytes
+from jettison.spec.fp8 import Library
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.precision import Optimizer, Precision
@@ -59,12 +60,18 @@ def adding_seconds(
 
 
 @lru_cache(maxsize=16384)
-def quantised_bytes(region: Region, precision: Precision) -> int:
-    """Read and written to have a layer's matrices in the dtype of products, once a step."""
-    if precision.product is None:
+def quantised_bytes(region: Region, precision: Precision, execution: Execution) -> int:
+    """Read and written to have a layer's matrices as products read them, where that is done once a step."""
+    recipe = precision.recipe or execution.recipe
+    if precision.product is None or not (execution.delayed_scaling if recipe is None else recipe.library is Library.TE):
         return 0
-    each = DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.product]
-    return sum(weight.numel * each for weight in region.weights if len(weight.shape) >= 2)
+    each = DTYPE_BYTES[precision.parameter]
+    if recipe is None:
+        each += DTYPE_BYTES[precision.product]
+        return sum(weight.numel * each for weight in region.weights if len(weight.shape) >= 2)
+    read, copies = each * (1 + recipe.looks), 1 if recipe.either_way else 2
+    matrices = [w for w in region.weights if w.product and not w.head and not w.frozen]
+    return sum(w.numel * read + (w.narrow_bytes or copies * w.numel * recipe.bits // 8) for w in matrices)
 
 
 def optimizer_bytes(

@@ -26,6 +26,7 @@ def largest_window(run: Run) -> int:
         stages=layout.pp,
         micro_batches=run.micro_batches,
         virtual_stages=layout.virtual_stages,
+        group=layout.micro_batch_group,
     )
 
 

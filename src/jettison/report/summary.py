@@ -263,6 +263,7 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "accumulation": str(run.adding),
         "workspaces": run.workspaces.name,
         "loader_masks": run.loader_masks,
+        "keep_batches": run.keep_batches,
         "packed": run.packed or None,
         "context_exchange": str(run.kernels.context_exchange),
         "scans": str(run.kernels.scans),

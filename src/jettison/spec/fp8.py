@@ -66,6 +66,11 @@ class Scales(StrEnum):
 
 
 SCALE_DTYPE: Final = MappingProxyType(dict.fromkeys(Scales, "float32") | {Scales.MX: "uint8", Scales.NV: "uint8"})
+NARROW: Final = "float8_e4m3fn"
+NARROW_MX: Final = "float8_e4m3fn, 32 a scale"
+NARROW_LINES: Final = "float8_e4m3fn, 128 a scale"
+NARROW_4: Final = "float4_e2m1"
+"""Of products, as they are priced: one scale a tensor or a row, scales of 32 or 128 numbers, and NVFP4."""
 QUANTISED_THROUGH_BYTES: Final = 9
 """Of a number, while torchao quantises it: two fp32 copies and the result."""
 _MAXIMUM_BYTES: Final = 4
@@ -131,6 +136,19 @@ class Fp8Recipe:
     history: int = 0
     parameters: bool = False
     wide_weight_gradient: bool = False
+
+    @property
+    def looks(self) -> int:
+        """Reads of a tensor for a magnitude of all of it, or of a row, before the one that casts it."""
+        return int(self.inputs in (Scales.TENSOR, Scales.ROW, Scales.NV) and not self.history)
+
+    @property
+    def product(self) -> str:
+        """What products read, as they are priced."""
+        if self.bits == 4:
+            return NARROW_4
+        by = {Scales.MX: NARROW_MX, Scales.LINES: NARROW_LINES}
+        return by.get(self.inputs, NARROW) if self.library is Library.TE else NARROW
 
     def __str__(self) -> str:
         return f"{self.name} of {self.library}" + (", weights held so" if self.parameters else "")

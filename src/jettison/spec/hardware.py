@@ -76,6 +76,9 @@ class Reached:
     Args:
         matmul: of FLOP/s, by the largest products, hot: what a device holds up for hours, not for a second.
         matmul_fp8: the same for products of fp8.
+        matmul_mxfp8: of fp8's, by those with a scale for 32 numbers; None: as `matmul_fp8`.
+        matmul_lines: of fp8's, by those with a scale for 128 numbers, of weights for 128 x 128; None: as `matmul_fp8`.
+        matmul_fp4: of fp4's; None: as `matmul_fp8`.
         attention: of FLOP/s, by a fused attention's forward, in FLOPs that it cannot skip.
         attention_backward: the same for its backward, which computes the scores again.
         attention_64: the forward's with heads of 64 or less, and in proportion the backward's; None: the same.
@@ -91,6 +94,9 @@ class Reached:
 
     matmul: float = 0.8
     matmul_fp8: float = 0.7
+    matmul_mxfp8: float | None = None
+    matmul_lines: float | None = None
+    matmul_fp4: float | None = None
     attention: float = 0.5
     attention_backward: float = 0.42
     attention_64: float | None = None

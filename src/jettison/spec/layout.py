@@ -49,6 +49,7 @@ class Layout:
             Megatron's ``set_input_tensor``.
         stage_buffers: stages have buffers for all that they are sent in a step, and hold what they send:
             ``torch.distributed.pipelining``.
+        micro_batch_group: micro-batches that go through one virtual stage before the next has its turn; 0: pp of them.
         stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
         further: layers that predict further tokens, all of them on the last stage beside its own.
         reshard: with zero 3, which parameters are sharded again after a forward.
@@ -66,6 +67,7 @@ class Layout:
     expert_tp: int = 0
     pp: int = 1
     virtual_stages: int = 1
+    micro_batch_group: int = 0
     schedule: Schedule = Schedule.ONE_F_ONE_B
     dp: int = 1
     zero: int = 0
@@ -90,6 +92,10 @@ class Layout:
         self._check_groups()
         if self.virtual_stages > 1 and self.pp == 1:
             raise UsageError(f"got --virtual-stages {self.virtual_stages} without a pipeline; give --pp 2 or more")
+        if self.micro_batch_group and self.virtual_stages == 1:
+            raise UsageError(
+                f"got --micro-batch-group {self.micro_batch_group}; it goes with --virtual-stages 2 or more"
+            )
         if self.stage_layers and self.pp == 1:
             raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
         if self.virtual_stages > 1 and self.schedule is not Schedule.ONE_F_ONE_B:
@@ -275,10 +281,12 @@ class Layout:
         each, rest = divmod(layers + 2, chunks)
         if rest or each < 2:
             virtual = f" x {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
-            raise UsageError(
-                f"{layers} layers do not divide over {self.pp} pipeline stages{virtual}, nor do {layers + 2} with the "
-                "embedding and the head counted as a layer each; say how with --stage-layers"
-            )
+            counted = "with the embedding and the head counted as a layer each"
+            way = f"nor do {layers + 2} {counted}; say how with --stage-layers"
+            if not rest and each == 1:
+                ends = ",".join(map(str, (0, *(1,) * (chunks - 2), 0)))
+                way = f"and {counted} both ends have none; if that is meant, give --stage-layers {ends}"
+            raise UsageError(f"{layers} layers do not divide over {self.pp} pipeline stages{virtual}, {way}")
         return (each - 1, *(each,) * (chunks - 2), each - 1)
 
     def _check_whole(self, model: ModelSpec) -> None:

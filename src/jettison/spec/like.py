@@ -11,21 +11,27 @@ from jettison.errors import UsageError
 Rule = Mapping[str, Any]
 """Fields of a request and their values."""
 
+# megatron/training/arguments.py: bf16 with fp32 main gradients, gradient_accumulation_fusion,
+# cross_entropy_loss_fusion off; TransformerEngine 2.10 or later
+_MEGATRON: Final[Rule] = MappingProxyType(
+    {
+        "kernels": "megatron",
+        "attention": "flash",
+        "precision": "bf16-main32",
+        "gradients": "upfront",
+        "accumulation": "fused-dummy",
+        "loss": "vocab-parallel",
+        "workspaces": "te-hopper",
+        "keep_received": True,
+        "loader_masks": True,
+    }
+)
+
 LIKE: Final[Mapping[str, Rule]] = MappingProxyType(
     {
-        # megatron/training/arguments.py: bf16 with fp32 main gradients, gradient_accumulation_fusion,
-        # cross_entropy_loss_fusion off; TransformerEngine 2.10 or later
-        "megatron-0.19": {
-            "kernels": "megatron",
-            "attention": "flash",
-            "precision": "bf16-main32",
-            "gradients": "upfront",
-            "accumulation": "fused-dummy",
-            "loss": "vocab-parallel",
-            "workspaces": "te-hopper",
-            "keep_received": True,
-            "loader_masks": True,
-        },
+        "megatron-0.19": _MEGATRON,
+        # the same, and each micro-batch stays: see `predict.set_aside.kept_batches`
+        "megatron-0.18": {**_MEGATRON, "keep_batches": True},
         # torchtitan: fully_shard with bf16 parameters and fp32 reduction, its default policy of resharding
         # (torchtitan/models/llama3/infra/parallelize.py, apply_fsdp, from 28 July 2025 on), eager loss;
         # torch.distributed.pipelining

@@ -19,10 +19,7 @@ from types import MappingProxyType
 from typing import Final
 
 from jettison.errors import UsageError
-from jettison.spec.fp8 import Fp8Recipe
-
-NARROW: Final = "float8_e4m3fn"
-"""Of products, as they are priced; NVFP4's, too."""
+from jettison.spec.fp8 import NARROW, Fp8Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

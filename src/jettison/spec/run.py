@@ -190,13 +190,12 @@ class Run:
         capacity_factor: rows that an expert takes, as a multiple of an even share; None: no token is dropped.
         imbalance: rows that arrive at a rank's experts, as a multiple of an even share, where ranks share experts.
         padding: the batch has an attention mask, as encoders' batches do.
-        tp_comm_overlap: products are cut into pieces, and transfers of tensor parallelism run beside them.
+        tp_comm_overlap: transfers of tensor parallelism run beside products in pieces, which have their own workspaces.
         ep_comm_overlap: rows travel to experts and back beside the work of another micro-batch. Bytes stay.
         cuda_graphs: the kernels of layers are replayed without the host. Bytes stay.
         stack: whose software runs it, where hardware files tell several apart; None: what goes with the kernels.
-        adding: how a weight's gradient gets to the one that is there.
-        workspaces: what is set aside for matrix products.
-        loader_masks: the batch comes with an s × s mask for each sequence, whether attention reads it or not.
+        adding: how a weight's gradient gets to the one that is there. ``workspaces``: set aside for matrix products.
+        loader_masks: the batch has an s × s mask for each sequence. ``keep_batches``: those of a step stay to its end.
         source_seq: tokens that the encoder of an encoder with a decoder reads; 0: there is none.
         packed: tokens of a document, where sequences are several that do not see each other; 0: they are one.
         tuning: adapters are trained beside frozen weights; None: every weight is trained.
@@ -229,6 +228,7 @@ class Run:
     adding: Adding = Adding.WHOLE
     workspaces: Workspaces = WORKSPACES["none"]
     loader_masks: bool = False
+    keep_batches: bool = False
     packed: int = 0
     tuning: Tuning | None = None
     source_seq: int = 0
@@ -269,7 +269,7 @@ class Run:
             raise UsageError(f"got --lora with --precision {self.precision.name}; no description has both")
         names = (*self.recompute.modules, *self.recompute.sent)
         if names:
-            check_parts(self.model, self.kernels, names, own_norms=not self.workspaces.own_layers)
+            check_parts(self.model, self.kernels, names, own_norms=bool(self.workspaces.library_bytes))
         if self.tuning is not None and self.tuning.base is Base.INT8 and self.recompute.mode is not Mode.NONE:
             raise UsageError(
                 f"got --base int8 with --recompute {self.recompute}; bitsandbytes holds what its products read where "

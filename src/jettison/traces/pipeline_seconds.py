@@ -105,7 +105,15 @@ def _played(found: Estimate, timing: Timing) -> tuple[tuple[TimedPass, ...], ...
         backward = [[b - w for b, w in zip(*pair, strict=True)] for pair in zip(backward, weights, strict=True)]
     lag = timing.sending() if timing.execution.hides_stages and layout.pp > 1 else 0.0
     schedule = layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B
-    return timed_passes(schedule, found.run.micro_batches, forward, backward, weights, transfer=lag)
+    return timed_passes(
+        schedule,
+        found.run.micro_batches,
+        forward,
+        backward,
+        weights,
+        transfer=lag,
+        group=found.run.layout.micro_batch_group,
+    )
 
 
 def _device(

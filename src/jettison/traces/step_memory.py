@@ -211,6 +211,7 @@ def _chunks(run: Run, stage: Stage, steps: Sequence[ScheduledPass]) -> list[int]
         stages=layout.pp,
         micro_batches=run.micro_batches if layout.pp > 1 else 1,
         virtual_stages=layout.virtual_stages,
+        group=layout.micro_batch_group,
     )
     return [step.chunk for step in apart(steps, own, size, min(run.recompute.whole, size))]
 

@@ -144,6 +144,7 @@ class Pipeline:
             stages=layout.pp,
             micro_batches=micro_batches,
             virtual_stages=layout.virtual_stages,
+            group=layout.micro_batch_group,
         )
         held = in_flight(work)
         for stage, number, whole, half in zip(self.stages, self._numbers, held.forward, held.weight, strict=True):

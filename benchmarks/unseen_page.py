@@ -1,0 +1,103 @@
+"""Writes docs/accuracy_unseen.md: runs of other people that nobody here had seen when they were predicted.
+
+python -m benchmarks.unseen_page    # writes the page
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from benchmarks.accuracy_megatron import KINDS, signed
+from benchmarks.megatron_golden import MORE, Facts, Golden, facts, golden, name_of, recorded, why_not
+from benchmarks.page_command import page_command
+
+PAGE = Path(__file__).parent.parent / "docs" / "accuracy_unseen.md"
+TEXT = Path(__file__).parent / "pages" / "accuracy_unseen.md"
+ASIDE = {
+    "cross_entropy_loss_fusion": "the first iteration compiles the loss",
+    "fine_grained_offloading": "the first iteration sends everything to the host while it learns what comes last",
+}
+"""Parts of names, and why a test is shown and not counted."""
+
+
+def page() -> str:
+    """The whole page."""
+    pairs = [(row, golden(row)) for row in facts(MORE) if not why_not(row)]
+    counted = [pair for pair in pairs if not aside(pair[0])]
+    return TEXT.read_text(encoding="utf-8").format(
+        summary="\n".join(_summary(counted)),
+        counted="\n".join(_table(counted)),
+        aside="\n".join(_table([pair for pair in pairs if aside(pair[0])])),
+        why="\n".join(f"- `{part}`: {why}." for part, why in ASIDE.items()),
+        without="\n".join(_without()),
+    )
+
+
+def aside(row: Facts) -> str:
+    """Why a row is not counted; empty where it is."""
+    return next((why for part, why in ASIDE.items() if part in name_of(row)), "")
+
+
+def blind(row: Facts) -> tuple[float, float, float] | None:
+    """What was predicted before any of these rows had been looked at."""
+    found = [row[f"blind_{kind}_gib"] for kind in ("first", "later", "between")]
+    return (float(found[0]), float(found[1]), float(found[2])) if all(found) else None
+
+
+def errors(row: Facts, found: Golden) -> tuple[list[float], list[float]]:
+    """Relative, with their signs: of the blind prediction and of today's."""
+    before = blind(row) or found.predicted()
+    pairs = zip(before, found.predicted(), found.measured, strict=True)
+    return tuple(map(list, zip(*((b / m - 1, p / m - 1) for b, p, m in pairs), strict=True)))  # type: ignore[return-value]
+
+
+def _summary(pairs: Sequence[tuple[Facts, Golden]]) -> Iterator[str]:
+    found = [errors(row, one) for row, one in pairs]
+    yield f"- {len(pairs)} functional tests of Megatron-LM on A100, H100 and GB200, predicted before one was looked at."
+    for i, kind in enumerate(KINDS):
+        then, now = ([abs(each[k][i]) for each in found] for k in (0, 1))
+        yield (
+            f"- {kind.capitalize()}: blind median {_percent(median(then))}, worst {_percent(max(then))}, "
+            f"{_within(then)} within 5 %; today median {_percent(median(now))}, worst {_percent(max(now))}, "
+            f"{_within(now)}."
+        )
+    yield "- No constant was fitted. What was found is a line of somebody's code each, below."
+
+
+def _within(values: Sequence[float]) -> int:
+    return sum(value <= 0.05 for value in values)
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
+def _table(pairs: Sequence[tuple[Facts, Golden]]) -> Iterator[str]:
+    titles = (cell for kind in ("first iteration", "later", "between") for cell in (f"{kind}: GiB", "blind", "now"))
+    yield f"| test | GPU | of | {' | '.join(titles)} |"
+    yield f"| --- | --- | --- |{' ---: |' * 9}"
+    for row, one in pairs:
+        then, now = errors(row, one)
+        name = one.name.removeprefix("gpt3_").removeprefix("moe_")
+        cells = [f"`{name}`", one.gpu.removesuffix("-80GB"), recorded(row)]
+        for measured, b, p in zip(one.measured, then, now, strict=True):
+            cells += [f"{measured:.3f}", signed(b), signed(p)]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _without() -> Iterator[str]:
+    counts = Counter(why_not(row) for row in facts(MORE) if why_not(row))
+    return (f"- {count}: {why}." for why, count in counts.most_common())
+
+
+def write_page() -> str:
+    """Write it; what was written, in a line."""
+    PAGE.write_text(page(), encoding="utf-8")
+    return f"{PAGE.name}: {len(facts(MORE))} rows"
+
+
+if __name__ == "__main__":
+    page_command("benchmarks.unseen_page", __doc__, write_page)

@@ -1,0 +1,262 @@
+"""What products of narrow copies launch beside themselves, and what they read.
+
+NOTE [ Quantising ]
+Where products take fp8, each of x, W and the gradient of y is read for its largest magnitude, read again and written in
+one byte. The tape has the second half of that for x, which is saved. With delayed scaling nothing is read twice, the
+kernel that makes x writes it in one byte if it is a norm or elementwise, and weights are a matter of the optimizer.
+That is what is known without a recipe (`spec.fp8`).
+
+NOTE [ Passes of a recipe ]
+With one of TransformerEngine's (2.20), a tensor of 16 bits is read once, and every copy that some product reads is
+written by the same kernel, scales among it (``cast/dispatch/quantize.cuh``; ``nvfp4`` with its Hadamard transform:
+``row_cast_col_hadamard_transform_cast_fusion.cu``). It is read once more before, for a magnitude of the whole tensor,
+under ``tensorwise`` (``csrc/quantizer.cpp``, ``Float8CurrentScalingQuantizer::quantize_impl``) and ``nvfp4``
+(``nvte_hadamard_transform_amax``), and not under ``mxfp8`` and ``blockwise``, whose scales are of what a kernel has at
+hand. Weights are copied once a step (``module/base.py``, ``quantize_weight``), or never where they are held so. Where
+another op keeps x in 16 bits and backward has its columns made of that, it passes twice. Copies of 16 tensors of a
+B300 and an H200, timed by TransformerEngine (docs/examples/gemm_profiling), take what these bytes say within 12 %
+(tests/facts/transformer_engine_products.csv).
+
+NOTE [ Shards that are gathered ]
+Under sequence parallelism a shard is quantised, and copies travel (``pytorch/distributed.py``,
+``gather_along_first_dim``): of an input rows in forward, what stays of it in backward; of a gradient both copies
+(``module/base.py``, ``grad_output_preprocess``), with one scale a tensor rows alone, which Hopper then turns.
+
+What norms and activations could do at once in TransformerEngine (``FUSED_NORM_AMAX_FP8``) is left out: of a layer's
+inputs one in three, and one of its two or three reads. Experts of 26.06 on (``ops/fused/grouped_mlp.py``) quantise
+what comes to a layer and its gradient, and what is between their two products where it is made.
+
+torchao copies input and weight for each product, in backward again; compiled, magnitudes of rows and of 32 numbers
+cost no pass of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from jettison.cost.kernel import Half, Kernel
+from jettison.cost.op_kinds import GROUPED, PRODUCTS, QUANTISE
+from jettison.formula.tape import Collective, Tape, TapeOp, Value, Weight
+from jettison.spec.fp8 import Fp8Recipe, Library, Scales
+
+WIDE_BYTES = 2
+LAST = "down"
+"""The second product of an expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowKernels:
+    """Of one tape.
+
+    Args:
+        product: dtype of what products read; None: as it is.
+        recipe: how it is made so, if that is said.
+        delayed: scales come from earlier steps.
+        loops: experts are handed over one by one.
+        compiled: whether magnitudes are found in the kernel that casts, where a kernel can.
+    """
+
+    tape: Tape
+    product: str | None
+    recipe: Fp8Recipe | None
+    delayed: bool
+    loops: bool
+    compiled: bool
+
+    @property
+    def joins(self) -> bool:
+        """Does the kernel that makes an input write its copies?"""
+        return self.delayed if self.recipe is None else self.recipe.history > 0
+
+    @property
+    def dtype(self) -> str | None:
+        """Of products, as `cost.matmul` knows them."""
+        return self.product if self.recipe is None else self.recipe.product
+
+    def counts(self, step: TapeOp) -> bool:
+        """Is a step that quantises counted here, beside its product?"""
+        return step.name == QUANTISE and self.recipe is not None and not self.joins
+
+    def copies(self, step: TapeOp) -> bool:
+        """Does a step write copies, all of which some product reads?"""
+        return step.name == QUANTISE and self.recipe is not None
+
+    def takes(self, step: TapeOp) -> bool:
+        """Is a step a product of narrow copies? With a recipe the head and gates are none."""
+        if self.product is None or step.name not in PRODUCTS:
+            return False
+        return self.recipe is None or (bool(step.weights) and _narrowed(step.weights[0]))
+
+    def _experts(self, step: TapeOp) -> bool:
+        return self.product is not None and step.name == GROUPED and bool(step.weights)
+
+    def forward(self, step: TapeOp, index: int) -> Iterator[Kernel]:
+        """Before a product."""
+        if self.recipe is None:
+            if self.takes(step) and not self.delayed:
+                weight, x = step.weights[0], step.inputs[0]
+                yield Kernel(steps=(index,), nbytes=x.nbytes + 2 * weight.nbytes + weight.numel, launches=3)
+            return
+        if not self.takes(step) and not self._experts(step):
+            return
+        if self.recipe.library is Library.TORCHAO:
+            yield Kernel(steps=(index,), nbytes=self._weights(step), launches=1 + self._looks)
+        if self.joins or (self._experts(step) and not self.loops and step.path.endswith(LAST)):
+            return
+        x = self._source(step)
+        if self._first[x.index] == index:
+            columns = not (step.weights[0].frozen or self._keeps_original(step) or self._turns(step, x))
+            made = self._made.get(x.index)
+            steps = (index,) if made is None else (made, index)
+            yield Kernel(steps=steps, nbytes=self._copies(x, both=columns), launches=1 + self._looks)
+
+    def backward(self, step: TapeOp, indices: tuple[int, ...], incoming: int) -> Iterator[Kernel]:
+        """Before the two products of a backward."""
+        if not self.takes(step) and not self._experts(step):
+            return
+        x, y = self._source(step), step.outputs[0]
+        if self.recipe is None:
+            if step.name == GROUPED and not self.loops:
+                return
+            reads = 1 if self.delayed else 2
+            nbytes = reads * incoming + prod(y.local_shape)
+            yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=reads)
+            return
+        trained, given = not step.weights[0].frozen, self._reduced.get(y.storage, y)
+        turned = trained and self._turns(step, given, y)
+        if self.loops or not self._experts(step) or step.path.endswith(LAST):
+            nbytes = self._copies(given, both=trained and not turned)
+            yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=1 + self._looks)
+        for value in (*((y,) if turned else ()), *((step.inputs[0],) if trained and self._turns(step, x) else ())):
+            yield Kernel(steps=indices, nbytes=2 * self._narrow(value), half=Half.WEIGHTS)
+        if self.recipe.library is Library.TORCHAO:
+            yield Kernel(steps=indices, nbytes=self._weights(step), half=Half.INPUTS, launches=1 + self._looks)
+        if trained and self._keeps_original(step):
+            nbytes = self._copies(x, both=False)
+            yield Kernel(steps=indices, nbytes=nbytes, half=Half.WEIGHTS, launches=1 + self._looks)
+
+    def reads(self, step: TapeOp, incoming: int) -> tuple[int, int, int]:
+        """Bytes that a product reads of its result's gradient, of its input and of its matrix."""
+        x, weight = step.inputs[0], step.weights[0]
+        if self.recipe is None or not (self.takes(step) or self._experts(step)):
+            return incoming, x.nbytes, weight.nbytes
+        return self._narrow(step.outputs[0]), self._narrow(x), self._matrix(weight)
+
+    def spares(self, step: TapeOp) -> int:
+        """Bytes that a product does not read, since what it reads is narrow."""
+        if not step.weights or step.name not in (*PRODUCTS, GROUPED):
+            return 0
+        _, narrow, matrix = self.reads(step, 0)
+        return step.inputs[0].nbytes - narrow + step.weights[0].nbytes - matrix
+
+    def _matrix(self, weight: Weight) -> int:
+        assert self.recipe is not None
+        return weight.numel * self.recipe.bits // 8
+
+    def gathered_share(self, c: Collective) -> float:
+        """Of the bytes of a transfer, where shards travel as copies: NOTE [ Shards that are gathered ]."""
+        if self.recipe is None or self.recipe.library is not Library.TE or "all_gather" not in c.kind:
+            return 1.0
+        step = self.tape.steps[c.step]
+        if c.backward and "reduce_scatter" in step.name:
+            made, value = self._products.get(step.inputs[0].storage), step.inputs[0]
+            copies = 1 if self.recipe.rows_are_gathered else 2
+        else:
+            made, value, copies = self._readers.get(step.outputs[0].storage), step.outputs[0], 1
+        return 1.0 if made is None else copies * self._narrow(value) / value.nbytes
+
+    @cached_property
+    def _products(self) -> dict[int, TapeOp]:
+        """Products, by what they make."""
+        return {s.outputs[0].storage: s for s in self.tape.steps if self.takes(s)}
+
+    @cached_property
+    def _readers(self) -> dict[int, TapeOp]:
+        """The same by what they read."""
+        return {s.inputs[0].storage: s for s in self.tape.steps if self.takes(s)}
+
+    @cached_property
+    def _reduced(self) -> dict[int, Value]:
+        """The shard that a rank has of a sum over ranks, by what each adds to it."""
+        steps = [s for s in self.tape.steps if s.name == "c10d.reduce_scatter_tensor"]
+        return {s.inputs[0].storage: s.outputs[0] for s in steps}
+
+    @cached_property
+    def _first(self) -> dict[int, int]:
+        """The first product of those that read a tensor, which are given the same copies."""
+        found: dict[int, int] = {}
+        for index, step in enumerate(self.tape.steps):
+            if self.takes(step) or self._experts(step):
+                found.setdefault(self._source(step).index, index)
+        return found
+
+    @cached_property
+    def _made(self) -> dict[int, int]:
+        """Steps that quantise a tensor, by the tensor."""
+        return {s.inputs[0].index: index for index, s in enumerate(self.tape.steps) if s.name == QUANTISE}
+
+    @cached_property
+    def _originals(self) -> dict[int, Value]:
+        """What copies were made of, by the copy."""
+        return {out.storage: s.inputs[0] for s in self.tape.steps if s.name == QUANTISE for out in s.outputs}
+
+    def _source(self, step: TapeOp) -> Value:
+        """What a product's input is quantised from: a shard of it, where that is what stays."""
+        x = step.inputs[0]
+        kept = step.saved[0].value if step.saved else x
+        return self._originals.get(kept.storage, kept if kept.dtype == x.dtype else x)
+
+    def _turns(self, step: TapeOp, shard: Value, whole: Value | None = None) -> bool:
+        """Are columns made of gathered rows of bytes?"""
+        assert self.recipe is not None
+        whole = step.inputs[0] if whole is None else whole
+        recipe = self.recipe
+        return recipe.rows_are_gathered and not recipe.either_way and _sizes(shard) != _sizes(whole)
+
+    @property
+    def _looks(self) -> int:
+        assert self.recipe is not None
+        return 0 if self.compiled and self.recipe.inputs is Scales.ROW else self.recipe.looks
+
+    def _narrow(self, value: Value) -> int:
+        """Bytes of a copy by rows."""
+        assert self.recipe is not None
+        return self.recipe.copy_bytes(self.recipe.inputs, *_sizes(value), columnwise=False)
+
+    def _copies(self, value: Value, *, both: bool) -> int:
+        assert self.recipe is not None
+        return copying_bytes(self.recipe, *_sizes(value), both=both, looks=self._looks)
+
+    def _weights(self, step: TapeOp) -> int:
+        assert self.recipe is not None
+        weight = step.weights[0]
+        return (1 + self._looks) * weight.nbytes + self._matrix(weight)
+
+    def _keeps_original(self, step: TapeOp) -> bool:
+        """Is the input that stays for backward one of 16 bits?"""
+        return bool(step.saved) and step.saved[0].value.dtype == step.inputs[0].dtype
+
+
+def copying_bytes(recipe: Fp8Recipe, rows: int, columns: int, *, both: bool, looks: int) -> int:
+    """Read and written to have a matrix of 16 bits as products read it: NOTE [ Passes of a recipe ].
+
+    Args:
+        both: by rows and by columns, where products do not read one copy either way.
+        looks: reads before the one that casts it.
+    """
+    wide = WIDE_BYTES * rows * columns * (1 + looks)
+    if both:
+        return wide + recipe.both_bytes(recipe.inputs, rows, columns)
+    return wide + recipe.copy_bytes(recipe.inputs, rows, columns, columnwise=False)
+
+
+def _narrowed(weight: Weight) -> bool:
+    return weight.product and not weight.head and weight.shape[0] > 1
+
+
+def _sizes(value: Value) -> tuple[int, int]:
+    """Rows and columns on one rank."""
+    return prod(value.local_shape[:-1]), value.local_shape[-1]

@@ -1,0 +1,180 @@
+"""Runs that had not been seen, and what was found with them: each term by whole numbers."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import pytest
+from benchmarks import unseen_page
+from benchmarks.megatron_golden import MORE, facts, golden, why_not
+
+from jettison.cost.pipeline import schedule_seconds
+from jettison.errors import UsageError
+from jettison.export.megatron_text import layout_settings, overrides_text
+from jettison.ledger.schedule import Work, order, stage_occupancies
+from jettison.ledger.timeline import Phase
+from jettison.predict.forecast import forecast
+from jettison.predict.run_request import RunRequest, run_of
+from jettison.spec.layout import Schedule
+from jettison.units import KIB, MIB
+
+ROWS = [(row, golden(row)) for row in facts(MORE) if not why_not(row)]
+F1B = Schedule.ONE_F_ONE_B
+
+
+def peak(**words: Any) -> int:
+    return forecast(run_of("gpt-22b", RunRequest(like="megatron-0.19", **words))).peak_bytes
+
+
+def between(**words: Any) -> int:
+    stage = forecast(run_of("gpt-22b", RunRequest(like="megatron-0.19", **words))).stages[-1]
+    return next(m.nbytes for m in stage.timeline() if m.phase is Phase.AFTER)
+
+
+# the rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_what_its_generator_writes() -> None:
+    assert unseen_page.PAGE.read_text(encoding="utf-8") == unseen_page.page(), "run python -m benchmarks.unseen_page"
+
+
+def test_runs_are_met() -> None:
+    counted = [unseen_page.errors(row, one) for row, one in ROWS if not unseen_page.aside(row)]
+    assert len(counted) == 237
+    for i in range(3):
+        then, now = ([abs(each[k][i]) for each in counted] for k in (0, 1))
+        assert median(then) <= 0.01  # blind
+        assert median(now) <= 0.005
+        assert sum(error > 0.05 for error in now) <= 3  # one expert a rank on GB200
+
+
+# terms ---------------------------------------------------------------------------------------------------------------
+
+
+def test_torch_sets_less_aside_on_blackwell() -> None:
+    """Two threads, 32 MiB and 8.125."""
+    assert peak(workspaces="te-hopper") - peak(workspaces="te-blackwell") == 2 * (32 * MIB - 8 * MIB - 128 * KIB)
+
+
+def test_products_beside_transfers_have_three_workspaces() -> None:
+    for tp, count in ((2, 3), (1, 0)):
+        more = peak(tp=tp, tp_comm_overlap=True) - peak(tp=tp)
+        assert more == count * (32 * MIB + KIB)
+
+
+def test_megatrons_own_attention_has_a_buffer_for_its_scores() -> None:
+    """2 bytes for each of b a s² / t, once however many layers; with TransformerEngine there is none."""
+    words: dict[str, Any] = {"workspaces": "torch-ampere", "attention": "eager", "seq": 1024}
+    b, a, s, h = 2, 64, 1024, 6144
+    scores = {tp: between(**words, micro_batch=b, tp=tp, sp=False, zero=0) for tp in (1, 2)}
+    fused = {tp: between(**words | {"attention": "flash"}, micro_batch=b, tp=tp, sp=False, zero=0) for tp in (1, 2)}
+    assert {tp: scores[tp] - fused[tp] for tp in scores} == {tp: 2 * b * a // tp * s * s for tp in (1, 2)}
+    gathered = between(**words | {"attention": "flash"}, micro_batch=b, tp=2, sp=True, zero=0)
+    assert gathered - fused[2] == 2 * b * s * h
+    assert between(**words, micro_batch=b, tp=2, sp=True, zero=0) == scores[2]  # one buffer for both, the larger
+
+
+def test_a_router_has_a_workspace_of_the_library() -> None:
+    asked = {"like": "megatron-0.19", "attention": "eager", "seq": 512, "ep": 8, "dp": 8}
+    found = {
+        name: forecast(run_of("mixtral-8x7b", RunRequest(**asked, workspaces=name))).peak_bytes
+        for name in ("torch-hopper", "torch-blackwell", "torch-ampere")
+    }
+    assert found["torch-blackwell"] - found["torch-ampere"] == 32 * MIB + KIB - 4 * MIB
+    assert found["torch-hopper"] - found["torch-blackwell"] == 2 * (32 * MIB - 8 * MIB - 128 * KIB)
+
+
+@pytest.mark.parametrize("pp", [1, 4])
+def test_batches_that_stay(pp: int) -> None:
+    """Three int64, an fp32 and a row of the mask for each token; that of the micro-batch at work was there before."""
+    words: dict[str, Any] = {"pp": pp, "micro_batches": 8, "micro_batch": 2, "seq": 1024}
+    each = 2 * 1024 * (28 + 1024)
+    assert between(**words, keep_batches=True) - between(**words) == 8 * each
+    assert peak(**words, keep_batches=True) - peak(**words) == 7 * each
+
+
+def test_megatron_018_is_019_with_batches_that_stay() -> None:
+    old, new = (run_of("gpt-22b", RunRequest(like=f"megatron-0.{minor}")) for minor in (18, 19))
+    assert old.keep_batches
+    assert not new.keep_batches
+    assert old.workspaces == new.workspaces
+
+
+# groups of micro-batches ---------------------------------------------------------------------------------------------
+
+
+def table(micro_batches: int, chunks: int, group: int) -> list[tuple[int, int]]:
+    """An independent copy of what Megatron's ``get_schedule_table`` gives: micro-batch and chunk of each forward."""
+    found = []
+    while micro_batches > len(found) // chunks:
+        done = len(found) // chunks
+        members = list(range(done, min(done + group, micro_batches)))
+        for chunk in range(chunks):
+            found += [(member, chunk) for member in members]
+    return found
+
+
+@pytest.mark.parametrize(("micro_batches", "group"), [(5, 5), (8, 4), (10, 5), (11, 6), (12, 4), (13, 9)])
+def test_chunks_take_turns_by_groups(micro_batches: int, group: int) -> None:
+    stages, chunks = 4, 3
+    for stage in range(stages):
+        steps = order(F1B, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=chunks, group=group)
+        forwards = [(s.micro_batch, s.chunk) for s in steps if s.work is Work.FORWARD]
+        assert forwards == table(micro_batches, chunks, group)
+        warm_up = next(i for i, s in enumerate(steps) if s.work is Work.BACKWARD)
+        everything = micro_batches * chunks
+        assert warm_up == min(2 * (stages - stage - 1) + (chunks - 1) * group + 1, everything)
+        assert len(steps) == 2 * everything
+
+
+def test_a_group_of_as_many_as_stages_is_no_other_order() -> None:
+    sizes = {"stage": 1, "stages": 4, "micro_batches": 24, "virtual_stages": 2}
+    assert order(F1B, **sizes) == order(F1B, **sizes, group=4)
+    assert stage_occupancies(F1B, **sizes) == stage_occupancies(F1B, **sizes, group=4)
+
+
+@pytest.mark.parametrize("left", [0, 4])
+def test_many_groups_hold_what_few_do(left: int) -> None:
+    """What is held is found by replaying three groups and what is left."""
+
+    def held(groups: int) -> set[tuple[int, ...]]:
+        count = groups * 6 + left
+        sizes = {"stage": 0, "stages": 4, "micro_batches": count, "virtual_stages": 2, "group": 6}
+        return {state.forward for state in stage_occupancies(F1B, **sizes)}
+
+    assert held(4) == held(9)
+
+
+def test_time_of_many_groups_goes_on_as_that_of_few() -> None:
+    forward, backward = [[1.0, 1.0]] * 4, [[2.0, 2.0]] * 4
+    ends = [schedule_seconds(F1B, n, forward, backward, group=5).ends[0] for n in (2000, 2005, 4000)]
+    assert ends[2] - ends[0] == pytest.approx(400 * (ends[1] - ends[0]))
+    assert ends[1] - ends[0] == pytest.approx(5 * 2 * 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"micro_batches": 5}, "--micro-batch-group of 4 or more"),
+        ({"micro_batches": 8, "micro_batch_group": 3}, "expected 4, the pipeline stages, to 8"),
+        ({"micro_batches": 8, "micro_batch_group": 9}, "expected 4, the pipeline stages, to 8"),
+        ({"micro_batches": 11, "micro_batch_group": 5}, "the last group, 1, has to be 0 or at least the 4"),
+        ({"micro_batches": 8, "micro_batch_group": 4, "virtual_stages": 1}, "goes with --virtual-stages 2 or more"),
+    ],
+)
+def test_groups_that_megatron_refuses_are_refused(words: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        forecast(run_of("gpt-22b", RunRequest(**{"pp": 4, "virtual_stages": 2} | words)))
+
+
+def test_megatron_is_told_of_groups() -> None:
+    run = run_of("gpt-22b", RunRequest(pp=4, virtual_stages=3, micro_batches=5, micro_batch_group=5))
+    assert layout_settings(run)["microbatch_group_size_per_virtual_pipeline_stage"] == 5
+    assert "microbatch_group_size_per_vp_stage=5" in overrides_text(run, {})
+
+
+def test_stages_without_a_layer_are_named() -> None:
+    """Six layers over eight chunks, as one of Megatron's tests has them."""
+    with pytest.raises(UsageError, match=r"both ends have none; if that is meant, give --stage-layers 0,1,.*1,0"):
+        run_of("llama3-8b", RunRequest(pp=17, virtual_stages=2))
