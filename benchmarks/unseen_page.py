@@ -116,11 +116,9 @@ def _others() -> Iterator[str]:
 
 def answered(command: str) -> int:
     """The peak that `jettison ledger` prints."""
-    model, *words = command.split()
-    model = str(OTHERS.parent / model) if model.endswith(".json") else model
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
-        code = run(["ledger", model, *words, "--format", "json", "--no-entries"])
+        code = run(["ledger", *command.split(), "--format", "json", "--no-entries"])
     assert code == 0, command
     return int(json.loads(printed.getvalue())["peak_bytes"])
 

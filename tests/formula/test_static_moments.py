@@ -1,13 +1,11 @@
-"""Moments in bf16, and masters that are what bf16 weights lack."""
+"""Moments in bf16, whatever is updated."""
 
 from __future__ import annotations
 
 import pytest
 
-from jettison.errors import UsageError
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import RunRequest, run_of
-from jettison.spec.presets import preset
 
 PARAMETERS = 8_030_261_248  # of Llama 3 8B
 
@@ -22,8 +20,6 @@ def state(**words: str) -> int:
     [
         ("bf16-main32", "adamw", 12),
         ("bf16-main32", "adamw-bf16", 8),
-        ("bf16-main32", "precision-aware", 6),
-        ("bf16", "precision-aware", 6),
         ("bf16-autocast", "adamw", 8),
         ("bf16-autocast", "adamw-bf16", 4),
         ("bf16-pure", "adamw-bf16", 4),
@@ -31,8 +27,3 @@ def state(**words: str) -> int:
 )
 def test_bytes_of_state_for_each_parameter(precision: str, optimizer: str, each: int) -> None:
     assert state(precision=precision, optimizer=optimizer) == each * PARAMETERS
-
-
-def test_fp32_weights_lack_nothing() -> None:
-    with pytest.raises(UsageError, match="what bf16 weights lack of fp32: bf16, bf16-main32 or bf16-grad32"):
-        run_of(preset("llama3-8b"), RunRequest(precision="bf16-autocast", optimizer="precision-aware"))

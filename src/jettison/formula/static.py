@@ -9,7 +9,7 @@ from math import prod
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.tape import Weight
 from jettison.spec.layout import Layout
-from jettison.spec.precision import Optimizer, Precision, master_bytes
+from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.states_on_host import StatesOnHost
 
 SCALE_BLOCK = 256
@@ -106,7 +106,7 @@ def static(
         accumulated = DTYPE_BYTES[held.accumulator] if held.accumulator else 0
         if not (freed and at[0] >= on_host.least_elements):
             gradients += at[1] * (DTYPE_BYTES[held.gradient] + accumulated)
-        copy = at[0] * master_bytes(held, optimizer)
+        copy = at[0] * (DTYPE_BYTES[held.master] if held.master else 0)
         own = state_bytes(w, at[0], held, optimizer, in_layer=in_layer and not w.tied)
         if on_host is not StatesOnHost.NONE and at[0] >= on_host.least_elements:
             moved = own if on_host.steps_there else _paged(at[0], optimizer)
@@ -163,7 +163,7 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
     match kind:
         case Optimizer.ADAMW | Optimizer.ADAMW_FOREACH:
             return 2 * moment * elements
-        case Optimizer.ADAMW_BF16 | Optimizer.PRECISION_AWARE:
+        case Optimizer.ADAMW_BF16:
             return 2 * 2 * elements
         case Optimizer.SGD | Optimizer.NONE:
             return 0

@@ -57,9 +57,8 @@ class CommonRequest:
         fp8_recipe: How products are narrow, beside a --precision in bf16: TransformerEngine's delayed[:N], tensorwise
             (either -blackwell), blockwise, mxfp8 or nvfp4; torchao's tensorwise, rowwise, rowwise_with_gw_hp or mxfp8.
         fp8_param_gather: Weights are held as bytes (Megatron), or gathered so (torchao's tensorwise).
-        optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-bf16, precision-aware
-            (Megatron's, with bf16 moments), sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon,
-            dist-muon-pingpong or none.
+        optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-bf16, whose
+            moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon, dist-muon-pingpong or none.
         kernels: megatron, pytorch, huggingface or torchtune: whose code runs.
         loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused, chunked, listed or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
@@ -303,15 +302,14 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, longest)
     if model.waves is not None:
         seq = model.waves.tokens(model.name, given_or(request.source_seq, SECOND))
-    precision = precision_of(request, kernels, tuned=tuning is not None)
     run = Run(
         model=model,
         seq=given_or(request.seq, seq),
         micro_batch=given_or(request.micro_batch, 2 if kernels.loss is Loss.DPO else 1),
         micro_batches=given_or(request.micro_batches, layout.pp),
         layout=layout,
-        precision=precision,
-        optimizer=optimizer(given_or(request.optimizer, "adamw"), precision),
+        precision=precision_of(request, kernels, tuned=tuning is not None),
+        optimizer=optimizer(given_or(request.optimizer, "adamw")),
         kernels=kernels,
         recompute=_recompute(request, model.depth),
         gradients=upfront if request.gradients is None else _gradients(request.gradients),

@@ -13,7 +13,7 @@ from jettison.formula.static import state_bytes
 from jettison.spec.fp8 import Library
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
-from jettison.spec.precision import Optimizer, Precision, master_bytes
+from jettison.spec.precision import Optimizer, Precision
 
 GRADIENT_PASSES = 3
 """Over gradients before the optimizer: read for their norm, read and written to be clipped."""
@@ -95,6 +95,6 @@ def optimizer_bytes(
         owned = -(-weight.numel // ranks) if layout.zero >= 1 else weight.numel
         clipped = owned if layout.zero >= 2 else weight.numel
         state = state_bytes(weight, owned, precision, optimizer, in_layer=in_layer)
-        state += owned * master_bytes(precision, optimizer)
+        state += owned * (DTYPE_BYTES[precision.master] if precision.master else 0)
         total += clipped * (copied + GRADIENT_PASSES * gradient) + owned * (gradient + parameter) + 2 * state
     return total

@@ -18,7 +18,6 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
-from jettison.dtypes import DTYPE_BYTES
 from jettison.errors import UsageError
 from jettison.spec.fp8 import NARROW, Fp8Recipe
 
@@ -192,7 +191,6 @@ class Optimizer(StrEnum):
     ADAMW = "adamw"  # two fp32 moments (bf16 ones for bf16-pure: state follows the parameter's dtype)
     ADAMW_FOREACH = "adamw-foreach"  # the same as torch runs it on CUDA unless told otherwise: all at once, unfused
     ADAMW_BF16 = "adamw-bf16"  # two bf16 moments, whatever is updated: torchtitan's fused_opt_states_bf16
-    PRECISION_AWARE = "precision-aware"  # Megatron's, with bf16 moments; masters are what bf16 weights lack of fp32
     SGD = "sgd"
     SGD_MOMENTUM = "sgd-momentum"
     ADAM8BIT = "adam8bit"  # two moments of one byte, and an fp32 scale for each 256 of them (arXiv 2110.02861)
@@ -201,20 +199,6 @@ class Optimizer(StrEnum):
     DIST_MUON = "dist-muon"  # Megatron's: each rank has whole matrices: NOTE [ Whole tensors on ranks ]
     DIST_MUON_PINGPONG = "dist-muon-pingpong"  # its older way to share tensors out
     NONE = "none"
-
-
-def master_bytes(precision: Precision, kind: Optimizer) -> int:
-    """Of one element's master copy.
-
-    TransformerEngine's ``FusedAdam`` with ``store_param_remainders``, which Megatron's
-    ``--use-precision-aware-optimizer`` has by default: the 16 bits that a bf16 weight lacks (``optimizers/
-    fused_adam.py``, ``multi_tensor_adam_param_remainder``). Moments in bf16 are read as they are from its pull request
-    2632 (February 2026) on; before, a step made fp32 copies of them, which are not counted.
-    """
-    if precision.master is None:
-        return 0
-    lacks = kind is Optimizer.PRECISION_AWARE and (precision.parameter, precision.master) == ("bfloat16", "float32")
-    return 2 if lacks else DTYPE_BYTES[precision.master]
 
 
 MUONS: Final = (Optimizer.MUON, Optimizer.DIST_MUON, Optimizer.DIST_MUON_PINGPONG)
@@ -231,21 +215,12 @@ def precision(name: str) -> Precision:
     return PRECISIONS[name]
 
 
-def optimizer(name: str, beside: Precision | None = None) -> Optimizer:
+def optimizer(name: str) -> Optimizer:
     """An optimizer by name.
 
-    Args:
-        beside: the precision that it works with, if it is known.
-
     Raises:
-        UsageError: no such optimizer, or one that this precision has nothing for.
+        UsageError: no such optimizer.
     """
     if name not in set(Optimizer):
         raise UsageError(f"got the optimizer {name!r}; expected one of {', '.join(Optimizer)}")
-    found = Optimizer(name)
-    if beside is not None and found is Optimizer.PRECISION_AWARE and master_bytes(beside, found) != 2:
-        raise UsageError(
-            f"got --optimizer {found} with --precision {beside.name}; its masters are what bf16 weights lack of fp32: "
-            "bf16, bf16-main32 or bf16-grad32; or --optimizer adamw-bf16"
-        )
-    return found
+    return Optimizer(name)
