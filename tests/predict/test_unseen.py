@@ -17,6 +17,7 @@ from jettison.ledger.schedule import Work, order, stage_occupancies
 from jettison.ledger.timeline import Phase
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import RunRequest, run_of
+from jettison.report.ledger_table import layout_text
 from jettison.spec.layout import Schedule
 from jettison.units import KIB, MIB
 
@@ -171,6 +172,7 @@ def test_groups_that_megatron_refuses_are_refused(words: dict[str, Any], said: s
 
 def test_megatron_is_told_of_groups() -> None:
     run = run_of("gpt-22b", RunRequest(pp=4, virtual_stages=3, micro_batches=5, micro_batch_group=5))
+    assert "3 virtual stages, 5 micro-batches in turn" in layout_text(run.layout)
     assert layout_settings(run)["microbatch_group_size_per_virtual_pipeline_stage"] == 5
     assert "microbatch_group_size_per_vp_stage=5" in overrides_text(run, {})
 
