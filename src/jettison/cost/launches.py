@@ -333,8 +333,10 @@ class _Listing:
                 yield Kernel(steps=indices, nbytes=moved, product=dx, half=Half.INPUTS)
             if weight.frozen:
                 return
-            moved = given + read + weight.numel * self.gradient_bytes
             dw = replace(p, m=p.n, n=p.k, k=p.m)
+            if self.narrow.widens and self.narrow.takes(step):
+                given, read, dw = incoming, x.nbytes, replace(dw, dtype=x.dtype)
+            moved = given + read + weight.numel * self.gradient_bytes
             yield Kernel(steps=indices, nbytes=moved, product=dw, half=Half.WEIGHTS)
             if bias:
                 yield Kernel(steps=indices, nbytes=incoming, half=Half.WEIGHTS)

@@ -26,8 +26,12 @@ What norms and activations could do at once in TransformerEngine (``FUSED_NORM_A
 inputs one in three, and one of its two or three reads. Experts of 26.06 on (``ops/fused/grouped_mlp.py``) quantise
 what comes to a layer and its gradient, and what is between their two products where it is made.
 
-torchao copies input and weight for each product, in backward again; compiled, magnitudes of rows and of 32 numbers
-cost no pass of their own.
+NOTE [ Passes in torchao ]
+It copies input and weight for each product, in backward again (``float8/float8_linear.py``,
+``matmul_with_hp_or_float8_args``). Compiled, a magnitude of a row costs no pass of its own where the row is what a
+kernel reads, and what forward found of a whole tensor is kept. Backward takes row-wise scales the other way, of columns
+of what lies in rows: a pass of its own for the magnitudes of weight, input and the gradient's second copy. Products
+with a scale for each row are priced as those with one a tensor.
 """
 
 from __future__ import annotations
@@ -103,7 +107,7 @@ class NarrowKernels:
         if not self.takes(step) and not self._experts(step):
             return
         if self.recipe.library is Library.TORCHAO:
-            yield Kernel(steps=(index,), nbytes=self._weights(step), launches=1 + self._looks)
+            yield Kernel(steps=(index,), nbytes=self._weights(step, self._looks), launches=1 + self._looks)
         if self.joins or (self._experts(step) and not self.loops and step.path.endswith(LAST)):
             return
         x = self._source(step)
@@ -125,6 +129,9 @@ class NarrowKernels:
             nbytes = reads * incoming + prod(y.local_shape)
             yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=reads)
             return
+        if self.recipe.library is Library.TORCHAO:
+            yield from self._backward_in_torchao(step, indices)
+            return
         trained, given = not step.weights[0].frozen, self._reduced.get(y.storage, y)
         turned = trained and self._turns(step, given, y)
         if self.loops or not self._experts(step) or step.path.endswith(LAST):
@@ -132,11 +139,28 @@ class NarrowKernels:
             yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=1 + self._looks)
         for value in (*((y,) if turned else ()), *((step.inputs[0],) if trained and self._turns(step, x) else ())):
             yield Kernel(steps=indices, nbytes=2 * self._narrow(value), half=Half.WEIGHTS)
-        if self.recipe.library is Library.TORCHAO:
-            yield Kernel(steps=indices, nbytes=self._weights(step), half=Half.INPUTS, launches=1 + self._looks)
         if trained and self._keeps_original(step):
             nbytes = self._copies(x, both=False)
             yield Kernel(steps=indices, nbytes=nbytes, half=Half.WEIGHTS, launches=1 + self._looks)
+
+    def _backward_in_torchao(self, step: TapeOp, indices: tuple[int, ...]) -> Iterator[Kernel]:
+        """See NOTE [ Passes in torchao ]."""
+        assert self.recipe is not None
+        rows = self.recipe.inputs is Scales.ROW
+        again = int(rows) if rows or self.compiled else self._looks
+        x, y = step.inputs[0], step.outputs[0]
+        copied = not (step.weights[0].frozen or self.recipe.wide_weight_gradient)
+        nbytes = self._copies(y, both=copied and not rows)
+        yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=1 + self._looks)
+        yield Kernel(steps=indices, nbytes=self._weights(step, again), half=Half.INPUTS, launches=1 + again)
+        for value in (*((y,) if rows else ()), x) if copied else ():
+            nbytes = copying_bytes(self.recipe, *_sizes(value), both=False, looks=again)
+            yield Kernel(steps=indices, nbytes=nbytes, half=Half.WEIGHTS, launches=1 + again)
+
+    @property
+    def widens(self) -> bool:
+        """Is a weight's gradient a product of 16-bit tensors?"""
+        return self.recipe is not None and self.recipe.wide_weight_gradient
 
     def reads(self, step: TapeOp, incoming: int) -> tuple[int, int, int]:
         """Bytes that a product reads of its result's gradient, of its input and of its matrix."""
@@ -230,10 +254,9 @@ class NarrowKernels:
         assert self.recipe is not None
         return copying_bytes(self.recipe, *_sizes(value), both=both, looks=self._looks)
 
-    def _weights(self, step: TapeOp) -> int:
-        assert self.recipe is not None
+    def _weights(self, step: TapeOp, looks: int) -> int:
         weight = step.weights[0]
-        return (1 + self._looks) * weight.nbytes + self._matrix(weight)
+        return (1 + looks) * weight.nbytes + self._matrix(weight)
 
     def _keeps_original(self, step: TapeOp) -> bool:
         """Is the input that stays for backward one of 16 bits?"""

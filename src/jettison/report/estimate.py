@@ -20,7 +20,7 @@ from jettison.predict.time import Estimate
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
 from jettison.report.fitted import FittedTable
 from jettison.report.ledger_table import MOST_STAGES, batch_text, frozen_text, host_text, layout_text, tuning_text
-from jettison.report.parts import exact, facts_table, stack_note, titled
+from jettison.report.parts import device_notes, exact, facts_table, titled
 from jettison.report.schemas import shaped
 from jettison.report.summary import request_document
 from jettison.units import format_bytes, format_change, format_flops, format_percent, format_seconds
@@ -76,7 +76,7 @@ class EstimateReport:
             )
         if self.found.hardware.reached_source.startswith("estimated"):
             yield f"how much of its peaks {self.found.hardware.name} reaches is estimated, not measured"
-        yield from stack_note(self.found.hardware, self.found.run)
+        yield from device_notes(self.found.hardware, self.found.run)
         if self.found.hardware.note:
             yield f"{self.found.hardware.name}: {self.found.hardware.note}"
 

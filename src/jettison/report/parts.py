@@ -71,6 +71,23 @@ def _run(numbers: list[int], to: str) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}{to}{numbers[-1]}"
 
 
+def device_notes(hardware: Hardware, run: Run) -> Iterator[str]:
+    """What a hardware's file does not know of a run."""
+    yield from stack_note(hardware, run)
+    yield from rate_note(hardware, run)
+
+
+def rate_note(hardware: Hardware, run: Run) -> Iterator[str]:
+    """Where a recipe's products have no rate of their own in the hardware's file."""
+    recipe, peaks = run.precision.recipe, hardware.flops_per_second
+    if recipe is None:
+        return
+    if peaks.fp8 is None:
+        yield f"{hardware.name} has no rate of fp8: products by {recipe.name} are priced as those of 16 bits"
+    elif recipe.bits == 4 and peaks.fp4 is None:
+        yield f"{hardware.name} has no rate of fp4: products by {recipe.name} are priced as fp8's"
+
+
 def stack_note(hardware: Hardware, run: Run) -> Iterator[str]:
     """Where a stack was asked for that the hardware's file does not know."""
     if run.stack not in (None, Software.BASE) and hardware.under(str(run.stack)) is hardware:

@@ -14,7 +14,7 @@ from jettison.predict.allowance import available_to
 from jettison.predict.residuals import Sureness, sureness
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
 from jettison.report.fitted import FittedTable
-from jettison.report.parts import facts_table, stack_note, titled
+from jettison.report.parts import device_notes, facts_table, titled
 from jettison.report.schemas import shaped
 from jettison.search.branch_and_bound import REACH
 from jettison.search.figures import Found, Seconds
@@ -128,7 +128,7 @@ class SearchReport:
             facts.append(("margin", self._margin()))
         if self.hardware.reached_source.startswith("estimated"):
             facts.append(("note", f"how much of its peaks {self.hardware.name} reaches is estimated, not measured"))
-        facts.extend(("note", text) for text in stack_note(self.hardware, template))
+        facts.extend(("note", text) for text in device_notes(self.hardware, template))
         if self.hardware.note:
             facts.append(("note", self.hardware.note))
         facts.append(("range", self.sure.words(answer.best.seconds.step)))

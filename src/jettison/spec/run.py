@@ -466,7 +466,7 @@ class Run:
     @property
     def gradients_come_whole(self) -> bool:
         """Does each backward make them anew, whole and as its products have them, and shards of them stay?"""
-        return self.layout.zero == 3 and self.layout.shards > 1
+        return self.layout.brings_whole_gradients(widened=self.precision.gradient != self.precision.compute)
 
     @property
     def frees_gradients(self) -> bool:
