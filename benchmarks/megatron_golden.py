@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from benchmarks.megatron_bert import PREFIX, bert
 from jettison.ledger.timeline import Phase
 from jettison.predict.forecast import forecast
 from jettison.spec.fp8 import fp8_recipe
@@ -155,7 +156,9 @@ def golden(row: Facts) -> Golden:
 
 
 def model_of(row: Facts) -> ModelSpec:
-    """A GPT as ``pretrain_gpt.py`` builds it."""
+    """A GPT as ``pretrain_gpt.py`` builds it, or a BERT."""
+    if name_of(row).startswith(PREFIX):
+        return bert(row, name_of(row))
     more, hidden, heads = extras(row), int(row["hidden"]), int(row["heads"])
     rms, biased = more.get("normalization") == "RMSNorm", "disable-bias-linear" not in more
     norm = Norm(kind=NormKind.RMS if rms else NormKind.LAYER, bias=not rms)
@@ -281,7 +284,7 @@ def run_of(row: Facts) -> Run:
         workspaces=_workspaces(row["gpu"], more, local=local, on=recorded(row), stated="blind_first_gib" in row),
         tp_comm_overlap="tp-comm-overlap" in more,
         keep_batches=row["tp"] == "1" and KEPT[0] < recorded(row) <= KEPT[1],
-        loader_masks="no_create_attention_mask" not in name_of(row),
+        loader_masks="no_create_attention_mask" not in name_of(row) and not name_of(row).startswith(PREFIX),
     )
 
 
