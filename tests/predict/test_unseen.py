@@ -51,6 +51,13 @@ def test_runs_are_met() -> None:
         assert sum(error > 0.05 for error in now) <= 3  # one expert a rank on GB200
 
 
+def test_stacks_of_bert_and_t5_are_near() -> None:
+    found = [one for _, one in ROWS if one.name.startswith(("bert_", "t5_"))]
+    assert len(found) == 16 + 22
+    assert median(max(one.errors) for one in found) <= 0.03
+    assert max(max(one.errors) for one in found) <= 0.06  # tp = 4: blocks that are not split
+
+
 # terms ---------------------------------------------------------------------------------------------------------------
 
 
