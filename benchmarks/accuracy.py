@@ -101,6 +101,7 @@ def page() -> str:
         "later": accuracy_megatron.later_table(),
         "further": accuracy_megatron.further_table(),
         "simumax": accuracy_megatron.simumax_table(),
+        "bridge": accuracy_megatron.bridge_table(),
         "claimed": f"{100 * CLAIMED:.0f} %",
         "percent": f"{100 * float(FRAGMENTS[1]):.0f} %",
         "near": _table(row for row in found if row.within <= CLAIMED),

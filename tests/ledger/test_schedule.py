@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import product
+from operator import mul
 from types import SimpleNamespace
 
 import pytest
@@ -195,24 +196,32 @@ def test_the_check_finds_a_deadlock() -> None:
 # --- what is held ---------------------------------------------------------------------------------------------------
 
 
-def moments(steps: Order) -> list[tuple[set[tuple[int, int]], set[tuple[int, int]], ScheduledPass]]:
-    """(micro-batch, chunk) waiting for their backward and for their weight step, while each step runs."""
+Held = set[tuple[int, int]]
+"""Micro-batches and chunks."""
+
+
+def moments(steps: Order) -> list[tuple[Held, Held, ScheduledPass, set[int]]]:
+    """What waits for its backward and for its weight step as each step begins, and the chunks that have gradients."""
     splits = any(step.work is Work.WEIGHT for step in steps)
-    whole: set[tuple[int, int]] = set()
-    half: set[tuple[int, int]] = set()
+    whole: Held = set()
+    half: Held = set()
+    learned: set[int] = set()
     found = []
     for step in steps:
         who = (step.micro_batch, step.chunk)
+        found.append((set(whole), set(half), step, set(learned)))
         if step.work is Work.FORWARD:
             assert who not in whole
             whole.add(who)
-        found.append((set(whole), set(half), step))
         if step.work is Work.BACKWARD:
             whole.remove(who)
             if splits:
                 half.add(who)
+            else:
+                learned.add(step.chunk)
         if step.work is Work.WEIGHT:
             half.remove(who)
+            learned.add(step.chunk)
     assert not whole
     assert not half
     return found
@@ -221,54 +230,88 @@ def moments(steps: Order) -> list[tuple[set[tuple[int, int]], set[tuple[int, int
 PRICES = st.lists(st.integers(0, 50), min_size=4, max_size=4)
 
 
-@given(cases(), PRICES, PRICES, PRICES, PRICES)
+@given(cases(), *[PRICES] * 7)
 def test_the_dearest_occupancy_is_the_dearest_moment(
-    case: Case, whole_price: list[int], half_price: list[int], backward_price: list[int], weight_price: list[int]
+    case: Case,
+    whole_price: list[int],
+    half_price: list[int],
+    learned_price: list[int],
+    forward_price: list[int],
+    backward_price: list[int],
+    weight_price: list[int],
+    fresh_price: list[int],
 ) -> None:
-    adds = {Work.FORWARD: [0] * 4, Work.BACKWARD: backward_price, Work.WEIGHT: weight_price}
+    """Where nobody asks what has learned it costs nothing, and backwards are alike."""
+    adds = {Work.FORWARD: forward_price, Work.BACKWARD: backward_price, Work.WEIGHT: weight_price}
 
-    def price(state: Occupancy) -> int:
+    def above(step: ScheduledPass, learned: bool, learning: int) -> int:
+        fresh = fresh_price[step.chunk] if learning and not learned and step.work is not Work.FORWARD else 0
+        return adds[step.work][step.chunk] + fresh
+
+    def price(state: Occupancy, learning: int) -> int:
         assert state.step is not None
         held = zip((*state.forward, *state.weight), (*whole_price[: len(state.forward)], *half_price), strict=False)
-        return sum(count * bytes_ for count, bytes_ in held) + adds[state.step.work][state.step.chunk]
+        gradients = sum(map(mul, state.learned, learned_price))
+        learned = bool(learning) and state.learned[state.step.chunk] == 1
+        return sum(count * bytes_ for count, bytes_ in held) + gradients + above(state.step, learned, learning)
 
-    for steps in orders_of(case):
+    for steps, learning in product(orders_of(case), (0, case[-1])):
         brute = max(
             sum(whole_price[chunk] for _, chunk in whole)
             + sum(half_price[chunk] for _, chunk in half)
-            + adds[step.work][step.chunk]
-            for whole, half, step in moments(steps)
+            + sum(learned_price[chunk] for chunk in learned if learning)
+            + above(step, step.chunk in learned, learning)
+            for whole, half, step, learned in moments(steps)
         )
-        assert max(map(price, occupancies(steps))) == brute
+        assert max(price(state, learning) for state in occupancies(steps, learning=learning)) == brute
 
 
 @given(cases())
 def test_occupancies_are_few_and_happen(case: Case) -> None:
-    virtual_stages = case[-1]
+    chunks = range(case[-1])
     for steps in orders_of(case):
+        found = moments(steps)
         happened = {
             (
-                tuple(sum(c == chunk for _, c in whole) for chunk in range(virtual_stages)),
-                tuple(sum(c == chunk for _, c in half) for chunk in range(virtual_stages)),
+                tuple(sum(c == chunk for _, c in whole) for chunk in chunks),
+                tuple(sum(c == chunk for _, c in half) for chunk in chunks),
                 step,
+                tuple(int(chunk in learned) for chunk in chunks),
             )
-            for whole, half, step in moments(steps)
+            for whole, half, step, learned in found
         }
-        states = occupancies(steps)
-        assert {(state.forward, state.weight, state.step) for state in states} <= happened
-        assert len(set(states)) == len(states) <= 4 * virtual_stages
-        assert peak_in_flight(steps) == max(len(whole) + len(half) for whole, half, _ in moments(steps))
+        states = occupancies(steps, learning=len(chunks))
+        assert {(state.forward, state.weight, state.step, state.learned) for state in states} <= happened
+        assert len(set(states)) == len(states) <= 9 * len(chunks)
+        times = [steps.index(state.step) for state in states if state.step is not None]
+        assert times == sorted(times)
+        assert peak_in_flight(steps) == max(len(whole) + len(half) for whole, half, _, _ in found)
         peaks = in_flight(steps)
         assert peaks.step is None
-        assert peaks.forward == tuple(map(max, zip(*(forward for forward, _, _ in happened), strict=True)))
-        assert peaks.weight == tuple(map(max, zip(*(weight for _, weight, _ in happened), strict=True)))
+        assert peaks.forward == tuple(map(max, zip(*(forward for forward, _, _, _ in happened), strict=True)))
+        assert peaks.weight == tuple(map(max, zip(*(weight for _, weight, _, _ in happened), strict=True)))
+
+
+def test_devices_learn_from_their_last_chunk_on() -> None:
+    """4 stages of 2 chunks, 8 micro-batches: 11 chunks are in flight when backwards begin, and no gradients are there;
+    they are of the last chunk alone when those of the first begin."""
+    states = stage_occupancies(ONE_F_ONE_B, stage=0, stages=4, micro_batches=8, virtual_stages=2, learning=True)
+    backwards = [s for s in states if s.step and s.step.work is Work.BACKWARD]
+    first = {chunk: next(s for s in backwards if s.step and s.step.chunk == chunk) for chunk in (0, 1)}
+    assert (first[1].forward, first[1].learned) == ((7, 4), (0, 0))
+    assert (first[0].total, first[0].learned) == (11, (0, 1))
 
 
 def assert_truncation_changes_nothing(case: Case) -> None:
     schedule, stages, micro_batches, virtual_stages = case
-    for stage, steps in enumerate(orders_of(case)):
-        assert occupancies(steps) == stage_occupancies(
-            schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages
+    for (stage, steps), learning in product(enumerate(orders_of(case)), (False, True)):
+        assert occupancies(steps, learning=virtual_stages if learning else 0) == stage_occupancies(
+            schedule,
+            stage=stage,
+            stages=stages,
+            micro_batches=micro_batches,
+            virtual_stages=virtual_stages,
+            learning=learning,
         )
 
 

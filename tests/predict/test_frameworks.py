@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from benchmarks import accuracy_megatron, megatron_golden, simumax
+from benchmarks import accuracy_megatron, bridge, megatron_golden, simumax
 
 from jettison.cli.main import run as command
 from jettison.errors import UsageError
@@ -116,6 +116,23 @@ def test_copies_of_fp16_gradients_stay_until_the_next_step() -> None:
     assert timeline[Phase.AFTER] - timeline[Phase.BEFORE] == 4 * stage.static.parameters // 2
 
 
+@pytest.mark.parametrize(
+    ("precision", "state", "in_a_step"), [("bf16-aware", 6, 10), ("bf16-aware-grad32", 6, 12), ("bf16-bridge", 8, 16)]
+)
+def test_precision_aware_optimizers_hold_moments_in_bf16(precision: str, state: int, in_a_step: int) -> None:
+    stage = forecast(made(precision=precision, gradients="upfront")).worst
+    parameters = stage.static.parameters // 2
+    assert stage.static.state == state * parameters
+    step = next(moment for moment in stage.timeline() if moment.phase is Phase.OPTIMIZER)
+    assert step.nbytes == in_a_step * parameters
+
+
+@pytest.mark.parametrize("more", [{"optimizer": "muon"}, {"states_on_host": "deepspeed", "zero": 2, "dp": 2}])
+def test_precision_aware_optimizers_are_adamw_on_the_device(more: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="precision-aware optimizer is adamw, on the device"):
+        made(precision="bf16-aware", **more)
+
+
 def test_adamw_as_torch_runs_it_by_default_makes_a_root_of_every_second_moment() -> None:
     fused, foreach = (forecast(made(precision="fp32", optimizer=word)).worst for word in ("adamw", "adamw-foreach"))
     parameters = fused.static.parameters // 4
@@ -144,7 +161,7 @@ def test_received_inputs_and_their_gradients_stay_between_steps(pp: int, virtual
         after, before = (next(m for m in s.timeline() if m.phase is Phase.AFTER).nbytes for s in (one, other))
         assert after - before == 2 * each * receiving
         around = each * (2 if virtual > 1 else int(index > 0))
-        assert one.load.around == around
+        assert one.load.variables == around
         assert one.peak.nbytes - other.peak.nbytes >= around
 
 
@@ -307,3 +324,8 @@ def test_simumax_runs() -> None:
         max(abs(p / m - 1) for row in simumax.rows() for p, m in zip(row.predicted(), row.measured, strict=True))
         < 0.0004
     )
+
+
+def test_runs_of_megatron_bridge() -> None:
+    errors = [row.predicted() / row.gb - 1 for row in bridge.rows()]
+    assert [round(100 * error) for error in errors] == [-4, -4, -2, -2, -2, -2, 0, -3]

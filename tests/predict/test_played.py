@@ -28,6 +28,9 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
         {"tp": 8, "pp": 8, "virtual_stages": 3, "micro_batches": 16, "recompute": "selective"},
     ),
     "gpipe, buffers": ("llama3-8b", {"pp": 4, "micro_batches": 8, "schedule": "gpipe", "gradients": "upfront"}),
+    "gpipe": ("llama3-8b", {"pp": 4, "micro_batches": 8, "schedule": "gpipe"}),
+    "interleaved": ("llama3-8b", {"pp": 4, "virtual_stages": 2, "micro_batches": 8}),
+    "as many micro-batches as stages": ("llama3-8b", {"pp": 4, "micro_batches": 4}),
     "outputs kept": ("llama3-8b", {"pp": 4, "micro_batches": 8, "keep_stage_outputs": True}),
     "offloaded": ("llama3-8b", {"dp": 8, "zero": 3, "recompute": "full", "offload": True}),
 }
@@ -44,14 +47,6 @@ def test_the_highest_instant_is_the_ledgers_peak(case: str) -> None:
     model, asked = EXACT[case]
     memory, _, stages = played(model, **asked)
     assert [stage.peak.nbytes for stage in stages] == [stage.peak.nbytes for stage in memory.stages]
-
-
-@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 2)])
-def test_gradients_that_appear_one_by_one_are_never_above_it(schedule: str, virtual: int) -> None:
-    memory, _, stages = played("llama3-8b", pp=4, micro_batches=8, schedule=schedule, virtual_stages=virtual)
-    for mine, theirs in zip(stages, memory.stages, strict=True):
-        assert mine.peak.nbytes <= theirs.peak.nbytes
-        assert mine.peak.nbytes >= theirs.peak.nbytes - mine.gradient_bytes
 
 
 @pytest.mark.parametrize("case", EXACT)

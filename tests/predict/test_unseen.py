@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from benchmarks import unseen_page
 from benchmarks.megatron_golden import MORE, facts, golden, why_not
+from benchmarks.unsplit_blocks import unsplit_mib
 
 from jettison.cost.pipeline import schedule_seconds
 from jettison.errors import UsageError
@@ -178,3 +179,9 @@ def test_stages_without_a_layer_are_named() -> None:
     """Six layers over eight chunks, as one of Megatron's tests has them."""
     with pytest.raises(UsageError, match=r"both ends have none; if that is meant, give --stage-layers 0,1,.*1,0"):
         run_of("llama3-8b", RunRequest(pp=17, virtual_stages=2))
+
+
+@pytest.mark.parametrize(("tp", "layers", "expected"), [(1, 6, 1), (2, 6, 1), (4, 6, 7), (4, 12, 13)])
+def test_blocks_that_are_not_split_count_as_allocated(tp: int, layers: int, expected: int) -> None:
+    """A MiB for each layer's queries, keys and values where they are of 3 MiB, and one for the whole."""
+    assert unsplit_mib(tp, layers=layers, micro_batches=2) == expected

@@ -18,7 +18,7 @@ from jettison.predict.whole_plan import choose_with_whole
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Schedule
 from jettison.spec.presets import preset
-from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.run import Gradients, Mode, Recompute, Run
 from jettison.units import GIB
 
 A100 = hardware("a100-80gb")
@@ -42,25 +42,33 @@ def steps_of(run: Run, stage: int) -> list[tuple[Work, tuple[int, int], bool]]:
 
 
 def counted(run: Run, stage: Stage, whole: Stage) -> int:
-    """The most bytes of a device's forwards and backwards, where gradients are in buffers from the start.
+    """The most bytes of a device's forwards and backwards, and of its optimizer.
 
     Args:
         stage, whole: of the run without any micro-batch whole, and with all of them.
     """
-    base = stage.load.fixed + stage.load.state + stage.load.gradient_bytes
+    base = stage.load.fixed + stage.load.state
+    upfront = run.gradients is Gradients.UPFRONT
+    gradients = {c: _gradients(units) for c, units in enumerate(stage.load.chunks) if upfront}
     held: dict[tuple[int, int], int] = {}
-    highest = base
+    highest = base + stage.load.gradient_bytes + stage.load.optimizer_transient
     for work, key, kept in steps_of(run, stage.index):
         chunk = (whole if kept else stage).load.chunks[key[1]]
         size = sum(len(unit.names) * unit.resident for unit in chunk)
+        there = base + sum(held.values()) + sum(gradients.values())
         if work is Work.FORWARD:
-            highest = max(highest, base + sum(held.values()) + _forward(chunk))
+            highest = max(highest, there + _forward(chunk))
             held[key] = size
             continue
-        highest = max(highest, base + sum(held.values()) - size + _backward(chunk))
+        highest = max(highest, there - size + _backward(chunk, fresh=key[1] not in gradients))
         if work is Work.WEIGHT or run.layout.schedule is not Schedule.ZERO_BUBBLE:
             del held[key]
+            gradients[key[1]] = _gradients(chunk)
     return highest
+
+
+def _gradients(chunk: tuple[Unit, ...]) -> int:
+    return sum(len(unit.names) * unit.gradient for unit in chunk)
 
 
 def _forward(chunk: tuple[Unit, ...]) -> int:
@@ -72,14 +80,14 @@ def _forward(chunk: tuple[Unit, ...]) -> int:
     return highest
 
 
-def _backward(chunk: tuple[Unit, ...]) -> int:
-    """From the chunk's own bytes on."""
+def _backward(chunk: tuple[Unit, ...], *, fresh: bool) -> int:
+    """From the chunk's own bytes on; ``fresh``: its gradients appear."""
     level = sum(len(unit.names) * unit.resident for unit in chunk)
     highest = 0
     for unit in reversed(chunk):
         for _ in unit.names:
-            highest = max(highest, level + unit.adding_peak)
-            level -= unit.resident
+            highest = max(highest, level + (unit.backward_peak if fresh else unit.adding_peak))
+            level += (unit.gradient if fresh else 0) - unit.resident
     return highest
 
 
@@ -89,13 +97,15 @@ def _backward(chunk: tuple[Unit, ...]) -> int:
     rounds=st.integers(1, 6),
     mode=st.sampled_from(["selective", "full", "every:2", "block:1"]),
     schedule=st.sampled_from(["1f1b", "gpipe", "zero-bubble"]),
-    whole=st.integers(1, 14),
+    whole=st.integers(0, 14),
+    gradients=st.sampled_from(["one-by-one", "upfront"]),
 )
 def test_the_peak_is_that_of_every_step(
-    shape: tuple[int, int], rounds: int, mode: str, schedule: str, whole: int
+    shape: tuple[int, int], rounds: int, mode: str, schedule: str, whole: int, gradients: str
 ) -> None:
     stages, chunks = shape
     flags = {"pp": stages, "micro_batches": stages * rounds, "recompute": mode, "seq": 256, "kernels": "megatron"}
+    flags |= {"gradients": gradients}
     flags |= {"virtual_stages": chunks} if chunks > 1 else {"schedule": schedule}
     run = with_whole(run_of("gpt2-medium" if stages == 4 and chunks == 3 else "gpt2", **flags), whole)
     found, none, every = forecast(run), forecast(with_whole(run, 0)), forecast(plain(run))

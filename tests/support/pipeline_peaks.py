@@ -143,7 +143,7 @@ class Counted:
 
 
 TWO = (
-    Case(family="gpt2", stage_layers=(3, 2)),
+    Case(family="gpt2", stage_layers=(3, 2), micro_batches=2),
     Case(family="llama", stage_layers=(3, 2), full=True),
     Case(family="llama", stage_layers=(2, 1, 2, 0), micro_batches=8),
 )
@@ -152,6 +152,14 @@ FOUR = (
     Case(family="llama", stage_layers=(3, 2, 2, 1), micro_batches=8, full=True),
     Case(family="llama", stage_layers=(2, 1, 1, 1, 1, 1, 1, 0), micro_batches=12),
     Case(family="gpt2", stage_layers=(2, 1, 1, 1, 1, 1, 1, 1), micro_batches=12, full=True),
+    # the fullest state comes once, before some chunks, or all, have gradients
+    Case(family="gpt2", stage_layers=(3, 2, 2, 1), micro_batches=4),
+    Case(family="llama", stage_layers=(2, 1, 1, 1, 1, 1, 1, 0), micro_batches=8),
+    Case(family="gpt2", stage_layers=(2, 1, 1, 1, 1, 1, 1, 1), micro_batches=4),
+)
+ALL_FORWARDS_FIRST = (
+    Case(family="gpt2", stage_layers=(3, 2), schedule="gpipe"),
+    Case(family="llama", stage_layers=(3, 2), micro_batches=3, schedule="gpipe", full=True),
 )
 
 

@@ -96,7 +96,7 @@ _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "gradients": frozenset({"gradient", "pending", "copies"}),
         "optimizer state": frozenset({"state"}),
         "activations in flight": frozenset({"resident", "sent"}),
-        ASIDE: frozenset({"received", "around", "passed"}),
+        ASIDE: frozenset({"received", "around", "variables", "batches", "passed"}),
         "transients": frozenset({"forward_peak", "backward_peak", "adding_peak", "optimizer_transient"}),
     }
 )

@@ -155,9 +155,10 @@ def _paged(elements: int, kind: Optimizer) -> int:
 def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optimizer, *, in_layer: bool) -> int:
     """Bytes of the optimizer's own state for ``elements`` of a weight; the master copy is not among them.
 
-    Moments have the dtype of what the optimizer updates: fp32 where there is a master copy.
+    Moments have the dtype of what the optimizer updates, fp32 where there is a master copy, unless a precision says
+    otherwise.
     """
-    moment = DTYPE_BYTES[precision.master or precision.parameter]
+    moment = DTYPE_BYTES[precision.moment or precision.master or precision.parameter]
     matrix = len(weight.shape) >= 2
     match kind:
         case Optimizer.ADAMW | Optimizer.ADAMW_FOREACH:

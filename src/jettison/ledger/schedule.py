@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cache, lru_cache
 from itertools import product
 from math import lcm
-from operator import add, ge
+from operator import add, ge, itemgetter
 
 from jettison.errors import UsageError
 from jettison.spec.layout import Schedule
@@ -45,16 +45,19 @@ class Occupancy:
     """What a device holds as ``step`` starts, in micro-batches for each chunk.
 
     Args:
-        forward: through their forward and not yet through their backward, the one that ``step`` is about included.
+        forward: through their forward and not yet through their backward, the one that a backward is about included.
         weight: through the first half of a split backward and not yet through the second.
-        step: the backward or weight step about to run; None where the counts are not of one moment.
+        step: what is about to run; None where the counts are not of one moment.
         passed: outputs, of what is not alive any more, and gradients of inputs that have been sent, where they count.
+        learned: by chunk, one where a backward, or a weight step of a split one, has run, so that gradients are there;
+            of forwards that count apart their own chunk's. Empty where it does not matter.
     """
 
     forward: tuple[int, ...]
     weight: tuple[int, ...]
     step: ScheduledPass | None = None
     passed: int = 0
+    learned: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
@@ -218,42 +221,55 @@ Sending = tuple[int, ...]
 """By chunk, what it sends for each micro-batch: one if its output, and one more if the gradient of its input."""
 
 
-def occupancies(order: Sequence[ScheduledPass], chunks: int = 0, sending: Sending = ()) -> tuple[Occupancy, ...]:
-    """The states worth pricing while a device works through ``order``.
+def occupancies(
+    order: Sequence[ScheduledPass], chunks: int = 0, sending: Sending = (), learning: int = 0
+) -> tuple[Occupancy, ...]:
+    """The states worth pricing while a device works through ``order``, as they come.
 
-    Take the state just before each backward and each weight step, priced at so many bytes for each chunk, whole or
-    half, plus whatever that kind of work on that chunk adds. The dearest of the states returned is the dearest of all,
-    at any prices of zero or more: left out are repetitions, states that hold no more of anything than another before
-    the same work on the same chunk, and states halfway between two others.
+    Take the state just before each step, priced at so many bytes for each chunk, whole or half, and for each chunk that
+    has learned, plus whatever that kind of work on that chunk adds, which may differ where the chunk has learned. The
+    dearest of the states returned is the dearest of all, at any prices of zero or more: left out are repetitions,
+    states that hold no more of anything than another before the same work on the same chunk, and states halfway between
+    two others.
 
     Args:
         chunks: of the device; left out, as many as there are in ``order``.
         sending: whose transfers count, as a price of their own; left out, none.
+        learning: chunks that learn, where that matters: those from there on are the first ones' again.
 
     Raises:
         UsageError: ``order`` has no backward, so that there is no such state.
     """
-    groups: defaultdict[tuple[Work, int], dict[tuple[int, ...], Occupancy]] = defaultdict(dict)
-    for state in _replay(order, chunks or 1 + max((step.chunk for step in order), default=0), sending):
-        assert state.step is not None
-        counts = (*state.forward, *state.weight, state.passed)
-        groups[state.step.work, state.step.chunk].setdefault(counts, state)
-    if not groups:
+    groups: defaultdict[tuple[Work, int, int], dict[tuple[int, ...], tuple[int, Occupancy]]] = defaultdict(dict)
+    backwards = 0
+    count = chunks or 1 + max((step.chunk for step in order), default=0)
+    for number, state in enumerate(_replay(order, count, sending, learning)):
+        step = state.step
+        assert step is not None
+        adds = learning and state.learned[step.chunk % learning]
+        backwards += step.work is not Work.FORWARD
+        counts = (*state.forward, *state.weight, state.passed, *state.learned)
+        kind = step.work, step.chunk, 0 if step.work is Work.FORWARD else adds
+        groups[kind].setdefault(counts, (number, state))
+    if not backwards:
         raise UsageError(f"got an order of {len(order)} steps without a backward; expected one that `order` gives")
-    return tuple(states[counts] for states in groups.values() for counts in _maximal(_ends(list(states))))
+    kept = [states[counts] for states in groups.values() for counts in _maximal(_ends(list(states)))]
+    return tuple(state for _, state in sorted(kept, key=itemgetter(0)))
 
 
-def _replay(order: Sequence[ScheduledPass], chunks: int, sending: Sending) -> Iterator[Occupancy]:
-    """The state before each step that lets go of something."""
+def _replay(order: Sequence[ScheduledPass], chunks: int, sending: Sending, learning: int) -> Iterator[Occupancy]:
+    """The state before each step."""
     split = any(step.work is Work.WEIGHT for step in order)
-    forward, weight, passed = [0] * chunks, [0] * chunks, 0
+    forward, weight, passed, learned = [0] * chunks, [0] * chunks, 0, [0] * learning
     for step in order:
+        yield Occupancy(tuple(forward), tuple(weight), step, passed, tuple(learned))
         if step.work is Work.FORWARD:
             forward[step.chunk] += 1
             continue
-        yield Occupancy(tuple(forward), tuple(weight), step, passed)
         if sending and not (split and step.work is Work.BACKWARD):
             passed += sending[step.chunk % len(sending)]
+        if learning and not (split and step.work is Work.BACKWARD):
+            learned[step.chunk % learning] = 1
         if step.work is Work.WEIGHT:
             weight[step.chunk] -= 1
             continue
@@ -286,6 +302,7 @@ def stage_occupancies(
     group: int = 0,
     whole: int = 0,
     sending: Sending = (),
+    learning: bool = False,
 ) -> tuple[Occupancy, ...]:
     """The `occupancies` of one device, without replaying thousands of micro-batches.
 
@@ -297,6 +314,7 @@ def stage_occupancies(
         whole: where above 0, forwards that keep everything, so many of each `window`, count as those of chunks of their
             own: chunk c of them is chunk v + c. Which they are repeats itself with the order and with the window.
         sending: see `occupancies`; of micro-batches that are not replayed all has passed.
+        learning: it matters which chunks have learned.
 
     Raises:
         UsageError: see `order`.
@@ -310,15 +328,14 @@ def stage_occupancies(
     else:
         replayed = min(micro_batches, 3 * turn + left)
     if not whole:
-        found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, group, 1, 0, sending)
+        found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, group, 1, 0, sending, learning)
         return _later(found, (micro_batches - replayed) * sum(sending))
     size = window(schedule, stage=stage, **sizes)
     if schedule is not Schedule.GPIPE:
         periods = lcm(size, turn * virtual_stages) // (turn * virtual_stages)
         replayed = min(micro_batches, (3 + periods) * turn + left)
-    found = _order_occupancies(
-        schedule, stage, stages, replayed, virtual_stages, group, size, min(whole, size), sending
-    )
+    kept = min(whole, size)
+    found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, group, size, kept, sending, learning)
     return _later(found, (micro_batches - replayed) * sum(sending))
 
 
@@ -337,13 +354,15 @@ def _order_occupancies(
     size: int,
     whole: int,
     sending: Sending,
+    learning: bool,
 ) -> tuple[Occupancy, ...]:
     steps = order(
         schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages, group=group
     )
+    learns = virtual_stages if learning else 0
     if not whole:
-        return occupancies(steps, sending=sending)
-    return occupancies(tuple(apart(steps, virtual_stages, size, whole)), 2 * virtual_stages, sending)
+        return occupancies(steps, 0, sending, learns)
+    return occupancies(tuple(apart(steps, virtual_stages, size, whole)), 2 * virtual_stages, sending, learns)
 
 
 def apart(steps: Sequence[ScheduledPass], chunks: int, size: int, whole: int) -> Iterator[ScheduledPass]:

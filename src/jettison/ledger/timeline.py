@@ -10,15 +10,16 @@ the optimizer's, the bytes allocated are, at the worst moment of
     optimizer step         fixed + state + all gradients + transient
 
 where q runs over the units of the chunk at work and `in flight` is what other micro-batches, and other chunks, hold.
-Gradients appear one by one in the first backward of a step (PyTorch, where zero_grad sets them to None), or live in
-buffers from the start (Megatron's and DDP's buckets). From the second micro-batch on all are there, and each new
-contribution lives beside them until it has been added. Before the first optimizer step ever there is no state but the
+Gradients live in buffers from the start (Megatron's and DDP's buckets), or appear one by one in the first backward of a
+step (PyTorch, where zero_grad sets them to None): a chunk's in the chunk's own first backward, and devices begin with
+their last chunk. So a state says which chunks have learned. To what is there each new contribution lives beside it
+until it has been added. Before the first optimizer step ever there is no state but the
 master copy of the parameters, which is made with the optimizer (`master`): step 0 is lower than step 1, and the same
 run may fit in the one and not in the other. What the first backward ever brings (`late`: the workspace of its thread's
 products) is not there before, either. A chunk that has nothing in flight may hold the last input that it was sent, and
 its gradient (`received`); of one that has, the last input is among what is in flight. While any is, there may be more
-beside them (`around`): what the schedule has just sent, and the batch itself. Or all that a step has sent so far
-(`passed`).
+beside them (`around`): what the schedule has just sent, and the batch itself; or what its code's variables still name
+once a backward of the step has run (`variables`); or all that a step has sent so far (`passed`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from operator import add, itemgetter, mul
 
-from jettison.ledger.schedule import Occupancy, Sending
+from jettison.ledger.schedule import Occupancy, Sending, Work
 from jettison.spec.run import Gradients
 
 
@@ -87,9 +88,10 @@ class Unit:
 class StageLoad:
     """Everything that decides a stage's bytes over a step.
 
-    ``occupancies`` are the states before a backward: how many micro-batches each chunk has in flight. ``sent`` is what
-    is held of each of them beside its residents (a stage output that was sent and not let go). ``twins``: the second
-    half of the chunks is the first half again, of micro-batches that are kept whole.
+    ``occupancies`` are the states before passes: how many micro-batches each chunk has in flight, and which chunks have
+    learned; where they do not say it, all have. ``sent`` is what is held of each of them beside its residents (a stage
+    output that was sent and not let go). ``twins``: the second half of the chunks is the first half again, of
+    micro-batches that are kept whole.
     """
 
     chunks: tuple[tuple[Unit, ...], ...]
@@ -108,7 +110,10 @@ class StageLoad:
     received: int = 0  # of each chunk from number ``receives`` on
     receives: int = 0
     around: int = 0
+    variables: int = 0
     batches: int = 0  # of all micro-batches, where a step keeps them; ``around`` has those before the one at work
+    shards: int = 0  # of gradients that are whole until a step's end: what the optimizer has of them
+    reducing: int = 0  # there while they are reduced
     passed: int = 0  # of each transfer that has passed
     sending: Sending = ()
 
@@ -120,10 +125,14 @@ class StageLoad:
         return self.received * sum(not any(alive[chunk::own]) for chunk in range(self.receives, own))
 
     @property
+    def own(self) -> tuple[tuple[Unit, ...], ...]:
+        """Chunks without those that are others again."""
+        return self.chunks[: len(self.chunks) // 2] if self.twins else self.chunks
+
+    @property
     def gradient_bytes(self) -> int:
         """Of all units."""
-        own = self.chunks[: len(self.chunks) // 2] if self.twins else self.chunks
-        return sum(len(unit.names) * unit.gradient for chunk in own for unit in chunk)
+        return sum(map(_gradients, self.own))
 
     @property
     def entered(self) -> tuple[bool, ...]:
@@ -131,6 +140,18 @@ class StageLoad:
         if not self.twins:
             return (True,) * len(self.chunks)
         return tuple(any(counts) for counts in zip(*(o.forward for o in self.occupancies), strict=True))
+
+    def adds(self, state: Occupancy) -> bool:
+        """Does the backward that a state is about find its chunk's gradients there?"""
+        if self.gradients is Gradients.UPFRONT or not state.learned or state.step is None:
+            return True
+        return bool(state.learned[state.step.chunk % len(state.learned)])
+
+    def learned_bytes(self, learned: Sequence[int]) -> int:
+        """Gradients that are there in a state."""
+        if self.gradients is Gradients.UPFRONT or all(learned):
+            return self.gradient_bytes
+        return sum(_gradients(chunk) for chunk, has in zip(self.own, learned, strict=True) if has)
 
     def held(self, chunk: int) -> int:
         """What one micro-batch's forward through a chunk leaves behind."""
@@ -190,14 +211,11 @@ def _rows(stage: StageLoad, first_step: bool, each: bool) -> Iterator[_Row]:
         if entered:
             alone = stage.idle((*nothing[:chunk], 1, *nothing[chunk + 1 :])) if idle else 0
             yield from _at(base - late + alone, rows, 0)
-    held = [stage.held(chunk) for chunk in range(len(stage.chunks))]
-    missing = late if stage.micro_batches == 1 else 0
-    first = [pick(_backward(chunk, not upfront, each, missing)) for chunk in stage.chunks]
-    yield from _backwards(stage, base, held, forward, first, missing)
-    if stage.micro_batches > 1 and not upfront:
-        adding = [pick(_backward(chunk, False, each)) for chunk in stage.chunks]
-        yield from _backwards(stage, base + all_gradients, held, forward, adding)
+    yield from _states(stage, base, forward, late, each)
     there = stage.fixed + stage.state + stage.copies + between + stage.batches
+    if stage.shards:
+        yield base + between + stage.reducing, Phase.BACKWARD, "", -1
+        all_gradients = stage.shards
     yield there + all_gradients + stage.optimizer_transient, Phase.OPTIMIZER, "", -1
     yield there + (all_gradients if upfront else 0), Phase.AFTER, "", -1
 
@@ -211,33 +229,40 @@ def _at(level: int, rows: _Rows, micro_batch: int) -> Iterator[_Row]:
     return ((level + nbytes, phase, where, micro_batch) for nbytes, phase, where in rows)
 
 
-def _backwards(
-    stage: StageLoad,
-    base: int,
-    held: Sequence[int],
-    forward: Sequence[_Rows],
-    backward: Sequence[_Rows],
-    missing: int = 0,
-) -> Iterator[_Row]:
-    """From each of the fullest states: the forwards that led to it, and the backward that starts from it.
+def _states(stage: StageLoad, base: int, forward: Sequence[_Rows], late: int, each: bool) -> Iterator[_Row]:
+    """The pass that comes next, of each of the fullest states.
 
     Args:
-        held: bytes that one micro-batch's forward leaves behind, by chunk, as ``forward`` and ``backward`` are.
-        missing: bytes of ``base`` that no forward has yet.
+        forward: by chunk.
+        late: bytes of ``base`` that the step's first backward brings.
     """
+    pick = list if each else _highest
     base += stage.around
-    for occupancy in stage.occupancies:
-        alive = list(map(add, occupancy.forward, occupancy.weight))
-        level = base + sum(map(mul, alive, held)) + sum(alive) * stage.sent
+    held = [stage.held(chunk) for chunk in range(len(stage.chunks))]
+    upfront = stage.gradients is Gradients.UPFRONT
+    backward: dict[tuple[int, bool, int], _Rows] = {}
+    for state in stage.occupancies:
+        alive = list(map(add, state.forward, state.weight))
+        begun = any(state.learned or (1,))  # backwards have
+        missing = 0 if stage.micro_batches > 1 and begun else late
+        level = base + sum(map(mul, alive, held)) + sum(alive) * stage.sent + stage.passed * state.passed
+        level += (0 if upfront else stage.learned_bytes(state.learned)) + (stage.variables if begun else 0)
+        chunk, number = (0, 0) if state.step is None else (state.step.chunk, state.step.micro_batch)
+        enters = state.step is not None and state.step.work is Work.FORWARD
         if stage.received:
+            alive[chunk] += enters  # what it is sent comes in the last one's place
             level += stage.idle(alive)
-        level += stage.passed * occupancy.passed
-        step = occupancy.step
-        number = 0 if step is None else step.micro_batch
-        for rows, alive_here, nbytes in zip(forward, occupancy.forward, held, strict=True):
-            if alive_here:
-                yield from _at(level - nbytes - missing, rows, number)
-        yield from _at(level, backward[0 if step is None else step.chunk], number)
+        if enters:
+            yield from _at(level - missing, forward[chunk], number)
+            continue
+        key = chunk, stage.adds(state), missing
+        if key not in backward:
+            backward[key] = pick(_backward(stage.chunks[chunk], not key[1], each, missing))
+        yield from _at(level, backward[key], number)
+
+
+def _gradients(chunk: Sequence[Unit]) -> int:
+    return sum(len(unit.names) * unit.gradient for unit in chunk)
 
 
 def _forward(chunk: Sequence[Unit], each: bool) -> Iterator[tuple[int, Phase, str]]:

@@ -191,8 +191,9 @@ def _key(stage: Stage) -> tuple[object, ...]:
     """Stages with equal keys have equal answers."""
     groups = tuple((group.part.region, len(group.names)) for chunk in stage.groups for group in chunk)
     load = stage.load
-    beside = load.fixed, load.sent, load.received, load.receives, load.around, load.passed, load.sending
-    return groups, tuple((o.forward, o.weight) for o in load.occupancies), beside
+    beside = load.fixed, load.sent, load.received, load.receives, load.around, load.variables, load.batches
+    states = tuple((o.forward, o.weight, o.learned, o.step and (o.step.work, o.step.chunk)) for o in load.occupancies)
+    return groups, states, beside, load.passed, load.sending
 
 
 def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:

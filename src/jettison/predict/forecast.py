@@ -17,7 +17,7 @@ from jettison.ledger.record import SavedTensor
 from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.gathered import whole_in_flight
+from jettison.predict.gathered import reducing, whole_in_flight
 from jettison.predict.set_aside import kept_batches, loader_mask, packed_batch, set_aside
 from jettison.predict.stage_buffers import buffer_bytes, sending, sent_last, stream_bytes
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
@@ -25,6 +25,7 @@ from jettison.predict.states_on_host import HostStates, device_buffer, host_stat
 from jettison.predict.timeline_units import units
 from jettison.predict.whole_tensors import muon_step_bytes, with_whole_tensors
 from jettison.spec.kernels import Device
+from jettison.spec.layout import Schedule
 from jettison.spec.precision import Optimizer
 from jettison.spec.run import Gradients, Recompute, Run
 from jettison.spec.states_on_host import StatesOnHost
@@ -220,20 +221,23 @@ def _stage(
     gathered = sum(whole_in_flight(run, chunk) for chunk in chunks) if layout.resharding_differs else 0
     before, late = set_aside(run, chunks)
     aside = before + late + buffer_bytes(run, index)
-    passes = sending(run, index)
+    passes, last = sending(run, index), sent_last(run, index) if layout.stage_buffers else 0
     ends = index in (0, layout.pp - 1)
-    mask, kept = (loader_mask(run), kept_batches(run)) if ends else (0, 0)
+    mask = loader_mask(run) if run.loader_masks and ends else 0
+    kept = kept_batches(run) if run.keep_batches and ends else 0
+    whole = layout.stage_buffers and layout.keeps_whole_gradients
     load = StageLoad(
         chunks=tuple(known[id(chunk)] for chunk in (*chunks, *twins)),
         occupancies=stage_occupancies(
-            layout.schedule,
+            layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
             stage=index,
             stages=layout.pp,
-            micro_batches=run.micro_batches if layout.pp > 1 else 1,
+            micro_batches=run.micro_batches,
             virtual_stages=layout.virtual_stages,
             group=layout.micro_batch_group,
             whole=run.recompute.whole,
             sending=passes,
+            learning=run.gradients is not Gradients.UPFRONT or (layout.keeps_received and layout.virtual_stages > 1),
         ),
         micro_batches=run.micro_batches,
         fixed=total.parameters + aside + device_buffer(run, chunks) + _frozen(run),
@@ -248,8 +252,11 @@ def _stage(
         late=late,
         received=_received(run) if layout.keeps_received and layout.pp > 1 else 0,
         receives=1 if index == 0 else 0,
-        around=mask + packed_batch(run) + _around(run, index) + gathered + (run.micro_batches - 1) * kept,
+        around=mask + packed_batch(run) + last + gathered + (run.micro_batches - 1) * kept,
+        variables=_variables(run, index),
         batches=run.micro_batches * kept,
+        shards=total.gradients if whole else 0,
+        reducing=reducing(run, chunks) if whole else 0,
         passed=stream_bytes(run) if passes else 0,
         sending=passes,
     )
@@ -280,16 +287,14 @@ def _received(run: Run) -> int:
     return 2 * stream_bytes(run)
 
 
-def _around(run: Run, index: int) -> int:
-    """What a schedule's own variables hold of the passes before, from the second micro-batch on.
+def _variables(run: Run, index: int) -> int:
+    """What a schedule's own variables hold of the passes before, from the first backward on.
 
     ``megatron/core/pipeline_parallel/schedules.py``: ``input_tensor_grad``, which was sent back, until the next
     backward has returned one; with virtual stages ``output_tensor`` of the forward before a backward, too, since both
     are sent when both have run.
     """
     layout = run.layout
-    if layout.stage_buffers:
-        return sent_last(run, index)
     if not layout.keeps_received or layout.pp == 1 or run.micro_batches == 1:
         return 0
     each = _received(run) // 2

@@ -27,6 +27,11 @@ until the last one's. A pipeline's stage has weights that stay whole while any m
 behind the model: where norm and head are sharded again, none of their weights is there while it is made and
 differentiated.
 
+In a pipeline of ``torch.distributed.pipelining`` (`Layout.keeps_whole_gradients`) nothing is reduced until a stage's
+last backward (``stage.py``, ``backward_maybe_with_nosync``: ``set_requires_gradient_sync(False)``): gradients stay
+whole, in the dtype that is reduced in (``to_accumulated_grad_if_needed``, one parameter after the other), and are added
+to. Then group after group lets go of its weights, and of its gradients once they are copied (``post_backward``).
+
 Where the ends of a model have no groups of their own (`Layout.outer_ends`) they belong to the model's: whole from
 before the first layer on, and in backward until the engine's last callback, as are the gradients of both. Nothing is
 gathered for the head, and for the embedding nothing ahead.
@@ -202,6 +207,22 @@ def whole_in_flight(run: Run, groups: Sequence[RegionGroup]) -> int:
     return sum(group.part.static.gathered * len(group.names) for group in groups)
 
 
+def reducing(run: Run, chunks: Sequence[Sequence[RegionGroup]]) -> int:
+    """Beside fixed bytes, the most while a stage's gradients are reduced at the end of a step, the last chunk's first.
+
+    Whole gradients and weights of groups that come later, a buffer, which gloo copies, and shards of those before.
+    """
+    left = [group.part for chunk in reversed(chunks) for group in chunk for _ in group.names]
+    weights = 0 if run.layout.resharded else sum(part.static.gathered for part in left)
+    there, highest = weights + sum(part.static.reduced for part in left), 0
+    for part in left:
+        copied = part.static.gradients + (part.static.reduced if run.kernels.device is Device.CPU else 0)
+        there -= 0 if run.layout.resharded else part.static.gathered
+        highest = max(highest, there + part.static.reduced, there + copied)
+        there += part.static.gradients - part.static.reduced
+    return highest
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sharded:
     run: Run
@@ -215,7 +236,7 @@ class _Sharded:
         stays = sum(map(chunk.left, own)) if run.layout.pp == 1 and (chunk.kept or chunk.ranks) else 0
         forward, backward = self._segment() if len(own) > 1 else self._single(own[0])
         late, shards = (0, 0) if own[0].name == HEAD else (chunk.late, chunk.late_shards)
-        return Unit(
+        found = Unit(
             names=unit.names,
             resident=unit.resident + stays,
             whole=stays,
@@ -227,6 +248,21 @@ class _Sharded:
             is_loss=unit.is_loss,
             frozen=unit.frozen,
         )
+        whole = run.layout.stage_buffers and run.layout.keeps_whole_gradients
+        return self._whole_gradients(found) if whole else found
+
+    def _whole_gradients(self, unit: Unit) -> Unit:
+        """With gradients that stay whole: nothing is reduced beside them, and the first become as wide as they stay."""
+        run, own = self.run, self.place.own
+        rise = self.unit.backward_peak
+        before = self.place.before
+        given = 0 if before is None or not before.region.output.grad else before.region.output.nbytes
+        wide = sum(part.static.reduced for part in own)
+        if run.precision.gradient == run.precision.compute:
+            return replace(unit, backward_peak=rise, adding_peak=self.unit.adding_peak, gradient=wide)
+        last = min((w.numel for part in own for w in part.region.weights if not w.frozen), default=0)
+        turned = given + wide + last * DTYPE_BYTES[run.precision.compute] - unit.resident
+        return replace(unit, backward_peak=max(rise, turned), adding_peak=rise, gradient=wide)
 
     def _single(self, part: StageRegion) -> tuple[int, int]:
         """Of one region: how high its passes rise."""

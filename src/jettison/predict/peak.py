@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import add
+from operator import add, ge, mul
 from typing import Final
 
 from jettison.identity import Same
-from jettison.ledger.schedule import Occupancy
+from jettison.ledger.schedule import Occupancy, Work
 from jettison.ledger.timeline import StageLoad, Unit, peak
 from jettison.predict.forecast import Forecast
 from jettison.spec.run import Gradients
@@ -72,8 +72,7 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
             known[id(chunk)] = _rise(chunk)
     rises = [known[each] for each in kinds]
     upfront = load.gradients is Gradients.UPFRONT
-    own = load.chunks[: len(load.chunks) // 2] if load.twins else load.chunks
-    everything = sum(known[id(chunk)].gradients for chunk in own)
+    everything = sum(known[id(chunk)].gradients for chunk in load.own)
     always = load.fixed + load.state
     base = always + (everything if upfront else 0)
     receives = load.receives if load.received else -1
@@ -81,44 +80,48 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
     entering = max(known[id(c)].forward for c, entered in zip(load.chunks, load.entered, strict=True) if entered)
     between = load.idle((0,) * len(load.chunks))
     highest = max(
-        base + entering, base + between, always + between + load.copies + everything + load.optimizer_transient
+        base + entering,
+        base + between,
+        always + between + load.copies + load.batches + everything + load.optimizer_transient,
     )
     for number, entered in enumerate(load.entered if load.received else ()):
         if entered:
             alone = load.idle(tuple(int(other == number) for other in range(len(load.chunks))))
             highest = max(highest, base + alone + known[id(load.chunks[number])].forward)
-    adds = load.micro_batches > 1 and not upfront
+    base += load.around
+    prices = [rise.held + load.sent for rise in rises]
+    prices += [0 if upfront else rise.gradients for rise in rises]
     for state in states:
-        level = base + load.sent * state.total + load.received * state.idle + load.around
-        level += sum(n * rise.held for n, rise in zip(state.alive, rises, strict=True))
-        before = [rises[kind].forward - rises[kind].held for kind in state.entering]
+        level = base + load.received * state.idle + (load.variables if state.begun else 0)
+        level += sum(map(mul, state.counts, prices))
         work = rises[state.at_work]
-        highest = max(highest, level + max([work.adding if upfront else work.fresh, *before]))
-        if adds:
-            highest = max(highest, level + everything + max([work.adding, *before]))
+        adds = upfront or state.adds
+        level += work.forward if state.enters else work.adding if adds else work.fresh
+        highest = level if level > highest else highest
     return highest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _State:
-    """An occupancy by kinds of chunks: those alive of each, the kind at work, kinds whose forward led to it.
+    """An occupancy by kinds of chunks: those alive of each and then those that have learned, and the kind at work.
 
-    ``idle``: chunks that hold what they were sent last, for lack of anything in flight.
+    ``enters``: it runs forwards; ``adds``: backwards, to gradients that are there. ``begun``: backwards have. ``idle``:
+    chunks that hold what they were sent last, for lack of anything in flight.
     """
 
-    alive: tuple[int, ...]
+    counts: tuple[int, ...]
     at_work: int
-    entering: frozenset[int]
+    enters: bool
+    adds: bool
+    begun: bool
     idle: int
-
-    @property
-    def total(self) -> int:
-        return sum(self.alive)
 
     def covers(self, other: _State) -> bool:
         """Is nothing of the other one higher, whatever chunks hold?"""
-        within = self.at_work == other.at_work and self.entering >= other.entering and self.idle >= other.idle
-        return within and all(a >= b for a, b in zip(self.alive, other.alive, strict=True))
+        same = self.at_work == other.at_work and self.enters == other.enters and self.adds == other.adds
+        if not same or self.idle < other.idle or self.begun < other.begun:
+            return False
+        return all(map(ge, self.counts, other.counts))
 
 
 @lru_cache(maxsize=65536)
@@ -134,25 +137,37 @@ def _fullest(
     if max(pattern) >= FEW_KINDS:  # a planner's, which come once
         return tuple(states)
     kept: list[_State] = []
-    for state in sorted(states, key=lambda state: (state.total, len(state.entering)), reverse=True):
+    for state in sorted(states, key=lambda state: sum(state.counts), reverse=True):
         if not any(other.covers(state) for other in kept):
             kept.append(state)
     return tuple(kept)
 
 
 def _state(occupancy: Occupancy, pattern: tuple[int, ...], twins: bool, receives: int) -> _State:
-    alive = [0] * (1 + max(pattern))
     counts = list(map(add, occupancy.forward, occupancy.weight))
-    for kind, n in zip(pattern, counts, strict=True):
-        alive[kind] += n
     own = len(counts) // 2 if twins else len(counts)
+    learned = occupancy.learned or (1,) * own
+    step = occupancy.step
+    chunk, enters = (0, False) if step is None else (step.chunk, step.work is Work.FORWARD)
+    alive = _by_kind(counts, pattern)
+    if receives >= 0 and enters:
+        counts[chunk] += 1
     receiving = range(receives, own) if receives >= 0 else ()
     return _State(
-        alive=tuple(alive),
-        at_work=pattern[0 if occupancy.step is None else occupancy.step.chunk],
-        entering=frozenset(kind for kind, n in zip(pattern, occupancy.forward, strict=True) if n),
+        counts=(*alive, *_by_kind(learned, pattern)),
+        at_work=pattern[chunk],
+        enters=enters,
+        adds=not enters and bool(learned[chunk % own]),
+        begun=any(learned),
         idle=sum(not any(counts[chunk::own]) for chunk in receiving),
     )
+
+
+def _by_kind(counts: Sequence[int], pattern: tuple[int, ...]) -> tuple[int, ...]:
+    found = [0] * (1 + max(pattern))
+    for kind, n in zip(pattern, counts, strict=False):  # of chunks that learn there may be half as many
+        found[kind] += n
+    return tuple(found)
 
 
 def _forward_rise(chunk: Sequence[Unit]) -> int:

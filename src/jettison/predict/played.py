@@ -4,11 +4,8 @@ NOTE [ Bytes on the clock ]
 `ledger.timeline` prices the fullest states of a stage, since a peak is all that it is asked for. Here every pass of the
 schedule is played in its order, at the seconds of `predict.time`, unit by unit: a unit is given its share of the pass
 by its regions' seconds, and has the bytes of its worst moment throughout. The sum is NOTE [ What is there when ] of
-`ledger.timeline`, with one difference: where gradients appear one by one, each is there from the first backward of its
-own unit on, and not all of them from the second micro-batch on. So the highest bytes are the ledger's peak, to the
-byte, where gradients live in buffers or the fullest state comes a second time (1F1B with more micro-batches than
-stages), and at most that otherwise. What chunks without a micro-batch hold of the last one (`StageLoad.received`)
-is not played.
+`ledger.timeline`, so that the highest bytes are the ledger's peak, to the byte. What chunks without a micro-batch hold
+of the last one (`StageLoad.received`) is not played.
 
 What a layer sends to the host leaves when it has run, beside the next unit's forward, and comes back beside the next
 unit's backward. What copies take longer than that is in the pass already; a copy is shown from where it may begin, for
@@ -352,14 +349,16 @@ def _stage(
     for each in timed:
         step = each.step
         kind = FORWARD
+        more = 0
         if step.work is Work.BACKWARD:
+            more = 0 if begun else load.variables
             kind = BACKWARD if step.chunk in begun else FIRST_BACKWARD
             begun.add(step.chunk)
         number = 3 * step.chunk + kind
         profile = profiles[number]
         passes.append(PlayedPass(timed=each, profile=number, held=held, gradients=gradients, host=host))
         sent = load.sent if kind == FORWARD else -load.sent
-        held += profile.kept + sent
+        held += profile.kept + sent + more
         if load.passed and kind != FORWARD:
             held += load.passed * load.sending[step.chunk % len(load.sending)]
         gradients += profile.made

@@ -75,7 +75,7 @@ def loader_mask(run: Run) -> int:
 
 
 def kept_batches(run: Run) -> int:
-    """What each micro-batch of a step leaves on the device until the step is over; 0 where nothing keeps it.
+    """What each micro-batch of a step leaves on the device until the step is over.
 
     ``megatron/core/rerun_state_machine.py``: ``RerunDataIterator`` saves every micro-batch of an iteration for a replay
     (``--rerun-mode`` is "validate_results" by default). From pull request 4103 (21 May 2026) to 5635 (6 July), and so
@@ -83,8 +83,6 @@ def kept_batches(run: Run) -> int:
     is saved, on the first rank of tensor parallelism of the first and the last stage: three int64 and an fp32 for each
     token and the masks, whole where context parallelism shards the sequence.
     """
-    if not run.keep_batches:
-        return 0
     tokens = run.micro_batch * run.seq
     return (3 * 8 + 4) * tokens + (tokens * run.seq if run.loader_masks else 0)
 

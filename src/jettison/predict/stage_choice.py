@@ -239,7 +239,7 @@ class StageChoice:
     @cached_property
     def _problem(self) -> StepProblem:
         load = self.stage.load
-        static = load.fixed + load.state + load.around + self._whole_bytes
+        static = load.fixed + load.state + load.around + load.variables + self._whole_bytes
         static += 0 if self._fresh else load.gradient_bytes
         regions = tuple(self._regions())
         nothing = (0,) * len(regions)

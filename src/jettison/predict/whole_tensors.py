@@ -179,7 +179,7 @@ def muon_step_bytes(run: Run, chunks: Sequence[Chunk]) -> int:
         return 0
     found = list(tensors_of(run, chunks))
     each = _megatron_bytes if distributed else torch_bytes
-    moment = DTYPE_BYTES[run.precision.master or run.precision.parameter]
+    moment = DTYPE_BYTES[run.precision.moment or run.precision.master or run.precision.parameter]
     most = max((each(t, moment) for t in found if t.matrix), default=0)
     if run.optimizer is not Optimizer.DIST_MUON_PINGPONG:
         return most

@@ -19,9 +19,10 @@ A candidate is left out of a search only where one of these proves that it canno
    step. Segments of several layers compute no less again than `full`; W, w depend on t, sp, cp, ep, b and r alone.
 3. peak(S, r) >= parameters + state + gradients of the largest stage, which are there together in the optimizer's step
    whatever r is; and that is at least a p-th of what they are without a pipeline, at the same dp, cp and ZeRO stage.
-4. peak(S, r) >= what the first stage has of these before a backward (gradients are not there yet in the only backward
-   of a step), what r holds of its layers for as many micro-batches as the schedule has in flight there, and how far the
-   backward that comes next rises above that: it begins with the last layer, or the last segment, of its chunk.
+4. peak(S, r) >= what the first stage has of these before any backward (gradients of the chunks that have learned, where
+   they appear one by one), what r holds of its layers for as many micro-batches as the schedule has in flight there,
+   and how far the backward that comes next rises above that: it begins with the last layer, or the last segment, of
+   its chunk, and finds that chunk's gradients there or not.
 5. If none fits, a planner that minimises seconds answers none. If it does not, see NOTE [ What a planner cannot do ] in
    `planner_time_bound`; of one that may offload nothing but rule 1 is known.
 
@@ -41,7 +42,7 @@ from jettison.predict.passes import passes_of
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, Chunk, kept_by, outline
 from jettison.predict.time import Estimate
-from jettison.search.memory_bound import LayerBytes, Parts, ShardBytes, segments_in_flight
+from jettison.search.memory_bound import LayerBytes, Parts, ShardBytes, in_flight
 from jettison.search.space import Setup
 from jettison.search.time_bound import PassSeconds, Pipeline, Sends, ShardSeconds, pass_seconds, shard_seconds
 from jettison.spec.hardware import Hardware
@@ -62,7 +63,7 @@ class PlanBound:
 
     Args:
         held: of a micro-batch, by the layer that holds least, in bytes.
-        rise: of the layer whose backward rises least above what is held before it.
+        rise: of the layer whose backward rises least above what is held before it, where gradients are there.
     """
 
     seconds: PassSeconds
@@ -79,18 +80,43 @@ class ShardBound:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FirstBackward:
+    """What is worked out where a fullest state comes before it, and not again behind it.
+
+    Args:
+        inner: as `_inner` has it.
+        adds: it finds gradients there, or goes as one that does.
+    """
+
+    inner: Run
+    rule: GradientRule
+    adds: bool
+
+    def rise(self, mode: Mode) -> int:
+        """As `PlanBound.rise`."""
+        return _least_rise(self.inner, mode, self.rule, self.adds)
+
+    @property
+    def plain(self) -> LayerBytes:
+        """As `Bounds.plain`."""
+        return _layer_bytes(self.inner, self.rule, self.adds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
     """Of all setups that share a batch and all axes but virtual stages.
 
     Args:
         plans: by what happens to a layer.
-        plain: a layer of which everything stays.
+        plain: a layer of which everything stays, and whose gradients are there.
+        first: of a chunk's first backward, in which they may appear.
         upfront: gradients are there from the start.
         hidden: share of the device that a transfer takes while it hides.
     """
 
     plans: dict[Mode, PlanBound]
     plain: LayerBytes
+    first: FirstBackward
     shard: ShardBound
     sends: Sends
     upfront: bool
@@ -104,18 +130,19 @@ class Bounds:
     def least(self, setup: Setup, depth: int, plans: Sequence[Recompute]) -> list[tuple[float, int]]:
         """Seconds and bytes of each of these plans."""
         pipeline, base = self._pipeline(setup, depth), self._base(setup, depth)
-        first = pipeline.sizes[:: setup.layout.pp]
-        stage = self._stage(setup, first)
+        first, alone, own = pipeline.sizes[:: setup.layout.pp], setup.layout.pp == 1, self.shard.nbytes
+        always = own.settled.of(sum(first), alone=alone) + (own.gathered if all(first) else 0)
+        entrance = own.gradients.of(0, alone=alone)
         seconds: dict[Mode, float] = {}
         found = []
         for plan in plans:
-            timed = Mode.NONE if plan.whole else _treated(plan)
+            treated = _treated(plan)
+            timed = Mode.NONE if plan.whole else treated
             if timed not in seconds:
                 seconds[timed] = pipeline.least_seconds(self.plans[timed].seconds, self.shard.seconds)
             nbytes = base
             if plan.mode in _SEGMENTS and not plan.offload:
-                held = stage + self._held(setup, first, plan) + self._rise(plan, first)
-                nbytes = max(base, held + (self.shard.nbytes.gathered if all(first) else 0))
+                nbytes = max(base, always + self._in_backwards(setup, first, plan, treated, entrance))
             found.append((seconds[timed], nbytes))
         return found
 
@@ -129,31 +156,45 @@ class Bounds:
         )
 
     def _base(self, setup: Setup, depth: int) -> int:
-        """Rule 3, and what the first stage has under any plan."""
+        """Rule 3, of the largest stage and of the first."""
         layout = setup.layout
-        stage = self._stage(setup, layout.layers_per_chunk(depth)[:: layout.pp])
-        return max(self.shard.nbytes.everything // layout.pp, stage)
+        first = sum(layout.layers_per_chunk(depth)[:: layout.pp])
+        nbytes = self.shard.nbytes
+        return max(nbytes.everything // layout.pp, nbytes.first_stage(first, alone=layout.pp == 1))
 
-    def _stage(self, setup: Setup, first: tuple[int, ...]) -> int:
-        """What the first stage has before a backward; args: first: layers of its chunks."""
-        there = self.upfront or setup.micro_batches > 1
-        return self.shard.nbytes.first_stage(sum(first), alone=setup.layout.pp == 1, there=there)
+    def _in_backwards(self, setup: Setup, first: tuple[int, ...], plan: Recompute, treated: Mode, entrance: int) -> int:
+        """Rule 4, beside what is always there.
 
-    def _held(self, setup: Setup, first: tuple[int, ...], plan: Recompute) -> int:
-        """By all micro-batches in flight on the first stage; args: first: layers of its chunks."""
-        held = self.plans[_treated(plan)].held
+        Args:
+            first: layers of the first stage's chunks.
+            treated: what the plan does to a layer.
+            entrance: gradients of an embedding, and of a head behind it.
+        """
+        held, gradients = self.plans[treated].held, self.shard.nbytes.gradients.layer
         if plan.whole:
             held = min(held, self.plans[Mode.NONE].held)
-        return held * segments_in_flight(setup, first, plan.number if plan.mode is Mode.EVERY else 1)
+        rises: dict[bool, int] = {}
+        most = 0
+        for state in in_flight(setup, first, plan.number if plan.mode is Mode.EVERY else 1, upfront=self.upfront):
+            if state.adds not in rises:
+                rises[state.adds] = self._rise(plan, first, treated, state.adds)
+            found = held * state.segments + gradients * state.learned + rises[state.adds]
+            found += entrance if state.entrance else 0
+            most = found if found > most else most
+        return most
 
-    def _rise(self, plan: Recompute, first: tuple[int, ...]) -> int:
+    def _rise(self, plan: Recompute, first: tuple[int, ...], treated: Mode, adds: bool) -> int:
         """Of the last layer's backward, or the last segment's; of micro-batches that are kept whole, or not."""
         if not all(first):
             return 0
-        rise = self.plans[_treated(plan)].rise
         if plan.mode is Mode.EVERY and plan.number > 1:
-            rise = self.plain.segment(min(1 + (n - 1) % plan.number for n in first))
-        return min(rise, self.plans[Mode.NONE].rise) if plan.whole else rise
+            plain = self.plain if adds else self.first.plain
+            rise = plain.segment(min(1 + (n - 1) % plan.number for n in first))
+        else:
+            rise = self.plans[treated].rise if adds else self.first.rise(treated)
+        if not plan.whole:
+            return rise
+        return min(rise, self.plans[Mode.NONE].rise if adds else self.first.rise(Mode.NONE))
 
     def seconds(self, setup: Setup, depth: int, plan: Recompute) -> float:
         """Of one plan: rules 1 and 2."""
@@ -185,11 +226,12 @@ def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _TREATMENTS) -
     """
     alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B)
     inner, upfront = _inner(run), run.gradients is Gradients.UPFRONT
-    there = (upfront or run.micro_batches > 1 or run.frees_gradients) and not run.gradients_come_whole
+    adds = not run.gradients_come_whole
     rule, execution = run.gradient_rule, execution_of(run)
     return Bounds(
-        plans={mode: _plan_bound(inner, mode, rule, there, hardware) for mode in modes},
-        plain=_layer_bytes(inner, rule, there),
+        plans={mode: _plan_bound(inner, mode, rule, adds, hardware) for mode in modes},
+        plain=_layer_bytes(inner, rule, adds),
+        first=FirstBackward(inner=inner, rule=rule, adds=adds and (upfront or run.frees_gradients)),
         shard=_shard_bound(replace(run, layout=alone, recompute=Recompute()), hardware),
         sends=Sends(
             seconds=Timing(run=run, hardware=hardware, execution=execution).sending(), waited=not execution.hides_stages
@@ -254,22 +296,29 @@ def _pass_seconds(run: Run, hardware: Hardware) -> PassSeconds:
 
 
 @lru_cache(maxsize=4096)
-def _plan_bound(inner: Run, mode: Mode, rule: GradientRule, there: bool, hardware: Hardware) -> PlanBound:
-    """Args: rule: of gradients, which ZeRO decides as well; there: they are, before a backward."""
+def _plan_bound(inner: Run, mode: Mode, rule: GradientRule, adds: bool, hardware: Hardware) -> PlanBound:
+    """Args: rule: of gradients, which ZeRO decides as well; adds: backwards find gradients there, which they add to."""
     run = replace(inner, recompute=Recompute(mode=mode))
     layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
     return PlanBound(
         seconds=_pass_seconds(run, hardware),
         held=min(part.region.program.kept_bytes(part.kept) for part in layers),
-        rise=min(passes_of(part, rule, accumulates=there).backward_peak for part in layers),
+        rise=min(passes_of(part, rule, accumulates=adds).backward_peak for part in layers),
     )
 
 
 @lru_cache(maxsize=4096)
-def _layer_bytes(run: Run, rule: GradientRule, there: bool) -> LayerBytes:
-    """Args: run: with nothing computed again."""
+def _least_rise(inner: Run, mode: Mode, rule: GradientRule, adds: bool) -> int:
+    """`PlanBound.rise` alone."""
+    layers = [g.part for g in outline(replace(inner, recompute=Recompute(mode=mode)))[0][0] if g.part.is_layer]
+    return min(passes_of(part, rule, accumulates=adds).backward_peak for part in layers)
+
+
+@lru_cache(maxsize=4096)
+def _layer_bytes(run: Run, rule: GradientRule, adds: bool) -> LayerBytes:
+    """Args: run: with nothing computed again; adds: as `_plan_bound` has it."""
     layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
-    passes = [passes_of(part, rule, accumulates=there) for part in layers]
+    passes = [passes_of(part, rule, accumulates=adds) for part in layers]
     return LayerBytes(
         resident=min(p.resident for p in passes),
         forward=min(p.forward_peak for p in passes),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import mul
 
-from jettison.ledger.schedule import stage_occupancies
+from jettison.ledger.schedule import Work, stage_occupancies
 from jettison.search.space import Setup
 from jettison.spec.layout import Schedule
 
@@ -61,29 +62,81 @@ class ShardBytes:
     gradients: Parts
     gathered: int
 
-    def first_stage(self, layers: int, *, alone: bool, there: bool) -> int:
-        """What the first stage has before a backward; ``there``, gradients as well."""
-        found = self.settled.of(layers, alone=alone)
-        return found + self.gradients.of(layers, alone=alone) if there else found
+    def first_stage(self, layers: int, *, alone: bool) -> int:
+        """What the first stage has when its optimizer steps."""
+        return self.settled.of(layers, alone=alone) + self.gradients.of(layers, alone=alone)
 
 
-def segments_in_flight(setup: Setup, layers: tuple[int, ...], segment: int) -> int:
-    """The most segments of layers, times micro-batches, that the first stage holds before a backward.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InFlight:
+    """What the first stage holds before a backward.
+
+    Args:
+        segments: of layers, times micro-batches.
+        learned: layers whose gradients are there; ``entrance``: those of the first chunk are, and of the embedding.
+        adds: the backward finds its chunk's gradients there.
+    """
+
+    segments: int
+    learned: int
+    entrance: bool
+    adds: bool
+
+    def covers(self, other: InFlight) -> bool:
+        """Is nothing of the other one higher? Where gradients appear, their backward may rise higher: a bound does
+        without it.
+        """
+        within = self.adds >= other.adds and self.entrance >= other.entrance
+        return within and self.segments >= other.segments and self.learned >= other.learned
+
+
+def in_flight(setup: Setup, layers: tuple[int, ...], segment: int, *, upfront: bool) -> tuple[InFlight, ...]:
+    """The fullest of these states.
 
     Args:
         layers: of each chunk of the first stage.
+        segment: so many layers are one.
+        upfront: gradients are there from the start.
     """
     layout = setup.layout
-    count = setup.micro_batches if layout.pp > 1 else 1
-    return _segments_in_flight(layout.schedule, layout.pp, count, layout.virtual_stages, layers, segment)
+    schedule = layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B
+    return _in_flight(schedule, layout.pp, setup.micro_batches, layout.virtual_stages, layers, segment, upfront)
 
 
 @lru_cache(maxsize=65536)
-def _segments_in_flight(
-    schedule: Schedule, stages: int, micro_batches: int, virtual_stages: int, layers: tuple[int, ...], segment: int
-) -> int:
+def _in_flight(
+    schedule: Schedule,
+    stages: int,
+    micro_batches: int,
+    virtual_stages: int,
+    layers: tuple[int, ...],
+    segment: int,
+    upfront: bool,
+) -> tuple[InFlight, ...]:
     states = stage_occupancies(
-        schedule, stage=0, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages
+        schedule,
+        stage=0,
+        stages=stages,
+        micro_batches=micro_batches,
+        virtual_stages=virtual_stages,
+        learning=not upfront,
     )
     counts = [-(-n // segment) for n in layers]
-    return max(sum((f + w) * n for f, w, n in zip(s.forward, s.weight, counts, strict=True)) for s in states)
+    found: list[InFlight] = []
+    for state in states:
+        if state.step is None or state.step.work is Work.FORWARD:
+            continue
+        learned = state.learned or (1,) * virtual_stages
+        found.append(
+            InFlight(
+                segments=sum((f + w) * n for f, w, n in zip(state.forward, state.weight, counts, strict=True)),
+                learned=sum(map(mul, learned, layers)),
+                entrance=bool(learned[0]),
+                adds=bool(learned[state.step.chunk]),
+            )
+        )
+    kept: list[InFlight] = []
+    for each in sorted(found, key=lambda each: (each.segments, each.learned, each.entrance, each.adds), reverse=True):
+        if not any(other.covers(each) for other in kept):
+            kept.append(each)
+    return tuple(kept)

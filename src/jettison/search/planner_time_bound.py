@@ -29,13 +29,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise, takewhile
+from operator import add, mul
 
 from jettison.cost.execution import execution_of
 from jettison.cost.layer import PriceModel
 from jettison.cost.pipeline import schedule_seconds
 from jettison.formula.region import Region
 from jettison.ledger.schedule import Occupancy, ScheduledPass, Work, order
-from jettison.ledger.timeline import Unit
+from jettison.ledger.timeline import StageLoad, Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.gathered import beside_last
 from jettison.predict.passes import chosen_passes
@@ -47,7 +48,6 @@ from jettison.search.bounds import least_seconds, with_ends
 from jettison.solve.frontier import pareto_frontier
 from jettison.spec.layout import Schedule
 from jettison.spec.precision import GradientRule
-from jettison.spec.run import Gradients
 
 Segments = tuple[tuple[int, float], ...]
 """Bytes that a layer can let go of and the seconds that they cost, the cheapest first."""
@@ -72,7 +72,7 @@ def planner_seconds(plain: Forecast, timed: Estimate, limit_bytes: int) -> float
     hulls = {item.region: _segments(item.prices, item.region, alike) for item in items if item.in_layer}
     waits = {each: timing.hideable(own) for each, own in chunks.items()}
     again, hiding = [], []
-    known: dict[int, Above] = {}
+    known: dict[tuple[int, bool], Above] = {}
     for stage in plain.stages:
         repeated = _recompute(timing, stage, limit_bytes, hulls, known)
         if repeated is None:
@@ -139,31 +139,42 @@ def _warm_up(device: int, stages: int, micro_batches: int, chunks: int) -> tuple
 
 
 def _recompute(
-    timing: Timing, stage: Stage, limit_bytes: int, hulls: Mapping[Region, Segments], known: dict[int, Above]
+    timing: Timing,
+    stage: Stage,
+    limit_bytes: int,
+    hulls: Mapping[Region, Segments],
+    known: dict[tuple[int, bool], Above],
 ) -> float | None:
     """r_i; None where everything that layers can let go of is not enough.
 
     Args:
-        known: `_above` of chunks, by the objects that they are.
+        known: `_above` of chunks, by the objects that they are, whose gradients are there or not.
     """
     load = stage.load
-    there = load.gradients is Gradients.UPFRONT or load.micro_batches > 1 or timing.run.frees_gradients
-    base = load.fixed + load.state + (load.gradient_bytes if there else 0) - limit_bytes
     held = [load.held(chunk) + load.sent for chunk in range(len(load.chunks))]
-    for groups, chunk_units in zip(stage.groups, load.chunks, strict=True):
-        if id(groups) not in known:
-            known[id(groups)] = _above(timing, groups, chunk_units, there)
-    above = [known[id(groups)] for groups in stage.groups]
-    least = [max(lowest, min((rise for rise, _, _ in ways), default=0)) for lowest, ways in above]
+    above: dict[tuple[int, bool], Above] = {}
+    states = [state for state in load.occupancies if state.step is not None and state.step.work is not Work.FORWARD]
+    for at_work in {_at_work(load, state) for state in states}:
+        chunk, adds = at_work
+        key = id(stage.groups[chunk]), adds
+        if key not in known:
+            there = adds or timing.run.frees_gradients
+            known[key] = _above(timing, stage.groups[chunk], load.chunks[chunk], there)
+        above[at_work] = known[key]
+    least = {
+        at_work: max(lowest, min((rise for rise, _, _ in ways), default=0)) for at_work, (lowest, ways) in above.items()
+    }
+
+    gradients = {learned: load.learned_bytes(learned) for learned in {state.learned for state in states}}
 
     def level(o: Occupancy) -> int:
-        return least[_at_work(o)] + sum((f + w) * n for f, w, n in zip(o.forward, o.weight, held, strict=True))
+        return least[_at_work(load, o)] + gradients[o.learned] + sum(map(mul, _alive(o), held))
 
-    worst = max(load.occupancies, key=level)
-    chunk, alive = _at_work(worst), [f + w for f, w in zip(worst.forward, worst.weight, strict=True)]
-    excess = base + sum(n * nbytes for n, nbytes in zip(alive, held, strict=True))
+    worst = max(states, key=level)
+    chunk, alive = _at_work(load, worst)[0], _alive(worst)
+    excess = load.fixed + load.state + gradients[worst.learned] - limit_bytes + sum(map(mul, alive, held))
     offers = _Offers.of(sorted(_offers(stage, alive, hulls, without=chunk)))
-    lowest, ways = above[chunk]
+    lowest, ways = above[_at_work(load, worst)]
     if not ways:
         return offers.cheapest(excess + lowest)
     found = [
@@ -173,8 +184,13 @@ def _recompute(
     return min((seconds + rest for seconds, rest in found if rest is not None), default=None)
 
 
-def _at_work(state: Occupancy) -> int:
-    return 0 if state.step is None else state.step.chunk
+def _at_work(load: StageLoad, state: Occupancy) -> tuple[int, bool]:
+    """The chunk whose backward comes next, and does it find its gradients there?"""
+    return (0 if state.step is None else state.step.chunk), load.adds(state)
+
+
+def _alive(state: Occupancy) -> list[int]:
+    return list(map(add, state.forward, state.weight))
 
 
 def _above(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], there: bool) -> Above:

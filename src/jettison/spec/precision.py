@@ -1,4 +1,14 @@
-"""Bytes of a parameter's companions: what is held for each parameter beside itself, by precision and by optimizer."""
+"""Bytes of a parameter's companions: what is held for each parameter beside itself, by precision and by optimizer.
+
+NOTE [ Precision-aware optimizers ]
+Megatron's ``--use-precision-aware-optimizer`` with moments in bf16 (``--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16``).
+TransformerEngine's ``FusedAdam`` then holds the 16 bits that bf16 weights lack of fp32, as int16
+(``store_param_remainders``, on by default: ``megatron/core/optimizer/optimizer_config.py``), and reads gradients as
+they are (``decoupled_grad``): ``bf16-aware``, with ``--main-grads-dtype bf16``, and ``bf16-aware-grad32``. Where
+``fp8_recipe`` is set to a scaling of the day, and Megatron-Bridge sets it to "tensorwise" even in bf16
+(``mixed_precision.py``), Megatron holds fp32 masters instead and copies gradients to fp32
+(``use_precision_aware_optimizer_no_fp8_or_ds_fp8``, ``_copy_model_grads_to_main_grads``): ``bf16-bridge``.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +33,7 @@ class Precision:
         accumulator: of a second gradient buffer that micro-batches are added up in; None: there is none.
         master: of the copy that the optimizer updates; None: it updates the weights themselves.
         product: of the inputs of matrix products, where they are quantised for them.
+        moment: of what the optimizer remembers of gradients; None: of what it updates.
         optimizer_gradient: of the copy of gradients that the optimizer makes for its masters, and that stays until
             gradients are let go of for the next step; None: it reads them as they are.
         recipe: how they are quantised, by which library; None: it is not said, and copies of weights and scales are
@@ -36,6 +47,7 @@ class Precision:
     accumulator: str | None = None
     master: str | None = None
     product: str | None = None
+    moment: str | None = None
     optimizer_gradient: str | None = None
     recipe: Fp8Recipe | None = None
 
@@ -43,6 +55,19 @@ class Precision:
     def words(self) -> str:
         """Its name, and how products are narrow."""
         return self.name if self.recipe is None else f"{self.name}, products by {self.recipe}"
+
+    def check(self, optimizer: Optimizer, *, on_host: bool) -> None:
+        """Is there an optimizer that holds this?
+
+        Raises:
+            UsageError: no.
+        """
+        if self.moment and (on_host or optimizer not in (Optimizer.ADAMW, Optimizer.NONE)):
+            where = " and states on the host" if on_host else ""
+            raise UsageError(
+                f"got --precision {self.name} with --optimizer {optimizer}{where}; Megatron's precision-aware "
+                "optimizer is adamw, on the device"
+            )
 
     def with_recipe(self, recipe: Fp8Recipe) -> Precision:
         """The same with narrow products.
@@ -98,6 +123,20 @@ def gradient_rule(precision: Precision, adding: Adding, update_bytes: int = 0, *
     return GradientRule(kept=precision.gradient, added=added, fused=fused, dummies=dummies, update_bytes=update_bytes)
 
 
+def _aware(name: str, *, gradient: str, master: str, copies: str | None = None) -> Precision:
+    """Moments in bf16: NOTE [ Precision-aware optimizers ]."""
+    half = "bfloat16"
+    return Precision(
+        name=name,
+        compute=half,
+        parameter=half,
+        gradient=gradient,
+        master=master,
+        moment=half,
+        optimizer_gradient=copies,
+    )
+
+
 PRECISIONS: Final = MappingProxyType(
     {
         p.name: p
@@ -125,6 +164,9 @@ PRECISIONS: Final = MappingProxyType(
                 master="float32",
                 optimizer_gradient="float32",
             ),  # Megatron's fp16: ``megatron/core/optimizer/optimizer.py``, ``_copy_model_grads_to_main_grads``
+            _aware("bf16-aware", gradient="bfloat16", master="int16"),  # 10 bytes
+            _aware("bf16-aware-grad32", gradient="float32", master="int16"),  # 12 bytes
+            _aware("bf16-bridge", gradient="bfloat16", master="float32", copies="float32"),  # 12 bytes, 16 in a step
             Precision(name="bf16-pure", compute="bfloat16", parameter="bfloat16", gradient="bfloat16"),
             Precision(
                 name="bf16-autocast", compute="bfloat16", parameter="float32", gradient="float32"

@@ -194,8 +194,7 @@ class Run:
         ep_comm_overlap: rows travel to experts and back beside the work of another micro-batch. Bytes stay.
         cuda_graphs: the kernels of layers are replayed without the host. Bytes stay.
         stack: whose software runs it, where hardware files tell several apart; None: what goes with the kernels.
-        adding: how a weight's gradient gets to the one that is there.
-        workspaces: what is set aside for matrix products.
+        adding: how a weight's gradient gets to the one that is there. ``workspaces``: set aside for matrix products.
         loader_masks: the batch has an s × s mask for each sequence. ``keep_batches``: those of a step stay to its end.
         source_seq: tokens that the encoder of an encoder with a decoder reads; 0: there is none.
         packed: tokens of a document, where sequences are several that do not see each other; 0: they are one.
@@ -251,6 +250,7 @@ class Run:
                 f"got --expert-imbalance {self.imbalance:g}; expected 1, which is even, to the {self.layout.ep} ranks "
                 "of --ep, one of which may be sent everything"
             )
+        self.precision.check(self.optimizer, on_host=self.states_on_host is not StatesOnHost.NONE)
         if self.kernels.loss is Loss.DPO:
             self._check_pairs()
         if self.packed:
@@ -466,7 +466,7 @@ class Run:
     @property
     def gradients_come_whole(self) -> bool:
         """Does each backward make them anew, whole and as its products have them, and shards of them stay?"""
-        return self.layout.zero == 3 and self.layout.shards > 1
+        return self.layout.brings_whole_gradients(widened=self.precision.gradient != self.precision.compute)
 
     @property
     def frees_gradients(self) -> bool:

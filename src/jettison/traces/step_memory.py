@@ -4,10 +4,7 @@ NOTE [ A step replayed ]
 `ledger.timeline` prices the fullest states of a schedule. Here the same units are played in the schedule's whole
 order, each pass from what is really there: residents of micro-batches in flight, gradients that earlier backwards
 made. A unit's peak above that is one allocation that lasts as long as its slice. So the highest moment is the
-ledger's wherever its fullest state comes up with all gradients there, which it does in every schedule with more
-micro-batches than fit in flight, and wherever gradients are there from the start. Elsewhere (GPipe, or as many
-micro-batches as stages, with gradients one by one) the fullest state comes up once, before there are gradients, and
-the replay stays below the ledger.
+ledger's, to the byte.
 """
 
 from __future__ import annotations
@@ -82,22 +79,26 @@ class _Player:
     def step(self, passes: Sequence[PassSlices], number: int, begin_ns: int, end_ns: int) -> None:
         """One optimizer step."""
         self.writer.mark(f"step {number}")
-        around = None
-        if self.stage.load.around:
-            label = Label(module="", role=SENT, site="schedule")
-            around = self.writer.allocate(self.stage.load.around, label, begin_ns)
+        load, end = self.stage.load, begin_ns + passes[-1].end_ns
+        around = [self._of_schedule(load.around, begin_ns)]
         chunks = iter(_chunks(self.run, self.stage, [p.step for p in passes if p.step is not None]))
         for played in passes:
             if played.step is not None:
                 self._pass(played, next(chunks), begin_ns)
-        if around is not None:
-            self.writer.free(around, begin_ns + passes[-1].end_ns)
+                if len(around) == 1 and played.step.work is not Work.FORWARD:
+                    around.append(self._of_schedule(load.variables, begin_ns + played.end_ns))
+        for held in around:
+            if held is not None:
+                self.writer.free(held, end)
         optimizer = next(s for s in reversed(passes[-1].slices) if s.kind is Kind.OPTIMIZER)
         self._optimizer(begin_ns + optimizer.begin_ns, begin_ns + optimizer.end_ns)
         for made in self.gradients.values():
             for gradient in made.values():
                 self.writer.free(gradient, end_ns)
         self.gradients.clear()
+
+    def _of_schedule(self, nbytes: int, begin_ns: int) -> int | None:
+        return self.writer.allocate(nbytes, Label(module="", role=SENT, site="schedule"), begin_ns) if nbytes else None
 
     def _optimizer(self, begin_ns: int, end_ns: int) -> None:
         self.writer.mark("optimizer")

@@ -122,7 +122,9 @@ def _precisions() -> Section:
         name="precisions",
         title="Words for --precision",
         rows=tuple(_precision(one) for one in PRECISIONS.values()),
-        shown=tuple((name, _field(name)) for name in ("compute", "weights", "gradients", "accumulator", "master")),
+        shown=tuple(
+            (name, _field(name)) for name in ("compute", "weights", "gradients", "accumulator", "master", "moments")
+        ),
     )
 
 
@@ -134,6 +136,7 @@ def _precision(one: Precision) -> dict[str, Any]:
         "gradients": one.gradient,
         "accumulator": one.accumulator,
         "master": one.master,
+        "moments": one.moment,
         "products": one.product,
     }
 
