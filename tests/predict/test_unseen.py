@@ -120,6 +120,8 @@ def test_heads_gradients_that_wait(limit: int, sp: bool, kept: int) -> None:
 def test_a_head_waits_in_a_pipeline_alone() -> None:
     with pytest.raises(UsageError, match="got --deferred-head 2; expected 1 or more, and --pp 2 or more"):
         run_of("gpt-22b", RunRequest(deferred_head=2))
+    with pytest.raises(UsageError, match="--loss fused, which has no gradients of logits that could wait"):
+        run_of("gpt-22b", RunRequest(deferred_head=2, pp=2, loss="fused"))
 
 
 def test_megatron_018_is_019_with_batches_that_stay() -> None:

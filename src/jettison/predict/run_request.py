@@ -294,6 +294,10 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     tuning, frozen = tuning_of(request), tuple(frozen_of(model, request, model_spec))
     model = with_further(model, given_or(request.mtp_num_layers, 0), kernels)
     layout = _layout(request, model)
+    if layout.deferred_head and kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.DPO):
+        raise UsageError(
+            f"got --deferred-head with --loss {kernels.loss}, which has no gradients of logits that could wait"
+        )
     if tuning is not None and not tuning.inputs_need_gradients:
         first = model.layers[0]
         assert isinstance(first, Layer), "recorded models are refused adapters"
