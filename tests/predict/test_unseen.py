@@ -18,8 +18,9 @@ from jettison.ledger.timeline import Phase
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import RunRequest, run_of
 from jettison.report.ledger_table import layout_text
+from jettison.spec.huggingface_config import parse_config
 from jettison.spec.layout import Schedule
-from jettison.units import KIB, MIB
+from jettison.units import GIB, KIB, MIB
 
 ROWS = [(row, golden(row)) for row in facts(MORE) if not why_not(row)]
 F1B = Schedule.ONE_F_ONE_B
@@ -129,6 +130,17 @@ def test_megatron_018_is_019_with_batches_that_stay() -> None:
     assert old.keep_batches
     assert not new.keep_batches
     assert old.workspaces == new.workspaces
+
+
+def test_a_published_configuration_answers_as_the_test_that_it_describes() -> None:
+    """Megatron's test of five micro-batches over four stages, typed as a GPT-2: its GELU is one kernel there."""
+    file = {"model_type": "gpt2", "n_layer": 12, "n_embd": 512, "n_head": 8, "n_positions": 1024, "vocab_size": 50304}
+    stages = {"pp": 4, "virtual_stages": 3, "micro_batches": 5, "micro_batch_group": 5, "dp": 2}
+    asked = RunRequest(like="megatron-0.19", accumulation="cast", attention="eager", seq=1024, micro_batch=4, **stages)
+    typed = forecast(run_of(parse_config(file, name="typed"), asked))
+    row, one = next(pair for pair in ROWS if "vp1_tunable_overlap/golden_values_dev_dgx_h100" in pair[0]["source"])
+    assert typed.stages[-1].peak.nbytes == forecast(one.run).stages[-1].peak.nbytes
+    assert typed.stages[-1].peak.nbytes == pytest.approx(float(row["memory_gib"]) * GIB, rel=1e-4)
 
 
 # groups of micro-batches ---------------------------------------------------------------------------------------------

@@ -55,6 +55,8 @@ def gate_product(w: Writer, gate: Value, up: Value, kind: Activation) -> Value:
 
 def activation(w: Writer, x: Value, kind: Activation) -> Value:
     """The nonlinearity: its input stays, or for relu its output."""
+    if kind is Activation.GELU_WRITTEN and w.kernels.fused_gate:
+        kind = Activation.GELU_TANH
     if kind is Activation.GELU_WRITTEN:
         return _gelu_written(w, x)
     if kind is Activation.GELU_FAST:

@@ -124,7 +124,8 @@ class Kernels:
         wide_positions: the factor of scaled queries is fp32.
         joined_rotary: rotation ends by joining what is rotated and what is not, however much that is, which leaves
             heads outermost in memory.
-        fused_gate: activation and product of a gated block are one kernel that saves both halves.
+        fused_gate: activation and product of a gated block are one kernel that saves both halves; and what GPT-2's code
+            writes out of GELU is one as well (``megatron/core/fusions/fused_bias_gelu.py``).
         byte_masks: a dropout mask takes one byte an element; otherwise it has the dtype of what it masks.
         repeat_kv: key-value heads are copied until there are as many as query heads, unless a kernel takes them so.
         always_repeat_kv: and then as well.
