@@ -47,6 +47,35 @@ KIMI_K2 = {
     "topk_group": 1,
 }
 """huggingface.co/moonshotai/Kimi-K2-Base, config.json: DeepSeek V3 with other numbers."""
+NEMOTRON_3_NANO = {
+    "model_type": "nemotron_h",
+    "vocab_size": 131072,
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "num_hidden_layers": 52,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "chunk_size": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "mlp_hidden_act": "relu2",
+}
+"""``Nemotron3NanoProvider`` of Megatron-Bridge (26.02), in the words of transformers."""
+CONFIGS = {"kimi-k2": KIMI_K2, "nemotron-3-nano": NEMOTRON_3_NANO}
 ONE_DENSE = {"deepseek-v2": 1, "deepseek-v3": 1}
 """Dense layers that SimuMax's cut models begin with."""
 
@@ -83,7 +112,7 @@ class NewerRun:
     @property
     def experts(self) -> bool:
         """Has the model any?"""
-        return any(getattr(layer.mlp, "experts", 0) for layer in self.run.model.layers)
+        return any(getattr(getattr(layer, "mlp", None), "experts", 0) for layer in self.run.model.layers)
 
 
 def rows() -> list[NewerRun]:
@@ -162,7 +191,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
 
 def model_of(name: str) -> ModelSpec:
     """A preset, or what there is none of."""
-    return parse_config(KIMI_K2, name=name) if name == "kimi-k2" else preset(name)
+    return parse_config(CONFIGS[name], name=name) if name in CONFIGS else preset(name)
 
 
 def _spread(model: ModelSpec, chunks: int) -> str | None:

@@ -146,5 +146,5 @@ def test_golden_values_of_megatron() -> None:
         found[row.name.rpartition("etp1_")[2], row.gpu[:5]] = [round(error, 1) for error in errors]
     assert found["memory_speed", "H100-"] == [-1.5, -5.7, -0.8]
     assert found["selective_recompute_experimental", "H100-"] == [1.4, -2.5, -0.8]
-    assert found["fine_grained_offloading", "GB200"][1:] == [4.3, -0.8]
-    assert found["fine_grained_offloading", "H100-"][1:] == [3.9, -0.8]
+    assert found["fine_grained_offloading", "GB200"][1:] == [-6.6, -0.8]
+    assert found["fine_grained_offloading", "H100-"][1:] == [-7.0, -0.8]

@@ -41,6 +41,7 @@ class Kernel:
         steps: of the tape, whose forward or backward it is.
         nbytes: read and written.
         attention_flops: of a fused attention, masked ones included.
+        scan_flops: of a fused scan.
         launches: kernels that it stands for.
         rows: it looks rows up, or scatters them.
         head_dim: of a fused attention.
@@ -50,6 +51,7 @@ class Kernel:
     nbytes: int
     product: Product | None = None
     attention_flops: float = 0.0
+    scan_flops: int = 0
     half: Half | None = None
     launches: int = 1
     rows: bool = False

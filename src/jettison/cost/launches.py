@@ -41,6 +41,7 @@ from jettison.cost.op_kinds import (
     PRODUCTS,
     QUANTISE,
     REDUCTIONS,
+    SCAN,
     SCATTERS,
     TILED,
     TRANSFER,
@@ -52,6 +53,9 @@ from jettison.spec.fp8 import Fp8Recipe
 
 FLASH_BACKWARD = 2.5
 """Products of a fused attention's backward for one of its forward: five against two (arXiv 2205.14135, Algorithm 4)."""
+SCAN_BACKWARD = 3
+"""FLOPs of a fused scan's backward for those of its forward: gradients of both factors of each product, and the states
+and scores that it works out again (``mamba_ssm/ops/triton/ssd_combined.py``, ``_mamba_chunk_scan_combined_bwd``)."""
 LOSS_PASSES = 3
 """Over fp32 logits, in one direction: written, read, written as gradients."""
 
@@ -240,6 +244,7 @@ class _Listing:
                 steps=indices,
                 nbytes=nbytes,
                 product=self._product(step),
+                scan_flops=step.flops if step.name == SCAN else 0,
                 rows=step.name in SCATTERS,
                 launches=step.rounds,
             )
@@ -364,7 +369,8 @@ class _Listing:
         )
         launches += any(step.learned for step in own) + 2 * (own[0].rounds - 1)
         rows = own[0].name in SCATTERS
-        yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=launches, rows=rows)
+        flops = SCAN_BACKWARD * own[0].flops if own[0].name == SCAN else 0
+        yield Kernel(steps=indices, nbytes=nbytes, scan_flops=flops, half=Half.INPUTS, launches=launches, rows=rows)
 
     def _saved(self, own: list[TapeOp]) -> int:
         """Bytes that backward reads of what the steps saved, each storage once."""

@@ -123,4 +123,6 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware, *, visible: float, dtype:
         if kernel.head_dim <= NARROW and reached.attention_64 is not None:
             share *= reached.attention_64 / reached.attention
         seconds = max(seconds, kernel.attention_flops * visible / (rate(hardware, dtype) * share * attention))
+    elif kernel.scan_flops and reached.scan is not None:
+        seconds = max(seconds, kernel.scan_flops / (rate(hardware, dtype) * reached.scan))
     return seconds + kernel.launches * hardware.delays.kernel

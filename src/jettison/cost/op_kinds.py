@@ -49,6 +49,7 @@ LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather
 SCATTERS = frozenset(("aten.index_put.default", "aten.scatter_add.default"))
 """Ops that write rows where an index says."""
 PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default", "aten.convolution.default"))
+SCAN = "fused_scan"
 BATCHED, GROUPED = "aten.bmm.default", "aten._grouped_mm.default"
 FLASH = "aten._scaled_dot_product_flash_attention.default"
 PICKED = "aten.nll_loss_forward.default"

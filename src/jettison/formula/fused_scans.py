@@ -4,7 +4,8 @@ Read in flash-linear-attention bc3b101d (``fla/ops/gated_delta_rule/chunk.py``, 
 mamba e9594ce1 (``mamba_ssm/ops/triton/ssd_combined.py``, ``MambaSplitConv1dScanCombinedFn``) and causal-conv1d
 (``CausalConv1dFn``: input and weights). Each names what it keeps in ``ctx.save_for_backward``; the rest its backward
 works out again, of which the largest are counted: states and their gradients, and what is made of keys and values or
-what the convolution returned. FLOPs are those of the mathematics; seconds are those of the bytes that a kernel moves.
+what the convolution returned. FLOPs are those of the mathematics; seconds are those of the bytes that go in and out,
+or of the FLOPs at what scans reach (`Reached.scan`), if a device's file says that.
 """
 
 from __future__ import annotations

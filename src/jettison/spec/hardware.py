@@ -82,6 +82,7 @@ class Reached:
         attention: of FLOP/s, by a fused attention's forward, in FLOPs that it cannot skip.
         attention_backward: the same for its backward, which computes the scores again.
         attention_64: the forward's with heads of 64 or less, and in proportion the backward's; None: the same.
+        scan: of FLOP/s, by a fused scan, in FLOPs of the mathematics; None: its bytes alone count.
         memory: of memory bandwidth, by a kernel that streams.
         operands: of memory bandwidth, by matrix products; None: as `memory`.
         gather: of memory bandwidth, by one that looks rows up or scatters them; None: as `memory`.
@@ -100,6 +101,7 @@ class Reached:
     attention: float = 0.5
     attention_backward: float = 0.42
     attention_64: float | None = None
+    scan: float | None = None
     memory: float = 0.85
     operands: float | None = None
     gather: float | None = None
