@@ -127,7 +127,7 @@ class _Backward:
         self.live = self.peak = self.opening = 0
         self.pending = set(again)
         self.computed: set[int] = set()
-        self.saved: set[int] = set()
+        self.saved: set[int]
         self.uses = self._count_uses(again)
         self.gradient: dict[int, int] = {}  # storage -> gradient tensor
         self.sizes: dict[int, int] = {}
@@ -140,7 +140,7 @@ class _Backward:
         for step in self.region.tape.steps:
             for b in self._saved(step):
                 uses[b] += 1
-                self.saved.add(b)
+        self.saved = {*uses}
         for o in again:
             for b in set(self.program.ops[o].inputs):
                 uses[b] += 1
