@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from benchmarks.megatron_others import BERT, PREFIXES, T5, bert, t5
 from jettison.ledger.timeline import Phase
 from jettison.predict.forecast import forecast
 from jettison.spec.fp8 import fp8_recipe
@@ -88,7 +89,6 @@ class Golden:
 NOT_DESCRIBED = {
     "use-megatron-fsdp": "Megatron's own FSDP",
     "spec": "hybrid layers",
-    "encoder-num-layers": "an encoder beside the decoder",
     "defer-embedding-wgrad-compute": "deferred gradients of the head",
     "export-kd-teacher-load": "a teacher beside it",
     "squared-relu": "squared ReLU",
@@ -125,7 +125,7 @@ def extras(row: Facts) -> dict[str, str]:
 def why_not(row: Facts) -> str:
     """What the description lacks; empty where it is complete."""
     found = [why for key, why in NOT_DESCRIBED.items() if key in extras(row)]
-    if row["vocab_padded"] in ("", "?"):
+    if row["vocab_padded"] in ("", "?") and not name_of(row).startswith(("t5_mcore", "t5_11b")):
         found.append("vocabulary not stated")
     if "world size not in" in row["notes"]:
         found.append("world size not stated")
@@ -155,7 +155,11 @@ def golden(row: Facts) -> Golden:
 
 
 def model_of(row: Facts) -> ModelSpec:
-    """A GPT as ``pretrain_gpt.py`` builds it."""
+    """A GPT as ``pretrain_gpt.py`` builds it, a BERT or a T5."""
+    if name_of(row).startswith(BERT):
+        return bert(row, name_of(row))
+    if name_of(row).startswith(T5):
+        return t5(row, extras(row), name_of(row))
     more, hidden, heads = extras(row), int(row["hidden"]), int(row["heads"])
     rms, biased = more.get("normalization") == "RMSNorm", "disable-bias-linear" not in more
     norm = Norm(kind=NormKind.RMS if rms else NormKind.LAYER, bias=not rms)
@@ -246,7 +250,8 @@ def run_of(row: Facts) -> Run:
     sent = row["offload"].strip("[]")
     return Run(
         model=model,
-        seq=int(row["seq"]),
+        seq=int(more.get("decoder-seq-length", row["seq"])),
+        source_seq=int(more.get("encoder-seq-length", 0)),
         micro_batch=int(row["mbs"]),
         micro_batches=int(row["gbs"]) // (int(row["mbs"]) * dp),
         layout=Layout(
@@ -281,7 +286,7 @@ def run_of(row: Facts) -> Run:
         workspaces=_workspaces(row["gpu"], more, local=local, on=recorded(row), stated="blind_first_gib" in row),
         tp_comm_overlap="tp-comm-overlap" in more,
         keep_batches=row["tp"] == "1" and KEPT[0] < recorded(row) <= KEPT[1],
-        loader_masks="no_create_attention_mask" not in name_of(row),
+        loader_masks="no_create_attention_mask" not in name_of(row) and not name_of(row).startswith(PREFIXES),
     )
 
 
@@ -360,7 +365,11 @@ FURTHER = "mtp-num-layers"
 
 def rows(path: Path = FACTS) -> list[Golden]:
     """All that are described completely, but for those that predict further tokens."""
-    return [golden(row) for row in facts(path) if not why_not(row) and FURTHER not in extras(row)]
+    return [golden(row) for row in facts(path) if not why_not(row) and _counts(row)]
+
+
+def _counts(row: Facts) -> bool:
+    return FURTHER not in extras(row) and not name_of(row).startswith(PREFIXES)
 
 
 def further_rows() -> list[Golden]:

@@ -26,6 +26,7 @@ CASES = (
     ShardedCase(family="llama", stage_layers=(3, 2), mixed=True, full=True),
     ShardedCase(family="llama", stage_layers=(2, 1, 2, 0), mixed=True, micro_batches=8),
     ShardedCase(family="llama", stage_layers=(3, 2), mixed=True, batch=1, sequence=16),
+    ShardedCase(family="llama", stage_layers=(3, 2), batch=1, sequence=16, micro_batches=2),
 )
 
 

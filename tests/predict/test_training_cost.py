@@ -9,6 +9,7 @@ from jettison.errors import UsageError
 from jettison.predict.residuals import Sureness, sureness
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.predict.training_cost import Wanted, training_cost
+from jettison.report.search import training_facts
 from jettison.spec.hardware import hardware
 from jettison.spec.presets import preset
 
@@ -36,6 +37,27 @@ def test_whole_steps_days_hours_and_money() -> None:
     assert found.amount == "1e06 tokens in 334 steps"
     assert found.duration == "3.3 days (1.7 to 6.7) on 10 GPUs"
     assert found.expense == "802 GPU hours for 1,603 (802 to 3,206)"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "names"),
+    [
+        ((864.0, 400.0), ["training", "as asked", "cheapest and fastest"]),  # twice as many are more than twice as fast
+        ((864.0, 500.0), ["training", "cheapest", "fastest"]),
+        ((864.0, 900.0), ["training", "cheapest and fastest"]),
+    ],
+)
+def test_a_search_says_what_the_devices_take_that_were_asked_for(
+    seconds: tuple[float, float], names: list[str]
+) -> None:
+    wanted = Wanted(tokens=1e6, price_per_gpu_hour=2.0)
+    made = [
+        training_cost(wanted, step_seconds=each, step_tokens=3000, gpus=gpus, sure=SURE)
+        for each, gpus in zip(seconds, (10, 20), strict=True)
+    ]
+    facts = list(training_facts([one for one in made if one is not None]))
+    assert [name for name, _ in facts] == names
+    assert any("on 10 GPUs" in text for _, text in facts)
 
 
 def test_without_a_price_there_are_hours_and_without_tokens_nothing() -> None:

@@ -163,6 +163,8 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
     match kind:
         case Optimizer.ADAMW | Optimizer.ADAMW_FOREACH:
             return 2 * moment * elements
+        case Optimizer.ADAMW_BF16:
+            return 2 * 2 * elements
         case Optimizer.SGD | Optimizer.NONE:
             return 0
         case Optimizer.SGD_MOMENTUM:

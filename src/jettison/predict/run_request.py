@@ -57,8 +57,8 @@ class CommonRequest:
         fp8_recipe: How products are narrow, beside a --precision in bf16: TransformerEngine's delayed[:N], tensorwise
             (either -blackwell), blockwise, mxfp8 or nvfp4; torchao's tensorwise, rowwise, rowwise_with_gw_hp or mxfp8.
         fp8_param_gather: Weights are held as bytes (Megatron), or gathered so (torchao's tensorwise).
-        optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; sgd, sgd-momentum, adam8bit,
-            adafactor, muon, dist-muon, dist-muon-pingpong or none.
+        optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-bf16, whose
+            moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon, dist-muon-pingpong or none.
         kernels: megatron, pytorch, huggingface or torchtune: whose code runs.
         loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused, chunked, listed or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.

@@ -57,12 +57,13 @@ def shared_buffer(run: Run, chunks: Sequence[Chunk]) -> int:
 
 
 def _scores(run: Run, layer: object) -> int:
-    """Of one layer's eager attention on one rank: b x a/t x s x s."""
+    """Of one layer's eager attention on one rank: b x a/t x s x s; of two stacks, the longer's."""
     if not isinstance(layer, Layer) or run.kernels.attention is not AttentionKernel.EAGER:
         return 0
     if layer.attention is None or isinstance(layer.attention, Scan):
         return 0
-    return run.micro_batch * layer.attention.heads // run.layout.tp * run.seq * run.seq // run.layout.cp
+    seq = max(run.seq, run.source_seq)
+    return run.micro_batch * layer.attention.heads // run.layout.tp * seq * seq // run.layout.cp
 
 
 def loader_mask(run: Run) -> int:

@@ -140,6 +140,7 @@ def layout_text(layout: Layout) -> str:
     text = f"{text} = {layout.world} GPUs" if text else "one GPU"
     if layout.pp > 1:
         virtual = f", {layout.virtual_stages} virtual stages" if layout.virtual_stages > 1 else ""
+        virtual += f", {layout.micro_batch_group} micro-batches in turn" if layout.micro_batch_group else ""
         text += f", schedule {layout.schedule}{virtual}"
     text += f", ep {layout.ep}" if layout.ep > 1 else ""
     text += f", expert tp {layout.expert_tp}" if layout.splits_tp else ""

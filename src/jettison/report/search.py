@@ -132,7 +132,7 @@ class SearchReport:
         if self.hardware.note:
             facts.append(("note", self.hardware.note))
         facts.append(("range", self.sure.words(answer.best.seconds.step)))
-        facts.extend(_training_facts(self.trainings))
+        facts.extend(training_facts(self.trainings))
         count = len(answer.ranked)
         sure = self.sure
         ranking = _table(f"The fastest {count}, one plan each" if count > 1 else "The fastest", answer.ranked, sure)
@@ -283,13 +283,16 @@ def _between(ends: tuple[float, float]) -> str:
     return f"{number}-{high.removesuffix(f' {unit}')}" if high.endswith(f" {unit}") else f"{low} - {high}"
 
 
-def _training_facts(found: Sequence[TrainingCost]) -> Iterator[tuple[str, str]]:
-    """The fewest GPU hours, and the fewest days where those are another's."""
+def training_facts(found: Sequence[TrainingCost]) -> Iterator[tuple[str, str]]:
+    """Of the devices that were asked for; the fewest GPU hours; and the fewest days, where those are others'."""
     if not found:
         return
+    asked = found[0]
     cheapest = min(found, key=lambda one: one.gpu_hours(one.seconds))
     fastest = min(found, key=lambda one: one.seconds)
-    yield "training", found[0].amount
+    yield "training", asked.amount
+    if asked not in (cheapest, fastest):
+        yield "as asked", f"{asked.duration}, {asked.expense}"
     if cheapest is not fastest:
         yield "cheapest", f"{cheapest.duration}, {cheapest.expense}"
     name = "fastest" if cheapest is not fastest else "cheapest and fastest"

@@ -190,6 +190,7 @@ class Optimizer(StrEnum):
 
     ADAMW = "adamw"  # two fp32 moments (bf16 ones for bf16-pure: state follows the parameter's dtype)
     ADAMW_FOREACH = "adamw-foreach"  # the same as torch runs it on CUDA unless told otherwise: all at once, unfused
+    ADAMW_BF16 = "adamw-bf16"  # two bf16 moments, whatever is updated: torchtitan's fused_opt_states_bf16
     SGD = "sgd"
     SGD_MOMENTUM = "sgd-momentum"
     ADAM8BIT = "adam8bit"  # two moments of one byte, and an fp32 scale for each 256 of them (arXiv 2110.02861)

@@ -116,7 +116,7 @@ class Tuning:
             raise UsageError(f"got --lora r={self.rank}; expected a rank of 1 or more")
         if not 0 <= self.dropout < 1:
             raise UsageError(f"got --lora dropout={self.dropout}; expected a probability of at least 0 and below 1")
-        for word in self.targets - {ALL}:
+        for word in sorted(self.targets - {ALL}):
             if word not in TARGETS:
                 raise UsageError(f"got --lora targets={word}; expected {ALL} or some of {', '.join(TARGETS)}")
 
