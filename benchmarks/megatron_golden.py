@@ -89,7 +89,6 @@ class Golden:
 NOT_DESCRIBED = {
     "use-megatron-fsdp": "Megatron's own FSDP",
     "spec": "hybrid layers",
-    "defer-embedding-wgrad-compute": "deferred gradients of the head",
     "export-kd-teacher-load": "a teacher beside it",
     "squared-relu": "squared ReLU",
 }
@@ -262,6 +261,7 @@ def run_of(row: Facts) -> Run:
             micro_batch_group=int(more.get("microbatch-group-size-per-virtual-pipeline-stage", 0)),
             stage_layers=stage_layers(cut, layers=own, chunks=stages * virtual) if cut else (),
             further=model.further,
+            deferred_head=2 if "defer-embedding-wgrad-compute" in more else 0,  # its tests' --wgrad-deferral-limit
             cp=cp,
             ep=int(row["ep"] or 1),
             expert_tp=int(more.get("expert-tensor-parallel-size", 0)) if "num-experts" in more else 0,

@@ -28,6 +28,7 @@ ASIDE = {
     "bert_": "a BERT, whose pooler (18 MiB here) is not described",
     "t5_": "a T5, described as BART's two stacks with norms first; what its masks take is not described",
     "cross_entropy_loss_fusion": "the first iteration compiles the loss",
+    "defer_embedding_wgrad": "what waits for the head's gradient was described after these had been looked at",
     "fine_grained_offloading": "the first iteration sends everything to the host while it learns what comes last",
 }
 """Parts of names, and why a test is shown and not counted."""

@@ -228,6 +228,12 @@ def test_ranges_hold_runs_that_they_were_not_made_of() -> None:
         assert every == 252 and inside / every >= least
 
 
+@pytest.mark.parametrize("like", ["all, dense", "all, experts"])
+def test_a_range_of_other_kinds_holds_runs_of_a_kind_without_its_own(like: str) -> None:
+    inside, every = residuals.held_elsewhere(list(residuals.ratios(ROWS, NEWER)), like)
+    assert every > 150 and inside / every >= 0.8
+
+
 def test_ranges_are_what_the_runs_say() -> None:
     text = residuals.text(residuals.ratios(ROWS, NEWER))
     assert residuals.DATA.read_text(encoding="utf-8") == text, "run python -m benchmarks.residuals"

@@ -27,6 +27,9 @@ CASES = (
     ShardedCase(family="llama", stage_layers=(2, 1, 2, 0), mixed=True, micro_batches=8),
     ShardedCase(family="llama", stage_layers=(3, 2), mixed=True, batch=1, sequence=16),
     ShardedCase(family="llama", stage_layers=(3, 2), batch=1, sequence=16, micro_batches=2),
+    # fullest before the first backward
+    ShardedCase(family="llama", stage_layers=(3, 2), mixed=True, micro_batches=2),
+    ShardedCase(family="llama", stage_layers=(2, 1, 2, 1), mixed=True, micro_batches=2),
 )
 
 
@@ -50,14 +53,13 @@ def said(case: ShardedCase) -> Forecast:
 
 @pytest.mark.slow
 def test_stages_that_are_sharded() -> None:
-    """Between steps to the byte, at the highest within 0.2 %; checkpoints in bf16 are 1.3 % low without ranks, too."""
+    """Between steps to the byte, at the highest within 0.2 %."""
     found = run_ranks(peaks, 2 * SHARDS, {"cases": [case.told() for case in CASES]})
     for number, case in enumerate(CASES):
         for stage in said(case).stages:
             got = found[stage.index * SHARDS][number]
             assert stage.timeline()[0].nbytes == got["before"] - ROTARY_BYTES * len(stage.groups), (case, stage.index)
-            within = 0.013 if case.full else 0.002
-            assert stage.peak.nbytes == pytest.approx(got["peak"], rel=within), (case, stage.index)
+            assert stage.peak.nbytes == pytest.approx(got["peak"], rel=0.002), (case, stage.index)
 
 
 def test_whole_gradients_of_a_405b_stage() -> None:

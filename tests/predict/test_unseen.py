@@ -103,6 +103,27 @@ def test_batches_that_stay(pp: int) -> None:
     assert peak(**words, keep_batches=True) - peak(**words) == 7 * each
 
 
+@pytest.mark.parametrize(("limit", "sp", "kept"), [(2, True, 2), (2, False, 2), (50, True, 7), (0, True, 0)])
+def test_heads_gradients_that_wait(limit: int, sp: bool, kept: int) -> None:
+    """Of logits and of their inputs, in 16 bits, beside those of the micro-batch at work; on the last stage alone."""
+    words: dict[str, Any] = {"tp": 4, "pp": 2, "micro_batches": 8, "micro_batch": 2, "seq": 1024, "sp": sp}
+    plain, waiting = (
+        forecast(run_of("gpt-22b", RunRequest(like="megatron-0.19", deferred_head=word, **words))).stages
+        for word in (0, limit)
+    )
+    vocab = run_of("gpt-22b", RunRequest()).model.vocab
+    each = 2 * 2 * 1024 * (vocab // 4 + 6144 // (4 if sp else 1))
+    assert waiting[1].peak.nbytes - plain[1].peak.nbytes == kept * each
+    assert waiting[0].peak == plain[0].peak
+
+
+def test_a_head_waits_in_a_pipeline_alone() -> None:
+    with pytest.raises(UsageError, match="got --deferred-head 2; expected 1 or more, and --pp 2 or more"):
+        run_of("gpt-22b", RunRequest(deferred_head=2))
+    with pytest.raises(UsageError, match="--loss fused, which has no gradients of logits that could wait"):
+        run_of("gpt-22b", RunRequest(deferred_head=2, pp=2, loss="fused"))
+
+
 def test_megatron_018_is_019_with_batches_that_stay() -> None:
     old, new = (run_of("gpt-22b", RunRequest(like=f"megatron-0.{minor}")) for minor in (18, 19))
     assert old.keep_batches

@@ -48,6 +48,8 @@ def layout_settings(run: Run) -> dict[str, Value]:
         found["pipeline_model_parallel_layout"] = layout_string(layout)
     elif layout.virtual_stages > 1:
         found["num_virtual_stages_per_pipeline_rank"] = layout.virtual_stages
+    if layout.deferred_head:
+        found |= {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": layout.deferred_head}
     if layout.micro_batch_group:
         found["microbatch_group_size_per_virtual_pipeline_stage"] = layout.micro_batch_group
     return found

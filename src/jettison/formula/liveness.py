@@ -5,9 +5,11 @@ Forward: a tensor lives from the op that makes it to the last op that reads it, 
 region's input is somebody else's reference and lives throughout. Backward: ops in reverse. Each needs its saved
 tensors, computed again where they were not kept (an op runs again once, when it is first needed, and its result lives
 until its last reader has run); then it allocates a gradient for each input that takes part, or passes on the one that
-it was given; then it lets go of what it needed. A second contribution to a gradient lives beside the first until it
-has been added. Weight gradients stay. Python holds some values longer than their last reader needs them, and kernels
-take workspace: neither is counted, except where a tape says so.
+it was given; then it lets go of what it needed. What a region was given and holds only to compute again stays to the
+end: a checkpoint has it for as long as anything refers to its frame (``torch/utils/checkpoint.py``,
+``_CheckpointFrame.input_saver``; Megatron's and the reentrant one are single nodes of the graph). A second contribution
+to a gradient lives beside the first until it has been added. Weight gradients stay. Python holds some values longer
+than their last reader needs them, and kernels take workspace: neither is counted, except where a tape says so.
 """
 
 from __future__ import annotations
@@ -125,6 +127,7 @@ class _Backward:
         self.live = self.peak = self.opening = 0
         self.pending = set(again)
         self.computed: set[int] = set()
+        self.saved: set[int]
         self.uses = self._count_uses(again)
         self.gradient: dict[int, int] = {}  # storage -> gradient tensor
         self.sizes: dict[int, int] = {}
@@ -137,6 +140,7 @@ class _Backward:
         for step in self.region.tape.steps:
             for b in self._saved(step):
                 uses[b] += 1
+        self.saved = {*uses}
         for o in again:
             for b in set(self.program.ops[o].inputs):
                 uses[b] += 1
@@ -226,7 +230,7 @@ class _Backward:
         if b in self.computed:
             self.computed.discard(b)
             self.live -= buffer.nbytes
-        elif b in self.kept and not buffer.free:
+        elif b in self.kept and not buffer.free and (buffer.producer is not None or b in self.saved):
             self.live -= buffer.nbytes
 
     # gradients --------------------------------------------------------------------------------------------------------

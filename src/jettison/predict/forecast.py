@@ -18,7 +18,7 @@ from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.gathered import reducing, whole_in_flight
-from jettison.predict.set_aside import kept_batches, loader_mask, packed_batch, set_aside
+from jettison.predict.set_aside import deferred_head, kept_batches, loader_mask, packed_batch, set_aside
 from jettison.predict.stage_buffers import buffer_bytes, sending, sent_last, stream_bytes
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
 from jettison.predict.states_on_host import HostStates, device_buffer, host_states
@@ -225,6 +225,7 @@ def _stage(
     ends = index in (0, layout.pp - 1)
     mask = loader_mask(run) if run.loader_masks and ends else 0
     kept = kept_batches(run) if run.keep_batches and ends else 0
+    kept_head = deferred_head(run) if layout.deferred_head and index == layout.pp - 1 else 0
     whole = layout.stage_buffers and layout.keeps_whole_gradients
     load = StageLoad(
         chunks=tuple(known[id(chunk)] for chunk in (*chunks, *twins)),
@@ -252,7 +253,7 @@ def _stage(
         late=late,
         received=_received(run) if layout.keeps_received and layout.pp > 1 else 0,
         receives=1 if index == 0 else 0,
-        around=mask + packed_batch(run) + last + gathered + (run.micro_batches - 1) * kept,
+        around=mask + packed_batch(run) + last + gathered + (run.micro_batches - 1) * kept + kept_head,
         variables=_variables(run, index),
         batches=run.micro_batches * kept,
         shards=total.gradients if whole else 0,

@@ -2,8 +2,9 @@
 
 `residuals.toml` is written by ``python -m benchmarks.residuals`` from the runs of docs/accuracy_time.md and
 docs/accuracy_newer.md. A kind is a device, the software whose figures are taken, and whether the model has experts. A
-range is where a further run of its kind is in eight cases of ten; of fewer than nine runs it holds all. Those who
-published had tuned their runs: one that is not tuned takes rather longer.
+range is where a further run of its kind is in eight cases of ten; of fewer than nine runs it holds all. A kind without
+runs has the range of all dense ones, or of all with experts, which is wider. Those who published had tuned their runs:
+one that is not tuned takes rather longer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from jettison.units import format_seconds
 DATA: Final = Path(__file__).with_name("residuals.toml")
 LEAST_RUNS: Final = 4
 """Of a kind that has a range of its own."""
-ALL: Final = "all"
+DENSE: Final = "dense"
+EXPERTS: Final = "experts"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +37,7 @@ class Sureness:
         kind: device, software, and dense or experts.
         runs: that were compared.
         low, high: the range.
-        of_this_kind: the runs are of this kind; otherwise all that were compared.
+        of_this_kind: the runs are of this kind; otherwise of all kinds that are dense, or that have experts, as it is.
     """
 
     kind: str
@@ -52,7 +54,8 @@ class Sureness:
         """The same for people."""
         low, high = map(format_seconds, self.seconds(predicted))
         if not self.of_this_kind:
-            return f"{low} to {high}; no run of this kind compared: range from all {self.runs}"
+            others = "runs with experts" if self.kind.endswith(EXPERTS) else "dense runs"
+            return f"{low} to {high}; no run of this kind compared: range from all {self.runs} {others}"
         share = "eight in ten, by" if self.runs >= 9 else "all of"
         return f"{low} to {high}: {share} {self.runs} runs of this kind ({self.kind})"
 
@@ -74,7 +77,12 @@ def kind_of(hardware: Hardware, kernels: str, execution: Execution, model: Model
         stack = execution.stack.partition("-")[0]
         software = stack if stack in {"base", *(one.name for one in hardware.stacks)} and hardware.stacks else kernels
     experts = any(getattr(getattr(layer, "mlp", None), "experts", 0) for layer in model.layers)
-    return f"{hardware.name}, {software}, {'experts' if experts else 'dense'}"
+    return f"{hardware.name}, {software}, {EXPERTS if experts else DENSE}"
+
+
+def all_like(kind: str) -> str:
+    """What stands for a kind without runs: all that are dense, or all that have experts."""
+    return f"all, {EXPERTS if kind.endswith(EXPERTS) else DENSE}"
 
 
 def sureness(hardware: Hardware, kernels: str, execution: Execution, model: ModelSpec) -> Sureness:
@@ -82,7 +90,7 @@ def sureness(hardware: Hardware, kernels: str, execution: Execution, model: Mode
     kind = kind_of(hardware, kernels, execution, model)
     table = _table()
     known = kind in table
-    low, high, runs = table[kind if known else ALL]
+    low, high, runs = table[kind if known else all_like(kind)]
     return Sureness(kind=kind, runs=runs, low=low, high=high, of_this_kind=known)
 
 

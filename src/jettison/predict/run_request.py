@@ -168,6 +168,8 @@ class RunRequest(CommonRequest):
         virtual_stages: Virtual stages on each device of a pipeline (interleaved 1F1B): 1.
         micro_batch_group: Micro-batches that go through a virtual stage in turn, as Megatron's
             --microbatch-group-size-per-virtual-pipeline-stage: --pp.
+        deferred_head: Micro-batches of which a pipeline's last stage keeps gradients of logits until the others wait,
+            as Megatron's --defer-embedding-wgrad-compute has them (--wgrad-deferral-limit): 0.
         stage_layers: Layers of each stage: 5,4,4,3, or first:3,last:5, or Megatron's layout string; else evenly.
         schedule: Order of a pipeline: gpipe, 1f1b or zero-bubble.
         cp: Ranks of context parallelism: 1.
@@ -190,6 +192,7 @@ class RunRequest(CommonRequest):
     pp: int | None = None
     virtual_stages: int | None = None
     micro_batch_group: int | None = None
+    deferred_head: int | None = None
     stage_layers: str | None = None
     schedule: str | None = None
     cp: int | None = None
@@ -291,6 +294,10 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     tuning, frozen = tuning_of(request), tuple(frozen_of(model, request, model_spec))
     model = with_further(model, given_or(request.mtp_num_layers, 0), kernels)
     layout = _layout(request, model)
+    if layout.deferred_head and kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.DPO):
+        raise UsageError(
+            f"got --deferred-head with --loss {kernels.loss}, which has no gradients of logits that could wait"
+        )
     if tuning is not None and not tuning.inputs_need_gradients:
         first = model.layers[0]
         assert isinstance(first, Layer), "recorded models are refused adapters"
@@ -397,6 +404,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
         pp=pp,
         virtual_stages=virtual,
         micro_batch_group=given_or(request.micro_batch_group, 0),
+        deferred_head=given_or(request.deferred_head, 0),
         stage_layers=uneven,
         further=model.further,
         schedule=Schedule.ONE_F_ONE_B if request.schedule is None else word(Schedule, request.schedule, "schedule"),

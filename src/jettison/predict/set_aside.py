@@ -88,6 +88,20 @@ def kept_batches(run: Run) -> int:
     return (3 * 8 + 4) * tokens + (tokens * run.seq if run.loader_masks else 0)
 
 
+def deferred_head(run: Run) -> int:
+    """What the last stage keeps to make the head's weight gradient of when its pipeline has nothing else to do.
+
+    ``megatron/core/tensor_parallel/layers.py``, ``LinearWithGradAccumulationAndAsyncCommunication.backward``: gradients
+    of logits in ``grad_output_buffer``, up to ``wgrad_deferral_limit``, and inputs in ``embedding_activation_buffer``,
+    until ``drain_embedding_wgrad_compute``. Of those before the micro-batch at work.
+    """
+    layout = run.layout
+    tokens = run.micro_batch * run.seq // layout.cp
+    logits, inputs = run.model.vocab // layout.tp, run.model.hidden // (layout.tp if layout.sp else 1)
+    kept = min(layout.deferred_head, run.micro_batches - 1)
+    return kept * tokens * (logits + inputs) * DTYPE_BYTES[run.precision.compute]
+
+
 BLOCK = 128
 """Of FlexAttention's masks: torch, ``flex_attention.py``, ``_DEFAULT_SPARSE_BLOCK_SIZE``."""
 

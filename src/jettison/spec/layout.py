@@ -50,6 +50,7 @@ class Layout:
         stage_buffers: stages have buffers for all that they are sent in a step, and hold what they send:
             ``torch.distributed.pipelining``.
         micro_batch_group: micro-batches that go through one virtual stage before the next has its turn; 0: pp of them.
+        deferred_head: of so many micro-batches the last stage keeps what the head's weight gradient is made of.
         stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
         further: layers that predict further tokens, all of them on the last stage beside its own.
         reshard: with zero 3, which parameters are sharded again after a forward.
@@ -68,6 +69,7 @@ class Layout:
     pp: int = 1
     virtual_stages: int = 1
     micro_batch_group: int = 0
+    deferred_head: int = 0
     schedule: Schedule = Schedule.ONE_F_ONE_B
     dp: int = 1
     zero: int = 0
@@ -96,6 +98,8 @@ class Layout:
             raise UsageError(
                 f"got --micro-batch-group {self.micro_batch_group}; it goes with --virtual-stages 2 or more"
             )
+        if self.deferred_head < 0 or (self.deferred_head and self.pp == 1):
+            raise UsageError(f"got --deferred-head {self.deferred_head}; expected 1 or more, and --pp 2 or more")
         if self.stage_layers and self.pp == 1:
             raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
         if self.virtual_stages > 1 and self.schedule is not Schedule.ONE_F_ONE_B:

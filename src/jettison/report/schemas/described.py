@@ -289,7 +289,8 @@ class Offloaded(TypedDict):
 
 
 class Sureness(TypedDict):
-    """Measured over predicted seconds of published runs, from low to high; of any kind unless ``of_this_kind``."""
+    """Measured over predicted seconds of published runs, from low to high; of the run's kind where
+    ``of_this_kind``, else of all dense ones or of all with experts."""
 
     kind: str
     runs: int

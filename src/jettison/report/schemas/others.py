@@ -214,6 +214,7 @@ class ListedPrecision(TypedDict):
     gradients: str
     accumulator: str | None
     master: str | None
+    moments: str | None
     products: str | None
 
 

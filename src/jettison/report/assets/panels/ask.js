@@ -192,7 +192,7 @@
   }
 
   const range = ([low, high], sure) => `${seconds(low)} to ${seconds(high)}: ` +
-    (sure.of_this_kind ? `${sure.runs < 10 ? "all of" : "eight in ten of"} ${sure.runs} runs of this kind (${sure.kind})` : `no run of this kind compared: range from all ${sure.runs}`);
+    (sure.of_this_kind ? `${sure.runs < 9 ? "all of" : "eight in ten, by"} ${sure.runs} runs of this kind (${sure.kind})` : `no run of this kind compared: range from all ${sure.runs} ${sure.kind.endsWith("experts") ? "runs with experts" : "dense runs"}`);
 
   const notes = ({ warnings }) => (warnings ?? []).map((words) => J.el("p", { class: "caption" }, `Note: ${words}`));
 
