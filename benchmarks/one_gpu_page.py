@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from benchmarks.accuracy_megatron import signed
 from benchmarks.page_command import page_command
-
 from jettison.predict.forecast import forecast_sizes
 from jettison.predict.run_request import RunRequest, run_of
 
