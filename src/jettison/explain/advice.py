@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
+from jettison.dtypes import DTYPE_BYTES
 from jettison.predict.forecast import Forecast, forecast_sizes
 from jettison.predict.run_request import Resolved
 from jettison.spec.kernels import AttentionKernel
@@ -49,6 +50,33 @@ def routing(found: Forecast) -> Iterator[str]:
         f"tokens are taken to be spread evenly over the ranks of --ep; one that is sent {uneven:g} times its share "
         f"peaks at {format_bytes(peak)}, not {format_bytes(found.peak_bytes)} (--expert-imbalance {uneven:g})"
     )
+
+
+def casts(found: Forecast) -> Iterator[str]:
+    """Copies in 16 bits that autocast makes of fp32 weights, which the ledger does not have.
+
+    ``aten/src/ATen/autocast_mode.cpp``, ``cached_cast``: a weight that needs a gradient is cast once and cached until
+    the outermost autocast ends, and a product's backward keeps the copy that it reads.
+    """
+    run = found.run
+    wide = run.precision.parameter == "float32" and run.precision.compute != "float32"
+    sharded = run.layout.zero == 3 and run.layout.shards > 1  # FSDP gathers them in 16 bits, which is counted
+    if not wide or sharded or run.tuning is not None:
+        return
+    numbers = max(
+        sum(
+            len(group.names) * sum(w.numel for w in group.part.region.weights if w.product and not w.frozen)
+            for chunk in stage.groups
+            for group in chunk
+        )
+        for stage in found.stages
+    )
+    if numbers:
+        nbytes = numbers * DTYPE_BYTES[run.precision.compute]
+        yield (
+            f"torch.autocast keeps copies of fp32 weights for the products of a forward and its backward: up to "
+            f"{format_bytes(nbytes)} that this peak does not have"
+        )
 
 
 def _recompute(run: Run) -> Iterator[str]:

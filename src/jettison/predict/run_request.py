@@ -363,6 +363,8 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     }
     if given_or(request.zero, said.get("zero", 0)) != 3:
         said.pop("reshard_after_forward", None)  # nothing is gathered
+    if model.head.pooling is not Pooling.NONE or model.waves is not None or model.pair is not None:
+        said.pop("loss", None)  # such a head has one loss
     found = resolve(model, replace(request, like=None, **said))
     shown = ", ".join(flag_of(field) + ("" if value is True else f" {value}") for field, value in said.items())
     return replace(found, assumed=found.assumed | frozenset(said), like=f"{name}: {shown}")
