@@ -23,7 +23,8 @@ from jettison.predict.forecast import forecast
 from jettison.predict.run_request import RunRequest, model_spec, resolve
 from jettison.predict.time import estimate
 from jettison.spec.hardware import Hardware, hardware
-from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Run
 from jettison.units import GIB, format_bytes
 
 PAGE = Path(__file__).parent.parent / "docs" / "offload.md"

@@ -25,7 +25,8 @@ from jettison.predict.forecast import forecast
 from jettison.spec.kernels import MEGATRON, Device
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind
-from jettison.spec.run import Recompute, Run
+from jettison.spec.recompute import Recompute
+from jettison.spec.run import Run
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "parallel.md"

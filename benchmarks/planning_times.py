@@ -27,7 +27,7 @@ from jettison.predict.run_request import RunRequest, model_spec, resolve
 from jettison.search.request import SearchRequest
 from jettison.solve import choose, minimum_budget
 from jettison.spec.hardware import hardware
-from jettison.spec.run import Mode, Recompute
+from jettison.spec.recompute import Mode, Recompute
 from jettison.units import GIB
 from jettison.verbs.search import search
 from support.offload_cases import deep_offload

@@ -44,7 +44,8 @@ from jettison.spec.conventions import kernels_for
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.precision import PRECISIONS
-from jettison.spec.run import Recompute, Run
+from jettison.spec.recompute import Recompute
+from jettison.spec.run import Run
 
 RESULTS = Path(__file__).parent / "results"
 POLICIES = ("none", "full", "every:2", "plan")

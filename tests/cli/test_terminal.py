@@ -237,7 +237,7 @@ def test_every_listed_name_is_one_that_commands_take(capsys: pytest.CaptureFixtu
     from jettison.spec.hardware import hardware
     from jettison.spec.precision import PRECISIONS, Optimizer
     from jettison.spec.presets import PRESETS, preset
-    from jettison.spec.run import Recompute
+    from jettison.spec.recompute import Recompute
 
     assert run(["list", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -17,7 +17,8 @@ from jettison.predict.forecast import Forecast, forecast
 from jettison.spec.conventions import kernels_for
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.precision import PRECISIONS
-from jettison.spec.run import Recompute, Run
+from jettison.spec.recompute import Recompute
+from jettison.spec.run import Run
 
 S, B, H, V, LAYERS = 128, 4, 128, 2048, 6
 WITHIN = 0.02

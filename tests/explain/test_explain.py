@@ -15,7 +15,8 @@ from jettison.predict.run_request import RunRequest, resolve
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.presets import preset
-from jettison.spec.run import Gradients, Mode, Recompute, Run
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Gradients, Run
 from jettison.units import format_bytes
 
 S, H, A, LAYERS = 2048, 12288, 96, 96  # of gpt-175b; b = 1

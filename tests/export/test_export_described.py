@@ -26,7 +26,7 @@ from jettison.export.targets.torchtitan import product_of
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import RunRequest, model_spec, resolve
 from jettison.spec.layout import Layout
-from jettison.spec.run import Mode, Recompute
+from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.stage_layers import stage_layers
 from jettison.verbs.plan import plan, remade
 

@@ -20,7 +20,8 @@ from jettison.predict.run_request import RunRequest, resolve
 from jettison.spec.kernels import Loss
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.presets import preset
-from jettison.spec.run import Gradients, Recompute, Run
+from jettison.spec.recompute import Recompute
+from jettison.spec.run import Gradients, Run
 from jettison.spec.tuning import Base, Tuning
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, traced_call, written
 

@@ -19,7 +19,8 @@ from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind
 from jettison.spec.presets import preset
-from jettison.spec.run import Gradients, Recompute, Run
+from jettison.spec.recompute import Recompute
+from jettison.spec.run import Gradients, Run
 
 FACTS = Path(__file__).parents[1] / "facts"
 EAGER = MEGATRON.with_attention("eager")

@@ -13,7 +13,8 @@ from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.spec.presets import preset
-from jettison.spec.run import Gradients, Recompute
+from jettison.spec.recompute import Recompute
+from jettison.spec.run import Gradients
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of
 
 

@@ -24,7 +24,8 @@ from jettison.search.request import SearchRequest
 from jettison.search.space import Space
 from jettison.spec.hardware import hardware
 from jettison.spec.presets import preset
-from jettison.spec.run import Recompute, Run
+from jettison.spec.recompute import Recompute
+from jettison.spec.run import Run
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, traced_call, written
 
 LENGTH = 8

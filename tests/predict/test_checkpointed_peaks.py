@@ -11,7 +11,7 @@ from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import forecast
 from jettison.spec.precision import PRECISIONS
-from jettison.spec.run import Recompute
+from jettison.spec.recompute import Recompute
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of
 from support.pipeline_peaks import loss_of
 

@@ -18,7 +18,7 @@ from jettison.formula.region import layer_region
 from jettison.predict.stages import kept_by
 from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
-from jettison.spec.run import Recompute
+from jettison.spec.recompute import Recompute
 from jettison.units import GIB
 
 A100 = hardware("a100-80gb")

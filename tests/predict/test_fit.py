@@ -14,7 +14,8 @@ from jettison.spec.kernels import MEGATRON, PYTORCH
 from jettison.spec.layout import Layout
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.presets import preset
-from jettison.spec.run import Gradients, Recompute, Run
+from jettison.spec.recompute import Recompute
+from jettison.spec.run import Gradients, Run
 from jettison.units import GIB, MIB
 
 SMALL = Run(model=preset("gpt2"), seq=256, layout=Layout(tp=2, sp=True, dp=4))

@@ -30,7 +30,8 @@ from jettison.spec.frozen_models import FrozenModel, Role, When
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.presets import preset
-from jettison.spec.run import Recompute, Run
+from jettison.spec.recompute import Recompute
+from jettison.spec.run import Run
 from support.formula_cases import HIDDEN, VOCABULARY, FormulaCase, model_of, run_of, tiny_config
 
 PAIRS = 2

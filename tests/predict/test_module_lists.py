@@ -20,7 +20,7 @@ from jettison.search.space import Candidate
 from jettison.spec.hardware import hardware
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
-from jettison.spec.run import Recompute
+from jettison.spec.recompute import Recompute
 
 H, F, HEADS, S, B, TP, TOP, EXPERT = 512, 1024, 8, 1024, 2, 2, 2, 256
 GQA = {"num_attention_heads": HEADS, "num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings": S}

@@ -20,7 +20,8 @@ from jettison.predict.stage_time import Timing
 from jettison.predict.stages import Chosen, Staying
 from jettison.predict.time import estimate
 from jettison.spec.hardware import Hardware, hardware
-from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Run
 from jettison.units import GIB, MIB
 
 H100, GB200 = hardware("h100-80gb"), hardware("gb200-192gb")

@@ -22,7 +22,7 @@ from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.presets import preset
-from jettison.spec.run import Recompute
+from jettison.spec.recompute import Recompute
 from support import megatron_pipeline
 from support.formula_cases import run_of
 from support.pipeline_peaks import ALL_FORWARDS_FIRST, FOUR, TWO, Case, peaks, two_ranks

@@ -22,7 +22,8 @@ from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, Staying, kept_by
 from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
-from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Run
 from jettison.units import GIB, MIB
 from jettison.verbs.plan import plan
 

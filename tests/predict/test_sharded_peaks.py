@@ -18,7 +18,7 @@ from jettison.predict.run_request import RunRequest, resolve
 from jettison.spec.layout import Layout, Reshard
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.presets import preset
-from jettison.spec.run import Recompute
+from jettison.spec.recompute import Recompute
 from jettison.spec.tuning import Tuning
 from support.formula_cases import run_of
 from support.ranks import run_ranks

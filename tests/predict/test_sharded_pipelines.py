@@ -14,7 +14,7 @@ from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_request import RunRequest, run_of
 from jettison.spec.layout import Layout, Reshard
 from jettison.spec.precision import PRECISIONS
-from jettison.spec.run import Recompute
+from jettison.spec.recompute import Recompute
 from support import formula_cases
 from support.ranks import run_ranks
 from support.sharded_pipelines import SHARDS, ShardedCase, peaks

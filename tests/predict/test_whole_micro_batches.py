@@ -18,7 +18,8 @@ from jettison.predict.whole_plan import choose_with_whole
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Schedule
 from jettison.spec.presets import preset
-from jettison.spec.run import Gradients, Mode, Recompute, Run
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Gradients, Run
 from jettison.units import GIB
 
 A100 = hardware("a100-80gb")

@@ -24,7 +24,7 @@ from jettison.parallel import apply_tensor_parallel
 from jettison.predict.forecast import forecast
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.policy import Selective, policy_named
-from jettison.spec.run import Recompute
+from jettison.spec.recompute import Recompute
 
 D = H // A
 LENGTHS = (D, 8 * D, 16 * D)

@@ -31,7 +31,7 @@ from jettison.search.state import Room
 from jettison.spec.hardware import hardware
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
-from jettison.spec.run import Recompute
+from jettison.spec.recompute import Recompute
 from jettison.units import GIB
 from jettison.verbs.search import search as search_report
 

@@ -14,7 +14,7 @@ from jettison.search.space import Candidate, Setup, setup_run
 from jettison.spec.hardware import hardware
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import Loss
-from jettison.spec.run import Recompute
+from jettison.spec.recompute import Recompute
 
 A100 = hardware("a100-80gb")
 LLAMA = parse_config(

@@ -11,7 +11,7 @@ from jettison.predict.auto_recompute import choose, distinct_stages, solve_stage
 from jettison.predict.run_request import RunRequest, model_spec, resolve
 from jettison.search.workers import CHUNKS, Workers
 from jettison.spec.hardware import hardware
-from jettison.spec.run import Mode, Recompute
+from jettison.spec.recompute import Mode, Recompute
 from jettison.units import GIB
 
 

@@ -10,7 +10,8 @@ from jettison.dtypes import DTYPE_BYTES
 from jettison.predict.forecast import Forecast, forecast_sizes
 from jettison.predict.run_request import Resolved
 from jettison.spec.kernels import AttentionKernel
-from jettison.spec.run import Mode, Run
+from jettison.spec.recompute import Mode
+from jettison.spec.run import Run
 from jettison.units import format_bytes
 
 

@@ -24,7 +24,8 @@ from jettison.predict.passes import passes_of
 from jettison.predict.stages import StageRegion
 from jettison.solve.policy import attention_core
 from jettison.spec.model import AnyLayer
-from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Run
 
 FORWARDS_OF_A_STEP: Final = 3
 """A backward is two forwards: each product has one for its input's gradient and one for its weight's."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from jettison.explain.figures import Remark, Share, Variant
 from jettison.ledger.timeline import Moment, Phase
 from jettison.predict.forecast import Forecast, Stage, forecast
-from jettison.spec.run import Mode
+from jettison.spec.recompute import Mode
 from jettison.units import format_bytes, format_percent
 
 

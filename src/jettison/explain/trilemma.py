@@ -27,7 +27,8 @@ from jettison.predict.stages import RegionGroup, walk
 from jettison.predict.time import Estimate, estimate
 from jettison.predict.whole_micro_batches import most_whole
 from jettison.spec.hardware import Hardware
-from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Run
 from jettison.units import format_bytes, format_percent, format_seconds
 
 SMALLEST: Final = 0.005

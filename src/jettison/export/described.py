@@ -15,7 +15,8 @@ from jettison.predict.auto_recompute import AutoForecast, layer_policies
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.stages import Chosen, Staying
 from jettison.predict.time import estimate
-from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Run
 
 
 def decisions_of(choice: AutoForecast) -> tuple[Decision, ...]:

@@ -19,7 +19,8 @@ from jettison.predict.stages import StageRegion, Staying, kept_by
 from jettison.predict.time import recomputing
 from jettison.solve.plan import PolicyWord, policy_word
 from jettison.spec.hardware import Hardware
-from jettison.spec.run import Mode, Run
+from jettison.spec.recompute import Mode
+from jettison.spec.run import Run
 from jettison.units import format_bytes
 
 

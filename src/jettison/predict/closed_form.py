@@ -29,7 +29,8 @@ from jettison.spec.conventions import kernels_for
 from jettison.spec.layout import Layout
 from jettison.spec.model import Layer, ModelSpec
 from jettison.spec.precision import PRECISIONS
-from jettison.spec.run import Mode, Scene
+from jettison.spec.recompute import Mode
+from jettison.spec.run import Scene
 
 MODES: Final = tuple(
     str(m) for m in (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)

@@ -27,7 +27,8 @@ from jettison.predict.whole_tensors import muon_step_bytes, with_whole_tensors
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Schedule
 from jettison.spec.precision import Optimizer
-from jettison.spec.run import Gradients, Recompute, Run
+from jettison.spec.recompute import Recompute
+from jettison.spec.run import Gradients, Run
 from jettison.spec.states_on_host import StatesOnHost
 
 

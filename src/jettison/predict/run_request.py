@@ -31,8 +31,9 @@ from jettison.spec.model import Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.modules import listed
 from jettison.spec.precision import Adding, optimizer
 from jettison.spec.presets import PRESETS, preset, unknown_preset
+from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.recorded import refuse_as_built
-from jettison.spec.run import MOST, Gradients, Mode, Recompute, Run, Software
+from jettison.spec.run import Gradients, Run, Software
 from jettison.spec.stage_layers import stage_layers
 from jettison.spec.waves import SECOND
 from jettison.spec.workspaces import workspaces

@@ -13,7 +13,8 @@ from jettison.spec.kernels import AttentionKernel, Dispatcher, Documents
 from jettison.spec.mixers import Scan
 from jettison.spec.model import Layer
 from jettison.spec.precision import Adding
-from jettison.spec.run import Mode, Run
+from jettison.spec.recompute import Mode
+from jettison.spec.run import Run
 
 
 def set_aside(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:

@@ -27,7 +27,8 @@ from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, MIXED, RegionGroup, StageRegion, Staying, kept_by
 from jettison.predict.timeline_units import unit_within
 from jettison.solve.problem import SegmentOption, StepProblem
-from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Run
 
 LONGEST: Final = 16
 HELD, SENT = "segment", "segment-sent"

@@ -28,7 +28,8 @@ from jettison.spec.kernels import Documents
 from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer
 from jettison.spec.precision import Optimizer, Precision
-from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Run
 from jettison.spec.states_on_host import StatesOnHost
 
 OPTIMIZER_PASSES = 3

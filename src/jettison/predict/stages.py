@@ -17,7 +17,8 @@ from jettison.spec.fp8 import Fp8Recipe
 from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer, ModelSpec
 from jettison.spec.precision import Optimizer, Precision
-from jettison.spec.run import Mode, Run, Scene
+from jettison.spec.recompute import Mode
+from jettison.spec.run import Run, Scene
 from jettison.spec.states_on_host import StatesOnHost
 
 NONE, FULL, MIXED = "none", "full", "mixed"

@@ -22,7 +22,8 @@ from jettison.predict.passes import named_passes, passes_of
 from jettison.predict.stage_buffers import with_ends
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
 from jettison.spec.frozen_models import When
-from jettison.spec.run import Gradients, Mode, Run
+from jettison.spec.recompute import Mode
+from jettison.spec.run import Gradients, Run
 
 
 def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:

@@ -14,7 +14,8 @@ from jettison.errors import UsageError
 from jettison.ledger.schedule import window
 from jettison.predict.forecast import forecast_sizes
 from jettison.predict.peak import peak_bytes
-from jettison.spec.run import MOST, Mode, Run
+from jettison.spec.recompute import MOST, Mode
+from jettison.spec.run import Run
 
 
 def largest_window(run: Run) -> int:

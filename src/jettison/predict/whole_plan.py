@@ -14,7 +14,8 @@ from jettison.predict.auto_recompute import AutoForecast, choose
 from jettison.predict.time import estimate
 from jettison.predict.whole_micro_batches import largest_window, with_whole
 from jettison.spec.hardware import Hardware
-from jettison.spec.run import MOST, Run
+from jettison.spec.recompute import MOST
+from jettison.spec.run import Run
 
 TRIED: Final = 6
 """Numbers at first, from none to all of the first stage's window."""

@@ -15,7 +15,8 @@ from jettison.predict.run_request import RunRequest, model_spec, resolve
 from jettison.predict.time import Estimate, estimate
 from jettison.predict.whole_plan import choose_with_whole
 from jettison.spec.hardware import Hardware
-from jettison.spec.run import Mode, Run
+from jettison.spec.recompute import Mode
+from jettison.spec.run import Run
 
 SECONDS_DIGITS = 9
 """Of seconds in a page's data: nanoseconds."""
@@ -89,6 +90,6 @@ def rounded(seconds: float) -> float:
 
 def with_recompute(run: Run, words: str) -> Run:
     """The same run under another recompute mode."""
-    from jettison.spec.run import Recompute
+    from jettison.spec.recompute import Recompute
 
     return replace(run, recompute=Recompute.parse(words, layers=run.model.depth))

@@ -14,7 +14,7 @@ from jettison.predict.forecast import forecast
 from jettison.predict.time import estimate
 from jettison.report.explorer_common import line, planned, rounded, run_of, usual_layout
 from jettison.spec.hardware import Hardware, hardware
-from jettison.spec.run import Recompute
+from jettison.spec.recompute import Recompute
 
 GPU: Final = "h100-80gb"
 MODEL: Final = "llama3-8b"

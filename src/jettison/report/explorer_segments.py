@@ -9,7 +9,8 @@ from jettison.explain.peak import FORWARDS_OF_A_STEP, recomputed_flops
 from jettison.predict.forecast import forecast
 from jettison.predict.stages import FULL, NONE, kept_by
 from jettison.report.explorer_common import line, run_of, with_recompute
-from jettison.spec.run import Run, round_sqrt
+from jettison.spec.recompute import round_sqrt
+from jettison.spec.run import Run
 
 MODELS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("llama3-70b", {"seq": 8192, "micro_batch": 4}),

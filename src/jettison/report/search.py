@@ -21,7 +21,7 @@ from jettison.search.figures import Found, Seconds
 from jettison.search.search import Answer, More, NothingFits
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout, Schedule
-from jettison.spec.run import Mode
+from jettison.spec.recompute import Mode
 from jettison.units import format_bytes, format_count, format_percent, format_ratio, format_seconds
 
 SCHEMA: Final = "jettison.search/1"

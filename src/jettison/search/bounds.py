@@ -48,7 +48,8 @@ from jettison.search.time_bound import PassSeconds, Pipeline, Sends, ShardSecond
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Schedule
 from jettison.spec.precision import GradientRule
-from jettison.spec.run import Gradients, Mode, Recompute, Run
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Gradients, Run
 
 SHAVED: Final = 1e-6
 _TREATMENTS: Final = (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)

@@ -31,7 +31,7 @@ from jettison.search.evaluate import Bench, Task
 from jettison.search.figures import Figures, Found
 from jettison.search.space import Candidate, Space
 from jettison.search.state import Node, Room, State
-from jettison.spec.run import Mode, Recompute
+from jettison.spec.recompute import Mode, Recompute
 
 REACH: Final = 1.5
 """The front ends at so many times the fastest step."""

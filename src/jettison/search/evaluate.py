@@ -38,7 +38,8 @@ from jettison.search.space import Candidate, Setup, setup_run
 from jettison.search.workers import COLLECTED, Workers
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
-from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Run
 
 NOTED: Final = 16
 """Candidates that are worked out in this process before they are written down."""

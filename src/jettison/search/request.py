@@ -18,7 +18,8 @@ from jettison.spec.kernels import Loss
 from jettison.spec.like import rule
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import MUONS
-from jettison.spec.run import Gradients, Recompute
+from jettison.spec.recompute import Recompute
+from jettison.spec.run import Gradients
 from jettison.spec.states_on_host import StatesOnHost
 from jettison.spec.tuning import Base
 

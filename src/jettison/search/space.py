@@ -17,7 +17,8 @@ from typing import Any, Final
 from jettison.errors import UsageError
 from jettison.spec.kernels import Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
-from jettison.spec.run import MOST, Mode, Recompute, Run
+from jettison.spec.recompute import MOST, Mode, Recompute
+from jettison.spec.run import Run
 from jettison.spec.stage_layers import uneven_cuts
 
 INTERLEAVED: Final = "interleaved"

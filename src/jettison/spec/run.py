@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from math import isqrt
 from typing import Final
 
 from jettison.errors import UsageError
@@ -16,26 +15,12 @@ from jettison.spec.inputs import Patches
 from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels, Loss
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
-from jettison.spec.modules import check_lists, check_parts, listed
+from jettison.spec.modules import check_parts
 from jettison.spec.precision import MUONS, PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
+from jettison.spec.recompute import NOTHING_AGAIN, Mode, Recompute
 from jettison.spec.states_on_host import StatesOnHost
 from jettison.spec.tuning import Base, Tuning
 from jettison.spec.workspaces import WORKSPACES, Workspaces
-
-
-class Mode(StrEnum):
-    """What happens to what a layer would save."""
-
-    NONE = "none"
-    SELECTIVE = "selective"  # the attention core goes (arXiv 2205.05198 §5)
-    SELECTIVE_OP = "selective-op"  # outputs of matrix products and fused attention stay
-    SELECTIVE_OP_ALTERNATE = "selective-op-alternate"  # the same, but every second product goes (torchtitan)
-    FULL = "full"  # a layer's input stays
-    EVERY = "every"  # segments of K layers: the segment's input stays (arXiv 1604.06174)
-    BLOCK = "block"  # the first N layers of a stage are full, the rest is none (Megatron's block method)
-    INTERVAL = "interval"  # one layer in K is full, the rest is none (torchtitan's selective layer)
-    MODULES = "modules"  # parts of a layer by Megatron's names: `spec.modules`
-    AUTO = "auto"  # as a planner decides for a budget
 
 
 class Gradients(StrEnum):
@@ -48,99 +33,6 @@ class Gradients(StrEnum):
 
 UPDATE_BYTES: Final = 8
 """Of an element, while AdamW updates a parameter on a CPU: two tensors in fp32."""
-MOST: Final = -1
-"""Of micro-batches kept whole: as many as fit, which `predict.whole_micro_batches` finds."""
-_WITH_NUMBER = {Mode.EVERY: "K", Mode.BLOCK: "N", Mode.INTERVAL: "K"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recompute:
-    """A mode and its number. ``offload`` sends what stays of each layer to the host until backward.
-
-    ``whole``: of each window of micro-batches that a pipeline stage has in flight, so many keep everything, the same
-    number on every stage (arXiv 2205.05198 Appendix C; Megatron's
-    ``num_microbatches_with_partial_activation_checkpoints``).
-
-    ``modules``: parts of a layer that are computed again; ``sent``: those of which everything large waits on the host.
-
-    Raises:
-        UsageError: a mode that needs a number has none, or one below 1; micro-batches kept whole where all are, or
-            beside offloading; lists of modules that do not go together, or beside another mode.
-    """
-
-    mode: Mode = Mode.NONE
-    number: int = 1
-    offload: bool = False
-    whole: int = 0
-    modules: tuple[str, ...] = ()
-    sent: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_lists(self.modules, self.sent)
-        if self.sent and (self.offload or self.mode not in (Mode.NONE, Mode.MODULES)):
-            other = "--offload" if self.offload else f"--recompute {self.mode}"
-            raise UsageError(f"--offload-modules does not go with {other}; leave one of them away")
-        if self.number < 1:
-            raise UsageError(f"got --recompute {self.mode}:{self.number}; expected a number of 1 or more")
-        if self.whole < MOST:
-            raise UsageError(f"got --whole-micro-batches {self.whole}; expected 0 or more")
-        if self.whole and self.mode is Mode.NONE:
-            raise UsageError(
-                "got --whole-micro-batches and --recompute none, which keeps all of them whole; give another mode for "
-                "the others"
-            )
-        if self.whole and self.to_host:
-            flag = "--offload" if self.offload else "--offload-modules"
-            raise UsageError(f"--whole-micro-batches does not go with {flag}; leave one of them away")
-
-    @classmethod
-    def parse(cls, text: str, *, layers: int, offload: bool = False, whole: int = 0) -> Recompute:
-        """Read ``none``, ``selective``, ``selective-op``, ``selective-op-alternate``, ``full``, ``every:K``,
-        ``block:N``, ``interval:K``, ``sqrt`` (segments of √L layers), ``modules:core_attn+mlp`` or ``auto``.
-
-        Raises:
-            UsageError: none of these.
-        """
-        word, colon, number = text.partition(":")
-        if word == Mode.MODULES and colon:
-            modules = listed(number, "--recompute-modules")
-            return cls(mode=Mode.MODULES, modules=modules, offload=offload, whole=whole)
-        if word == "sqrt" and not colon:
-            return cls(mode=Mode.EVERY, number=max(1, round_sqrt(layers)), offload=offload, whole=whole)
-        known = {str(mode) for mode in Mode}
-        with_number = {str(mode) for mode in _WITH_NUMBER}
-        if (
-            word not in known - {Mode.MODULES}
-            or bool(colon) != (word in with_number)
-            or (colon and not number.isdecimal())
-        ):
-            names = {**_WITH_NUMBER, Mode.MODULES: "core_attn+mlp"}
-            words = [f"{m}:{names[m]}" if m in names else str(m) for m in Mode]
-            raise UsageError(f"got --recompute {text!r}; expected one of {', '.join([*words, 'sqrt'])}")
-        return cls(mode=Mode(word), number=int(number) if colon else 1, offload=offload, whole=whole)
-
-    def __str__(self) -> str:
-        if self.mode is Mode.MODULES:
-            return f"{self.mode}:{'+'.join(self.modules)}"
-        return f"{self.mode}:{self.number}" if self.mode in _WITH_NUMBER else str(self.mode)
-
-    @property
-    def to_host(self) -> bool:
-        """Does anything wait there?"""
-        return self.offload or bool(self.sent)
-
-    @property
-    def words(self) -> str:
-        """With what is offloaded, and what is kept whole."""
-        text = f"{self}, offloaded" if self.offload else str(self)
-        text += f", {'+'.join(self.sent)} on the host" if self.sent else ""
-        return f"{text}, {self.whole} of each window whole" if self.whole > 0 else text
-
-
-def round_sqrt(layers: int) -> int:
-    """The whole number nearest to √L: the segment length that holds fewest bytes (arXiv 1604.06174 §4.1)."""
-    root = isqrt(layers)
-    return root + (layers - root * root > root)
 
 
 class Software(StrEnum):
@@ -215,7 +107,7 @@ class Run:
     precision: Precision = PRECISIONS["bf16"]
     optimizer: Optimizer = Optimizer.ADAMW
     kernels: Kernels = PYTORCH
-    recompute: Recompute = Recompute()
+    recompute: Recompute = NOTHING_AGAIN
     gradients: Gradients = Gradients.ONE_BY_ONE
     dropout: float = 0.0
     capacity_factor: float | None = None

@@ -23,7 +23,8 @@ from jettison.predict.stage_time import Item, StageSeconds, Timing
 from jettison.predict.stages import Chunk
 from jettison.predict.time import Estimate, recomputing
 from jettison.spec.layout import Schedule
-from jettison.spec.run import Mode, Run
+from jettison.spec.recompute import Mode
+from jettison.spec.run import Run
 
 
 class Kind(StrEnum):

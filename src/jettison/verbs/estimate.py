@@ -17,7 +17,8 @@ from jettison.predict.training_cost import Wanted
 from jettison.predict.whole_micro_batches import settled
 from jettison.report.estimate import EstimateReport
 from jettison.spec.hardware import Hardware, hardware
-from jettison.spec.run import Mode, Run
+from jettison.spec.recompute import Mode
+from jettison.spec.run import Run
 
 if TYPE_CHECKING:
     from jettison.explain.trilemma import Trilemma

@@ -19,7 +19,7 @@ from jettison.progress import Progress, silent
 from jettison.report.forecast import forecast_report
 from jettison.report.summary import Comparison, LedgerReport
 from jettison.spec.presets import PRESETS
-from jettison.spec.run import Mode
+from jettison.spec.recompute import Mode
 
 if TYPE_CHECKING:
     from jettison.explain.figures import Explanation

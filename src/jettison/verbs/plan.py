@@ -18,7 +18,8 @@ from jettison.progress import Progress, silent
 from jettison.report.plan import ForecastPlan, LayerChoice
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.presets import PRESETS
-from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Run
 from jettison.units import format_bytes
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from jettison.export.targets import plain_torch
 from jettison.solve.modules import SMALLEST_OFFLOADED, is_fused, parts_of, saved_by
 from jettison.spec.layout import Schedule
 from jettison.spec.modules import CORE_ATTENTION, OFFLOADED, RECOMPUTED
-from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Run
 
 MEGATRON, BRIDGE = "megatron", "megatron-bridge"
 COULD = "the same modules in all layers, computed again or offloaded, or the same number of layers on every stage"
