@@ -75,8 +75,8 @@ def casts(found: Forecast) -> Iterator[str]:
     if numbers:
         nbytes = numbers * DTYPE_BYTES[run.precision.compute]
         yield (
-            f"torch.autocast keeps copies of fp32 weights for the products of a forward and its backward: up to "
-            f"{format_bytes(nbytes)} that this peak does not have"
+            f"torch.autocast keeps 16-bit copies of fp32 weights from a product's forward to its backward: up to "
+            f"{format_bytes(nbytes)} after a forward, which the ledger does not have"
         )
 
 
