@@ -57,8 +57,8 @@ def casts(found: Forecast) -> Iterator[str]:
     """What `torch.autocast` holds and the ledger does not have, which counts FSDP's mixed precision.
 
     ``aten/src/ATen/autocast_mode.cpp``, ``cached_cast``: a weight that needs a gradient is cast once and cached until
-    the outermost autocast ends, and a product's backward keeps the copy that it reads. Embeddings, norms and sums stay in
-    fp32 there, and each product makes a copy of its input.
+    the outermost autocast ends, and a product's backward keeps the copy that it reads. Embeddings, norms and sums
+    stay in fp32 there, and each product makes a copy of its input.
     """
     run = found.run
     wide = run.precision.parameter == "float32" and run.precision.compute != "float32"
@@ -76,9 +76,9 @@ def casts(found: Forecast) -> Iterator[str]:
     if numbers:
         nbytes = numbers * DTYPE_BYTES[run.precision.compute]
         yield (
-            f"{run.precision.name} is counted as FSDP's mixed precision, in 16 bits between products; torch.autocast keeps "
-            f"16-bit copies of fp32 weights as well, up to {format_bytes(nbytes)} after a forward, and sums and norms in "
-            "fp32: steps of small models took 4 to 23 % more (docs/log.md), so leave room or plan the live model"
+            f"{run.precision.name} is counted as FSDP's mixed precision, in 16 bits between products; torch.autocast "
+            f"keeps 16-bit copies of fp32 weights as well, up to {format_bytes(nbytes)} after a forward, and sums and "
+            "norms in fp32: steps of small models took 4 to 23 % more (docs/log.md), so leave room or plan the live model"
         )
 
 
