@@ -78,7 +78,7 @@ def casts(found: Forecast) -> Iterator[str]:
         yield (
             f"{run.precision.name} is counted as FSDP's mixed precision, in 16 bits between products; torch.autocast "
             f"keeps 16-bit copies of fp32 weights as well, up to {format_bytes(nbytes)} after a forward, and sums and "
-            "norms in fp32: steps of small models took 4 to 23 % more (docs/log.md), so leave room or plan the live model"
+            "norms in fp32: steps of small models took 4 to 23 % more (docs/log.md), so plan the live model"
         )
 
 
