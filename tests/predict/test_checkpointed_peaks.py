@@ -18,7 +18,7 @@ from support.pipeline_peaks import loss_of
 CASE = FormulaCase(family="llama", attention="sdpa", batch=2, sequence=64, more=(("num_hidden_layers", 3),))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-pure", "bf16-autocast"])
 def test_what_a_checkpoint_was_given_stays_until_its_backward_is_over(precision: str) -> None:
     """Of bf16 the norm saves a copy in fp32, so that only the checkpoint has the layer's input: 16 KiB, 1.4 %."""
     model = model_of(CASE)
@@ -30,7 +30,10 @@ def test_what_a_checkpoint_was_given_stays_until_its_backward_is_over(precision:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 
     def step() -> None:
-        loss_of(model(input_ids=ids).logits, ids).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-autocast"):
+            loss = loss_of(model(input_ids=ids).logits, ids)
+        loss.backward()
+        del loss
         optimizer.step()
         optimizer.zero_grad()
 
@@ -42,4 +45,7 @@ def test_what_a_checkpoint_was_given_stays_until_its_backward_is_over(precision:
     run = replace(
         run_of(CASE), recompute=Recompute.parse("full", layers=3), precision=PRECISIONS[precision], micro_batches=1
     )
-    assert forecast(run).peak_bytes == pytest.approx(counter.peak_bytes - small, rel=0.001)
+    # under autocast a gradient in 16 bits stands beside its fp32 copy for a moment, which is not described
+    assert forecast(run).peak_bytes == pytest.approx(
+        counter.peak_bytes - small, rel=0.005 if precision == "bf16-autocast" else 0.001
+    )

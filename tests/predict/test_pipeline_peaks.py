@@ -110,7 +110,7 @@ def test_of_two_ways_one_is_given() -> None:
 
 def test_of_8b_four_stages_have_a_buffer_for_each_micro_batch() -> None:
     """16 micro-batches of 8,192 tokens of 4,096 numbers in 16 bits: 1 GiB of inputs, as much of gradients."""
-    request = RunRequest(seq=8192, pp=4, micro_batches=16, like="torchtitan")
+    request = RunRequest(seq=8192, pp=4, micro_batches=16, like="torchtitan", precision="bf16")
     plain, torchs = (
         forecast(resolve(preset("llama3-8b"), replace(request, stage_buffers=word)).run) for word in (False, True)
     )

@@ -54,7 +54,7 @@ def routing(found: Forecast) -> Iterator[str]:
 
 
 def casts(found: Forecast) -> Iterator[str]:
-    """What `torch.autocast` holds and the ledger does not have, which counts FSDP's mixed precision.
+    """What `torch.autocast` holds and the ledger does not have, where it counts FSDP's mixed precision.
 
     ``aten/src/ATen/autocast_mode.cpp``, ``cached_cast``: a weight that needs a gradient is cast once and cached until
     the outermost autocast ends, and a product's backward keeps the copy that it reads. Embeddings, norms and sums
@@ -63,7 +63,7 @@ def casts(found: Forecast) -> Iterator[str]:
     run = found.run
     wide = run.precision.parameter == "float32" and run.precision.compute != "float32"
     sharded = run.layout.zero == 3 and run.layout.shards > 1  # FSDP gathers them in 16 bits, which is counted
-    if not wide or sharded or run.tuning is not None:
+    if not wide or sharded or run.tuning is not None or run.autocast:
         return
     numbers = max(
         sum(

@@ -10,7 +10,19 @@ from dataclasses import replace
 from jettison.formula.attention_biases import as_mask, biases_workspace, made_biases
 from jettison.formula.attention_masks import document_bounds, has_mask_tensor
 from jettison.formula.attention_sinks import sink_weight, softmax_with_sinks
-from jettison.formula.basic import add, batched_product, cast, copy, dropout, enter, leave, linear, multiply, scale
+from jettison.formula.basic import (
+    add,
+    batched_product,
+    cast,
+    copy,
+    dropout,
+    enter,
+    for_product,
+    leave,
+    linear,
+    multiply,
+    scale,
+)
 from jettison.formula.norm import norm
 from jettison.formula.tape import Places, Value
 from jettison.formula.writer import Writer, saved
@@ -156,7 +168,9 @@ def _clipped(w: Writer, x: Value) -> Value:
 
 def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
     """Rotary positions (arXiv 2104.09864) on the first ``dim`` of each head; backward needs the tables only."""
-    dtype = "float32" if w.kernels.wide_rotary else x.dtype
+    wide = w.kernels.wide_rotary or w.run.precision.casts is not None
+    dtype = "float32" if wide else x.dtype
+    narrow = dtype if w.run.precision.casts else x.dtype  # what comes out
     cosine, sine = (_table(w, f"rotary {name}", dim, dtype, whose) for name in ("cosine", "sine"))
     if w.kernels.fused_rotary:
         return w.tape.op("rotary", [x, cosine, sine])
@@ -166,7 +180,7 @@ def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
     straight = multiply(w, part, cosine, ("", "rotary table"), dtype)
     half = w.tape.op("aten.neg.default", [part], (*part.shape[:-1], dim // 2))
     turned = w.tape.op("aten.cat.default", [half, part], part.shape)
-    out = cast(w, add(w, straight, multiply(w, turned, sine, ("", "rotary table"), dtype)), x.dtype)
+    out = cast(w, add(w, straight, multiply(w, turned, sine, ("", "rotary table"), dtype)), narrow)
     if dim == x.shape[-1] and not w.kernels.joined_rotary:
         return out
     return w.tape.op("aten.cat.default", [out, x], x.shape)
@@ -287,6 +301,7 @@ def flash(
         masked: the kernel adds a mask to the scores, b × 1 × s × s, and keeps it.
     """
     places = head_places(w)
+    q, k, v = (for_product(w, x) for x in (q, k, v))
     shape = (*q.shape[:-1], v.shape[-1])
     out = w.tape.empty(shape, q.dtype, places, grad=q.grad or k.grad or v.grad)
     rows = w.tape.empty(q.shape[:-1], "float32", places)
@@ -336,7 +351,7 @@ def written_out(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added:
     scores_shape = (*q.shape[:3], k.shape[ROWS])
     roles = ("attention query", "attention key")
     scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, dtype="float32")
-    scores = _mask(w, scores) if added is None else add(w, scores, added)
+    scores = _mask(w, scores, spec) if added is None else add(w, scores, added)
     out = _softmax(w, scores, "float32", spec, "aten._safe_softmax.default")
     out = dropout(w, out, site=w.run.model.dropout_sites.attention)
     roles = ("attention probabilities", "attention value")
@@ -376,8 +391,9 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value
         scores = add(w, scores, w.table("distances", (spec.heads, 1, k.shape[ROWS]), scores.dtype, ()))
     scores = scores if added is None else add(w, scores, added)
     if not w.kernels.fused_softmax:
-        scores = _mask(w, scores)
-    wide = "float32" if w.kernels.scores_float32 else scores.dtype
+        scores = _mask(w, scores, spec)
+    listed = w.run.precision.casts is not None and w.kernels.device is not Device.CPU  # of autocast, there
+    wide = "float32" if w.kernels.scores_float32 or listed else scores.dtype
     probabilities = cast(w, _softmax(w, scores, wide, spec), narrow)
     probabilities = dropout(w, probabilities, site=w.run.model.dropout_sites.attention, reference=f"{CORE}: as^2b")
     roles = ("attention probabilities", "attention value")
@@ -392,12 +408,14 @@ def as_batch(w: Writer, x: Value) -> Value:
     return copy(w, x) if apart and batch > 1 and heads > 1 else x
 
 
-def _mask(w: Writer, scores: Value) -> Value:
+def _mask(w: Writer, scores: Value, spec: Attention) -> Value:
     """Scores with 0 or minus infinity added, or filled with it."""
     if w.kernels.filled_masks:
         mask = w.table("attention mask", (w.run.micro_batch, 1, *scores.shape[ROWS:]), "bool")
         return w.tape.op("aten.masked_fill.Scalar", [scores, mask], saves=[saved(mask, "attention mask")])
-    return add(w, scores, w.table("attention mask", scores.shape[ROWS:], scores.dtype))
+    there = w.run.precision.casts and (spec.causal or w.run.padding)
+    dtype = w.compute if there else scores.dtype
+    return add(w, scores, w.table("attention mask", scores.shape[ROWS:], dtype))
 
 
 def _softcap(w: Writer, scores: Value) -> Value:

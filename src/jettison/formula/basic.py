@@ -15,6 +15,11 @@ def cast(w: Writer, x: Value, dtype: str) -> Value:
     return x if x.dtype == dtype else w.tape.op("aten._to_copy.default", [x], dtype=dtype)
 
 
+def for_product(w: Writer, x: Value) -> Value:
+    """x as a product reads it: under autocast a copy, which is made for each product that reads it."""
+    return cast(w, x, w.products) if w.run.precision.casts else x
+
+
 def copy(w: Writer, x: Value, shape: tuple[int, ...] | None = None, places: Places | None = None) -> Value:
     """A new tensor of the same elements."""
     return w.tape.op("aten.clone.default", [x], shape, places=places)
@@ -22,7 +27,13 @@ def copy(w: Writer, x: Value, shape: tuple[int, ...] | None = None, places: Plac
 
 def add(w: Writer, a: Value, b: Value) -> Value:
     """a + b. Backward needs nothing."""
-    return w.tape.op("aten.add.Tensor", [a, b], passes=True)
+    dtype = wider(a, b) if w.run.precision.casts else None
+    return w.tape.op("aten.add.Tensor", [a, b], dtype=dtype, passes=True)
+
+
+def wider(a: Value, b: Value) -> str:
+    """The dtype of what is made of both."""
+    return max(a.dtype, b.dtype, key=DTYPE_BYTES.__getitem__)
 
 
 def scale(w: Writer, x: Value) -> Value:
@@ -35,13 +46,18 @@ def multiply(w: Writer, a: Value, b: Value, roles: tuple[str, str], dtype: str |
     kept = [saved(b, roles[1])] if a.grad else []
     kept += [saved(a, roles[0])] if b.grad else []
     workspace = a.nbytes if b.grad and b.local_shape != a.local_shape else 0
+    if dtype is None and w.run.precision.casts:
+        dtype = wider(a, b)
     return w.tape.op("aten.mul.Tensor", [a, b], dtype=dtype, saves=kept, workspace=workspace)
 
 
 def weigh(w: Writer, x: Value, weight: Weight, role: str) -> Value:
     """x times a weight of its last dim. The weight's gradient is made in x's shape and summed."""
     kept = [] if weight.frozen else [saved(x, role)]
-    return w.tape.op("aten.mul.Tensor", [x], saves=kept, weights=[weight], workspace=0 if weight.frozen else x.nbytes)
+    dtype = w.held(frozen=weight.frozen) if w.run.precision.casts else None
+    return w.tape.op(
+        "aten.mul.Tensor", [x], dtype=dtype, saves=kept, weights=[weight], workspace=0 if weight.frozen else x.nbytes
+    )
 
 
 def power(w: Writer, x: Value, role: str, reference: str = "") -> Value:
@@ -86,9 +102,13 @@ def linear(
         places = tuple(p for p in x.places if p[1] != last)
         if split == "column" and w.tp > 1:
             places = tuple(sorted((*places, ("tp", last))))
-        kept = x if keeps is None else keeps
+        shared = keeps is None or keeps is x
+        x = for_product(w, x)
+        kept = x if keeps is None or shared else for_product(w, keeps)
         inputs, workspace = [x], 0
         saves: tuple[Saved, ...] = (Saved(kept, role, reference),)
+        if w.run.precision.casts:
+            saves += tuple(cast_weights(w, weight, "weight in the dtype of products") if x.grad else ())
         if w.narrows(features, head=head):
             local = w.tape.local_shape((features,), (("tp", 0),) if split == "column" else ())[0]
             found = narrow(w, x, kept, local, name, role, original=original)
@@ -111,7 +131,7 @@ def linear(
             places=places,
             saves=saves if not weight.frozen or (eight and x.grad) else [],
             weights=weights,
-            dtype=w.compute,
+            dtype=w.products,
             contracted=x.local_shape[-1],
             workspace=workspace,
         )
@@ -149,7 +169,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         [narrow],
         (*x.shape[:-1], tuning.rank),
         places=rest,
-        saves=[saved(kept, "adapter input"), *(_cast_weights(w, down) if x.grad else ())],
+        saves=[saved(kept, "adapter input"), *(cast_weights(w, down) if x.grad else ())],
         weights=[down],
         dtype=w.compute,
         contracted=x.local_shape[-1],
@@ -160,7 +180,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         [low],
         out.shape,
         places=out.places,
-        saves=[saved(low, "adapter output"), *_cast_weights(w, up)],
+        saves=[saved(low, "adapter output"), *cast_weights(w, up)],
         weights=[up],
         dtype=w.compute,
         contracted=tuning.rank,
@@ -168,13 +188,13 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     return add(w, out, scale(w, high))
 
 
-def _cast_weights(w: Writer, weight: Weight) -> list[Saved]:
-    """Autocast makes a copy of an adapter, which its product keeps."""
+def cast_weights(w: Writer, weight: Weight, role: str = "adapter in the dtype of products") -> list[Saved]:
+    """Autocast makes a copy of a weight, which its product keeps."""
     wide = w.run.precision.parameter
-    if wide == w.compute:
+    if wide == w.products:
         return []
-    held = w.tape.source("adapter", weight.shape, wide, weight.places, grad=True, free=True)
-    return [saved(cast(w, held, w.compute), "adapter in the dtype of products")]
+    held = w.tape.source("weight", weight.shape, wide, weight.places, grad=True, free=True)
+    return [saved(cast(w, held, w.products), role)]
 
 
 def _lora_dropout(w: Writer, x: Value, probability: float) -> Value:
@@ -213,6 +233,8 @@ def batched_product(
     dtype: str | None = None,
 ) -> Value:
     """a @ b for two activations: both are needed in backward. ``contracted`` is the local size summed over."""
+    if w.run.precision.casts:
+        a, b, dtype = for_product(w, a), for_product(w, b), w.products
     kept = [saved(b, roles[1], reference)] if a.grad else []
     kept += [saved(a, roles[0], reference)] if b.grad else []
     return w.tape.op(

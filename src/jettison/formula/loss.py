@@ -122,7 +122,7 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     """torch's cross_entropy, on fp32 logits: the log-softmax stays, 4sbV. Sharded logits are gathered first."""
     if w.tp > 1:
         logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward="reduce_scatter_tensor")
-    wide = cast(w, logits, "float32") if w.kernels.loss_float32 else logits
+    wide = cast(w, logits, "float32") if w.kernels.loss_float32 or w.run.precision.casts else logits
     rows = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=True)
     w.tape.record(
         "aten._log_softmax.default", [wide], [rows], saves=[saved(rows, "log-softmax output", f"{EXTRA}: 4sbv")]
@@ -251,7 +251,7 @@ def _tiled(w: Writer, x: Value) -> Value:
     targets = w.tape.op("aten.index.Tensor", [_labels(w)], (batch * rows,))
     numbers = [w.tape.empty((batch * rows,), "float32") for _ in range(2)]
     loss = w.tape.empty((), "float32", grad=True)
-    tile = w.tape.empty((min(batch * rows, TILE_TOKENS), TILE_WORDS), w.compute)
+    tile = w.tape.empty((min(batch * rows, TILE_TOKENS), TILE_WORDS), w.products)
     wide = 4 * batch * rows * model.hidden if scored.dtype != "float32" else 0
     wide += 4 * weight.numel if not weight.frozen and w.run.precision.parameter != "float32" else 0
     w.tape.record(
@@ -290,7 +290,7 @@ def _without_logits(w: Writer, x: Value) -> Value:
         kept_now, made = [saved(kept, "linear input"), saved(labels, "labels")], [loss]
         if w.kernels.loss is Loss.LISTED:
             places = w.on_tp(2)
-            made.append(w.tape.empty((*whole.shape[:-1], model.vocab), w.compute, places))
+            made.append(w.tape.empty((*whole.shape[:-1], model.vocab), w.products, places))
             kept_now.append(saved(made[-1], "logits", "16-bit logits: 2sbV"))
         w.tape.record(
             f"{w.kernels.loss}_cross_entropy",
@@ -305,7 +305,7 @@ def _without_logits(w: Writer, x: Value) -> Value:
     dx = w.tape.empty(whole.shape, whole.dtype, whole.places)
     kept_now, made = [saved(dx, "gradient of the head's input")], [loss, dx]
     if not weight.frozen:
-        made.append(w.tape.empty(weight.shape, w.compute, weight.places))
+        made.append(w.tape.empty(weight.shape, w.products, weight.places))
         kept_now.append(saved(made[-1], "gradient of the head's weight"))
     w.tape.record(
         "fused_linear_cross_entropy",

@@ -51,7 +51,10 @@ def _fused(
         shifted: 1 + weight, which then stays as well.
         apiece: one kernel for each head.
     """
-    dtype = x.dtype if w.kernels.device is Device.CPU else "float32"
+    if w.run.precision.casts and w.kernels.device is not Device.CPU:
+        x = cast(w, x, "float32")  # autocast has norms on its list there
+    narrow = w.kernels.device is Device.CPU and not w.run.precision.casts
+    dtype = x.dtype if narrow else "float32"
     out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad or any(not weight.frozen for weight in weights))
     layer = spec.kind is NormKind.LAYER
     rows = (*x.shape[:-1], 1)

@@ -43,6 +43,11 @@ class Writer:
         return self.run.precision.compute
 
     @property
+    def products(self) -> str:
+        """Dtype of matrix products: under autocast narrower than other ops'. See NOTE [ Autocast ]."""
+        return self.run.precision.casts or self.compute
+
+    @property
     def stream(self) -> str:
         """Dtype of the residual stream."""
         return "float32" if self.run.model.wide_stream else self.compute

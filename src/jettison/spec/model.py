@@ -446,6 +446,18 @@ class ModelSpec:
         """Of its kinds, those that say what they are made of."""
         return tuple(layer for layer in self.kinds if isinstance(layer, Layer))
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Is each layer attention and two or three products, behind embeddings of words or patches?"""
+        alone = self.pair is None and self.waves is None and self.source is None and not self.wide_stream
+        return alone and all(
+            isinstance(kind, Layer)
+            and isinstance(kind.attention, Attention)
+            and isinstance(kind.mlp, Mlp)
+            and kind.cross is None
+            for kind in self.kinds
+        )
+
     @property
     def words(self) -> bool:
         """Does it read words, which ranks can share, and neither images nor sound alone?"""

@@ -8,6 +8,12 @@ they are (``decoupled_grad``): ``bf16-aware``, with ``--main-grads-dtype bf16``,
 ``fp8_recipe`` is set to a scaling of the day, and Megatron-Bridge sets it to "tensorwise" even in bf16
 (``mixed_precision.py``), Megatron holds fp32 masters instead and copies gradients to fp32
 (``use_precision_aware_optimizer_no_fp8_or_ds_fp8``, ``_copy_model_grads_to_main_grads``): ``bf16-bridge``.
+
+NOTE [ Autocast ]
+``torch.autocast`` leaves parameters, embeddings, norms and sums in fp32. A product casts what it reads
+(``aten/src/ATen/autocast_mode.cpp``, ``cached_cast``): its input anew, so that each of three products of one input
+keeps a copy, and its weight once until the outermost autocast ends, a copy that its backward keeps. FSDP's mixed
+precision (``bf16-autocast`` under ZeRO 3) casts what modules are given, and gathers weights narrow: no copy of either.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ class Precision:
             gradients are let go of for the next step; None: it reads them as they are.
         recipe: how they are quantised, by which library; None: it is not said, and copies of weights and scales are
             not counted.
+        casts: what products cast their inputs and weights to, where other ops run in ``compute``: `under_autocast`.
     """
 
     name: str
@@ -50,6 +57,7 @@ class Precision:
     moment: str | None = None
     optimizer_gradient: str | None = None
     recipe: Fp8Recipe | None = None
+    casts: str | None = None
 
     @property
     def words(self) -> str:
@@ -78,6 +86,12 @@ class Precision:
         if self.compute != "bfloat16":
             raise UsageError(f"got --fp8-recipe {recipe.name} with --precision {self.name}; give one in bf16")
         return replace(self, product=NARROW, recipe=recipe)
+
+
+@lru_cache(maxsize=16)
+def under_autocast(precision: Precision) -> Precision:
+    """What regions see of fp32 weights under torch.autocast. See NOTE [ Autocast ]."""
+    return replace(precision, compute=precision.parameter, casts=precision.compute)
 
 
 class Adding(StrEnum):

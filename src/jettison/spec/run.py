@@ -16,7 +16,16 @@ from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels, Loss
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
 from jettison.spec.modules import check_parts
-from jettison.spec.precision import MUONS, PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
+from jettison.spec.precision import (
+    MUONS,
+    PRECISIONS,
+    Adding,
+    GradientRule,
+    Optimizer,
+    Precision,
+    gradient_rule,
+    under_autocast,
+)
 from jettison.spec.recompute import NOTHING_AGAIN, Mode, Recompute
 from jettison.spec.states_on_host import StatesOnHost
 from jettison.spec.tuning import Base, Tuning
@@ -370,6 +379,17 @@ class Run:
         """Does an update make tensors of a parameter's size? PyTorch's do, on a CPU; fused kernels do not."""
         return self.kernels.device is Device.CPU and self.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
 
+    @property
+    def autocast(self) -> bool:
+        """Does torch.autocast cast what products read, in layers whose casts are described?
+
+        FSDP casts itself, and so do adapters (`spec.tuning`). Of experts, latent attention, scans, encoders beside
+        decoders, sound and pairs the casts are not written down.
+        """
+        wide = self.precision.parameter == "float32" and self.precision.compute != "float32"
+        sharded = self.layout.zero == 3 and self.layout.shards > 1
+        return wide and self.tuning is None and not sharded and self.model.is_plain
+
     @cached_property
     def scene(self) -> Scene:
         """What its regions depend on."""
@@ -379,7 +399,7 @@ class Run:
             seq=self.seq,
             micro_batch=self.micro_batch,
             layout=layout.within_stage,
-            precision=self.precision,
+            precision=under_autocast(self.precision) if self.autocast else self.precision,
             kernels=self.kernels,
             dropout=self.dropout,
             capacity_factor=self.capacity_factor,
