@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from jettison.formula.region import Region, layer_region
+from jettison.ledger.compare import compare
 from jettison.ledger.program import Anchor
 from jettison.spec.kernels import HUGGINGFACE, KERNELS, MEGATRON, PYTORCH, Kernels
 from jettison.spec.layout import Layout
@@ -30,6 +31,7 @@ from support.formula_cases import (
     differences,
     spec_of,
     tiny_config,
+    under_autocast,
 )
 from support.held_by_autograd import closed_form_bytes, observed_bytes
 
@@ -410,3 +412,12 @@ def test_a_query_without_a_rank_is_projected_directly() -> None:
     assert isinstance(attention, LatentAttention) and attention.query_rank is None
     names = [w.name for w in layer_region(run.scene, run.model.layers[0]).weights]
     assert "attention.query.weight" in names and "attention.query_down.weight" not in names
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", "deepseek_v2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "gpt_oss"))],
+)
+def test_experts_under_autocast(family: str) -> None:
+    """Routers are products, and grouped products are not on autocast's lists."""
+    assert compare(*under_autocast(FormulaCase(family=family, attention="eager", precision="fp32"))) == []

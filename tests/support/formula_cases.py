@@ -267,6 +267,13 @@ def written(run: Run) -> Ledger:
     return Ledger(tuple(entries), layers=(ROOT, *layers))
 
 
+def under_autocast(case: FormulaCase) -> tuple[Ledger, Ledger]:
+    """The closed form, and the real model, with fp32 parameters under torch.autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        recorded = traced.__wrapped__(case)
+    return written(replace(run_of(case), precision=PRECISIONS["bf16-autocast"])), recorded
+
+
 def differences(case: FormulaCase) -> list[Difference]:
     """How the real model differs from the closed form."""
     return compare(written(run_of(case)), traced(case))

@@ -231,9 +231,14 @@ def batched_product(
     roles: tuple[str, str],
     reference: str = "",
     dtype: str | None = None,
+    *,
+    inner: bool = False,
 ) -> Value:
-    """a @ b for two activations: both are needed in backward. ``contracted`` is the local size summed over."""
-    if w.run.precision.casts:
+    """a @ b for two activations: both are needed in backward. ``contracted`` is the local size summed over.
+
+    ``inner``: it is part of another op, where autocast is over.
+    """
+    if w.run.precision.casts and not inner:
         a, b, dtype = for_product(w, a), for_product(w, b), w.products
     kept = [saved(b, roles[1], reference)] if a.grad else []
     kept += [saved(a, roles[0], reference)] if b.grad else []

@@ -6,7 +6,7 @@ logits sends a token elsewhere.
 
 from __future__ import annotations
 
-from jettison.formula.basic import cast, discrete
+from jettison.formula.basic import cast, cast_weights, discrete, for_product
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
 from jettison.ledger.program import Anchor
@@ -26,6 +26,7 @@ def route(w: Writer, tokens: Value, spec: Moe) -> tuple[Value, Value]:
     shape = (tokens.shape[0], spec.top_k)
     with w.tape.scope("router"):
         logits = _logits(w, tokens, spec)
+        narrow = logits.dtype if w.run.precision.casts else w.compute
         if spec.correction_frozen:
             w.parameter("correction", 1, spec.experts, fixed=True)
         if spec.router is Router.SPARSE_MIXER:
@@ -37,11 +38,11 @@ def route(w: Writer, tokens: Value, spec: Moe) -> tuple[Value, Value]:
             values, choice = _topk(w, logits, shape)
             wide = w.kernels.weights_float32 or w.kernels.softmax_float32
             weights = _softmax(w, cast(w, values, "float32" if wide else logits.dtype))
-            return (cast(w, weights, w.compute) if w.kernels.softmax_float32 else weights), choice
+            return (cast(w, weights, narrow) if w.kernels.softmax_float32 else weights), choice
         weights, choice = _scored(w, logits, shape, spec)
         if spec.normalise_top_k:
             weights = _normalise(w, weights, clamped=spec.clamped_sum)
-        return (weights if w.kernels.weights_float32 else cast(w, weights, w.compute)), choice
+        return (weights if w.kernels.weights_float32 else cast(w, weights, narrow)), choice
 
 
 def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
@@ -50,16 +51,19 @@ def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
         wide = w.kernels.router_float32 or w.kernels.wide_routers
         weight = w.parameter("weight", spec.experts, tokens.shape[-1], wide=w.kernels.wide_routers)
         weights = [weight, w.parameter("bias", spec.experts)] if spec.router_bias else [weight]
-        x = cast(w, tokens, "float32") if wide else tokens
+        x = for_product(w, cast(w, tokens, "float32") if wide else tokens)
         inputs, kept = [x], [] if weight.frozen else [saved(x, "router input", REFERENCE)]
         if wide and not w.kernels.wide_routers:
             dtype, learned = w.held(frozen=weight.frozen), not weight.frozen
             held = w.tape.source("weight", weight.shape, dtype, weight.places, grad=learned, free=True)
             inputs.append(cast(w, held, "float32"))
-            kept += [saved(inputs[-1], "router weight")] if x.grad else []
+            kept += [saved(inputs[-1], "router weight")] if x.grad and not w.run.precision.casts else []
+        if w.run.precision.casts:
+            kept += cast_weights(w, weight, "router weight") if x.grad else []
         name = "aten.addmm.default" if spec.router_bias else "aten.mm.default"
         shape = (tokens.shape[0], spec.experts)
-        return w.tape.op(name, inputs, shape, saves=kept, weights=weights, contracted=tokens.shape[-1])
+        made = w.products if w.run.precision.casts else x.dtype
+        return w.tape.op(name, inputs, shape, made, saves=kept, weights=weights, contracted=tokens.shape[-1])
 
 
 def _scored(w: Writer, logits: Value, shape: tuple[int, int], spec: Moe) -> tuple[Value, Value]:
@@ -70,8 +74,9 @@ def _scored(w: Writer, logits: Value, shape: tuple[int, int], spec: Moe) -> tupl
         if spec.groups > 1:
             allowed = w.tape.op("aten.topk.default", [scores], dtype="bool", grad=False, anchor=Anchor.DISCRETE)
             scores = w.tape.op("aten.masked_fill.Scalar", [scores, allowed], saves=[saved(allowed, "expert mask")])
-    else:
-        scores = _sigmoid(w, wide)
+    else:  # what was cast before the product comes out of it narrow under autocast
+        as_made = w.run.precision.casts is not None and w.kernels.router_float32
+        scores = _sigmoid(w, logits if as_made else wide, wide=not as_made)
     choice = discrete(w, scores, "aten.topk.default", shape)
     return w.tape.op("aten.gather.default", [scores, choice], shape, saves=[saved(choice, CHOICE)]), choice
 
@@ -106,11 +111,11 @@ def sparse_mixer(w: Writer, logits: Value, top_k: int) -> tuple[Value, Value]:
     return w.tape.op("aten.cat.default", weights, shape), w.tape.op("aten.cat.default", choices, shape, grad=False)
 
 
-def _sigmoid(w: Writer, x: Value) -> Value:
-    """In fp32."""
-    wide = cast(w, x, "float32")
-    out = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=wide.grad)
-    w.tape.record("aten.sigmoid.default", [wide], [out], saves=[saved(out, "router scores")])
+def _sigmoid(w: Writer, x: Value, *, wide: bool = True) -> Value:
+    """In fp32, or as they come."""
+    x = cast(w, x, "float32") if wide else x
+    out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
+    w.tape.record("aten.sigmoid.default", [x], [out], saves=[saved(out, "router scores")])
     return out
 
 

@@ -448,12 +448,12 @@ class ModelSpec:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Is each layer attention and two or three products, behind embeddings of words or patches?"""
+        """Is each layer attention and a feed-forward block or experts, behind embeddings of words or patches?"""
         alone = self.pair is None and self.waves is None and self.source is None and not self.wide_stream
         return alone and all(
             isinstance(kind, Layer)
-            and isinstance(kind.attention, Attention)
-            and isinstance(kind.mlp, Mlp)
+            and isinstance(kind.attention, Attention | LatentAttention)
+            and isinstance(kind.mlp, Mlp | Moe)
             and kind.cross is None
             for kind in self.kinds
         )

@@ -383,8 +383,8 @@ class Run:
     def autocast(self) -> bool:
         """Does torch.autocast cast what products read, in layers whose casts are described?
 
-        FSDP casts itself, and so do adapters (`spec.tuning`). Of experts, latent attention, scans, encoders beside
-        decoders, sound and pairs the casts are not written down.
+        FSDP casts itself, and so do adapters (`spec.tuning`). Of scans, encoders beside decoders, sound and pairs the
+        casts are not written down.
         """
         wide = self.precision.parameter == "float32" and self.precision.compute != "float32"
         sharded = self.layout.zero == 3 and self.layout.shards > 1
