@@ -166,6 +166,7 @@ def numbered(count: int) -> Headed:
     return model
 
 
+@pytest.mark.slow
 def test_more_blocks_that_differ_than_dynamo_compiles_by_itself() -> None:
     model, given = numbered(4), batch()
     expected = gradients(compiled_copy(model), given)

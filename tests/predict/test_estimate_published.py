@@ -104,10 +104,10 @@ def test_appendix_c() -> None:
     """Published: +0.7 points of MFU for 175B and +0.4 for 530B, with how much memory is not said: more than 68 GiB and
     less than all there is explains both. More room gains more, and no room gains as much as computing nothing again."""
     for model, published in throughput.APPENDIX_C.items():
-        gains = [throughput.appendix_c_gain(model, limit * GIB) for limit in (56, 60, 64, 68, 72)]
+        gains = [throughput.appendix_c_gain(model, limit * GIB) for limit in (56, 64, 68, 72)]
         everything = throughput.appendix_c_gain(model, None)
-        assert 0 <= gains[0] < gains[1] < gains[2] < gains[3] < gains[4] < everything
-        assert gains[3] < published < everything
+        assert 0 <= gains[0] < gains[1] < gains[2] < gains[3] < everything
+        assert gains[2] < published < everything
         run = paper_run(CONFIGS[model], recompute="selective", sp=True)
         nothing = estimate(replace(run, recompute=Recompute()), A100).mfu - estimate(run, A100).mfu
         assert everything < 100 * nothing
