@@ -96,7 +96,7 @@ def _summary(found: Sequence[Row]) -> Iterator[str]:
             f"- {kind[0].upper()}{kind[1:]}, {len(members)} runs: median {100 * median(errors):.1f} %, "
             f"worst {100 * max(errors):.1f} %, {sum(e <= 0.05 for e in errors)} within 5 %."
         )
-    yield "- No constant was fitted, and no term was changed by these rows so far."
+    yield "- No constant was fitted; one term, what autocast keeps, was looked for because of two of these rows."
 
 
 def _table(found: Sequence[Row]) -> Iterator[str]:
