@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -107,14 +107,21 @@ def _peak(case: Case) -> dict[str, Any]:
     state = [local(t) for s in optimizer.state.values() for t in s.values()]
     counters = sum(local(s["step"]).nbytes for s in optimizer.state.values())
     there = [*map(local, static_tensors(model, ids)), *state]
-    small, lowest = ids.nbytes + counters, 0
-    for _ in range(3):  # what gloo still holds may be in one, and not in all
-        with AllocationCounter(there, record_events=case.events) as counter:
+    return lowest_of_three(step, there, ids.nbytes + counters, events=case.events)
+
+
+def lowest_of_three(
+    step: Callable[[], None], there: Sequence[Tensor], small: int, *, events: bool = False
+) -> dict[str, Any]:
+    """Bytes between steps and at the highest, less ``small``: what gloo still holds may be in one step, not in all."""
+    lowest = 0
+    for _ in range(3):
+        with AllocationCounter(there, record_events=events) as counter:
             before = counter.live_bytes
             step()
         lowest = min(lowest or counter.peak_bytes, counter.peak_bytes)
     found: dict[str, Any] = {"before": before - small, "peak": lowest - small}
-    if case.events:
+    if events:
         found["events"] = [(e.operator, e.storage, e.delta_bytes, e.live_bytes - small) for e in counter.events]
     return found
 

@@ -11,11 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from support.formula_cases import VOCABULARY
 from support.pipeline_peaks import Case, Cut, chunks_of, loss_of
-from support.sharded_peaks import _Gathers, _Reduces, local
+from support.sharded_peaks import _Gathers, _Reduces, local, lowest_of_three
 
 SHARDS = 2
 
@@ -73,16 +72,7 @@ def _peak(case: ShardedCase, mesh: DeviceMesh) -> dict[str, Any]:
     state = [local(t) for s in optimizer.state.values() for t in s.values()]
     counters = sum(local(s["step"]).nbytes for s in optimizer.state.values())
     static = [local(t) for m in modules for t in static_tensors(m, ids)]
-    small, lowest = ids.nbytes + counters, 0
-    for _ in range(3):
-        with AllocationCounter([*static, *state, *buffers], record_events=case.events) as counter:
-            before = counter.live_bytes
-            step()
-        lowest = min(lowest or counter.peak_bytes, counter.peak_bytes)
-    found: dict[str, Any] = {"before": before - small, "peak": lowest - small}
-    if case.events:
-        found["events"] = [(e.operator, e.storage, e.delta_bytes, e.live_bytes - small) for e in counter.events]
-    return found
+    return lowest_of_three(step, [*static, *state, *buffers], ids.nbytes + counters, events=case.events)
 
 
 def _sharded(module: Cut, case: ShardedCase, mesh: DeviceMesh) -> nn.Module:

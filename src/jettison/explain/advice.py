@@ -61,9 +61,7 @@ def casts(found: Forecast) -> Iterator[str]:
     stay in fp32 there, and each product makes a copy of its input.
     """
     run = found.run
-    wide = run.precision.parameter == "float32" and run.precision.compute != "float32"
-    sharded = run.layout.zero == 3 and run.layout.shards > 1  # FSDP gathers them in 16 bits, which is counted
-    if not wide or sharded or run.tuning is not None or run.autocast:
+    if not run.uses_autocast or run.autocast:
         return
     numbers = max(
         sum(

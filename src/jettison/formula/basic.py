@@ -102,13 +102,11 @@ def linear(
         places = tuple(p for p in x.places if p[1] != last)
         if split == "column" and w.tp > 1:
             places = tuple(sorted((*places, ("tp", last))))
-        shared = keeps is None or keeps is x
-        x = for_product(w, x)
+        shared, x = keeps is None or keeps is x, for_product(w, x)
         kept = x if keeps is None or shared else for_product(w, keeps)
         inputs, workspace = [x], 0
         saves: tuple[Saved, ...] = (Saved(kept, role, reference),)
-        if w.run.precision.casts:
-            saves += tuple(cast_weights(w, weight, "weight in the dtype of products") if x.grad else ())
+        saves += tuple(weight_copies(w, weight) if x.grad else ())
         if w.narrows(features, head=head):
             local = w.tape.local_shape((features,), (("tp", 0),) if split == "column" else ())[0]
             found = narrow(w, x, kept, local, name, role, original=original)
@@ -186,6 +184,11 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         contracted=tuning.rank,
     )
     return add(w, out, scale(w, high))
+
+
+def weight_copies(w: Writer, weight: Weight) -> list[Saved]:
+    """What a product keeps of its weight under autocast."""
+    return cast_weights(w, weight, "weight in the dtype of products") if w.run.precision.casts else []
 
 
 def cast_weights(w: Writer, weight: Weight, role: str = "adapter in the dtype of products") -> list[Saved]:

@@ -6,7 +6,7 @@ times the work of c choices a token, and as much more of everything between the 
 
 from __future__ import annotations
 
-from jettison.formula.basic import cast_weights, copy, for_product, multiply
+from jettison.formula.basic import copy, for_product, multiply, weight_copies
 from jettison.formula.mlp import gate_product
 from jettison.formula.tape import Places, Value
 from jettison.formula.writer import Writer, saved
@@ -36,14 +36,13 @@ def _product(w: Writer, x: Value, features: int, name: str, *, split: str) -> Va
         if split == "column" and w.tape.mesh[w.expert_axis] > 1:
             places = tuple(sorted((*places, (w.expert_axis, 2))))
         x = for_product(w, x)
-        copies = cast_weights(w, weight, "weight in the dtype of products") if w.run.precision.casts else []
         return w.tape.op(
             "aten.bmm.default",
             [x],
             (*x.shape[:2], features),
             w.products,
             places,
-            saves=[] if weight.frozen else [saved(x, "linear input"), *copies],
+            saves=[] if weight.frozen else [saved(x, "linear input"), *weight_copies(w, weight)],
             weights=[weight],
             contracted=x.local_shape[2],
         )

@@ -6,7 +6,7 @@ have these rows, however tokens are spread (what an allocator rounds up for each
 
 from __future__ import annotations
 
-from jettison.formula.basic import cast_weights, for_product, multiply
+from jettison.formula.basic import for_product, multiply, weight_copies
 from jettison.formula.mlp import gate_product
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
@@ -44,14 +44,13 @@ def _product(w: Writer, x: Value, features: int, name: str, spec: Moe, *, split:
         if split == "column" and w.tape.mesh[w.expert_axis] > 1:
             places = tuple(sorted((*places, (w.expert_axis, 1))))
         x = for_product(w, x)
-        copies = cast_weights(w, weight, "weight in the dtype of products") if w.run.precision.casts else []
         return w.tape.op(
             "aten.mm.default",
             [x],
             (x.shape[0], features),
             w.products,
             places,
-            saves=[] if weight.frozen else [saved(x, "linear input"), *copies],
+            saves=[] if weight.frozen else [saved(x, "linear input"), *weight_copies(w, weight)],
             weights=[weight],
             contracted=x.local_shape[1],
         )

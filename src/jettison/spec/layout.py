@@ -136,14 +136,19 @@ class Layout:
         """As it is typed."""
         return str(self.reshard_ranks or self.reshard)
 
+    @property
+    def shards_parameters(self) -> bool:
+        """Has a rank a part of each parameter, as under FSDP?"""
+        return self.zero == 3 and self.shards > 1
+
     def brings_whole_gradients(self, *, widened: bool) -> bool:
         """Does each backward make gradients anew, beside what stays: shards, or all of them ``widened``?"""
-        return self.zero == 3 and self.shards > 1 and (widened or not self.keeps_whole_gradients)
+        return self.shards_parameters and (widened or not self.keeps_whole_gradients)
 
     @property
     def keeps_whole_gradients(self) -> bool:
         """Are gradients whole until a stage's last backward? See NOTE [ What FSDP2 holds ] in `predict.gathered`."""
-        return self.stage_buffers and self.pp > 1 and self.zero == 3 and self.shards > 1
+        return self.stage_buffers and self.pp > 1 and self.shards_parameters
 
     @property
     def resharding_differs(self) -> bool:

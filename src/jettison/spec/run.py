@@ -380,15 +380,19 @@ class Run:
         return self.kernels.device is Device.CPU and self.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
 
     @property
-    def autocast(self) -> bool:
-        """Does torch.autocast cast what products read, in layers whose casts are described?
+    def uses_autocast(self) -> bool:
+        """Does torch.autocast cast what products read? FSDP casts itself, and so do adapters (`spec.tuning`)."""
+        wide = self.precision.parameter == "float32" and self.precision.compute != "float32"
+        return wide and self.tuning is None and not self.layout.shards_parameters
 
-        FSDP casts itself, and so do adapters (`spec.tuning`). Of scans, encoders beside decoders, sound and pairs the
+    @property
+    def autocast(self) -> bool:
+        """Does it, in layers whose casts are described?
+
+        Of scans, encoders beside decoders, sound and pairs the
         casts are not written down.
         """
-        wide = self.precision.parameter == "float32" and self.precision.compute != "float32"
-        sharded = self.layout.zero == 3 and self.layout.shards > 1
-        return wide and self.tuning is None and not sharded and self.model.is_plain
+        return self.uses_autocast and self.model.is_plain
 
     @cached_property
     def scene(self) -> Scene:
