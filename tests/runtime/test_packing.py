@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import jettison
 from jettison.capture.tracer import trace_model
+from jettison.dryrun import packing_price
 from jettison.dryrun.packing_price import packing_seconds
 from jettison.errors import Infeasible
 from jettison.measure import compare_gradients, independent_copy, measured_peak
@@ -24,6 +25,7 @@ from jettison.measure.tensors import static_tensors
 from jettison.planner.points import with_packs
 from jettison.runtime import packing
 from jettison.runtime.packing import Form, narrow, packs_into, widen
+from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import pareto_frontier
 from jettison.solve.plan import Plan
 from jettison.solve.policy import Full, KeepAll, Packing, SelectiveOp
@@ -275,6 +277,28 @@ def test_a_plan_packs_where_that_costs_less_than_the_work(monkeypatch: pytest.Mo
     unpacked = replace(made, layers=tuple(replace(entry, packed=()) for entry in made.layers))
     assert unpacked.hash != made.hash
     assert '"packed"' not in json.dumps(unpacked._decisions())  # the hash of plans from before is what it was
+
+
+def test_packing_costs_what_doing_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = next(iter(trace_model(stack(Drawn), (torch.randn(256, WIDTH),)).classes.values())).trace
+    saved = region.program.saved_buffers()
+    pack = next(iter(compile_recipe(region, saved, packed=saved).packed.values()))
+    took = iter([9.0, 3.0, 2.0, 5.0])
+    monkeypatch.setattr(packing_price, "_KNOWN", {})
+    monkeypatch.setattr(packing_price, "_one_run", lambda _flat, _form: next(took))
+    monkeypatch.setattr(packing_price, "SAMPLE_BYTES", pack.move.nbytes // 2)
+    assert packing_seconds(pack) == 4.0  # the least of all, for twice as much as was tried
+    assert packing_seconds(pack) == 4.0  # and what was found stays
+
+
+def test_nothing_is_tried_where_ops_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[float]()
+    monkeypatch.setattr("jettison.planner.options.packing_seconds", lambda *_: asked.append(1.0) or 1.0)
+    trace = trace_model(stack(Drawn), (torch.randn(512, WIDTH),))
+    jettison.plan(trace, "1GiB", measure=False)
+    assert not asked
+    jettison.plan(trace, "1GiB")
+    assert asked
 
 
 def test_a_mask_is_kept_for_its_bits() -> None:
