@@ -128,7 +128,7 @@ class TapeOp:
     @property
     def differentiable(self) -> bool:
         """Does backward visit it?"""
-        return any(v.grad for v in self.outputs)
+        return True in [v.grad for v in self.outputs]  # asked too often for a generator
 
 
 @dataclass(slots=True, kw_only=True)

@@ -275,7 +275,7 @@ def _demand(program: Program, kept: frozenset[int], *, transfers: bool) -> tuple
                 missing.add(b if buffer.keepable else _smallest(program, way))
                 broken = True
                 continue
-            stack.extend((read, way) for read in op.inputs)
+            stack += [(read, way) for read in op.inputs]
         if not broken:
             needed |= local
     return needed, missing
