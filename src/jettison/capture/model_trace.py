@@ -76,6 +76,7 @@ class Loop:
         check: how closely the runtime will compare what it computes again with what the forward had.
         elsewhere_bytes: on the device, and none of the step's: other models, workspaces that libraries keep.
         compile: blocks run compiled, in this way.
+        chunked_loss: its cross entropy goes over chunks of rows.
     """
 
     holds_output: bool = True
@@ -83,6 +84,7 @@ class Loop:
     check: str = "always"
     elsewhere_bytes: int = 0
     compile: CompileSettings | None = None
+    chunked_loss: bool = False
 
 
 @dataclass(kw_only=True)

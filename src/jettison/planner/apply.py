@@ -20,6 +20,7 @@ from jettison.planner.planner import Candidate, Planner, fingerprint, module_pol
 from jettison.planner.readiness import check_model
 from jettison.planner.readiness import traced as traced_forward
 from jettison.runtime.assumptions import Assumptions
+from jettison.runtime.chunked_loss import holding
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check, check_of
@@ -156,13 +157,15 @@ def apply(
     check_model(model)
     if batch is None:
         raise UsageError("apply() needs batch=: one training batch, to record what the model saves")
-    with Agreement(groups_for(model, group)) as agreement:
+    with holding(plan is not None and plan.chunked_loss) as losses, Agreement(groups_for(model, group)) as agreement:
         loop = Loop(compile=compile_settings(compile, [model]))
         traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
         if plan is not None:
             applied = apply_plan(model, traced, plan, how, host_bytes, confirms=True)
             expect_loop(applied.regions, traced, plan)
-            return agreed(applied, agreement)
+            applied = agreed(applied, agreement)
+            applied.losses = losses
+            return applied
         assert policy is not None
         if loop.compile is not None:
             _refuse_op_words(policy)

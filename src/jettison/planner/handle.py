@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from jettison.capture.model_trace import as_batch
+from jettison.capture.model_trace import ModelTrace, as_batch
 from jettison.planner.batches import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
 from jettison.planner.guard import Attempt, attempts
 from jettison.planner.handle_report import HandleReport
 from jettison.planner.peak_watch import PLANNING, CudaMeter, MemoryReport, Meter, PeakWatch, phase_hooks
+from jettison.runtime.chunked_loss import Hold
 from jettison.runtime.offload import OffloadEngine
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.report import Live
@@ -27,6 +28,7 @@ class Applied:
     Args:
         plans: of each model, in the order of the step's, where there are several; ``plan`` is the first of them.
         budget: where the budget comes from, in words, if it was not given in bytes.
+        losses: that they are computed in chunks, where they are.
         batches: plans by batch, where other batches than the first are planned for when they come.
     """
 
@@ -37,6 +39,7 @@ class Applied:
     batches: BatchPlans | None = None
     watch: PeakWatch | None = None
     hooks: list[Any] = field(default_factory=list)
+    losses: Hold | None = None
 
     def remove(self) -> None:
         """Every module runs its own forward again."""
@@ -45,6 +48,8 @@ class Applied:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
+        if self.losses is not None:
+            self.losses.let_go()
 
     def report(self) -> HandleReport:
         """What every region did so far: slots kept, dropped, recomputed ops, fallbacks. Prints as a table."""
@@ -129,6 +134,12 @@ class Applied:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def note_losses(traces: Iterable[ModelTrace], losses: Hold | None) -> None:
+    """What was traced says whether its losses went over chunks."""
+    for traced in traces:
+        traced.loop = replace(traced.loop, chunked_loss=losses is not None and losses.used)
 
 
 class _Listener:

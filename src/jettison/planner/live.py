@@ -20,17 +20,18 @@ from jettison.parallel.agree import Agreement, Group, groups_for
 from jettison.parse_units import parse_budget
 from jettison.planner.apply import agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
 from jettison.planner.batches import BatchPlans
-from jettison.planner.budget import budget_of, of_reserved
+from jettison.planner.budget import Budget, budget_of, of_reserved
 from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.described import OneModel
-from jettison.planner.handle import Applied, follow_loop
-from jettison.planner.host import hardware_of, host_of
+from jettison.planner.handle import Applied, follow_loop, note_losses
+from jettison.planner.host import Host, hardware_of, host_of
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
 from jettison.progress import Progress, silent
 from jettison.runtime.batch_shape import BatchShape
+from jettison.runtime.chunked_loss import Hold, holding
 from jettison.runtime.offload_setup import place_of
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
@@ -172,6 +173,7 @@ def auto_checkpoint(
     host_budget: str | Bytes | None = None,
     hardware: Hardware | str | None = None,
     group: Group | None = None,
+    chunked_loss: bool = True,
     progress: Progress = silent,
 ) -> Applied:
     """Make ``model`` train under ``memory_budget``: trace it, plan it, apply the plan.
@@ -209,6 +211,9 @@ def auto_checkpoint(
         offload: tensors may also wait on the host, where that is faster than computing them again: `host_budget` bounds
             what pinned memory takes there (left out: what the host has), `hardware`, or its name, states how fast the
             link is. On CUDA the link is measured where no hardware is given.
+        chunked_loss: where logits take 4 MiB or more, ``torch.nn.functional.cross_entropy`` of classes goes over chunks
+            of rows as long as the plan is on: the same bits from one or two copies of the logits where torch holds
+            three. What is not that function, as one that was imported by name before, is left as it is.
         group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
 
     Raises:
@@ -235,55 +240,93 @@ def auto_checkpoint(
         budget = of_reserved(budget, nn.ModuleList(modules))
     if budget.words:
         progress(f"budget {budget.words}")
-    if not isinstance(model, nn.Module) or step is not None or models or shapes or is_wrapped(model):
-        whole = checked_step(step, models, model, regions=regions, loss_fn=loss_fn, holds_output=holds_output)
-        return auto_checkpoint_step(
-            whole,
-            models or (model,),
-            [batch, *shapes],
-            budget,
-            optimizer=optimizer,
-            regions=regions,
-            how=how,
-            gradients_held=gradients_held,
-            compiling=settings,
-            hardware=device,
-            host=host,
-            group=group,
-            progress=progress,
-            plain=step is None,
-        )
+    with holding(chunked_loss) as losses:
+        if not isinstance(model, nn.Module) or step is not None or models or shapes or is_wrapped(model):
+            whole = checked_step(step, models, model, regions=regions, loss_fn=loss_fn, holds_output=holds_output)
+            applied = auto_checkpoint_step(
+                whole,
+                models or (model,),
+                [batch, *shapes],
+                budget,
+                optimizer=optimizer,
+                regions=regions,
+                how=how,
+                gradients_held=gradients_held,
+                compiling=settings,
+                hardware=device,
+                host=host,
+                group=group,
+                losses=losses,
+                progress=progress,
+                plain=step is None,
+            )
+        else:
+            now = any(p.grad is not None for p in model.parameters())
+            loop = Loop(
+                holds_output=holds_output,
+                gradients_held=now if gradients_held is None else gradients_held,
+                check=how,
+                elsewhere_bytes=elsewhere_bytes(model, batch, optimizer),
+                compile=settings,
+            )
+            applied = _auto_checkpoint(
+                model,
+                batch,
+                budget,
+                optimizer=optimizer,
+                loss_fn=loss_fn,
+                regions=regions,
+                loop=loop,
+                hardware=device,
+                host=host,
+                group=group,
+                losses=losses,
+                progress=progress,
+            )
+    if losses is not None and losses.used:
+        applied.losses = losses
+    elif losses is not None:
+        losses.let_go()
+    return applied
+
+
+def _auto_checkpoint(
+    model: nn.Module,
+    batch: Any,
+    budget: Budget,
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    loss_fn: LossFn | None,
+    regions: Iterable[str] | None,
+    loop: Loop,
+    hardware: Hardware | None,
+    host: Host | None,
+    group: Group | None,
+    losses: Hold | None,
+    progress: Progress,
+) -> Applied:
+    """See `auto_checkpoint`: a model whose step is a forward on the batch, and a backward."""
     groups = groups_for(model, group)
     began = time.perf_counter()
     with Agreement(groups) as agreement:
         budget_bytes = agreement.least(budget.nbytes) if budget.words else budget.nbytes
         progress("tracing")
-        now = any(p.grad is not None for p in model.parameters())
-        loop = Loop(
-            holds_output=holds_output,
-            gradients_held=now if gradients_held is None else gradients_held,
-            check=how,
-            elsewhere_bytes=elsewhere_bytes(model, batch, optimizer),
-            compile=settings,
-        )
-        one = OneModel(
-            model=model,
-            traced=traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop),
-            optimizer=optimizer,
-            progress=progress,
-            hardware=device,
-            host=host,
-        )
-        traced = one.traced
+        traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
+        note_losses([traced], losses)
+        one = OneModel(model=model, traced=traced, optimizer=optimizer, progress=progress, hardware=hardware, host=host)
 
         def make() -> Applied:
-            return apply_candidate(model, one.planner, one.planner.plan(budget_bytes), budget_bytes, how)
+            return apply_candidate(
+                model, one.planner, one.planner.plan(budget_bytes), budget_bytes, check_of(loop.check)
+            )
 
         applied = agreement.first(make, lambda made: json.dumps([made.plan_text(), likeness(traced)]))
         if isinstance(applied, str):
             plan_text, like = json.loads(applied)
             room = None if host is None else host.budget_bytes
-            applied = apply_from_another_rank(model, traced, Plan.from_json(plan_text), like, how, room)
+            applied = apply_from_another_rank(
+                model, traced, Plan.from_json(plan_text), like, check_of(loop.check), room
+            )
             assert applied.plan is not None
             expect_loop(applied.regions, traced, applied.plan)
         applied = agreed(replace(applied, budget=budget.words), agreement)
@@ -295,6 +338,7 @@ def auto_checkpoint(
 
         def describe(batch: Any) -> OneModel:
             again = traced_forward(model, batch, loss_fn=loss_fn, regions=names, loop=loop)
+            note_losses([again], losses)
             return replace(one, traced=again)
 
         plans = BatchPlans(

@@ -26,11 +26,12 @@ from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, 
 from jettison.planner.batches import BatchPlans
 from jettison.planner.budget import Budget
 from jettison.planner.described import OwnStep, Part, describe_step, nbytes_of
-from jettison.planner.handle import Applied, follow_loop
+from jettison.planner.handle import Applied, follow_loop, note_losses
 from jettison.planner.host import Host
 from jettison.planner.readiness import check_model, check_states
 from jettison.progress import Progress
 from jettison.runtime.batch_shape import BatchShape
+from jettison.runtime.chunked_loss import Hold
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check
 from jettison.solve.plan import Plan
@@ -108,6 +109,7 @@ def auto_checkpoint_step(
     group: Group | None,
     hardware: Hardware | None,
     host: Host | None,
+    losses: Hold | None,
     progress: Progress,
     plain: bool,
 ) -> Applied:
@@ -116,6 +118,7 @@ def auto_checkpoint_step(
     Args:
         compiling: how blocks are compiled, if they are.
         host: where tensors may wait, if anywhere.
+        losses: that losses go over chunks, if they do.
         plain: the step is one forward and one backward of the only model, whose arguments are the batch.
 
     Raises:
@@ -144,6 +147,7 @@ def auto_checkpoint_step(
         loop = Loop(gradients_held=held, check=how, elsewhere_bytes=beside, compile=compiling)
         one = describe_step(step, models, batches, optimizer, {}, regions, loop, progress)
         one = replace(one, hardware=hardware, host=host)
+        note_losses(one.traces, losses)
 
         def tell(plans: list[Plan]) -> str:
             likes = [likeness(trace) for trace in one.traces]
@@ -162,6 +166,7 @@ def auto_checkpoint_step(
 
         def describe(batch: Any) -> OwnStep:
             found = describe_step(step, models, [batch], optimizer, blocks, None, loop, progress)
+            note_losses(found.traces, losses)
             return replace(found, hardware=hardware, host=host)
 
         plans = BatchPlans(

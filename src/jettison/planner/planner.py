@@ -298,6 +298,7 @@ class Planner:
             model=fingerprint(trace),
             torch_version=torch.__version__,
             gradients_held=trace.loop.gradients_held,
+            chunked_loss=trace.loop.chunked_loss,
             tensors=self.tensors,
             levels=found.step.levels,
         )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SCHEMA: Literal["jettison.plan/1"] = "jettison.plan/1"
 KEYS = (
     "schema", "made_from", "feasible", "model", "budget_bytes", "minimum_budget_bytes", "reason", "predicted", "solver",
-    "layers", "root", "segments", "torch_version", "gradients_held", "offload", "host_budget_bytes",
+    "layers", "root", "segments", "torch_version", "gradients_held", "chunked_loss", "offload", "host_budget_bytes",
     "whole_micro_batches", "hardware", "stages", "reasons", "warnings", "what_if", "tensors", "levels", "made_by",
     "request", "environment", "hash",
 )  # fmt: skip
@@ -163,6 +163,7 @@ class Plan:
     model: str  # the model's fingerprint
     torch_version: str = ""  # the one under which the programs were recorded
     gradients_held: bool = False  # gradients are counted from the start of the forward on
+    chunked_loss: bool = False  # cross entropy goes over chunks of rows
     tensors: tuple[PlanTensor, ...] = field(default=(), compare=False, repr=False)
     levels: StepLevels | None = field(default=None, compare=False, repr=False)
 
@@ -192,8 +193,9 @@ class Plan:
         for shown in ("solver", "tensors", "levels"):
             del fields[shown]
         # plans from before there was a choice have no word for it
-        if not self.gradients_held:
-            del fields["gradients_held"]
+        for name in ("gradients_held", "chunked_loss"):
+            if not fields[name]:
+                del fields[name]
         fields["predicted"] = {"peak_bytes": self.predicted.peak_bytes}
         for entry in (*fields["layers"], fields["root"]):
             del entry["price"]

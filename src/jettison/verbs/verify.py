@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from jettison.planner import Applied, apply, auto_checkpoint
 from jettison.planner.plan_tensors import plan_tensors
 from jettison.progress import Progress, silent
 from jettison.report.proof import LayerProof, Proof
+from jettison.runtime.chunked_loss import whole_losses
 from jettison.runtime.compiled import CompiledRegion
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.plan import Plan, PlanTensor, policy_word
@@ -112,9 +113,14 @@ def verify(
     assert applied is not None
     try:
         plain_side = Side(
-            model=plain, optimizer=plain_optimizer, batch=batch, loss_fn=loss_fn, holds_output=holds_output
+            model=plain,
+            optimizer=plain_optimizer,
+            batch=batch,
+            loss_fn=loss_fn,
+            holds_output=holds_output,
+            under=whole_losses,
         )
-        planned_side = replace(plain_side, model=model, optimizer=optimizer)
+        planned_side = replace(plain_side, model=model, optimizer=optimizer, under=nullcontext)
         proof = _prove(plain_side, planned_side, applied, steps, rounds, progress)
         if look is not None:
             look(plain_side, planned_side)

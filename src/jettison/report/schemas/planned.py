@@ -115,6 +115,7 @@ class PlanDocument(TypedDict):
     segments: list[list[str]] | None
     torch_version: str | None
     gradients_held: bool | None
+    chunked_loss: bool | None
     offload: bool | None
     host_budget_bytes: int | None
     whole_micro_batches: int | None

@@ -1,0 +1,325 @@
+"""Cross entropy in chunks of rows: the same bits from one copy of the logits where torch holds three.
+
+NOTE [ Cross entropy in chunks ]
+``torch.nn.functional.cross_entropy`` holds, of logits with N rows and V columns: the logits and their log-softmax when
+its forward ends; the log-softmax, the gradient of ``nll_loss`` and the gradient of the logits when its backward does
+(aten/src/ATen/native/LossNLL.cpp, SoftMax.cpp). Each of these kernels treats a row by itself, but for the sum over
+rows. So the same kernels are called for some rows at a time:
+
+- forward: log-softmax of a chunk, and of that what ``nll_loss`` takes of each row. The sum is `nll_loss` again, over a
+  matrix of one column: it adds rows in an order that hangs on their number only.
+- backward: log-softmax of a chunk once more, its two gradients, the second into the place of the logits, where nobody
+  else holds those.
+
+A chunk has a multiple of 16 rows, so that every row starts at an address as aligned as before: kernels on CUDA add the
+elements of a row in an order that hangs on it. That the bits are the same is tried on this machine before a combination
+of device, type and V is taken; where they are not, and wherever more is asked than classes and a reduction (weights of
+classes, smoothing, probabilities), torch's own is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.autograd import Function
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+aten = torch.ops.aten
+
+SMALLEST_BYTES: Final = 4 * 1024**2
+"""Logits below this are left to torch: their copies are no reason for a plan, and chunks cost calls."""
+CPU_CHUNK_BYTES: Final = 2 * 1024**2  # stays in a core's cache, which makes it faster than torch's own
+DEVICE_CHUNKS: Final = 32  # launches, where a cache does not matter
+ROWS: Final = 16  # a chunk has a multiple of this
+REDUCTIONS: Final = {"none": 0, "mean": 1, "sum": 2}  # aten/src/ATen/core/Reduction.h
+IGNORED: Final = -100
+PLAIN: Final = frozenset({Tensor, nn.Parameter, FakeTensor})
+
+Holders = tuple[int, int]
+"""References to a Python tensor, and to its memory."""
+
+_torchs = functional.cross_entropy
+_lock = threading.Lock()
+_holders: set[Hold] = set()
+_local = threading.local()
+_same_bits: dict[tuple[str, torch.dtype, int], bool] = {}
+
+
+class Hold:
+    """As long as one of these is not let go, losses are computed in chunks, all over the process:
+    ``torch.nn.functional.cross_entropy`` is another function meanwhile, which gives the same bits.
+
+    ``used``: a loss was.
+    """
+
+    __slots__ = ("used",)
+
+    def __init__(self) -> None:
+        self.used = False
+        with _lock:
+            if not _holders:
+                functional.cross_entropy = cross_entropy
+            _holders.add(self)
+
+    def let_go(self) -> None:
+        """Once nobody holds it, torch has its own function back."""
+        with _lock:
+            _holders.discard(self)
+            if not _holders and functional.cross_entropy is cross_entropy:
+                functional.cross_entropy = _torchs
+
+
+@contextlib.contextmanager
+def holding(wanted: bool) -> Iterator[Hold | None]:
+    """A hold that stays, but where an exception leaves this; None if none is wanted."""
+    if not wanted:
+        yield None
+        return
+    hold = Hold()
+    try:
+        yield hold
+    except BaseException:
+        hold.let_go()
+        raise
+
+
+@contextlib.contextmanager
+def whole_losses() -> Iterator[None]:
+    """In here, on this thread, torch computes losses as without a plan: what a plan is compared with."""
+    before = getattr(_local, "whole", False)
+    _local.whole = True
+    try:
+        yield
+    finally:
+        _local.whole = before
+
+
+@functools.wraps(_torchs)
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = IGNORED,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """See `torch.nn.functional.cross_entropy`."""
+    if (
+        not torch.compiler.is_compiling()
+        and weight is None
+        and size_average is None
+        and reduce is None
+        and label_smoothing == 0.0
+        and reduction in REDUCTIONS
+        and _fits(input, target)
+        and _gives_the_same_bits(input)
+    ):
+        return _chunked(input, target, ignore_index, reduction)
+    return _torchs(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+
+
+def _fits(input: Any, target: Any) -> bool:
+    """Whether chunks are known to do what torch does with these, and pay."""
+    return (
+        bool(_holders)
+        and not getattr(_local, "whole", False)
+        and input.__class__ in PLAIN
+        and target.__class__ in PLAIN
+        and torch.is_grad_enabled()
+        and input.requires_grad
+        and input.dim() == 2
+        and target.dim() == 1
+        and target.dtype is torch.int64
+        and input.shape[0] == target.shape[0]
+        and input.device == target.device
+        and input.is_floating_point()
+        and isinstance(input.shape[0], int)
+        and input.nbytes >= SMALLEST_BYTES
+        and input.is_contiguous()
+        and (input.dtype is torch.float32 or not torch.is_autocast_enabled(input.device.type))
+        and not torch.jit.is_tracing()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def _chunked(input: Tensor, target: Tensor, ignore_index: int, reduction: str, rows: int | None = None) -> Tensor:
+    for hold in tuple(_holders):
+        hold.used = True
+    asked = _Asked(ignore_index, REDUCTIONS[reduction], rows or rows_of(input), _Twin.apply(input))
+    loss: Tensor = _CrossEntropy.apply(input, target, asked)
+    return loss
+
+
+def rows_of(logits: Tensor) -> int:
+    """Rows of a chunk of logits with shape [N, V]."""
+    row = logits.shape[1] * logits.element_size()
+    nbytes = CPU_CHUNK_BYTES if logits.device.type == "cpu" else logits.nbytes // DEVICE_CHUNKS
+    return max(ROWS, nbytes // row // ROWS * ROWS)
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Whatever watches, fakes or holds the tensors of a step sees nothing of what is run in here."""
+    nothing = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with unset_fake_temporarily(), _disable_current_modes(), nothing, torch.enable_grad():
+        yield
+
+
+def _gives_the_same_bits(logits: Tensor) -> bool:
+    """Whether chunks do, for logits like these, on this device: tried once."""
+    key = (str(logits.device), logits.dtype, logits.shape[1])
+    if key not in _same_bits:
+        with _apart():
+            _same_bits[key] = _same(torch.device(key[0]), logits.dtype, logits.shape[1])
+    return _same_bits[key]
+
+
+def _same(device: torch.device, dtype: torch.dtype, columns: int) -> bool:
+    generator = torch.Generator(device).manual_seed(0)
+    wide = torch.randn(3 * ROWS - 1, columns, device=device, generator=generator)
+    target = torch.randint(columns, (len(wide),), device=device, generator=generator)
+    target[ROWS // 2] = IGNORED
+    found = []
+    for rows in (0, ROWS):
+        logits = wide.to(dtype).requires_grad_()
+        given = logits + 0
+        loss = _chunked(given, target, IGNORED, "mean", rows) if rows else _torchs(given, target)
+        del given
+        loss.backward()
+        assert logits.grad is not None
+        found.append((loss.detach(), logits.grad))
+    (loss, gradient), (chunked, of_chunks) = found
+    return torch.equal(loss, chunked) and torch.equal(gradient, of_chunks)
+
+
+class _Asked:
+    """What a loss is to do.
+
+    Args:
+        twin: of the logits: their shape and place in the graph without their memory, for derivatives of derivatives.
+        holders: to write down who holds the logits when backward comes to them.
+    """
+
+    __slots__ = ("holders", "ignore_index", "reduction", "rows", "twin")
+
+    def __init__(
+        self, ignore_index: int, reduction: int, rows: int, twin: Tensor, holders: dict[bool, Holders] | None = None
+    ) -> None:
+        self.ignore_index, self.reduction, self.rows, self.twin = ignore_index, reduction, rows, twin
+        self.holders = holders
+
+
+def _are_more(holders: Holders, than: Holders) -> bool:
+    return holders[0] > than[0] or holders[1] > than[1]
+
+
+@functools.cache
+def _alone() -> dict[bool, Holders]:
+    """Holders of logits that nobody has but the graph: of the very tensor that was saved, and of another one that came
+    in its place. They are tried, since what a call holds by itself differs between versions of Python.
+    """
+    found: dict[bool, Holders] = {True: (0, 0), False: (0, 0)}
+    swapped = torch.autograd.graph.saved_tensors_hooks(lambda x: None if x.dim() == 2 else x, _given)
+    with _apart():
+        for setting in (contextlib.nullcontext(), swapped):
+            logits = torch.zeros(1, 2, requires_grad=True) + 0
+            asked = _Asked(IGNORED, REDUCTIONS["sum"], ROWS, _Twin.apply(logits), found)
+            with setting:
+                loss = _CrossEntropy.apply(logits, torch.zeros(1, dtype=torch.int64), asked)
+            del logits
+            loss.backward()
+    return found
+
+
+def _given(saved: Tensor | None) -> Tensor:
+    return torch.zeros(1, 2) if saved is None else saved
+
+
+class _CrossEntropy(Function):
+    """See NOTE [ Cross entropy in chunks ]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, asked: _Asked) -> Tensor:
+        # a tensor of its own on the same memory: once the forward's are gone, nobody else has that memory
+        logits = logits.detach()
+        of_rows = [
+            aten.nll_loss_forward(aten._log_softmax(part, 1, False), wanted, None, 0, asked.ignore_index)[0]
+            for part, wanted in zip(logits.split(asked.rows), target.split(asked.rows), strict=True)
+        ]
+        column = torch.cat(of_rows).neg_().unsqueeze(1)
+        only = torch.where(target == asked.ignore_index, IGNORED, 0)
+        loss: Tensor
+        loss, weight = aten.nll_loss_forward(column, only, None, asked.reduction, IGNORED)
+        ctx.save_for_backward(logits, target, weight)
+        ctx.asked, ctx.saved = asked, weakref.ref(logits)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        logits, target, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable(gradient, logits, target, weight, ctx.asked), None, None
+        asked: _Asked = ctx.asked
+        is_saved = ctx.saved() is logits
+        holders = (sys.getrefcount(logits), torch._C._storage_Use_Count(logits.untyped_storage()._cdata))
+        again = torch._C._autograd._get_current_graph_task_keep_graph()
+        if asked.holders is not None:
+            asked.holders[is_saved] = holders
+            found = torch.empty_like(logits)
+        elif again or _are_more(holders, _alone()[is_saved]):
+            found = torch.empty_like(logits)
+        else:
+            found = logits
+        parts = zip(logits.split(asked.rows), target.split(asked.rows), found.split(asked.rows), strict=True)
+        for number, (part, wanted, place) in enumerate(parts):
+            logp = aten._log_softmax(part, 1, False)
+            of_rows = gradient if asked.reduction else gradient[number * asked.rows :][: asked.rows]
+            of_logp = aten.nll_loss_backward(of_rows, logp, wanted, None, asked.reduction, asked.ignore_index, weight)
+            aten._log_softmax_backward_data.out(of_logp, logp, 1, logits.dtype, out=place)
+        return found, None, None
+
+
+def _differentiable(gradient: Tensor, logits: Tensor, target: Tensor, weight: Tensor, asked: _Asked) -> Tensor:
+    """The gradient of the logits as a function of them, as torch's own is."""
+    again = _Reattached.apply(asked.twin, logits)
+    logp = aten._log_softmax(again, 1, False)
+    of_logp = aten.nll_loss_backward(gradient, logp, target, None, asked.reduction, asked.ignore_index, weight)
+    found: Tensor = aten._log_softmax_backward_data(of_logp, logp, 1, logits.dtype)
+    return found
+
+
+class _Twin(Function):
+    """A tensor of the logits' shape and place in the graph, without memory."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.new_empty(()).expand(logits.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class _Reattached(Function):
+    """The values of the logits, with the twin's place in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, twin: Tensor, logits: Tensor) -> Tensor:
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
