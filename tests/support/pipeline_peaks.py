@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
@@ -179,7 +185,9 @@ def _peak(case: Case) -> dict[str, Any]:
     modules = [module for _, module in own]
     stages = [PipelineStage(m, place, len(case.stage_layers), torch.device("cpu")) for place, m in own]
     schedule: Any
-    if len(stages) > 1:
+    if case.schedule == "zero-bubble":
+        schedule = ScheduleInterleavedZeroBubble(stages, case.micro_batches, loss_fn=loss_of)
+    elif len(stages) > 1:
         schedule = ScheduleInterleaved1F1B(stages, case.micro_batches, loss_fn=loss_of)
     else:
         kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[case.schedule]
@@ -199,5 +207,13 @@ def _peak(case: Case) -> dict[str, Any]:
         for m in range(case.micro_batches)
         for info in (*stage.args_recv_info[m], *stage.grad_recv_info[m])
     ]
-    buffers = [info.buffer for info in infos if info.buffer is not None]
-    return counted.measure(passes, beside=buffers, events=case.events)
+    return counted.measure(passes, beside=_buffers(infos), events=case.events)
+
+
+def _buffers(infos: Sequence[Any]) -> Iterator[Tensor]:
+    """And their gradients, which a split backward leaves there until the next step begins."""
+    for info in infos:
+        if info.buffer is not None:
+            yield info.buffer
+            if info.buffer.grad is not None:
+                yield info.buffer.grad

@@ -18,6 +18,7 @@ from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.gathered import reducing, whole_in_flight
+from jettison.predict.halves import left_bytes
 from jettison.predict.set_aside import deferred_head, kept_batches, loader_mask, packed_batch, set_aside
 from jettison.predict.stage_buffers import buffer_bytes, sending, sent_last, stream_bytes
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
@@ -261,6 +262,7 @@ def _stage(
         reducing=reducing(run, chunks) if whole else 0,
         passed=stream_bytes(run) if passes else 0,
         sending=passes,
+        left=left_bytes(run, index),
     )
     return Stage(index=index, groups=chunks, load=load, static=total)
 
