@@ -50,49 +50,53 @@ class InputHalf:
     Args:
         peak: above what was there before, with the gradient of the region's output.
         gradients: what the groups keep of gradients; ``incoming``: of these, the one of the output.
-        computed: what was computed again and stays.
         detached: of what the region holds, what nothing with a weight is behind.
     """
 
     peak: int
     gradients: int
     incoming: int
-    computed: int
     detached: int
 
 
-def input_half(region: Region, kept: frozenset[int], rule: GradientRule, *, again: bool) -> InputHalf:
+def input_half(
+    region: Region,
+    kept: frozenset[int],
+    rule: GradientRule,
+    *,
+    stays: frozenset[int] = frozenset(),
+    lets_go: bool = False,
+) -> InputHalf:
     """Play a region's first half. See NOTE [ Two halves ].
 
     Args:
-        kept: buffers of `region.program` that stay between forward and backward.
-        again: what is computed again for this half is not for the second one.
+        kept: buffers of `region.program` that are there when it begins.
+        stays: those that wait for the second half, where it lets go of others.
+        lets_go: what is kept goes with its last reader, as what is computed again does.
     """
-    program = region.program
-    groups = frozenset[int]()
-    if not again:
-        groups = frozenset(b for step in _groups(region) for b in _saved(region, step)) - kept
-    half = _InputHalf(region, kept, rule, groups)
+    half = _InputHalf(region, kept, rule, stays, lets_go)
     half.run(-1)
-    stays = sum(program.buffers[b].nbytes for b in groups if program.buffers[b].producer is not None)
     retained = {tensor: half.sizes[tensor] for tensor in half.retained}
     return InputHalf(
-        peak=half.peak,
-        gradients=sum(retained.values()),
-        incoming=retained.get(0, 0),
-        computed=stays,
-        detached=_detached(region, kept),
+        peak=half.peak, gradients=sum(retained.values()), incoming=retained.get(0, 0), detached=_detached(region, kept)
     )
 
 
 class _InputHalf(Backward):
     """The replay of a first half: no gradients of weights, and nothing that was kept goes."""
 
-    def __init__(self, region: Region, kept: frozenset[int], rule: GradientRule, stays: frozenset[int]) -> None:
+    def __init__(
+        self, region: Region, kept: frozenset[int], rule: GradientRule, stays: frozenset[int], lets_go: bool
+    ) -> None:
         again = frozenset(region.program.recompute_set(kept))
         super().__init__(region=region, kept=kept, again=again, rule=rule, accumulates=False)
-        self.stays = stays
-        self.retained: set[int] = set()
+        self.stays, self.lets_go = stays, lets_go
+        self.owned: defaultdict[int, set[int]] = defaultdict(set)  # gradient -> groups, by the ids of their steps
+
+    @property
+    def retained(self) -> set[int]:
+        """Gradients that groups keep."""
+        return set(self.owned)
 
     def _runs(self, step: TapeOp) -> bool:
         return step.differentiable and any(v.grad for v in step.inputs)
@@ -102,19 +106,44 @@ class _InputHalf(Backward):
 
     def _made(self, step: TapeOp, incoming: list[int]) -> list[Weight]:
         if step.learned:
-            for tensor in set(incoming) - self.retained:
-                self.owners[tensor] += 1
-                self.retained.add(tensor)
+            for tensor in incoming:
+                self.owners[tensor] += tensor not in self.owned
+                self.owned[tensor].add(id(step))
         return []
 
     def _free(self, b: int) -> None:
-        if b in self.computed and b not in self.stays:
+        if b not in self.stays and (self.lets_go or b in self.computed):
             super()._free(b)
 
 
-def _groups(region: Region) -> list[TapeOp]:
-    """Steps that read weights which learn."""
-    return [step for step in region.tape.steps if step.learned and step.differentiable]
+def _groups(region: Region) -> list[tuple[int, TapeOp]]:
+    """Steps that read weights which learn, and their numbers, as the module lists its parameters.
+
+    That is the order of the forward, but for a layer's RMS norms, which come behind what they stand before: so
+    transformers has it (``models/llama/modeling_llama.py``, ``LlamaDecoderLayer``; ``models/qwen3/modeling_qwen3.py``,
+    ``Qwen3Attention``) and torchtitan (``models/llama3/model/model.py``, ``TransformerBlock``). Layer norms come first
+    (``models/gpt2/modeling_gpt2.py``, ``GPT2Block``). It matters little, but under checkpoints.
+    """
+    steps = region.tape.steps
+    found = [(number, step) for number, step in enumerate(steps) if step.learned and step.differentiable]
+    if not region.output.shape:  # a loss: the model's last norm is listed before its head
+        return found
+    first: dict[str, int] = {}
+    for number, step in found:
+        first.setdefault(step.path.partition(".")[0], number)
+
+    def place(each: tuple[int, TapeOp]) -> tuple[bool, int, bool, int]:
+        number, step = each
+        module, _, inner = step.path.partition(".")
+        last = step.path.endswith("norm") and "layer_norm" not in step.name
+        return last and not inner, first[module], last, number
+
+    return sorted(found, key=place)
+
+
+def read_by_groups(region: Region) -> frozenset[int]:
+    """Buffers that a second half needs."""
+    return frozenset(b for _, step in _groups(region) for b in _saved(region, step))
 
 
 def _saved(region: Region, step: TapeOp) -> Iterator[int]:
@@ -137,60 +166,93 @@ def _detached(region: Region, kept: frozenset[int]) -> int:
 # second halves --------------------------------------------------------------------------------------------------------
 
 
-def weight_half(region: Region, kept: frozenset[int], rule: GradientRule, *, given: int = 0) -> tuple[WeightStep, ...]:
+def weight_half(
+    region: Region, kept: frozenset[int], rule: GradientRule, *, last: bool = False, given: int = 0
+) -> tuple[WeightStep, ...]:
     """A region's second half, where nothing is computed again for it.
 
     Args:
         kept: what stays between forward and backward.
+        last: the region's output is the stage's.
         given: of what the region saves of its input, bytes that are somebody else's.
     """
-    program, steps = region.program, region.tape.steps
-    users: defaultdict[int, set[int]] = defaultdict(set)
-    for number, step in enumerate(steps):
-        for b in _saved(region, step) if step.differentiable else ():
-            users[b].add(number)
-    groups = {number: step for number, step in enumerate(steps) if step.learned and step.differentiable}
-    wanted = {b for step in groups.values() for b in _saved(region, step)}
-    there = {b for b in users if b in kept or b in wanted}
-    gradients = _Gradients.of(region, kept, rule)
-    source = region.buffers[next(iter(region.tape.sources))] if given else -1
-    found = []
-    for number, step in groups.items():
-        gone = {b for b in there if number in users[b] and not (users[b] - {number})}
-        for b in there:
-            users[b].discard(number)
-        there -= gone
-        freed = sum(program.buffers[b].nbytes for b in gone) - (given if source in gone else 0)
-        found.append(_step(step, rule, rise=step.workspace, change=-freed - gradients.drop(step)))
-    return tuple(found)
+    groups = _groups(region)
+    until = _until(region, groups, last=last)
+    there = kept | read_by_groups(region)
+    freed: defaultdict[int, int] = defaultdict(int)
+    for b, place in until.items():
+        if b in there:
+            freed[place] += region.program.buffers[b].nbytes
+    if given:
+        freed[until.get(region.buffers[next(iter(region.tape.sources))], len(groups))] -= given
+    gradients = _Gradients.of(region, rule, last=last)
+    return tuple(
+        _step(step, rule, rise=step.workspace, released=freed[place] + gradients.drop(step))
+        for place, (_, step) in enumerate(groups)
+    )
 
 
-def checkpointed_weight_half(regions: Sequence[Region], rule: GradientRule) -> tuple[WeightStep, ...]:
-    """The second half of a checkpoint over ``regions``, of each of which all is computed again. See NOTE [ Checkpoints
-    under two halves ].
+def checkpointed_weight_half(
+    regions: Sequence[Region], rule: GradientRule, *, last: bool = False
+) -> tuple[WeightStep, ...]:
+    """The second half of a checkpoint over ``regions``. See NOTE [ Checkpoints under two halves ].
+
+    Args:
+        last: what they return is the stage's output.
     """
-    frame = _Frame.of(regions)
+    groups = [_groups(region) for region in regions]
+    total = sum(map(len, groups))
+    sizes: defaultdict[int, int] = defaultdict(int)  # by the group that lets go of it, of what is computed again
+    saved: set[tuple[int, int]] = set()
+    begin = 0
+    for place, (region, own) in enumerate(zip(regions, groups, strict=True)):
+        top = last and place == len(regions) - 1
+        for b, end in _until(region, own, last=top).items():
+            if place or region.program.buffers[b].producer is not None:  # the frame has its input anyway
+                sizes[begin + end if end < len(own) else total] += region.program.buffers[b].nbytes
+                saved.add((place, b))
+        begin += len(own)
+    computing = _computing(regions, saved)
     found: list[WeightStep] = []
-    before = 0
-    for place, region in enumerate(regions):
-        gradients = _Gradients.of(region, region.program.saved_buffers(), rule)
-        for number, step in enumerate(region.tape.steps):
-            if not (step.learned and step.differentiable):
-                continue
-            unpacked = frame.nbytes
-            frame.gone.add((place, number))
-            now = (len(found) + 1) * frame.nbytes
-            made = _made_bytes(step, rule.kept)
-            rise = max(frame.computing - made, unpacked + step.workspace)
-            found.append(_step(step, rule, rise=rise, change=now - before - gradients.drop(step)))
+    there, before = sum(nbytes for place, nbytes in sizes.items() if place >= 0), 0
+    for place, (region, own) in enumerate(zip(regions, groups, strict=True)):
+        gradients = _Gradients.of(region, rule, last=last and place == len(regions) - 1)
+        for _, step in own:
+            rise = max(computing - _made_bytes(step, rule.kept), there + step.workspace)
+            there -= sizes[len(found)]
+            now = (len(found) + 1) * there
+            found.append(_step(step, rule, rise=rise, released=gradients.drop(step), computed=now - before))
             before = now
     return tuple(found)
 
 
-def _step(step: TapeOp, rule: GradientRule, *, rise: int, change: int) -> WeightStep:
-    return WeightStep(
-        rise=rise, made=_made_bytes(step, rule.kept), added=_made_bytes(step, rule.added), change=change
-    )
+def _until(region: Region, groups: Sequence[tuple[int, TapeOp]], *, last: bool) -> dict[int, int]:
+    """Of what steps save, by buffer: the place of the group that lets go of it, or as many as there are groups.
+
+    A node with a weight does when it runs, any other when all groups that it leads to are done. Those of the stage's
+    end that lead to none are gone when the second half begins.
+    """
+    places = {number: place for place, (number, _) in enumerate(groups)}
+    steps, end = region.tape.steps, len(groups)
+    behind: dict[int, int] = {}  # storage -> the last group that reads it, or reads what is made of it
+    found: defaultdict[int, int] = defaultdict(lambda: -1)
+    for number in reversed(range(len(steps))):
+        step = steps[number]
+        if not step.differentiable:
+            continue
+        leads = max((behind.get(v.storage, -1) for v in step.outputs), default=-1)
+        leads = max(leads, places.get(number, -1))
+        for v in step.inputs:
+            behind[v.storage] = max(behind.get(v.storage, -1), leads)
+        lets_go = places.get(number, leads if last else end)
+        for b in _saved(region, step):
+            found[b] = max(found[b], lets_go)
+    return dict(found)
+
+
+def _step(step: TapeOp, rule: GradientRule, *, rise: int, released: int, computed: int = 0) -> WeightStep:
+    made, added = _made_bytes(step, rule.kept), _made_bytes(step, rule.added)
+    return WeightStep(rise=rise, made=made, added=added, released=released, computed=computed)
 
 
 def _made_bytes(step: TapeOp, dtype: str) -> int:
@@ -202,13 +264,14 @@ class _Gradients:
     """What groups keep of gradients, let go of with the last group that has it."""
 
     sizes: dict[int, int]
-    owners: dict[int, set[int]]  # gradient -> groups, by the objects that their steps are
+    owners: dict[int, set[int]]  # gradient -> groups, by the ids of their steps
 
     @classmethod
-    def of(cls, region: Region, kept: frozenset[int], rule: GradientRule) -> _Gradients:
-        half = _Owned(region, kept, rule, frozenset())
+    def of(cls, region: Region, rule: GradientRule, *, last: bool) -> _Gradients:
+        """Args: last: the gradient of the region's output is somebody else's."""
+        half = _InputHalf(region, region.program.saved_buffers(), rule, frozenset(), False)
         half.run(-1)
-        return cls(half.sizes, half.groups)
+        return cls(half.sizes | ({0: 0} if last else {}), half.owned)
 
     def drop(self, step: TapeOp) -> int:
         """Bytes that go with a group."""
@@ -220,69 +283,26 @@ class _Gradients:
         return freed
 
 
-class _Owned(_InputHalf):
-    """It also says whose gradients are kept."""
-
-    def __init__(self, region: Region, kept: frozenset[int], rule: GradientRule, stays: frozenset[int]) -> None:
-        super().__init__(region, kept, rule, stays)
-        self.groups: defaultdict[int, set[int]] = defaultdict(set)
-
-    def _made(self, step: TapeOp, incoming: list[int]) -> list[Weight]:
-        for tensor in incoming if step.learned else ():
-            self.groups[tensor].add(id(step))
-        return super()._made(step, incoming)
-
-
-@dataclass(slots=True)
-class _Frame:
-    """A checkpoint's frame.
+def _computing(regions: Sequence[Region], saved: set[tuple[int, int]]) -> int:
+    """The most that is there while regions run once more, one after the other, up to what is saved last.
 
     Args:
-        users: of each buffer that is computed again, by region, the steps that save it.
-        gone: steps whose nodes have let go.
-        computing: bytes at the worst moment of computing everything again.
+        saved: buffers, each with the number of its region, which stay until all is over.
     """
-
-    regions: Sequence[Region]
-    users: dict[tuple[int, int], set[tuple[int, int]]]
-    gone: set[tuple[int, int]]
-    computing: int
-
-    @classmethod
-    def of(cls, regions: Sequence[Region]) -> _Frame:
-        users: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
-        for place, region in enumerate(regions):
-            for number, step in enumerate(region.tape.steps):
-                for b in _saved(region, step) if step.differentiable else ():
-                    if place or region.program.buffers[b].producer is not None:  # the frame has its input anyway
-                        users[place, b].add((place, number))
-        return cls(regions, dict(users), set(), _computing(regions, users))
-
-    @property
-    def nbytes(self) -> int:
-        """What stays of one time that everything is computed again."""
-        return sum(
-            self.regions[place].program.buffers[b].nbytes
-            for (place, b), users in self.users.items()
-            if users - self.gone
-        )
-
-
-def _computing(regions: Sequence[Region], saved: dict[tuple[int, int], set[tuple[int, int]]]) -> int:
-    """The most that is there while regions run once more, one after the other, up to what is saved last."""
     live = peak = 0
-    stop = max((users for users in saved.values()), key=max, default=set())
-    end = max(stop, default=(0, 0))
+    waits = set(saved)
     for place, region in enumerate(regions):
         program = region.program
         last = {b: op.index for op in program.ops for b in (*op.inputs, *op.outputs)}
         for op in program.ops:
-            if (place, op.index) >= end and not any((place, b) in saved for b in op.outputs):
+            if not waits:
                 return peak
             live += sum(program.buffers[b].nbytes for b in op.outputs if program.buffers[b].producer == op.index)
             peak = max(peak, live)
+            waits -= {(place, b) for b in op.outputs}
             for b in {*op.inputs, *op.outputs}:
                 done = last[b] == op.index and program.buffers[b].producer is not None
                 if done and (place, b) not in saved and b not in program.outputs:
                     live -= program.buffers[b].nbytes
+        waits = {(number, b) for number, b in waits if number > place}
     return peak

@@ -13,13 +13,20 @@ class WeightStep:
         rise: bytes above what there is before it, without the gradients.
         made: of these gradients where none are there before.
         added: of what is added, where they are.
-        change: of what else there is, from before it to behind it.
+        released: of what waited for it, gone behind it.
+        computed: more behind it than before of what is computed again, which may be less.
     """
 
     rise: int
     made: int
     added: int
-    change: int
+    released: int
+    computed: int = 0
+
+    @property
+    def change(self) -> int:
+        """Of what there is but for the gradients, from before it to behind it."""
+        return self.computed - self.released
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,13 +34,13 @@ class Halves:
     """A unit under a split backward.
 
     Args:
-        gradients: bytes of gradients, or of what else its first half makes, that wait for the second.
+        waiting: bytes that its first half makes and its second one needs: gradients of what reads weights.
         input_peak: of a first half, above what is there when it comes to the unit.
         detached: of what the unit holds, let go of when the first half of all units is over.
         steps: of the second half, in their order.
     """
 
-    gradients: int
+    waiting: int
     input_peak: int
     detached: int = 0
     steps: tuple[WeightStep, ...] = ()

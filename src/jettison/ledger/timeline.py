@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from operator import add, itemgetter, mul
 
 from jettison.ledger.halves import Halves
@@ -72,7 +73,7 @@ class Unit:
     @property
     def half(self) -> int:
         """Bytes of each one from the first half of its backward to the second."""
-        return self.resident if self.halves is None else self.resident + self.halves.gradients - self.halves.detached
+        return self.resident if self.halves is None else self.resident + self.halves.waiting - self.halves.detached
 
     def named(self, names: tuple[str, ...]) -> Unit:
         """The same of others."""
@@ -325,24 +326,23 @@ def _backward_rows(
 def _input_half(chunk: Sequence[Unit], missing: int) -> Iterator[tuple[int, Phase, str]]:
     """The first half: nothing that was resident goes before it is over, and gradients stay beside it."""
     level = 0
-    for unit, name in ((unit, name) for unit in reversed(chunk) for name in reversed(unit.names)):
+    for unit in reversed(chunk):
         assert unit.halves is not None
-        yield level + unit.halves.input_peak - (missing if unit.is_loss else 0), Phase.BACKWARD, name
-        level += unit.halves.gradients
+        for name in reversed(unit.names):
+            yield level + unit.halves.input_peak - (missing if unit.is_loss else 0), Phase.BACKWARD, name
+            level += unit.halves.waiting
 
 
 def _weight_half(chunk: Sequence[Unit], fresh: bool) -> Iterator[tuple[int, Phase, str]]:
-    """The second half, in the order of the parameters: a step's gradients stay until the next step has made its own.
+    """The second half, step by step: a step's gradients have a name until the next step has made its own.
 
-    ``torch/distributed/pipelining/_backward.py``, ``stage_backward_weight``: ``dweights`` names them so long.
+    ``torch/distributed/pipelining/_backward.py``, ``stage_backward_weight``: ``dweights``.
     """
     level = named = 0
-    for unit, name in ((unit, name) for unit in chunk for name in unit.names):
+    for unit in chunk:
         assert unit.halves is not None
-        highest = level
-        for step in unit.halves.steps:
+        for name, step in product(unit.names, unit.halves.steps):
             made = step.made if fresh else step.added
-            highest = max(highest, level + step.rise + made + (0 if fresh else named))
-            level += step.change + (step.made if fresh else 0)
-            named = made
-        yield highest, Phase.BACKWARD, name
+            yield level + step.rise + made + named, Phase.BACKWARD, name
+            level += step.change + (made if fresh else 0)
+            named = 0 if fresh else made

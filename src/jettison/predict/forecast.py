@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
-from operator import add
+from operator import add, mul
 from typing import Any
 
 from jettison.formula.parameters import parameter_count
@@ -71,11 +71,9 @@ class Stage:
     def activation_bytes(self) -> int:
         """Held between forwards and backwards, at most."""
         whole = [sum(len(unit.names) * unit.whole for unit in units) for units in self.load.chunks]
-        held = [self.load.held(chunk) - whole[chunk] for chunk in range(len(self.load.chunks))]
-        return max(
-            sum((f + w) * (nbytes + self.load.sent) for f, w, nbytes in zip(o.forward, o.weight, held, strict=True))
-            for o in self.load.occupancies
-        )
+        held = [self.load.held(chunk) - whole[chunk] + self.load.sent for chunk in range(len(self.load.chunks))]
+        half = [self.load.held_half(chunk) - whole[chunk] + self.load.sent for chunk in range(len(self.load.chunks))]
+        return max(sum(map(mul, o.forward, held)) + sum(map(mul, o.weight, half)) for o in self.load.occupancies)
 
     def timeline(self, *, first_step: bool = False) -> tuple[Moment, ...]:
         """Its moments in order."""

@@ -151,7 +151,7 @@ def _recompute(
         known: `_above` of chunks, by the objects that they are, whose gradients are there or not.
     """
     load = stage.load
-    held = [load.held(chunk) + load.sent for chunk in range(len(load.chunks))]
+    held = [min(load.held(chunk), load.held_half(chunk)) + load.sent for chunk in range(len(load.chunks))]
     above: dict[tuple[int, bool], Above] = {}
     states = [state for state in load.occupancies if state.step is not None and state.step.work is not Work.FORWARD]
     for at_work in {_at_work(load, state) for state in states}:
