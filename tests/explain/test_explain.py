@@ -314,6 +314,21 @@ def test_the_cheapest_change_that_fits_is_named_before_the_one_that_saves_most()
     assert "lowers it most" in explain(found).sentences[1]
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_parts_of_a_peak_are_the_peak_where_backward_is_split(recompute: str) -> None:
+    """With torch's checkpoints it is in a second half, and what was computed again there is a transient."""
+    split = {"pp": 4, "schedule": "zero-bubble", "stage_buffers": True, "recompute": recompute}
+    found = forecast(resolve(preset("llama3-8b"), RunRequest(micro_batches=8, **split)).run)
+    for stage in found.stages:
+        parts = {part.name: part.nbytes for part in peak_parts(stage)}
+        assert sum(parts.values()) == stage.peak.nbytes
+        assert parts["parameters"] == stage.static.parameters
+        assert all(nbytes >= 0 for nbytes in parts.values())
+        if stage.index:
+            more = parts["transients"] > parts["activations in flight"]
+            assert more == (recompute == "full")
+
+
 def test_parts_of_a_peak_are_the_peak_where_libraries_set_bytes_aside() -> None:
     asked = RunRequest(like="megatron-0.19", tp=4, pp=4, virtual_stages=2, micro_batches=8, dp=2, zero=1, seq=1024)
     stage = forecast(resolve(replace(preset("llama3-8b"), layers=preset("llama3-8b").layers[:16]), asked).run).worst

@@ -305,9 +305,20 @@ def test_bounds_of_even_pipelines_are_nearly_reached(zero: int) -> None:
 @settings(max_examples=25)
 @given(data=st.data(), name=st.sampled_from(sorted(MODELS)), share=st.floats(0, 1), overlap=st.booleans())
 def test_a_planner_takes_no_less_than_its_bound(data: st.DataObject, name: str, share: float, overlap: bool) -> None:
-    whole = space(
-        MODELS[name], 8, 16, schedule="1f1b,interleaved,zero-bubble,gpipe", tp_comm_overlap=overlap, uneven=True
+    every = {"schedule": "1f1b,interleaved,zero-bubble,gpipe", "tp_comm_overlap": overlap, "uneven": True}
+    _bound_of_a_planner(data, space(MODELS[name], 8, 16, **every), share)
+
+
+@pytest.mark.slow  # what is sent stays, so that each peak is the timeline's
+@settings(max_examples=12)
+@given(data=st.data(), name=st.sampled_from(sorted(MODELS)), share=st.floats(0, 1))
+def test_nor_where_torch_splits_backward(data: st.DataObject, name: str, share: float) -> None:
+    _bound_of_a_planner(
+        data, space(MODELS[name], 8, 16, schedule="zero-bubble", stage_buffers=True, uneven=True), share
     )
+
+
+def _bound_of_a_planner(data: st.DataObject, whole: Space, share: float) -> None:
     setup = data.draw(st.sampled_from(whole.setups))
     plain = forecast(setup_run(setup, whole.template))
     static = static_bytes(plain)

@@ -13,10 +13,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
+import jettison
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
+from jettison.parallel.pipeline import received, stand_in_loss
 from support.formula_cases import VOCABULARY, FormulaCase, model_of
 
 
@@ -26,7 +34,8 @@ class Case:
 
     Args:
         stage_layers: of each stage of each rank, in the order of the model.
-        full: every layer is computed again.
+        full: every layer is a checkpoint of torch's.
+        planned: every layer is computed again by Jettison.
         events: every birth and death of a storage is told.
     """
 
@@ -37,6 +46,7 @@ class Case:
     batch: int = 2
     sequence: int = 64
     full: bool = False
+    planned: bool = False
     events: bool = False
 
     @property
@@ -162,6 +172,20 @@ ALL_FORWARDS_FIRST = (
     Case(family="llama", stage_layers=(3, 2), micro_batches=3, schedule="gpipe", full=True),
 )
 
+_SPLIT: dict[str, Any] = {"schedule": "zero-bubble"}
+SPLIT = (
+    Case(family="gpt2", stage_layers=(3, 2, 2, 1), micro_batches=4, **_SPLIT),
+    Case(family="llama", stage_layers=(3, 2, 2, 1), micro_batches=8, **_SPLIT),
+    Case(family="gpt2", stage_layers=(2, 1, 2, 2), micro_batches=3, **_SPLIT),
+    Case(family="gpt2", stage_layers=(3, 2, 2, 1), micro_batches=8, full=True, **_SPLIT),
+    Case(family="llama", stage_layers=(1, 3, 2, 1), micro_batches=4, full=True, **_SPLIT),
+    Case(family="llama", stage_layers=(3, 2, 2, 1), micro_batches=4, planned=True, **_SPLIT),
+    Case(family="gpt2", stage_layers=(1, 3, 2, 1), micro_batches=8, planned=True, **_SPLIT),
+    Case(family="llama", stage_layers=(2, 1, 1, 1, 1, 1, 1, 0), micro_batches=8, **_SPLIT),
+    Case(family="gpt2", stage_layers=(2, 1, 1, 2, 1, 1, 1, 1), micro_batches=12, **_SPLIT),
+    Case(family="gpt2", stage_layers=(2, 1, 1, 2, 1, 1, 1, 1), micro_batches=4, full=True, **_SPLIT),
+)
+
 
 def two_ranks(_: Any) -> list[dict[str, Any]]:
     """The quick cases."""
@@ -177,9 +201,13 @@ def _peak(case: Case) -> dict[str, Any]:
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     own = list(chunks_of(case, rank, ranks, Cut))
     modules = [module for _, module in own]
+    for place, module in own if case.planned else ():
+        _plan(case, module, place)
     stages = [PipelineStage(m, place, len(case.stage_layers), torch.device("cpu")) for place, m in own]
     schedule: Any
-    if len(stages) > 1:
+    if case.schedule == "zero-bubble":
+        schedule = ScheduleInterleavedZeroBubble(stages, case.micro_batches, loss_fn=loss_of)
+    elif len(stages) > 1:
         schedule = ScheduleInterleaved1F1B(stages, case.micro_batches, loss_fn=loss_of)
     else:
         kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[case.schedule]
@@ -199,5 +227,21 @@ def _peak(case: Case) -> dict[str, Any]:
         for m in range(case.micro_batches)
         for info in (*stage.args_recv_info[m], *stage.grad_recv_info[m])
     ]
-    buffers = [info.buffer for info in infos if info.buffer is not None]
-    return counted.measure(passes, beside=buffers, events=case.events)
+    return counted.measure(passes, beside=_buffers(infos), events=case.events)
+
+
+def _plan(case: Case, module: Cut, place: int) -> None:
+    """Each layer holds its input, and is computed again."""
+    ids = torch.ones(case.batch, case.sequence, dtype=torch.int64)
+    batch = received(torch.zeros(case.batch, case.sequence, module.inner.config.hidden_size)) if place else (ids,)
+    layers = [name for name, _ in module.named_modules() if name.rpartition(".")[2].isdigit()]
+    jettison.apply(module, "full", batch=batch, loss_fn=stand_in_loss, regions=layers)
+
+
+def _buffers(infos: Sequence[Any]) -> Iterator[Tensor]:
+    """And their gradients, which a split backward leaves there until the next step begins."""
+    for info in infos:
+        if info.buffer is not None:
+            yield info.buffer
+            if info.buffer.grad is not None:
+                yield info.buffer.grad

@@ -23,6 +23,19 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "1f1b": ("gpt-175b", {"tp": 8, "pp": 8, "micro_batches": 16, "kernels": "pytorch"}),
     "interleaved": ("gpt-175b", {"tp": 8, "pp": 8, "micro_batches": 16, "virtual_stages": 3, "recompute": "selective"}),
     "zero bubble": ("llama3-8b", {"tp": 2, "pp": 4, "micro_batches": 12, "schedule": "zero-bubble"}),
+    "zero bubble of torch": (
+        "llama3-8b",
+        {"tp": 2, "pp": 4, "micro_batches": 12, "schedule": "zero-bubble", "stage_buffers": True},
+    ),
+    "its checkpoints": (
+        "llama3-8b",
+        {"pp": 4, "micro_batches": 8, "schedule": "zero-bubble", "stage_buffers": True, "recompute": "full"},
+    ),
+    "its segments": (
+        "llama3-8b",
+        {"pp": 4, "micro_batches": 4, "schedule": "zero-bubble", "stage_buffers": True, "recompute": "every:3"},
+    ),
+    "interleaved buffers": ("llama3-8b", {"pp": 4, "micro_batches": 8, "virtual_stages": 2, "stage_buffers": True}),
     "gpipe": ("gpt-175b", {"tp": 8, "pp": 8, "micro_batches": 16, "schedule": "gpipe", "kernels": "pytorch"}),
     "as many as stages": ("llama3-8b", {"tp": 2, "pp": 4, "micro_batches": 4, "schedule": "zero-bubble"}),
     "two rounds": ("llama3-8b", {"pp": 4, "micro_batches": 8, "virtual_stages": 2, "keep_stage_outputs": True}),

@@ -44,6 +44,7 @@ LONGER: dict[str, dict[str, Any]] = {
     "1f1b": {"layout": {"pp": 2}, "batch": (20, 2)},
     "interleaved": {"layout": {"pp": 2, "virtual_stages": 2}},
     "zero-bubble": {"layout": {"pp": 2, "schedule": "zero-bubble"}, "batch": (24, 2), "share": 0.9},
+    "zero-bubble, interleaved": {"layout": {"pp": 2, "virtual_stages": 2, "schedule": "zero-bubble"}, "share": 0.9},
 }
 FOUR: dict[str, dict[str, Any]] = {
     "replicas, zero 2, bf16": {"layout": {"zero": 2, "shards": 2}, "precision": "bf16"},

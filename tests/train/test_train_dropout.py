@@ -31,6 +31,7 @@ TWO: dict[str, dict[str, Any]] = {
     "1f1b": {"pp": 2},
     "zero-bubble": {"pp": 2, "schedule": "zero-bubble"},
     "two stages a rank": {"pp": 2, "virtual_stages": 2},
+    "zero-bubble, two stages a rank": {"pp": 2, "virtual_stages": 2, "schedule": "zero-bubble"},
 }
 FOUR: dict[str, dict[str, Any]] = {
     "replicas": {"zero": 3, "shards": 2},
@@ -111,6 +112,7 @@ def test_which_have_those_of_each_other(losses: dict[str, float]) -> None:
     """Streams are seeded by micro-batch and stage, whatever the schedule, and whoever has the stage."""
     assert same(losses["gpipe"], losses["1f1b"]) and same(losses["zero-bubble"], losses["1f1b"])
     assert same(losses["two stages a rank"], losses["four stages"])
+    assert same(losses["zero-bubble, two stages a rank"], losses["four stages"])
     assert not same(losses["four stages"], losses["1f1b"])
     assert same(losses["tp without sp, replicas"], losses["tp without sp"])
     assert not same(losses["tp"], losses["tp without sp"])

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from jettison.errors import UsageError
 from jettison.explain.figures import Core, Explanation, Share, Variant
 from jettison.explain.remarks import cause, remarks, remedy
 from jettison.formula.region import Region, layer_region
-from jettison.ledger.timeline import StageLoad, moments
+from jettison.ledger.halves import Halves, WeightStep
+from jettison.ledger.timeline import StageLoad, Unit, moments
 from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.passes import passes_of
 from jettison.predict.stages import StageRegion
@@ -26,6 +27,8 @@ from jettison.solve.policy import attention_core
 from jettison.spec.model import AnyLayer
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
+
+T = TypeVar("T", StageLoad, Unit, Halves, WeightStep)
 
 FORWARDS_OF_A_STEP: Final = 3
 """A backward is two forwards: each product has one for its input's gradient and one for its weight's."""
@@ -79,8 +82,8 @@ def peak_parts(stage: Stage) -> tuple[Share, ...]:
     timeline = list(moments(stage.load, first_step=False))
     position = timeline.index(stage.peak)
     found = {
-        name: list(moments(_alone(stage.load, fields), first_step=False))[position].nbytes
-        for name, fields in _PARTS.items()
+        name: list(moments(_alone(stage.load, kept), first_step=False))[position].nbytes
+        for name, kept in _PARTS.items()
     }
     whole = list(moments(_whole(stage.load), first_step=False))[position].nbytes
     found["activations in flight"] -= whole
@@ -94,11 +97,14 @@ ASIDE: Final = "set aside, received and sent"
 _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "parameters": frozenset({"fixed"}),
-        "gradients": frozenset({"gradient", "pending", "copies"}),
+        "gradients": frozenset({"gradient", "pending", "copies", "made"}),
         "optimizer state": frozenset({"state"}),
-        "activations in flight": frozenset({"resident", "sent"}),
-        ASIDE: frozenset({"received", "around", "variables", "batches", "passed"}),
-        "transients": frozenset({"forward_peak", "backward_peak", "adding_peak", "optimizer_transient"}),
+        "activations in flight": frozenset({"resident", "sent", "waiting", "detached", "released"}),
+        ASIDE: frozenset({"received", "around", "variables", "batches", "passed", "left"}),
+        "transients": frozenset(
+            {"forward_peak", "backward_peak", "adding_peak", "optimizer_transient"}
+            | {"input_peak", "rise", "added", "computed"}
+        ),
     }
 )
 """Which fields of a stage's load and of its units each part is made of."""
@@ -107,10 +113,23 @@ _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
 def _alone(load: StageLoad, kept: frozenset[str]) -> StageLoad:
     """The stage as if it held nothing but what some fields say."""
     zeros = frozenset[str]().union(*_PARTS.values()) - kept
-    of_unit: dict[str, Any] = {name: 0 for name in zeros if hasattr(load.chunks[0][0], name)}
-    of_load: dict[str, Any] = {name: 0 for name in zeros if hasattr(load, name)}
-    chunks = tuple(tuple(replace(unit, **of_unit) for unit in chunk) for chunk in load.chunks)
-    return replace(load, chunks=chunks, **of_load)
+    chunks = tuple(
+        tuple(replace(_without(unit, zeros), halves=_of_halves(unit.halves, zeros)) for unit in chunk)
+        for chunk in load.chunks
+    )
+    return replace(_without(load, zeros), chunks=chunks)
+
+
+def _of_halves(halves: Halves | None, zeros: frozenset[str]) -> Halves | None:
+    if halves is None:
+        return None
+    return replace(_without(halves, zeros), steps=tuple(_without(step, zeros) for step in halves.steps))
+
+
+def _without(it: T, zeros: frozenset[str]) -> T:
+    """With nothing in some fields, of those that it has."""
+    nothing: dict[str, Any] = {field.name: 0 for field in fields(it) if field.name in zeros}
+    return replace(it, **nothing)
 
 
 def _whole(load: StageLoad) -> StageLoad:

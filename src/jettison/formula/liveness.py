@@ -71,7 +71,7 @@ def replay(region: Region, kept: frozenset[int], rule: GradientRule, *, accumula
     program = region.program
     resident = program.kept_bytes(kept)
     again = program.recompute_set(kept)
-    backward = _Backward(region=region, kept=kept, again=frozenset(again), rule=rule, accumulates=accumulates)
+    backward = Backward(region=region, kept=kept, again=frozenset(again), rule=rule, accumulates=accumulates)
     last = region.last_read
     around = Around(forward=_forward_peaks(region, kept, last), backward=backward.run(last))
     return Passes(
@@ -113,7 +113,7 @@ def _forward_peaks(region: Region, kept: frozenset[int], cut: int) -> tuple[int,
     return (before, peak) if 0 <= cut < len(program.ops) - 1 else (peak, 0)
 
 
-class _Backward:
+class Backward:
     """The replay of one backward. ``live`` is relative to what was resident when it began."""
 
     def __init__(
@@ -159,9 +159,13 @@ class _Backward:
                 self.opening = self.live
                 if number < len(steps) - 1:
                     behind, self.peak = self.peak, self.live
-            if steps[number].differentiable:
+            if self._runs(steps[number]):
                 self._visit(steps[number])
         return self.peak, behind
+
+    def _runs(self, step: TapeOp) -> bool:
+        """Does this backward visit it?"""
+        return step.differentiable
 
     def _grow(self, nbytes: int) -> None:
         self.live += nbytes
@@ -176,10 +180,11 @@ class _Backward:
         if step.in_place:  # the gradient is written where a saved tensor was
             for b in needed:
                 self._release(b)
-        self._grow(step.workspace)
+        workspace = self._workspace(step)
+        self._grow(workspace)
         incoming = [self.gradient[v.storage] for v in step.outputs if v.storage in self.gradient]
         contributions = self._contributions(step, incoming)
-        made = [w for w in step.learned if not self._added_within(w)]
+        made = self._made(step, incoming)
         weights = sum(w.numel for w in made) * self.weight_bytes
         added = sum(w.numel for w in made if self.accumulates or w.name in self.learned) * self.weight_bytes
         self.learned.update(w.name for w in made)
@@ -190,11 +195,18 @@ class _Backward:
             self._drop(v.storage)
         for storage, tensor in contributions:
             self._accept(storage, tensor)
-        self.live -= step.workspace
+        self.live -= workspace
         if self.update_bytes and step.learned:
             self._grow(update := self.update_bytes * max(w.numel for w in step.learned))
             self.live -= update
         self.live -= added
+
+    def _workspace(self, step: TapeOp) -> int:
+        return step.workspace
+
+    def _made(self, step: TapeOp, incoming: list[int]) -> list[Weight]:
+        """Weights whose gradients this step makes; ``incoming``: gradients of its outputs."""
+        return [w for w in step.learned if not self._added_within(w)]
 
     def _added_within(self, weight: Weight) -> bool:
         """Does the product that makes this gradient add it as well?"""

@@ -90,7 +90,9 @@ def order(
     way round, which holds the same.
 
     ZB-H1 is 1F1B with each weight step put off by as many backwards as stages come before: what a later stage waits
-    less for backwards it waits more for weights, and every stage holds p micro-batches.
+    less for backwards it waits more for weights, and every stage holds p micro-batches. Interleaved it is torch's
+    (``torch/distributed/pipelining/schedules.py``, ``ScheduleInterleavedZeroBubble``): each stage warms up one forward
+    longer than the next, not two.
 
     Raises:
         UsageError: sizes below one, a stage that is not there, or a combination that the schedule does not know.
@@ -126,6 +128,8 @@ def _warm_up(schedule: Schedule, stage: int, stages: int, micro_batches: int, vi
     later = stages - stage - 1
     if virtual_stages == 1:
         return min(later, everything)
+    if schedule is Schedule.ZERO_BUBBLE:
+        return min(later + (virtual_stages - 1) * (group or stages), everything)
     return min(2 * later + (virtual_stages - 1) * (group or stages), everything)
 
 
@@ -151,9 +155,10 @@ def _check(
         raise UsageError(f"got stage {stage} of a pipeline of {stages}; expected 0 to {stages - 1}")
     if virtual_stages == 1:
         return
-    if schedule is not Schedule.ONE_F_ONE_B:
+    if schedule is Schedule.GPIPE:
         raise UsageError(
-            f"got {virtual_stages} virtual stages with the schedule {schedule}; only {Schedule.ONE_F_ONE_B} interleaves"
+            f"got {virtual_stages} virtual stages with the schedule {schedule}; only {Schedule.ONE_F_ONE_B} and "
+            f"{Schedule.ZERO_BUBBLE} interleave"
         )
     if group:
         _check_group(group, stages, micro_batches)

@@ -27,8 +27,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from operator import add, itemgetter, mul
 
+from jettison.ledger.halves import Halves
 from jettison.ledger.schedule import Occupancy, Sending, Work
 from jettison.spec.run import Gradients
 
@@ -52,7 +54,8 @@ class Unit:
     Bytes are of each one, as in NOTE [ What is there when ].
     ``backward_peak`` counts its own weight gradients; ``adding_peak`` is the same where gradients are there already.
     ``frozen``: of these peaks, a frozen model's forward, before the first unit's forward or before the last one's
-    backward. ``whole``: of what is resident, weights that stay gathered.
+    backward. ``whole``: of what is resident, weights that stay gathered. ``halves``: of a backward that is split; None:
+    it is not, or each half is taken for the whole.
     """
 
     names: tuple[str, ...]
@@ -65,6 +68,12 @@ class Unit:
     is_loss: bool = False
     frozen: int = 0
     whole: int = 0
+    halves: Halves | None = None
+
+    @property
+    def half(self) -> int:
+        """Bytes of each one from the first half of its backward to the second."""
+        return self.resident if self.halves is None else self.resident + self.halves.waiting - self.halves.detached
 
     def named(self, names: tuple[str, ...]) -> Unit:
         """The same of others."""
@@ -81,6 +90,7 @@ class Unit:
             is_loss=self.is_loss,
             frozen=self.frozen,
             whole=self.whole,
+            halves=self.halves,
         )
 
 
@@ -116,6 +126,7 @@ class StageLoad:
     reducing: int = 0  # there while they are reduced
     passed: int = 0  # of each transfer that has passed
     sending: Sending = ()
+    left: int = 0  # from a split backward's first halves to the next step
 
     def idle(self, alive: Sequence[int]) -> int:
         """What chunks without a micro-batch in flight hold of the last one; ``alive``: by chunk, those in flight."""
@@ -156,6 +167,10 @@ class StageLoad:
     def held(self, chunk: int) -> int:
         """What one micro-batch's forward through a chunk leaves behind."""
         return sum(len(unit.names) * unit.resident for unit in self.chunks[chunk])
+
+    def held_half(self, chunk: int) -> int:
+        """The same of its backward's first half, where the second is still to come."""
+        return sum(len(unit.names) * unit.half for unit in self.chunks[chunk])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,13 +221,13 @@ def _rows(stage: StageLoad, first_step: bool, each: bool) -> Iterator[_Row]:
     between = stage.idle(nothing) if stage.received else 0
     idle = 0 if first_step else between
     late = stage.late if first_step else 0
-    yield base - late + idle, Phase.BEFORE, "", 0
+    yield base - late + idle + (0 if first_step else stage.left), Phase.BEFORE, "", 0
     for chunk, (rows, entered) in enumerate(zip(forward, stage.entered, strict=True)):
         if entered:
             alone = stage.idle((*nothing[:chunk], 1, *nothing[chunk + 1 :])) if idle else 0
             yield from _at(base - late + alone, rows, 0)
     yield from _states(stage, base, forward, late, each)
-    there = stage.fixed + stage.state + stage.copies + between + stage.batches
+    there = stage.fixed + stage.state + stage.copies + between + stage.batches + stage.left
     if stage.shards:
         yield base + between + stage.reducing, Phase.BACKWARD, "", -1
         all_gradients = stage.shards
@@ -239,13 +254,15 @@ def _states(stage: StageLoad, base: int, forward: Sequence[_Rows], late: int, ea
     pick = list if each else _highest
     base += stage.around
     held = [stage.held(chunk) for chunk in range(len(stage.chunks))]
+    half = [stage.held_half(chunk) for chunk in range(len(stage.chunks))]
     upfront = stage.gradients is Gradients.UPFRONT
-    backward: dict[tuple[int, bool, int], _Rows] = {}
+    backward: dict[tuple[int, bool, int, bool], _Rows] = {}
     for state in stage.occupancies:
         alive = list(map(add, state.forward, state.weight))
         begun = any(state.learned or (1,))  # backwards have
         missing = 0 if stage.micro_batches > 1 and begun else late
-        level = base + sum(map(mul, alive, held)) + sum(alive) * stage.sent + stage.passed * state.passed
+        level = base + sum(map(mul, state.forward, held)) + sum(map(mul, state.weight, half))
+        level += sum(alive) * stage.sent + stage.passed * state.passed
         level += (0 if upfront else stage.learned_bytes(state.learned)) + (stage.variables if begun else 0)
         chunk, number = (0, 0) if state.step is None else (state.step.chunk, state.step.micro_batch)
         enters = state.step is not None and state.step.work is Work.FORWARD
@@ -255,9 +272,10 @@ def _states(stage: StageLoad, base: int, forward: Sequence[_Rows], late: int, ea
         if enters:
             yield from _at(level - missing, forward[chunk], number)
             continue
-        key = chunk, stage.adds(state), missing
+        second = state.step is not None and state.step.work is Work.WEIGHT
+        key = chunk, stage.adds(state), missing, second
         if key not in backward:
-            backward[key] = pick(_backward(stage.chunks[chunk], not key[1], each, missing))
+            backward[key] = pick(_backward_rows(stage.chunks[chunk], not key[1], each, missing, second))
         yield from _at(level, backward[key], number)
 
 
@@ -294,3 +312,37 @@ def _backward(chunk: Sequence[Unit], fresh: bool, each: bool, missing: int = 0) 
         for i in range(count) if each else (0, count - 1):
             yield level + i * change + rise, phase, unit.names[count - 1 - i]
         level += count * change
+
+
+def _backward_rows(
+    chunk: Sequence[Unit], fresh: bool, each: bool, missing: int, second: bool
+) -> Iterator[tuple[int, Phase, str]]:
+    """Of a backward or, where a chunk has them, of one of its halves; see `_backward`."""
+    if not any(unit.halves for unit in chunk):
+        return _backward(chunk, fresh, each, missing)
+    return _weight_half(chunk, fresh) if second else _input_half(chunk, missing)
+
+
+def _input_half(chunk: Sequence[Unit], missing: int) -> Iterator[tuple[int, Phase, str]]:
+    """The first half: nothing that was resident goes before it is over, and gradients stay beside it."""
+    level = 0
+    for unit in reversed(chunk):
+        assert unit.halves is not None
+        for name in reversed(unit.names):
+            yield level + unit.halves.input_peak - (missing if unit.is_loss else 0), Phase.BACKWARD, name
+            level += unit.halves.waiting
+
+
+def _weight_half(chunk: Sequence[Unit], fresh: bool) -> Iterator[tuple[int, Phase, str]]:
+    """The second half, step by step: a step's gradients have a name until the next step has made its own.
+
+    ``torch/distributed/pipelining/_backward.py``, ``stage_backward_weight``: ``dweights``.
+    """
+    level = named = 0
+    for unit in chunk:
+        assert unit.halves is not None
+        for name, step in product(unit.names, unit.halves.steps):
+            made = step.made if fresh else step.added
+            yield level + step.rise + made + named, Phase.BACKWARD, name
+            level += step.change + (made if fresh else 0)
+            named = 0 if fresh else made

@@ -194,7 +194,7 @@ def _key(stage: Stage) -> tuple[object, ...]:
     load = stage.load
     beside = load.fixed, load.sent, load.received, load.receives, load.around, load.variables, load.batches
     states = tuple((o.forward, o.weight, o.learned, o.step and (o.step.work, o.step.chunk)) for o in load.occupancies)
-    return groups, states, beside, load.passed, load.sending
+    return groups, states, beside, load.passed, load.sending, load.left
 
 
 def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
-from operator import add
+from operator import add, mul
 from typing import Any
 
 from jettison.formula.parameters import parameter_count
@@ -18,6 +18,7 @@ from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.gathered import reducing, whole_in_flight
+from jettison.predict.halves import left_bytes
 from jettison.predict.set_aside import deferred_head, kept_batches, loader_mask, packed_batch, set_aside
 from jettison.predict.stage_buffers import buffer_bytes, sending, sent_last, stream_bytes
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
@@ -70,11 +71,9 @@ class Stage:
     def activation_bytes(self) -> int:
         """Held between forwards and backwards, at most."""
         whole = [sum(len(unit.names) * unit.whole for unit in units) for units in self.load.chunks]
-        held = [self.load.held(chunk) - whole[chunk] for chunk in range(len(self.load.chunks))]
-        return max(
-            sum((f + w) * (nbytes + self.load.sent) for f, w, nbytes in zip(o.forward, o.weight, held, strict=True))
-            for o in self.load.occupancies
-        )
+        held = [self.load.held(chunk) - whole[chunk] + self.load.sent for chunk in range(len(self.load.chunks))]
+        half = [self.load.held_half(chunk) - whole[chunk] + self.load.sent for chunk in range(len(self.load.chunks))]
+        return max(sum(map(mul, o.forward, held)) + sum(map(mul, o.weight, half)) for o in self.load.occupancies)
 
     def timeline(self, *, first_step: bool = False) -> tuple[Moment, ...]:
         """Its moments in order."""
@@ -261,6 +260,7 @@ def _stage(
         reducing=reducing(run, chunks) if whole else 0,
         passed=stream_bytes(run) if passes else 0,
         sending=passes,
+        left=left_bytes(run, index),
     )
     return Stage(index=index, groups=chunks, load=load, static=total)
 

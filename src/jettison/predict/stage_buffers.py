@@ -80,8 +80,8 @@ def with_ends(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> 
     if not run.layout.stage_buffers:
         yield from made if not own else _with_tables(made, own)
         return
-    given = 0 if first.name == EMBEDDING else _input_kept(first)
-    returned = _logits(last) if last.name == HEAD else stream_bytes(run)
+    given = 0 if first.name == EMBEDDING else input_kept(first)
+    returned = logits_returned(last) if last.name == HEAD else stream_bytes(run)
     arriving = 0 if last.name == HEAD else stream_bytes(run)
     units = list(_apart(made))
     for number, unit in enumerate(units):
@@ -127,7 +127,7 @@ def tables_bytes(scene: Scene) -> int:
     return sum(region.tape.sizes[storage] for storage in held)
 
 
-def _input_kept(part: StageRegion) -> int:
+def input_kept(part: StageRegion) -> int:
     """Of what a region is given, what stays of it until its backward."""
     region = part.region
     given = {region.buffers[v] for v in _hidden(region)}
@@ -139,7 +139,7 @@ def _hidden(region: Region) -> Iterator[int]:
     return iter([next(iter(region.tape.sources))])
 
 
-def _logits(part: StageRegion) -> int:
+def logits_returned(part: StageRegion) -> int:
     """Logits that the loss does not keep anyway: what the stage returns."""
     region = part.region
     made = [v for step in region.tape.steps if step.path.startswith(LOGITS) for v in step.outputs]

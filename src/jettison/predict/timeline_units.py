@@ -18,6 +18,7 @@ from jettison.formula.region import EMBEDDING, HEAD
 from jettison.ledger.timeline import Unit
 from jettison.predict.frozen_models import highest_forward
 from jettison.predict.gathered import Place, beside, with_shards
+from jettison.predict.halves import splits, with_halves
 from jettison.predict.passes import named_passes, passes_of
 from jettison.predict.stage_buffers import with_ends
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
@@ -33,6 +34,7 @@ def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
     made = list(_made(run, groups))
     made = with_shards(run, groups, list(with_ends(run, groups, made)) if run.layout.pp > 1 else made)
     made = list(_with_copies(run, groups, made)) if run.recompute.to_host else made
+    made = list(with_halves(run, groups, made)) if splits(run) else made
     return tuple(map(_with_frozen, made) if run.frozen else made)
 
 

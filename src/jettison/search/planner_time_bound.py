@@ -151,7 +151,7 @@ def _recompute(
         known: `_above` of chunks, by the objects that they are, whose gradients are there or not.
     """
     load = stage.load
-    held = [load.held(chunk) + load.sent for chunk in range(len(load.chunks))]
+    held = [min(load.held(chunk), load.held_half(chunk)) + load.sent for chunk in range(len(load.chunks))]
     above: dict[tuple[int, bool], Above] = {}
     states = [state for state in load.occupancies if state.step is not None and state.step.work is not Work.FORWARD]
     for at_work in {_at_work(load, state) for state in states}:
@@ -159,7 +159,8 @@ def _recompute(
         key = id(stage.groups[chunk]), adds
         if key not in known:
             there = adds or timing.run.frees_gradients
-            known[key] = _above(timing, stage.groups[chunk], load.chunks[chunk], there)
+            halved = any(unit.halves for unit in load.chunks[chunk])  # neither half rises as the whole does
+            known[key] = (0, ()) if halved else _above(timing, stage.groups[chunk], load.chunks[chunk], there)
         above[at_work] = known[key]
     least = {
         at_work: max(lowest, min((rise for rise, _, _ in ways), default=0)) for at_work, (lowest, ways) in above.items()
@@ -173,8 +174,8 @@ def _recompute(
     worst = max(states, key=level)
     chunk, alive = _at_work(load, worst)[0], _alive(worst)
     excess = load.fixed + load.state + gradients[worst.learned] - limit_bytes + sum(map(mul, alive, held))
-    offers = _Offers.of(sorted(_offers(stage, alive, hulls, without=chunk)))
     lowest, ways = above[_at_work(load, worst)]
+    offers = _Offers.of(sorted(_offers(stage, alive, hulls, without=chunk if ways else -1)))
     if not ways:
         return offers.cheapest(excess + lowest)
     found = [

@@ -102,8 +102,8 @@ class Layout:
             raise UsageError(f"got --deferred-head {self.deferred_head}; expected 1 or more, and --pp 2 or more")
         if self.stage_layers and self.pp == 1:
             raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
-        if self.virtual_stages > 1 and self.schedule is not Schedule.ONE_F_ONE_B:
-            raise UsageError(f"--virtual-stages goes with the schedule 1f1b, not {self.schedule}")
+        if self.virtual_stages > 1 and self.schedule is Schedule.GPIPE:
+            raise UsageError(f"--virtual-stages goes with the schedules 1f1b and zero-bubble, not {self.schedule}")
         if self.stage_buffers and self.keeps_received:
             raise UsageError("got --stage-buffers, which is torch's way, and --keep-received, Megatron's; give one")
         self._check_experts()

@@ -1,8 +1,9 @@
 """The slices of a described step: which device does what when.
 
 NOTE [ Slices ]
-Passes are the schedule's, at the seconds that `estimate` gives each stage. Within a pass come its regions in order,
-with what is computed again before each backward, and at the end what the pass waits for beside them: a transfer to
+Passes are the schedule's, at the seconds that `estimate` gives each stage. Within a pass come its regions in order
+(second halves in that of `ledger.halves`), with what is computed again before each backward, and at the end what the
+pass waits for beside them: a transfer to
 the next stage, ZeRO's gatherings, copies. Between passes a device waits for other stages. Behind the last, gradients
 are reduced, then the optimizer steps. All is cut in whole nanoseconds, so that the slices of a device tile the step.
 Where only some micro-batches compute again, each pass has their share of it, as in `estimate`.
@@ -128,13 +129,16 @@ def _device(
     share = recomputing(run, stage.index)
     regions = [list(_regions(run, timing, chunk, share)) for chunk in stage.groups]
     split = any(one.step.work is Work.WEIGHT for one in played)
+    halved = [any(unit.halves for unit in units) for units in stage.load.chunks]
     now = 0
     for one in played:
         begin, end = max(now, nanoseconds(one.start)), nanoseconds(one.end)
         waited = (_slice(Kind.WAIT, "waiting for other stages", now, begin),) if begin > now else ()
         if waited:
             yield PassSlices(step=None, begin_ns=now, end_ns=begin, slices=waited)
-        slices = tuple(_pass(one.step, regions[one.step.chunk], split, begin, end))
+        onwards = one.step.work is Work.FORWARD or (one.step.work is Work.WEIGHT and halved[one.step.chunk])
+        in_turn = regions[one.step.chunk] if onwards else regions[one.step.chunk][::-1]
+        slices = tuple(_pass(one.step, in_turn, split, begin, end))
         yield PassSlices(step=one.step, begin_ns=begin, end_ns=end, slices=slices)
         now = end
     yield PassSlices(step=None, begin_ns=now, end_ns=ends[1], slices=tuple(_last(now, played[-1], seconds, ends)))
@@ -160,7 +164,7 @@ def _slice(kind: Kind, name: str, begin: int, end: int, step: ScheduledPass | No
 
 
 def _pass(step: ScheduledPass, regions: Sequence[_Region], split: bool, begin: int, end: int) -> Iterator[Slice]:
-    """The slices of one pass, in whole nanoseconds from its begin to its end."""
+    """The slices of one pass, in whole nanoseconds from its begin to its end; ``regions``: in their turn."""
     at, elapsed = begin, 0.0
     for kind, name, seconds in _works(step.work, regions, split):
         elapsed += seconds
@@ -176,7 +180,7 @@ def _works(work: Work, regions: Sequence[_Region], split: bool) -> Iterator[tupl
     if work is Work.FORWARD:
         yield from ((Kind.FORWARD, region.name, region.forward) for region in regions)
         return
-    for region in reversed(regions):
+    for region in regions:
         if work is Work.WEIGHT:
             yield Kind.BACKWARD, region.name, region.weights
             continue

@@ -9,7 +9,7 @@ ledger's, to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jettison.ledger.schedule import ScheduledPass, Work, apart, window
@@ -51,9 +51,11 @@ class _Player:
     writer: TimelineWriter
     held: dict[tuple[int, int], dict[str, list[int]]] = field(default_factory=dict)  # by micro-batch and chunk, by unit
     output: dict[tuple[int, int], int] = field(default_factory=dict)
-    gradients: dict[int, dict[str, int]] = field(default_factory=dict)  # by chunk, by unit
+    gradients: dict[int, list[int]] = field(default_factory=dict)  # by chunk
     made: bool = False  # the optimizer's state, by its first step
     pieces: dict[tuple[int, str], tuple[tuple[Label, int], ...]] = field(default_factory=dict)
+    passed: list[int] = field(default_factory=list)  # what was sent and stays until the step ends
+    left: int | None = None  # gradients of inputs from the step before
 
     @property
     def upfront(self) -> bool:
@@ -80,21 +82,28 @@ class _Player:
         """One optimizer step."""
         self.writer.mark(f"step {number}")
         load, end = self.stage.load, begin_ns + passes[-1].end_ns
+        if self.left is not None:
+            self.writer.free(self.left, begin_ns)
         around = [self._of_schedule(load.around, begin_ns)]
         chunks = iter(_chunks(self.run, self.stage, [p.step for p in passes if p.step is not None]))
         for played in passes:
             if played.step is not None:
-                self._pass(played, next(chunks), begin_ns)
+                chunk = next(chunks)
+                self._pass(played, chunk, begin_ns)
+                if load.passed and self._ends(played.step.work):
+                    sent = load.passed * load.sending[chunk % len(load.sending)]
+                    self.passed += filter(None, [self._of_schedule(sent, begin_ns + played.end_ns)])
                 if len(around) == 1 and played.step.work is not Work.FORWARD:
                     around.append(self._of_schedule(load.variables, begin_ns + played.end_ns))
-        for held in around:
+        for held in (*around, *self.passed):
             if held is not None:
                 self.writer.free(held, end)
+        self.passed.clear()
+        self.left = self._of_schedule(load.left, end)
         optimizer = next(s for s in reversed(passes[-1].slices) if s.kind is Kind.OPTIMIZER)
         self._optimizer(begin_ns + optimizer.begin_ns, begin_ns + optimizer.end_ns)
         for made in self.gradients.values():
-            for gradient in made.values():
-                self.writer.free(gradient, end_ns)
+            self._free(made, end_ns)
         self.gradients.clear()
 
     def _of_schedule(self, nbytes: int, begin_ns: int) -> int | None:
@@ -113,6 +122,11 @@ class _Player:
             label = Label(module="", role=WORKING, site="optimizer")
             self.writer.free(self.writer.allocate(load.optimizer_transient, label, begin_ns), end_ns)
 
+    def _ends(self, work: Work) -> bool:
+        """Is it a backward, or the second half of one?"""
+        split = self.run.layout.schedule == "zero-bubble" and self.run.layout.pp > 1
+        return work is (Work.WEIGHT if split else Work.BACKWARD)
+
     def _pass(self, played: PassSlices, chunk: int, offset_ns: int) -> None:
         step = played.step
         assert step is not None
@@ -128,25 +142,75 @@ class _Player:
             self.held[key] = {name: self._forward(unit, name, chunk, site, times[name]) for unit, name in units}
             return
         own = chunk % len(self.stage.groups)
+        if any(unit.halves for unit, _ in units):
+            self._half(step.work, key, units, site, times, offset_ns + played.end_ns, own)
+            return
         fresh = not self.upfront and own not in self.gradients
-        made: dict[str, int] = {}
+        made: list[int] = []
         kept: dict[str, list[int]] = self.held.pop(key)
-        last = step.work is Work.WEIGHT or self.run.layout.schedule != "zero-bubble" or self.run.layout.pp == 1
+        last = self._ends(step.work)
         for unit, name in reversed(units):
             gradient = self._backward(unit, name, kept[name], fresh, site, times[name])
             if gradient is not None:
-                made[name] = gradient
+                made.append(gradient)
         end_ns = offset_ns + played.end_ns
         if fresh and last:
             self.gradients[own] = made
         elif made:  # tied weights' shares have been added, or the other half makes them again
-            for number in made.values():
-                self.writer.free(number, end_ns)
+            self._free(made, end_ns)
         if last:
             if key in self.output:
                 self.writer.free(self.output.pop(key), end_ns)
         else:  # a first half lets go of nothing for good
             self.held[key] = {n: self._again(u, n, chunk, site, end_ns) for u, n in units}
+
+    def _half(
+        self,
+        work: Work,
+        key: tuple[int, int],
+        units: Sequence[tuple[Unit, str]],
+        site: str,
+        times: Mapping[str, tuple[int, int]],
+        end_ns: int,
+        own: int,
+    ) -> None:
+        """Either half of a backward whose halves are known; see `ledger.timeline`."""
+        if work is Work.BACKWARD:
+            held = self.held[key]
+            for unit, name in reversed(units):
+                assert unit.halves is not None
+                self._transient(unit.halves.input_peak, name, site, *times[name])
+                held[name] += self._waiting(unit.halves.waiting, name, site, times[name][1])
+            for unit, name in units:
+                if unit.halves is not None and unit.halves.detached:
+                    self._free(held[name], end_ns)
+                    held[name] = self._waiting(unit.half, name, site, end_ns)
+            return
+        fresh, held, made, named = not self.upfront and own not in self.gradients, self.held.pop(key), [], 0
+        for unit, name in units:
+            assert unit.halves is not None
+            (begin, end), level = times[name], unit.half
+            for number, step in enumerate(unit.halves.steps):
+                at = begin + (end - begin) * number // len(unit.halves.steps)
+                one = step.made if fresh else step.added
+                self._transient(step.rise + one + named, name, site, at, at)
+                self._free(held[name], at)
+                level += step.change
+                held[name] = self._waiting(level, name, site, at)
+                made += self._waiting(one, name, site, at, GRADIENTS) if fresh else []
+                named = 0 if fresh else one
+        for kept in held.values():
+            self._free(kept, end_ns)
+        if fresh:
+            self.gradients[own] = made
+
+    def _waiting(self, nbytes: int, name: str, site: str, time_ns: int, role: str = SAVED) -> list[int]:
+        label = Label(module=name, role=role, site=site)
+        return [self.writer.allocate(nbytes, label, time_ns)] if nbytes else []
+
+    def _free(self, numbers: Sequence[int], time_ns: int) -> None:
+        for number in numbers:
+            self.writer.free(number, time_ns)
 
     def _forward(self, unit: Unit, name: str, chunk: int, site: str, times: tuple[int, int]) -> list[int]:
         begin_ns, end_ns = times
@@ -230,7 +294,8 @@ def _spans(units: Sequence[tuple[Unit, str]], played: PassSlices) -> dict[str, t
     """When each unit of a pass is at work: from its first slice to its last. A unit may be several regions."""
     begins: dict[str, int] = {}
     ends: dict[str, int] = {}
-    owner = _owners(units, _names(played.slices))
+    halved = played.step is not None and played.step.work is Work.WEIGHT and any(unit.halves for unit, _ in units)
+    owner = _owners(units, _names(played.slices, onwards=halved))
     for one in played.slices:
         if one.kind is not Kind.TRANSFER:
             unit = owner[one.name]
@@ -239,10 +304,10 @@ def _spans(units: Sequence[tuple[Unit, str]], played: PassSlices) -> dict[str, t
     return {name: (begins[name], ends[name]) for _, name in units}
 
 
-def _names(slices: Sequence[Slice]) -> list[str]:
-    """Of regions, in the order of the forward."""
+def _names(slices: Sequence[Slice], *, onwards: bool) -> list[str]:
+    """Of regions, in the order of the forward; ``onwards``: no forwards, but in that order."""
     names = list(dict.fromkeys(one.name for one in slices if one.kind is not Kind.TRANSFER))
-    return names if slices and slices[0].kind is Kind.FORWARD else names[::-1]
+    return names if onwards or (slices and slices[0].kind is Kind.FORWARD) else names[::-1]
 
 
 def _owners(units: Sequence[tuple[Unit, str]], regions: Sequence[str]) -> dict[str, str]:

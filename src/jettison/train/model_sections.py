@@ -114,7 +114,7 @@ class LayoutSection:
             shards replicas, each spread over so many ranks, such as those of one node.
         sp: sequence parallelism beside tensor parallelism: on where tp is above 1.
         cp: context parallelism: ranks among which every sequence is spread, attention included. Not with pp.
-        schedule: gpipe, 1f1b (interleaved with virtual stages) or zero-bubble.
+        schedule: gpipe, 1f1b or zero-bubble; the latter two interleave with virtual stages.
         stage_layers: layers of each stage of each device, in the order of the model; left out, evenly.
     """
 

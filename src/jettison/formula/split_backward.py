@@ -1,0 +1,308 @@
+"""A backward in two halves, as ``torch.distributed.pipelining`` splits it, played through in bytes of one rank.
+
+NOTE [ Two halves ]
+``torch/distributed/pipelining/_backward.py``, of 2.13. The first half (``stage_backward_input``) differentiates a
+stage's output by its input, with ``retain_graph=True``: no node lets go of what it saved. A *group* is the weights that
+one op reads, and that op's node, found from the weight upwards (``get_param_groups``); a prehook keeps the gradient
+that the node was given (``param_group["grads"]``). In the end the stage's outputs are detached, which frees the nodes
+behind the last group: of a loss all that it saved.
+
+The second half (``stage_backward_weight``) takes group after group, in the order of the module's parameters. The node
+runs again for its weights alone, with ``retain_graph=False``, and lets go of what it saved; then the group's gradients
+go. A node without a weight does not run, and what it saved stays until the last group that it leads to is done: to
+the end. The new gradients have a name (``dweights``) until the next group's are made.
+
+The first stage of a model has no input to differentiate by. Its first half does nothing, and its second is the whole
+backward (``stage.py``, ``backward_one_chunk``).
+
+NOTE [ Checkpoints under two halves ]
+``torch/utils/checkpoint.py``, not reentrant. A checkpoint computes everything again once for each call of
+``torch.autograd.grad`` that unpacks any of it (``is_recomputed[gid]``): once in the first half, and once for each group
+of the second. What is unpacked goes at once, as the handle does. In the first half that is everything. In the second
+one node alone unpacks, and what was computed for the others stays in ``frame.recomputed[gid]`` as long as the node has
+its holder: for nodes without a weight until the end. So a segment of g groups comes to have g copies of what such nodes
+save. Nothing is computed behind what is saved last (``early_stop``).
+
+NOTE [ Policies under two halves ]
+A selective checkpoint of torch's cannot be differentiated twice. Where something else is kept than one of the two
+above, it is carried out by `jettison.runtime` (`frame.is_asked_again`): what a node with a weight saves stays computed
+until it runs again, and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jettison.dtypes import DTYPE_BYTES
+from jettison.formula.liveness import Backward
+from jettison.formula.region import Region
+from jettison.formula.tape import TapeOp, Weight
+from jettison.ledger.halves import WeightStep
+from jettison.spec.precision import GradientRule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputHalf:
+    """A region's first half, in bytes of one rank.
+
+    Args:
+        peak: above what was there before, with the gradient of the region's output.
+        gradients: what the groups keep of gradients; ``incoming``: of these, the one of the output.
+        detached: of what the region holds, what nothing with a weight is behind.
+    """
+
+    peak: int
+    gradients: int
+    incoming: int
+    detached: int
+
+
+def input_half(
+    region: Region,
+    kept: frozenset[int],
+    rule: GradientRule,
+    *,
+    stays: frozenset[int] = frozenset(),
+    lets_go: bool = False,
+) -> InputHalf:
+    """Play a region's first half. See NOTE [ Two halves ].
+
+    Args:
+        kept: buffers of `region.program` that are there when it begins.
+        stays: those that wait for the second half, where it lets go of others.
+        lets_go: what is kept goes with its last reader, as what is computed again does.
+    """
+    half = _InputHalf(region, kept, rule, stays, lets_go)
+    half.run(-1)
+    retained = {tensor: half.sizes[tensor] for tensor in half.retained}
+    return InputHalf(
+        peak=half.peak, gradients=sum(retained.values()), incoming=retained.get(0, 0), detached=_detached(region, kept)
+    )
+
+
+class _InputHalf(Backward):
+    """The replay of a first half: no gradients of weights, and nothing that was kept goes."""
+
+    def __init__(
+        self, region: Region, kept: frozenset[int], rule: GradientRule, stays: frozenset[int], lets_go: bool
+    ) -> None:
+        again = frozenset(region.program.recompute_set(kept))
+        super().__init__(region=region, kept=kept, again=again, rule=rule, accumulates=False)
+        self.stays, self.lets_go = stays, lets_go
+        self.owned: defaultdict[int, set[int]] = defaultdict(set)  # gradient -> groups, by the ids of their steps
+
+    @property
+    def retained(self) -> set[int]:
+        """Gradients that groups keep."""
+        return set(self.owned)
+
+    def _runs(self, step: TapeOp) -> bool:
+        return step.differentiable and any(v.grad for v in step.inputs)
+
+    def _workspace(self, step: TapeOp) -> int:
+        return 0 if step.learned else step.workspace  # it is the weights'
+
+    def _made(self, step: TapeOp, incoming: list[int]) -> list[Weight]:
+        if step.learned:
+            for tensor in incoming:
+                self.owners[tensor] += tensor not in self.owned
+                self.owned[tensor].add(id(step))
+        return []
+
+    def _free(self, b: int) -> None:
+        if b not in self.stays and (self.lets_go or b in self.computed):
+            super()._free(b)
+
+
+def _groups(region: Region) -> list[tuple[int, TapeOp]]:
+    """Steps that read weights which learn, and their numbers, as the module lists its parameters.
+
+    That is the order of the forward, but for a layer's RMS norms, which come behind what they stand before: so
+    transformers has it (``models/llama/modeling_llama.py``, ``LlamaDecoderLayer``; ``models/qwen3/modeling_qwen3.py``,
+    ``Qwen3Attention``) and torchtitan (``models/llama3/model/model.py``, ``TransformerBlock``). Layer norms come first
+    (``models/gpt2/modeling_gpt2.py``, ``GPT2Block``). It matters little, but under checkpoints.
+    """
+    steps = region.tape.steps
+    found = [(number, step) for number, step in enumerate(steps) if step.learned and step.differentiable]
+    if not region.output.shape:  # a loss: the model's last norm is listed before its head
+        return found
+    first: dict[str, int] = {}
+    for number, step in found:
+        first.setdefault(step.path.partition(".")[0], number)
+
+    def place(each: tuple[int, TapeOp]) -> tuple[bool, int, bool, int]:
+        number, step = each
+        module, _, inner = step.path.partition(".")
+        last = step.path.endswith("norm") and "layer_norm" not in step.name
+        return last and not inner, first[module], last, number
+
+    return sorted(found, key=place)
+
+
+def read_by_groups(region: Region) -> frozenset[int]:
+    """Buffers that a second half needs."""
+    return frozenset(b for _, step in _groups(region) for b in _saved(region, step))
+
+
+def _saved(region: Region, step: TapeOp) -> Iterator[int]:
+    """Buffers that a step saves and that cost something."""
+    for each in step.saved:
+        buffer = region.buffers[each.value.storage]
+        if not region.program.buffers[buffer].free:
+            yield buffer
+
+
+def _detached(region: Region, kept: frozenset[int]) -> int:
+    """What is kept for steps behind the last group alone."""
+    steps = region.tape.steps
+    last = max((number for number, step in enumerate(steps) if step.learned), default=-1)
+    before = {b for step in steps[: last + 1] for b in _saved(region, step)}
+    behind = {b for step in steps[last + 1 :] if step.differentiable for b in _saved(region, step)}
+    return region.program.kept_bytes(frozenset(behind - before) & kept)
+
+
+# second halves --------------------------------------------------------------------------------------------------------
+
+
+def weight_half(
+    region: Region, kept: frozenset[int], rule: GradientRule, *, last: bool = False, given: int = 0
+) -> tuple[WeightStep, ...]:
+    """A region's second half, where nothing is computed again for it.
+
+    Args:
+        kept: what stays between forward and backward.
+        last: the region's output is the stage's.
+        given: of what the region saves of its input, bytes that are somebody else's.
+    """
+    groups = _groups(region)
+    until = _until(region, groups, last=last)
+    there = kept | read_by_groups(region)
+    freed: defaultdict[int, int] = defaultdict(int)
+    for b, place in until.items():
+        if b in there:
+            freed[place] += region.program.buffers[b].nbytes
+    if given:
+        freed[until.get(region.buffers[next(iter(region.tape.sources))], len(groups))] -= given
+    gradients = _Gradients.of(region, rule, last=last)
+    return tuple(
+        _step(step, rule, rise=step.workspace, released=freed[place] + gradients.drop(step))
+        for place, (_, step) in enumerate(groups)
+    )
+
+
+def checkpointed_weight_half(
+    regions: Sequence[Region], rule: GradientRule, *, last: bool = False
+) -> tuple[WeightStep, ...]:
+    """The second half of a checkpoint over ``regions``. See NOTE [ Checkpoints under two halves ].
+
+    Args:
+        last: what they return is the stage's output.
+    """
+    groups = [_groups(region) for region in regions]
+    total = sum(map(len, groups))
+    sizes: defaultdict[int, int] = defaultdict(int)  # by the group that lets go of it, of what is computed again
+    saved: set[tuple[int, int]] = set()
+    begin = 0
+    for place, (region, own) in enumerate(zip(regions, groups, strict=True)):
+        top = last and place == len(regions) - 1
+        for b, end in _until(region, own, last=top).items():
+            if place or region.program.buffers[b].producer is not None:  # the frame has its input anyway
+                sizes[begin + end if end < len(own) else total] += region.program.buffers[b].nbytes
+                saved.add((place, b))
+        begin += len(own)
+    computing = _computing(regions, saved)
+    found: list[WeightStep] = []
+    there, before = sum(nbytes for place, nbytes in sizes.items() if place >= 0), 0
+    for place, (region, own) in enumerate(zip(regions, groups, strict=True)):
+        gradients = _Gradients.of(region, rule, last=last and place == len(regions) - 1)
+        for _, step in own:
+            rise = max(computing - _made_bytes(step, rule.kept), there + step.workspace)
+            there -= sizes[len(found)]
+            now = (len(found) + 1) * there
+            found.append(_step(step, rule, rise=rise, released=gradients.drop(step), computed=now - before))
+            before = now
+    return tuple(found)
+
+
+def _until(region: Region, groups: Sequence[tuple[int, TapeOp]], *, last: bool) -> dict[int, int]:
+    """Of what steps save, by buffer: the place of the group that lets go of it, or as many as there are groups.
+
+    A node with a weight does when it runs, any other when all groups that it leads to are done. Those of the stage's
+    end that lead to none are gone when the second half begins.
+    """
+    places = {number: place for place, (number, _) in enumerate(groups)}
+    steps, end = region.tape.steps, len(groups)
+    behind: dict[int, int] = {}  # storage -> the last group that reads it, or reads what is made of it
+    found: defaultdict[int, int] = defaultdict(lambda: -1)
+    for number in reversed(range(len(steps))):
+        step = steps[number]
+        if not step.differentiable:
+            continue
+        leads = max((behind.get(v.storage, -1) for v in step.outputs), default=-1)
+        leads = max(leads, places.get(number, -1))
+        for v in step.inputs:
+            behind[v.storage] = max(behind.get(v.storage, -1), leads)
+        lets_go = places.get(number, leads if last else end)
+        for b in _saved(region, step):
+            found[b] = max(found[b], lets_go)
+    return dict(found)
+
+
+def _step(step: TapeOp, rule: GradientRule, *, rise: int, released: int, computed: int = 0) -> WeightStep:
+    made, added = _made_bytes(step, rule.kept), _made_bytes(step, rule.added)
+    return WeightStep(rise=rise, made=made, added=added, released=released, computed=computed)
+
+
+def _made_bytes(step: TapeOp, dtype: str) -> int:
+    return sum(w.numel for w in step.learned) * DTYPE_BYTES[dtype]
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """What groups keep of gradients, let go of with the last group that has it."""
+
+    sizes: dict[int, int]
+    owners: dict[int, set[int]]  # gradient -> groups, by the ids of their steps
+
+    @classmethod
+    def of(cls, region: Region, rule: GradientRule, *, last: bool) -> _Gradients:
+        """Args: last: the gradient of the region's output is somebody else's."""
+        half = _InputHalf(region, region.program.saved_buffers(), rule, frozenset(), False)
+        half.run(-1)
+        return cls(half.sizes | ({0: 0} if last else {}), half.owned)
+
+    def drop(self, step: TapeOp) -> int:
+        """Bytes that go with a group."""
+        freed = 0
+        for tensor, groups in self.owners.items():
+            if id(step) in groups:
+                groups.discard(id(step))
+                freed += 0 if groups else self.sizes[tensor]
+        return freed
+
+
+def _computing(regions: Sequence[Region], saved: set[tuple[int, int]]) -> int:
+    """The most that is there while regions run once more, one after the other, up to what is saved last.
+
+    Args:
+        saved: buffers, each with the number of its region, which stay until all is over.
+    """
+    live = peak = 0
+    waits = set(saved)
+    for place, region in enumerate(regions):
+        program = region.program
+        last = {b: op.index for op in program.ops for b in (*op.inputs, *op.outputs)}
+        for op in program.ops:
+            if not waits:
+                return peak
+            live += sum(program.buffers[b].nbytes for b in op.outputs if program.buffers[b].producer == op.index)
+            peak = max(peak, live)
+            waits -= {(place, b) for b in op.outputs}
+            for b in {*op.inputs, *op.outputs}:
+                done = last[b] == op.index and program.buffers[b].producer is not None
+                if done and (place, b) not in saved and b not in program.outputs:
+                    live -= program.buffers[b].nbytes
+        waits = {(number, b) for number, b in waits if number > place}
+    return peak
