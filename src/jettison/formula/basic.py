@@ -102,11 +102,11 @@ def linear(
         places = tuple(p for p in x.places if p[1] != last)
         if split == "column" and w.tp > 1:
             places = tuple(sorted((*places, ("tp", last))))
-        shared, x = keeps is None or keeps is x, for_product(w, x)
+        given, shared, x = x, keeps is None or keeps is x, for_product(w, x)
         kept = x if keeps is None or shared else for_product(w, keeps)
         inputs, workspace = [x], 0
-        saves: tuple[Saved, ...] = (Saved(kept, role, reference),)
-        saves += tuple(weight_copies(w, weight) if x.grad else ())
+        copies = tuple(weight_copies(w, weight) if x.grad else ())
+        saves: tuple[Saved, ...] = (Saved(kept, role, reference), *copies)
         if w.narrows(features, head=head):
             local = w.tape.local_shape((features,), (("tp", 0),) if split == "column" else ())[0]
             found = narrow(w, x, kept, local, name, role, original=original)
@@ -127,7 +127,7 @@ def linear(
             inputs,
             (*x.shape[:-1], features),
             places=places,
-            saves=saves if not weight.frozen or (eight and x.grad) else [],
+            saves=saves if not weight.frozen or (eight and x.grad) else copies,
             weights=weights,
             dtype=w.products,
             contracted=x.local_shape[-1],
@@ -135,7 +135,7 @@ def linear(
         )
         tuning = w.run.tuning
         if tuning is not None and tuning.adapts(name) and not head:
-            out = _adapted(w, x, kept, out, features, split, packed=weight.packed_bytes > 0)
+            out = _adapted(w, given, kept, out, features, split, packed=weight.packed_bytes > 0)
     return out
 
 
@@ -149,14 +149,14 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     tuning = w.run.tuning
     assert tuning is not None
     wide = w.run.precision.parameter
-    autocast = wide != w.compute
+    autocast = wide != w.products
     if packed:
         out = copy(w, out)
     if not (packed and autocast):
         x = cast(w, x, wide)
     dropped = _lora_dropout(w, x, tuning.dropout)
     kept = kept if dropped.dtype == kept.dtype and not tuning.dropout else dropped
-    narrow = cast(w, dropped, w.compute)
+    narrow = cast(w, dropped, w.products)
     kept = narrow if autocast and not (packed and not tuning.dropout) else kept
     last = len(x.shape) - 1
     row, column = split == "row" and w.tp > 1, split == "column" and w.tp > 1
@@ -169,7 +169,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         places=rest,
         saves=[saved(kept, "adapter input"), *(cast_weights(w, down) if x.grad else ())],
         weights=[down],
-        dtype=w.compute,
+        dtype=w.products,
         contracted=x.local_shape[-1],
     )
     up = w.parameter("lora_B", features, tuning.rank, split=0 if column else None, adapter=True, product=True)
@@ -180,7 +180,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         places=out.places,
         saves=[saved(low, "adapter output"), *cast_weights(w, up)],
         weights=[up],
-        dtype=w.compute,
+        dtype=w.products,
         contracted=tuning.rank,
     )
     return add(w, out, scale(w, high))
@@ -196,7 +196,7 @@ def cast_weights(w: Writer, weight: Weight, role: str = "adapter in the dtype of
     wide = w.run.precision.parameter
     if wide == w.products:
         return []
-    held = w.tape.source("weight", weight.shape, wide, weight.places, grad=True, free=True)
+    held = w.tape.source("weight", weight.shape, wide, weight.places, grad=not weight.frozen, free=True)
     return [saved(cast(w, held, w.products), role)]
 
 
