@@ -179,7 +179,7 @@ class _Backward:
         self._grow(step.workspace)
         incoming = [self.gradient[v.storage] for v in step.outputs if v.storage in self.gradient]
         contributions = self._contributions(step, incoming)
-        made = [w for w in step.learned if not self._added_within(w)]
+        made = [w for w in step.makes if not self._added_within(w)]
         weights = sum(w.numel for w in made) * self.weight_bytes
         added = sum(w.numel for w in made if self.accumulates or w.name in self.learned) * self.weight_bytes
         self.learned.update(w.name for w in made)
@@ -191,8 +191,8 @@ class _Backward:
         for storage, tensor in contributions:
             self._accept(storage, tensor)
         self.live -= step.workspace
-        if self.update_bytes and step.learned:
-            self._grow(update := self.update_bytes * max(w.numel for w in step.learned))
+        if self.update_bytes and step.makes:
+            self._grow(update := self.update_bytes * max(w.numel for w in step.makes))
             self.live -= update
         self.live -= added
 
@@ -238,7 +238,7 @@ class _Backward:
     def _contributions(self, step: TapeOp, incoming: list[int]) -> list[tuple[int, int]]:
         """A gradient tensor for each differentiable input: a new one, or the incoming one passed on."""
         made: list[tuple[int, int]] = []
-        for v in step.inputs:
+        for v in () if step.casts is not None else step.inputs:
             if not v.grad or any(storage == v.storage for storage, _ in made):
                 continue
             if step.passes and incoming and self.sizes[incoming[0]] == self.region.tape.sizes[v.storage]:
