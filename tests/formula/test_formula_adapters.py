@@ -92,15 +92,36 @@ def test_dropout_of_what_adapters_read(attention: str) -> None:
     assert differences(FormulaCase(family="llama", attention=attention), Tuning(rank=4, dropout=0.1)) == []
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_wide_adapters_under_autocast(dropout: float) -> None:
-    """The base in bf16, adapters in fp32, as a Trainer with bf16=True has it."""
-    case, tuning = FormulaCase(family="llama", attention="sdpa", precision="bf16-pure"), Tuning(rank=4, dropout=dropout)
+def under_autocast(case: FormulaCase, tuning: Tuning) -> list[str]:
+    """How PEFT's model with adapters in fp32 differs from the closed form under torch.autocast."""
     ids = torch.randint(1, VOCABULARY, (case.batch, case.sequence))
     with torch.autocast("cpu", torch.bfloat16):
         found = traced_call(adapted(case, tuning, upcast=True), {"input_ids": ids, "labels": ids.clone()})
     run = replace(tuned(case, tuning), precision=PRECISIONS["bf16-autocast"])
-    assert [str(difference) for difference in compare(written(run), found)] == []
+    return [str(difference) for difference in compare(written(run), found)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_wide_adapters_under_autocast(dropout: float) -> None:
+    """The base in bf16, adapters in fp32, as a Trainer with bf16=True has it."""
+    case = FormulaCase(family="llama", attention="sdpa", precision="bf16-pure")
+    assert under_autocast(case, Tuning(rank=4, dropout=dropout)) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "tuning"),
+    [
+        ("llama", Tuning(rank=4, base=Base.FP32)),
+        ("llama", Tuning(rank=4, base=Base.FP32, dropout=0.1, inputs_need_gradients=True)),
+        ("gpt2", Tuning(rank=4, base=Base.FP32)),
+        pytest.param("gemma", Tuning(rank=4, base=Base.FP32), marks=pytest.mark.slow),
+        pytest.param("phi3", Tuning(rank=4, base=Base.FP32), marks=pytest.mark.slow),
+        pytest.param("olmo2", Tuning(rank=4, base=Base.FP32), marks=pytest.mark.slow),
+    ],
+)
+def test_a_wide_base_under_autocast(family: str, tuning: Tuning) -> None:
+    """Frozen weights in fp32: each product keeps a copy of its own, which no cache holds, and adapters cast x anew."""
+    assert under_autocast(FormulaCase(family=family, attention="sdpa"), tuning) == []
 
 
 @pytest.mark.parametrize(("recompute", "asks"), [("none", False), ("none", True), ("full", True)])

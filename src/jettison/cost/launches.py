@@ -230,7 +230,10 @@ class _Listing:
             yield Kernel(steps=indices, nbytes=2 * written + step.inputs[-1].nbytes, rows=True)
             return
         nbytes = (
-            written + self._read(own) + sum(w.nbytes for s in own for w in s.weights) + self.experts.clamps(step)[0]
+            written
+            + self._read(own)
+            + sum(w.nbytes for s in own if not s.copied for w in s.weights)
+            + self.experts.clamps(step)[0]
         )
         if step.name in LOSSES:
             yield from self._loss(step, indices, backward=False)

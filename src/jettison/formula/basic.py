@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.narrow import QUANTISE, narrow
 from jettison.formula.tape import Collective, Places, Saved, Value, Weight
 from jettison.formula.writer import Writer, saved
 from jettison.ledger.program import Anchor
 from jettison.spec.tuning import Base
+
+WEIGHT_COPY, ADAPTER_COPY = "weight in the dtype of products", "adapter in the dtype of products"
 
 
 def cast(w: Writer, x: Value, dtype: str) -> Value:
@@ -102,11 +106,12 @@ def linear(
         places = tuple(p for p in x.places if p[1] != last)
         if split == "column" and w.tp > 1:
             places = tuple(sorted((*places, ("tp", last))))
-        shared, x = keeps is None or keeps is x, for_product(w, x)
+        copies = weight_copies(w, weights)
+        given, shared, x = x, keeps is None or keeps is x, for_product(w, x)
         kept = x if keeps is None or shared else for_product(w, keeps)
-        inputs, workspace = [x], 0
-        saves: tuple[Saved, ...] = (Saved(kept, role, reference),)
-        saves += tuple(weight_copies(w, weight) if x.grad else ())
+        inputs, workspace = [x, *copies], 0
+        copy_saved = tuple(saved(c, WEIGHT_COPY) for c in copies[:1] if x.grad)
+        saves: tuple[Saved, ...] = (Saved(kept, role, reference), *copy_saved)
         if w.narrows(features, head=head):
             local = w.tape.local_shape((features,), (("tp", 0),) if split == "column" else ())[0]
             found = narrow(w, x, kept, local, name, role, original=original)
@@ -127,7 +132,8 @@ def linear(
             inputs,
             (*x.shape[:-1], features),
             places=places,
-            saves=saves if not weight.frozen or (eight and x.grad) else [],
+            saves=saves if not weight.frozen or (eight and x.grad) else copy_saved,
+            copied=bool(copies),
             weights=weights,
             dtype=w.products,
             contracted=x.local_shape[-1],
@@ -135,7 +141,7 @@ def linear(
         )
         tuning = w.run.tuning
         if tuning is not None and tuning.adapts(name) and not head:
-            out = _adapted(w, x, kept, out, features, split, packed=weight.packed_bytes > 0)
+            out = _adapted(w, given, kept, out, features, split, packed=weight.packed_bytes > 0)
     return out
 
 
@@ -149,55 +155,70 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     tuning = w.run.tuning
     assert tuning is not None
     wide = w.run.precision.parameter
-    autocast = wide != w.compute
+    autocast = wide != w.products
     if packed:
         out = copy(w, out)
     if not (packed and autocast):
         x = cast(w, x, wide)
     dropped = _lora_dropout(w, x, tuning.dropout)
     kept = kept if dropped.dtype == kept.dtype and not tuning.dropout else dropped
-    narrow = cast(w, dropped, w.compute)
-    kept = narrow if autocast and not (packed and not tuning.dropout) else kept
     last = len(x.shape) - 1
     row, column = split == "row" and w.tp > 1, split == "column" and w.tp > 1
     rest = tuple(p for p in x.places if p[1] != last)
     down = w.parameter("lora_A", tuning.rank, x.shape[-1], split=1 if row else None, adapter=True, product=True)
+    copies = cast_weights(w, [down])
+    narrow = cast(w, dropped, w.products)
+    kept = narrow if autocast and not (packed and not tuning.dropout) else kept
     low = w.tape.op(
         "aten.mm.default",
-        [narrow],
+        [narrow, *copies],
         (*x.shape[:-1], tuning.rank),
         places=rest,
-        saves=[saved(kept, "adapter input"), *(cast_weights(w, down) if x.grad else ())],
+        saves=[saved(kept, "adapter input"), *(saved(c, ADAPTER_COPY) for c in copies if x.grad)],
         weights=[down],
-        dtype=w.compute,
+        dtype=w.products,
         contracted=x.local_shape[-1],
+        copied=bool(copies),
     )
     up = w.parameter("lora_B", features, tuning.rank, split=0 if column else None, adapter=True, product=True)
+    copies = cast_weights(w, [up])
     high = w.tape.op(
         "aten.mm.default",
-        [low],
+        [low, *copies],
         out.shape,
         places=out.places,
-        saves=[saved(low, "adapter output"), *cast_weights(w, up)],
+        saves=[saved(low, "adapter output"), *(saved(c, ADAPTER_COPY) for c in copies)],
         weights=[up],
-        dtype=w.compute,
+        dtype=w.products,
         contracted=tuning.rank,
+        copied=bool(copies),
     )
     return add(w, out, scale(w, high))
 
 
-def weight_copies(w: Writer, weight: Weight) -> list[Saved]:
-    """What a product keeps of its weight under autocast."""
-    return cast_weights(w, weight, "weight in the dtype of products") if w.run.precision.casts else []
+def weight_copies(w: Writer, weights: Sequence[Weight]) -> list[Value]:
+    """What a product reads of its weights under autocast; nothing without, where it reads them as they are."""
+    return cast_weights(w, weights) if w.run.precision.casts else []
 
 
-def cast_weights(w: Writer, weight: Weight, role: str = "adapter in the dtype of products") -> list[Saved]:
-    """Autocast makes a copy of a weight, which its product keeps."""
+def cast_weights(w: Writer, weights: Sequence[Weight]) -> list[Value]:
+    """Copies of a product's weights in its dtype; of what has a gradient one for all that read it: NOTE [ Autocast ].
+
+    The last of the weights is cast first, as arguments are taken from the right.
+    """
     wide = w.run.precision.parameter
-    if wide == w.products:
-        return []
-    held = w.tape.source("weight", weight.shape, wide, weight.places, grad=True, free=True)
-    return [saved(cast(w, held, w.products), role)]
+    return [] if wide == w.products else [_cast_weight(w, weight) for weight in reversed(weights)][::-1]
+
+
+def _cast_weight(w: Writer, weight: Weight) -> Value:
+    if weight.name in w.copies:
+        return w.copies[weight.name]
+    learned = not weight.frozen
+    held = w.tape.source("weight", weight.shape, w.held(frozen=weight.frozen), weight.places, grad=learned, free=True)
+    copied = w.tape.op("aten._to_copy.default", [held], dtype=w.products, casts=weight)
+    if learned:
+        w.copies[weight.name] = copied
+    return copied
 
 
 def _lora_dropout(w: Writer, x: Value, probability: float) -> Value:

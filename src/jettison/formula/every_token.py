@@ -6,7 +6,7 @@ times the work of c choices a token, and as much more of everything between the 
 
 from __future__ import annotations
 
-from jettison.formula.basic import copy, for_product, multiply, weight_copies
+from jettison.formula.basic import WEIGHT_COPY, copy, for_product, multiply, weight_copies
 from jettison.formula.mlp import gate_product
 from jettison.formula.tape import Places, Value
 from jettison.formula.writer import Writer, saved
@@ -35,14 +35,16 @@ def _product(w: Writer, x: Value, features: int, name: str, *, split: str) -> Va
         places: Places = tuple(p for p in x.places if p[1] != 2)
         if split == "column" and w.tape.mesh[w.expert_axis] > 1:
             places = tuple(sorted((*places, (w.expert_axis, 2))))
+        copies = weight_copies(w, [weight])
         x = for_product(w, x)
         return w.tape.op(
             "aten.bmm.default",
-            [x],
+            [x, *copies],
             (*x.shape[:2], features),
             w.products,
             places,
-            saves=[] if weight.frozen else [saved(x, "linear input"), *weight_copies(w, weight)],
+            saves=[] if weight.frozen else [saved(x, "linear input"), *(saved(c, WEIGHT_COPY) for c in copies)],
             weights=[weight],
+            copied=bool(copies),
             contracted=x.local_shape[2],
         )

@@ -10,6 +10,12 @@ end: a checkpoint has it for as long as anything refers to its frame (``torch/ut
 ``_CheckpointFrame.input_saver``; Megatron's and the reentrant one are single nodes of the graph). A second contribution
 to a gradient lives beside the first until it has been added. Weight gradients stay. Python holds some values longer
 than their last reader needs them, and kernels take workspace: neither is counted, except where a tape says so.
+
+NOTE [ Frames ]
+A checkpoint of torch (``torch/utils/checkpoint.py``, ``unpack_hook`` of ``_checkpoint_hook``) runs its whole function
+again when the first saved tensor is asked for, needed or not, op by op as the forward did, and holds all that is saved
+until it is asked for. It stops at the last tensor that is saved (``_StopRecomputationError``). What a planner chose is
+computed again tensor by tensor instead, each when it is needed.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from dataclasses import dataclass
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
 from jettison.formula.tape import TapeOp, Weight
+from jettison.ledger.program import Op
 from jettison.spec.precision import GradientRule
 
 
@@ -60,18 +67,24 @@ class Passes:
     opening: int
 
 
-def replay(region: Region, kept: frozenset[int], rule: GradientRule, *, accumulates: bool = False) -> Passes:
+def replay(
+    region: Region, kept: frozenset[int], rule: GradientRule, *, accumulates: bool = False, framed: bool = False
+) -> Passes:
     """Play a region through.
 
     Args:
         kept: buffers of `region.program` that stay between the passes.
         rule: of weight gradients.
         accumulates: weight gradients are there already, and this backward adds to them.
+        framed: the first op that needs something runs all of the region again: NOTE [ Frames ].
     """
     program = region.program
     resident = program.kept_bytes(kept)
     again = program.recompute_set(kept)
-    backward = Backward(region=region, kept=kept, again=frozenset(again), rule=rule, accumulates=accumulates)
+    runs = frozenset(again) if not framed else _frame(region, kept)
+    backward = Backward(
+        region=region, kept=kept, again=runs, rule=rule, accumulates=accumulates, framed=framed and bool(again)
+    )
     last = region.last_read
     around = Around(forward=_forward_peaks(region, kept, last), backward=backward.run(last))
     return Passes(
@@ -113,11 +126,29 @@ def _forward_peaks(region: Region, kept: frozenset[int], cut: int) -> tuple[int,
     return (before, peak) if 0 <= cut < len(program.ops) - 1 else (peak, 0)
 
 
+def _frame(region: Region, kept: frozenset[int]) -> frozenset[int]:
+    """Ops that a checkpoint runs again: NOTE [ Frames ]."""
+    buffers = region.buffers
+    last = max((i for i, step in enumerate(region.tape.steps) if step.differentiable and step.saved), default=-1)
+    if last >= 0:
+        made = {buffers[v.storage] for v in region.tape.steps[last].outputs}
+        own = {buffers[s.value.storage] for s in region.tape.steps[last].saved} & made - kept
+        last -= not own
+    return frozenset(range(last + 1))
+
+
 class Backward:
     """The replay of one backward. ``live`` is relative to what was resident when it began."""
 
     def __init__(
-        self, *, region: Region, kept: frozenset[int], again: frozenset[int], rule: GradientRule, accumulates: bool
+        self,
+        *,
+        region: Region,
+        kept: frozenset[int],
+        again: frozenset[int],
+        rule: GradientRule,
+        accumulates: bool,
+        framed: bool = False,
     ) -> None:
         self.region, self.program, self.kept = region, region.program, kept
         self.accumulates = accumulates
@@ -126,6 +157,7 @@ class Backward:
         self.weight_bytes = DTYPE_BYTES[rule.added if accumulates else rule.kept]
         self.live = self.peak = self.opening = 0
         self.pending = set(again)
+        self.framed = framed
         self.computed: set[int] = set()
         self.saved: set[int]
         self.uses = self._count_uses(again)
@@ -196,8 +228,8 @@ class Backward:
         for storage, tensor in contributions:
             self._accept(storage, tensor)
         self.live -= workspace
-        if self.update_bytes and step.learned:
-            self._grow(update := self.update_bytes * max(w.numel for w in step.learned))
+        if self.update_bytes and step.makes:
+            self._grow(update := self.update_bytes * max(w.numel for w in step.makes))
             self.live -= update
         self.live -= added
 
@@ -206,7 +238,7 @@ class Backward:
 
     def _made(self, step: TapeOp, incoming: list[int]) -> list[Weight]:
         """Weights whose gradients this step makes; ``incoming``: gradients of its outputs."""
-        return [w for w in step.learned if not self._added_within(w)]
+        return [w for w in step.makes if not self._added_within(w)]
 
     def _added_within(self, weight: Weight) -> bool:
         """Does the product that makes this gradient add it as well?"""
@@ -219,9 +251,17 @@ class Backward:
         op = self.program.ops[buffer.producer]
         if op.index not in self.pending:
             return
-        self.pending.discard(op.index)
+        if self.framed:
+            for each in sorted(self.pending):
+                self._run(self.program.ops[each])
+            return
         for i in op.inputs:
             self._fetch(i)
+        self._run(op)
+
+    def _run(self, op: Op) -> None:
+        """What it reads is there."""
+        self.pending.discard(op.index)
         for out in op.outputs:
             if self.program.buffers[out].producer == op.index and out not in self.kept:
                 self.computed.add(out)
@@ -250,7 +290,7 @@ class Backward:
     def _contributions(self, step: TapeOp, incoming: list[int]) -> list[tuple[int, int]]:
         """A gradient tensor for each differentiable input: a new one, or the incoming one passed on."""
         made: list[tuple[int, int]] = []
-        for v in step.inputs:
+        for v in () if step.casts is not None else step.inputs:
             if not v.grad or any(storage == v.storage for storage, _ in made):
                 continue
             if step.passes and incoming and self.sizes[incoming[0]] == self.region.tape.sizes[v.storage]:

@@ -6,7 +6,7 @@ have these rows, however tokens are spread (what an allocator rounds up for each
 
 from __future__ import annotations
 
-from jettison.formula.basic import for_product, multiply, weight_copies
+from jettison.formula.basic import WEIGHT_COPY, for_product, multiply, weight_copies
 from jettison.formula.mlp import gate_product
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
@@ -43,14 +43,16 @@ def _product(w: Writer, x: Value, features: int, name: str, spec: Moe, *, split:
         places = tuple(p for p in x.places if p[1] == 0)
         if split == "column" and w.tape.mesh[w.expert_axis] > 1:
             places = tuple(sorted((*places, (w.expert_axis, 1))))
+        copies = weight_copies(w, [weight])
         x = for_product(w, x)
         return w.tape.op(
             "aten.mm.default",
-            [x],
+            [x, *copies],
             (x.shape[0], features),
             w.products,
             places,
-            saves=[] if weight.frozen else [saved(x, "linear input"), *weight_copies(w, weight)],
+            saves=[] if weight.frozen else [saved(x, "linear input"), *(saved(c, WEIGHT_COPY) for c in copies)],
             weights=[weight],
+            copied=bool(copies),
             contracted=x.local_shape[1],
         )

@@ -276,7 +276,8 @@ def _combined(w: Writer, out: Value, scores: Value | None, order: _Order, tokens
     (torchtitan's ``combine``); those that entered the activation do not (Megatron-LM's grouped experts).
     """
     if w.kernels.combine is Combine.SORTED:
-        weighted = out if scores is None else multiply(w, out, scores, SCORES, scores.dtype)
+        dtype = None if w.run.precision.casts or scores is None else scores.dtype
+        weighted = out if scores is None else multiply(w, out, scores, SCORES, dtype)
         inverse = w.tape.op("aten.index_put.default", [order.permutation], grad=False)
         back = _take(w, weighted, inverse)
         return cast(w, w.tape.op("aten.sum.dim_IntList", [back], tokens.shape, places=tokens.places), tokens.dtype)

@@ -6,7 +6,7 @@ logits sends a token elsewhere.
 
 from __future__ import annotations
 
-from jettison.formula.basic import cast, cast_weights, discrete, for_product
+from jettison.formula.basic import cast, discrete, for_product, weight_copies
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
 from jettison.ledger.program import Anchor
@@ -51,19 +51,22 @@ def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
         wide = w.kernels.router_float32 or w.kernels.wide_routers
         weight = w.parameter("weight", spec.experts, tokens.shape[-1], wide=w.kernels.wide_routers)
         weights = [weight, w.parameter("bias", spec.experts)] if spec.router_bias else [weight]
-        x = for_product(w, cast(w, tokens, "float32") if wide else tokens)
-        inputs, kept = [x], [] if weight.frozen else [saved(x, "router input", REFERENCE)]
-        if wide and not w.kernels.wide_routers:
+        tokens = cast(w, tokens, "float32") if wide else tokens
+        copies = weight_copies(w, weights)
+        x = for_product(w, tokens)
+        inputs, kept = [x, *copies], [] if weight.frozen else [saved(x, "router input", REFERENCE)]
+        if wide and not copies and not w.kernels.wide_routers:
             dtype, learned = w.held(frozen=weight.frozen), not weight.frozen
             held = w.tape.source("weight", weight.shape, dtype, weight.places, grad=learned, free=True)
             inputs.append(cast(w, held, "float32"))
-            kept += [saved(inputs[-1], "router weight")] if x.grad and not w.run.precision.casts else []
-        if w.run.precision.casts:
-            kept += cast_weights(w, weight, "router weight") if x.grad else []
+            kept += [saved(inputs[-1], "router weight")] if x.grad else []
+        kept += [saved(c, "router weight") for c in copies[:1] if x.grad]
         name = "aten.addmm.default" if spec.router_bias else "aten.mm.default"
         shape = (tokens.shape[0], spec.experts)
         made = w.products if w.run.precision.casts else x.dtype
-        return w.tape.op(name, inputs, shape, made, saves=kept, weights=weights, contracted=tokens.shape[-1])
+        return w.tape.op(
+            name, inputs, shape, made, saves=kept, weights=weights, contracted=tokens.shape[-1], copied=bool(copies)
+        )
 
 
 def _scored(w: Writer, logits: Value, shape: tuple[int, int], spec: Moe) -> tuple[Value, Value]:

@@ -103,7 +103,11 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class TapeOp:
-    """One op. ``passes``: the gradient of an input is the output's, or a view of it; otherwise it is a new tensor."""
+    """One op. ``passes``: the gradient of an input is the output's, or a view of it; otherwise it is a new tensor.
+
+    ``casts``: a weight that it copies in another dtype; the gradient of its input is that weight's. ``copied``: copies
+    of its weights are among its inputs and take their gradients.
+    """
 
     name: str
     path: str
@@ -119,11 +123,20 @@ class TapeOp:
     workspace: int  # bytes that only live while its backward runs
     in_place: bool = False  # its backward writes the gradient of its input where a saved tensor was
     rounds: int = 1  # kernels that follow one another, where it is a loop
+    casts: Weight | None = None
+    copied: bool = False
 
     @property
     def learned(self) -> tuple[Weight, ...]:
         """Its weights that have a gradient."""
         return tuple(w for w in self.weights if not w.frozen)
+
+    @property
+    def makes(self) -> tuple[Weight, ...]:
+        """Weights whose gradients its backward makes."""
+        if self.casts is not None:
+            return () if self.casts.frozen else (self.casts,)
+        return () if self.copied else self.learned
 
     @property
     def differentiable(self) -> bool:
@@ -210,6 +223,8 @@ class Tape:
         grad: bool | None = None,
         gradients: tuple[int, ...] | None = None,
         workspace: int = 0,
+        casts: Weight | None = None,
+        copied: bool = False,
     ) -> Value:
         """Run an op with one result, by default of the first input's shape, dtype and placement.
 
@@ -237,6 +252,8 @@ class Tape:
             anchor=anchor,
             gradients=gradients,
             workspace=workspace,
+            casts=casts,
+            copied=copied,
         )
         return out
 
@@ -255,9 +272,11 @@ class Tape:
         workspace: int = 0,
         in_place: bool = False,
         rounds: int = 1,
+        casts: Weight | None = None,
+        copied: bool = False,
     ) -> None:
         """Write down an op whose results exist already (`empty`). It saves nothing if nothing is differentiated."""
-        moved = sum(v.nbytes for v in (*inputs, *outputs)) + sum(w.nbytes for w in weights)
+        moved = sum(v.nbytes for v in (*inputs, *outputs)) + (0 if copied else sum(w.nbytes for w in weights))
         kept = tuple(saves) if any(v.grad for v in outputs) else ()
         self.steps.append(
             TapeOp(
@@ -275,6 +294,8 @@ class Tape:
                 workspace,
                 in_place,
                 rounds,
+                casts,
+                copied,
             )
         )
 

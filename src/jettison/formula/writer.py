@@ -23,6 +23,7 @@ class Writer:
     tape: Tape
     quantised: dict[int, Value] = field(default_factory=dict)
     spread: dict[str, Value] = field(default_factory=dict)
+    copies: dict[str, Value] = field(default_factory=dict)
     _random: Value | None = None
 
     @classmethod

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from jettison.formula.liveness import Passes, replay
 from jettison.formula.region import Region
-from jettison.predict.stages import StageRegion, kept_by
+from jettison.predict.stages import FULL, StageRegion, kept_by
 from jettison.spec.precision import GradientRule
 
 
@@ -19,7 +19,7 @@ def passes_of(part: StageRegion, rule: GradientRule, *, accumulates: bool = Fals
 
 @lru_cache(maxsize=65536)
 def named_passes(region: Region, policy: str, rule: GradientRule, accumulates: bool) -> Passes:
-    return replay(region, kept_by(region, policy), rule, accumulates=accumulates)
+    return replay(region, kept_by(region, policy), rule, accumulates=accumulates, framed=policy == FULL)
 
 
 @lru_cache(maxsize=4096)

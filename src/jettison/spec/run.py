@@ -381,9 +381,12 @@ class Run:
 
     @property
     def uses_autocast(self) -> bool:
-        """Does torch.autocast cast what products read? FSDP casts itself, and so do adapters (`spec.tuning`)."""
+        """Does torch.autocast cast what products of the model read? FSDP casts itself; a frozen base in 16 bits needs
+        no cast, and the casts of its adapters are those of `spec.tuning`.
+        """
         wide = self.precision.parameter == "float32" and self.precision.compute != "float32"
-        return wide and self.tuning is None and not self.layout.shards_parameters
+        held = self.tuning is None or self.tuning.base is Base.FP32
+        return wide and held and not self.layout.shards_parameters
 
     @property
     def autocast(self) -> bool:
