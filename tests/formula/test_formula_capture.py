@@ -152,7 +152,7 @@ def test_conventions_are_those_of_transformers_only() -> None:
     for family in DENSE:
         model = run_of(FormulaCase(family=family)).model
         for name in KERNELS:
-            if name != "huggingface":
+            if not kernels(name).of_transformers:
                 assert kernels_for(model, name) is kernels(name)
 
 

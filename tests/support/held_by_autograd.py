@@ -5,18 +5,24 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jettison.capture.blocks import find_blocks
 from jettison.formula.region import layer_region
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of
 
 
-def observed_bytes(case: FormulaCase) -> list[int]:
-    """What autograd holds because of each layer once the real forward is over, parameters and the root's aside."""
+def observed_bytes(case: FormulaCase, change: Callable[[nn.Module], object] = lambda _: None) -> list[int]:
+    """What autograd holds because of each layer once the real forward is over, parameters and the root's aside.
+
+    Args:
+        change: is called with the model before.
+    """
     model = model_of(case)
+    change(model)
     free = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     packed: list[list[weakref.ref[_Box]]] = []
     given: list[set[int]] = []

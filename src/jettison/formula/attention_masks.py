@@ -27,7 +27,7 @@ def document_bounds(w: Writer) -> Iterator[Value]:
     if not w.run.packed or w.kernels.documents is not Documents.VARLEN:
         return
     shape = (w.run.micro_batch * -(-w.run.seq // w.run.packed) + 1,)
-    if w.kernels.name == "huggingface":
+    if w.kernels.of_transformers:
         ids = w.table("position ids", w.shape(), "int64")
         yield w.tape.op("aten.nonzero.default", [ids], shape, "int32", ())
         return

@@ -55,7 +55,7 @@ def gate_product(w: Writer, gate: Value, up: Value, kind: Activation) -> Value:
 
 def activation(w: Writer, x: Value, kind: Activation) -> Value:
     """The nonlinearity: its input stays, or for relu its output."""
-    if kind is Activation.GELU_WRITTEN and w.kernels.fused_gate:
+    if kind is Activation.GELU_WRITTEN and w.kernels.fused_gelu:
         kind = Activation.GELU_TANH
     if kind is Activation.GELU_WRITTEN:
         return _gelu_written(w, x)

@@ -60,7 +60,7 @@ class CommonRequest:
         fp8_param_gather: Weights are held as bytes (Megatron), or gathered so (torchao's tensorwise).
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-bf16, whose
             moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon, dist-muon-pingpong or none.
-        kernels: megatron, pytorch, huggingface or torchtune: whose code runs.
+        kernels: megatron, pytorch, huggingface, torchtune or liger: whose code runs.
         loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused, chunked, listed or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
         expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.

@@ -21,6 +21,8 @@ def check_compiled(model: ModelSpec, kernels: Kernels, *, mode: str, tuned: bool
     why = ""
     if kernels.name == "megatron":
         why = "with --kernels megatron, whose layers nobody compiles; give --kernels pytorch, huggingface or torchtune"
+    elif kernels.name == "liger":
+        why = "with --kernels liger, whose own kernels the compiler leaves as they are; give --kernels huggingface"
     elif model.recorder is not None:
         why = f"and {model.name}, whose blocks are recorded as they are built"
     elif any(layer.scan is not None for layer in model.described):

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from jettison.errors import UsageError
-from jettison.spec.kernels import HUGGINGFACE, AttentionKernel, Kernels, Scans, kernels
+from jettison.spec.kernels import LIGER, AttentionKernel, Kernels, Scans, kernels
 from jettison.spec.mixers import Mamba1
 from jettison.spec.model import ModelSpec
 
@@ -120,17 +120,28 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
     }
 )
 """By ``model_type``; a family that is not here is as `HUGGINGFACE` says."""
+_PATCHED: Final = frozenset(("gemma", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"))
+"""Those of Liger-Kernel's list (``monkey_patch.py``, ``MODEL_TYPE_TO_APPLY_LIGER_FN``) that are tested."""
 
 
 def kernels_for(model: ModelSpec, name: str) -> Kernels:
     """The named set, as the code of this model's family has it.
 
     Raises:
-        UsageError: no such set.
+        UsageError: no such set, or Liger's for a family that it is not described for.
     """
     chosen = kernels(name)
+    if chosen is LIGER and model.family not in _PATCHED:
+        raise UsageError(
+            f"got --kernels liger for {model.name} ({model.family}); they are described for "
+            f"{', '.join(sorted(_PATCHED))}: give --kernels huggingface"
+        )
     adjust = _CONVENTIONS.get(model.family)
-    return adjust(chosen) if adjust is not None and name == HUGGINGFACE.name else chosen
+    if adjust is None or not chosen.of_transformers:
+        return chosen
+    return (
+        replace(adjust(chosen), joined_rotary=False) if chosen is LIGER else adjust(chosen)
+    )  # its kernel joins nothing
 
 
 def check_scans(model: ModelSpec, kernels: Kernels) -> None:

@@ -124,8 +124,8 @@ class Kernels:
         wide_positions: the factor of scaled queries is fp32.
         joined_rotary: rotation ends by joining what is rotated and what is not, however much that is, which leaves
             heads outermost in memory.
-        fused_gate: activation and product of a gated block are one kernel that saves both halves; and what GPT-2's code
-            writes out of GELU is one as well (``megatron/core/fusions/fused_bias_gelu.py``).
+        fused_gate: activation and product of a gated block are one kernel that saves both halves.
+        fused_gelu: what GPT-2's code writes out of GELU is one kernel (``megatron/core/fusions/fused_bias_gelu.py``).
         byte_masks: a dropout mask takes one byte an element; otherwise it has the dtype of what it masks.
         repeat_kv: key-value heads are copied until there are as many as query heads, unless a kernel takes them so.
         always_repeat_kv: and then as well.
@@ -187,6 +187,7 @@ class Kernels:
     wide_positions: bool = False
     joined_rotary: bool = False
     fused_gate: bool = False
+    fused_gelu: bool = False
     byte_masks: bool = True
     repeat_kv: bool = False
     always_repeat_kv: bool = False
@@ -209,6 +210,11 @@ class Kernels:
     softmax_float32: bool = False
     scans: Scans = Scans.WRITTEN
     device: Device = Device.CUDA
+
+    @property
+    def of_transformers(self) -> bool:
+        """Is it transformers' code, whatever kernels are in it?"""
+        return self.name in ("huggingface", "liger")
 
     def with_attention(self, word: str | None) -> Kernels:
         """The same with another attention; None leaves it. "flash-attn" is the library, with what it copies; "flex" is
@@ -247,6 +253,7 @@ MEGATRON: Final = Kernels(
     fused_projections=True,
     fused_rotary=True,
     fused_gate=True,
+    fused_gelu=True,
     context_exchange=ContextExchange.P2P,
     batch_first=False,
     combine=Combine.ACTIVATION,
@@ -283,7 +290,16 @@ TORCHTUNE: Final = Kernels(
 FlexAttention over packed documents (``attention_utils.py``).
 """
 
-KERNELS: Final = MappingProxyType({k.name: k for k in (MEGATRON, PYTORCH, HUGGINGFACE, TORCHTUNE)})
+LIGER: Final = replace(HUGGINGFACE, name="liger", loss=Loss.FUSED, fused_norm=True, fused_rotary=True, fused_gate=True)
+"""transformers' code with Liger-Kernel's Triton kernels in it, as a Trainer's ``use_liger_kernel=True`` puts them there
+(ead96b6, ``src/liger_kernel/transformers/monkey_patch.py``, ``apply_liger_kernel_to_llama`` and its like).
+``ops/rms_norm.py`` saves its input and an fp32 number a row, ``ops/rope.py`` writes over queries and keys and saves the
+tables alone, ``ops/swiglu.py`` and ``ops/geglu.py`` save both halves and compute the activation again; head and loss
+are one (``ops/fused_linear_cross_entropy.py``). NeMo AutoModel patches so by default, all but the loss: ``--loss
+upcast``. Read, not run: they need a GPU.
+"""
+
+KERNELS: Final = MappingProxyType({k.name: k for k in (MEGATRON, PYTORCH, HUGGINGFACE, TORCHTUNE, LIGER)})
 
 
 def kernels(name: str) -> Kernels:

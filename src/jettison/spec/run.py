@@ -243,7 +243,7 @@ class Run:
             )
         if self.layout.cp > 1:
             raise UsageError(f"got --packed with --cp {self.layout.cp}; documents that ranks share are not described")
-        rows = self.kernels.name == "huggingface" and self.kernels.documents is Documents.VARLEN
+        rows = self.kernels.of_transformers and self.kernels.documents is Documents.VARLEN
         if rows and self.micro_batch > 1:
             raise UsageError(
                 f"got --packed with --micro-batch {self.micro_batch}; with flash-attn transformers packs one row alone "
