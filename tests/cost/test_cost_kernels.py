@@ -70,7 +70,10 @@ def test_compiled_code_fuses_norms_written_out() -> None:
 
 def test_fusing_moves_fewer_bytes_and_changes_no_flops() -> None:
     region = region_of("llama3-8b", kernels="huggingface")
-    listed = [work(region, fusion, "bfloat16", None) for fusion in (Fusion.NONE, Fusion.POINTWISE, Fusion.COMPILED)]
+    listed = [
+        work(region, Execution(fusion=fusion), "bfloat16", None)
+        for fusion in (Fusion.NONE, Fusion.POINTWISE, Fusion.COMPILED)
+    ]
     for passes in ("forward", "backward"):
         moved = [sum(kernel.nbytes for kernel in getattr(each, passes)) for each in listed]
         assert moved[0] > moved[1] > moved[2]
@@ -83,7 +86,7 @@ def test_bytes_of_a_norm_are_counted_by_hand() -> None:
     run = run_of("gpt-22b", micro_batch=4, seq=2048)
     region = layer_region(run.scene, run.model.layers[0])
     whole = 4 * 2048 * 6144 * 2
-    listed = work(region, Fusion.NONE, "float32", None)
+    listed = work(region, Execution(fusion=Fusion.NONE), "float32", None)
     first = listed.forward[0]
     statistics = 2 * 4 * 2048 * 4
     weights = 2 * 6144 * 2
@@ -96,7 +99,7 @@ def test_bytes_of_a_norm_are_counted_by_hand() -> None:
 def test_products_are_those_of_the_layer(tp: int) -> None:
     """arXiv 2205.05198 Appendix A: 24 bsh^2 + 4 bs^2h forward, twice that backward, over t ranks."""
     region = region_of(micro_batch=4, seq=2048, tp=tp)
-    listed = work(region, Fusion.POINTWISE, "float32", None)
+    listed = work(region, Execution(fusion=Fusion.POINTWISE), "float32", None)
     tokens, h, s = 4 * 2048, 6144, 2048
     expected = (24 * tokens * h * h + 4 * tokens * s * h) // tp
     assert sum(k.product.flops for k in listed.forward if k.product) == expected
@@ -108,7 +111,7 @@ def test_products_are_those_of_the_layer(tp: int) -> None:
 @pytest.mark.parametrize("loss", ["upcast", "fused", "chunked", "listed"])
 def test_every_loss_runs_the_heads_three_products(loss: str) -> None:
     run = run_of("llama3-8b", loss=loss, seq=1024)
-    listed = work(head_region(run.scene), Fusion.NONE, "float32", None)
+    listed = work(head_region(run.scene), Execution(fusion=Fusion.NONE), "float32", None)
     flops = [k.product.flops for k in (*listed.forward, *listed.backward) if k.product]
     once = 2 * 1024 * 4096 * 128256
     assert sum(flops) == once * (4 if loss == "chunked" else 3)  # chunks are computed again
@@ -123,7 +126,8 @@ def test_quantising_is_counted_by_hand() -> None:
     region = region_of("gpt-22b", micro_batch=4, seq=2048, precision="fp8", attention="flash")
     tokens, h = 4 * 2048, 6144
     looked, delayed = (
-        work(region, Fusion.POINTWISE, "bfloat16", "float8_e4m3fn", delayed_scaling=late) for late in (False, True)
+        work(region, Execution(fusion=Fusion.POINTWISE, delayed_scaling=late), "bfloat16", "float8_e4m3fn")
+        for late in (False, True)
     )
     inputs, gradients, weights = 7 * tokens * h, 9 * tokens * h, 12 * h * h  # elements; h + h + h + 4h, 3h + h + 4h + h
     forward, backward = (
@@ -144,7 +148,9 @@ def test_quantising_is_counted_by_hand() -> None:
 def test_experts_are_products_of_their_own_rows() -> None:
     region = region_of("mixtral-8x7b", seq=4096)
     grouped = [
-        k.product for k in work(region, Fusion.NONE, "float32", None).forward if k.product and k.product.batch > 1
+        k.product
+        for k in work(region, Execution(fusion=Fusion.NONE), "float32", None).forward
+        if k.product and k.product.batch > 1
     ]
     assert {(p.batch, p.m) for p in grouped} == {(8, 4096 * 2 // 8)}
 
