@@ -40,6 +40,7 @@ GPUS = {
     "H100-80GB": "h100-80gb",
     "H100-96GB": "h100-96gb",
     "H100": "h100-96gb",
+    "H200": "h200-141gb",
     "B200-180GB": "b200-192gb",
     "GB200-186GB": "gb200-192gb",
 }
@@ -130,13 +131,16 @@ def _layout(text: str, gpus: int) -> dict[str, int]:
 
 def _torchtitan(row: Mapping[str, str]) -> tuple[Run, Execution]:
     """FSDP2, fp32 weights cast for each use, per-op checkpointing that recomputes every second product, norms written
-    out op by op (nn.RMSNorm was no single kernel in 2024). Where no batch is given, the default of its recipe."""
+    out op by op (nn.RMSNorm was no single kernel in 2024). Where no batch is given, the default of its recipe. Async TP
+    is `--tp-comm-overlap`."""
     recompute = {"selective-op": "selective-op-alternate"}.get(row["recompute"], row["recompute"])
     request = RunRequest(
         seq=int(row["sequence"] or 8192),
         micro_batch=int(row["micro_batch"] or 1),
         recompute=recompute,
-        precision="fp8" if "float8" in row["extras"] else "bf16-autocast",
+        precision="fp8" if re.search("float8(?!-)", row["extras"]) else "bf16-autocast",
+        fp8_recipe="rowwise" if "float8-rowwise" in row["extras"] else None,
+        tp_comm_overlap="async-tp" in row["extras"],
         **_layout(row["layout"], int(row["gpus"])),
     )
     run = resolve(preset(row["model"]), request).run
