@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -228,12 +231,12 @@ def test_where_the_ranks_of_an_axis_are() -> None:
 
 
 def test_a_ring_within_a_node_is_counted_by_hand() -> None:
-    """100 MB over 8 ranks of 225 GB/s: 7/8 of it once for a gathering, twice for a sum, and 7 steps' latency."""
+    """100 MB over 8 ranks of 225 GB/s: 7 steps and half of one for its own part, twice for a sum, and latency."""
     nbytes = 10**8
     gather = transfer_seconds("all_gather_into_tensor", nbytes, RankGroup(8, 8), A100)
-    assert gather == pytest.approx(nbytes * 7 / 8 / 225e9 + 7 * 2e-6)
+    assert gather == pytest.approx(nbytes * 7.5 / 8 / 225e9 + 7 * 2e-6)
     assert transfer_seconds("reduce_scatter_tensor", nbytes, RankGroup(8, 8), A100) == gather
-    tree = 2 * (nbytes * 7 / 8 / 225e9 + 3 * 2e-6)
+    tree = 2 * (nbytes * 7.25 / 8 / 225e9 + 3 * 2e-6)
     assert transfer_seconds("all_reduce", nbytes, RankGroup(8, 8), A100) == pytest.approx(tree)
     assert transfer_seconds("all_reduce", nbytes, RankGroup(1, 1), A100) == 0
 
@@ -265,3 +268,28 @@ def test_pieces_of_products_hide_all_but_one_of_each_transfer() -> None:
 def test_two_nodes_need_a_network() -> None:
     with pytest.raises(UsageError, match="does not state its network"):
         transfer_seconds("all_reduce", 1, RankGroup(16, 8), hardware("rtx4090-24gb"))
+
+
+@pytest.mark.parametrize("name", ["v100-32gb", "a10-24gb", "a100-80gb", "t4-16gb"])
+def test_a_device_without_fp8_takes_its_products_as_it_takes_wider_ones(name: str) -> None:
+    """Peak and share alike: fp8 is no quicker than bf16 where nothing multiplies it."""
+    device = hardware(name)
+    sizes = (1, 8192, 8192, 8192)
+    wide, narrow = (product_seconds(Product(*sizes, dtype), device) for dtype in ("bfloat16", "float8_e4m3fn"))
+    assert device.flops_per_second.fp8 is None and narrow == wide
+
+
+def test_collectives_within_a_node_as_nccl_takes_them() -> None:
+    """All-gathers and reduce-scatters of 512 MB and 1 GB over 2, 4 and 8 devices, of nccl-tests."""
+    files = {"a100": "a100-80gb", "b200": "b200-192gb", "h100": "h100-80gb", "h200": "h200-141gb"}
+    files |= {"gb200": "gb200-192gb", "gb300": "gb300-288gb"}
+    path = Path(__file__).parent.parent / "facts" / "nccl_times.csv"
+    errors = []
+    for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
+        if int(row["bytes"]) < 1 << 29:
+            continue
+        kind = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[row["collective"]]
+        ranks = RankGroup(int(row["devices"]), int(row["devices"]))
+        took = transfer_seconds(kind, int(row["bytes"]), ranks, hardware(files[row["device"]]))
+        errors.append(took * 1e3 / float(row["milliseconds"]) - 1)
+    assert len(errors) >= 32 and median(map(abs, errors)) < 0.03 and max(map(abs, errors)) < 0.15

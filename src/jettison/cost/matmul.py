@@ -62,12 +62,12 @@ def _is_narrow(dtype: str) -> bool:
 
 
 def _share(hardware: Hardware, dtype: str) -> float:
-    """Of the peak, by the largest products of a dtype."""
-    reached = hardware.reached
-    if not _is_narrow(dtype):
-        return reached.matmul
-    if "float4" in dtype and hardware.flops_per_second.fp4 is not None:
+    """Of the peak that `rate` takes, by the largest products of a dtype."""
+    reached, peaks = hardware.reached, hardware.flops_per_second
+    if "float4" in dtype and peaks.fp4 is not None:
         return reached.matmul_fp4 or reached.matmul_fp8
+    if not _is_narrow(dtype) or peaks.fp8 is None:
+        return reached.matmul
     by = {NARROW_MX: reached.matmul_mxfp8, NARROW_LINES: reached.matmul_lines}
     return by.get(dtype) or reached.matmul_fp8
 
