@@ -33,6 +33,8 @@ FACTS = Path(__file__).parent.parent / "tests" / "facts"
 GPUS = {"H100": "h100-80gb", "B200": "b200-192gb", "B300": "b300-288gb", "GB200": "gb200-192gb", "GB300": "gb300-288gb"}
 RECIPES = {"BF16": None, "FP8-CS": "tensorwise", "FP8-BLOCKS": "blockwise", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
 """``scripts/performance/utils/precision.py`` of Megatron-Bridge, without layers in bf16."""
+ROTATED = "NeMo 25.11"
+"""The first release whose performance scripts set ``apply_rope_fusion``."""
 FUSED = "NeMo 26.06"
 """The first release whose experts are few kernels, in MXFP8."""
 KIMI_K2 = {
@@ -185,7 +187,14 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         tp_comm_overlap=row["model"].startswith("llama") and tp > 1 and recipe != "nvfp4",
     )
     run = resolve(model, request).run
-    how = replace(execution_of(run), hides_stages=True, adds_in_product=not fsdp)
+    how = replace(
+        execution_of(run),
+        hides_stages=True,
+        adds_in_product=not fsdp,
+        rotates_in_place=row["source"] >= ROTATED,
+        narrow_attention="attention" in row["narrow"],
+        narrow_head="head" in row["narrow"],
+    )
     return run, how if described or not recipe else replace(how, recipe=fp8_recipe(recipe, MEGATRON.name))
 
 

@@ -7,9 +7,9 @@ One more value is equally likely to come before the first, between any two, or b
 n + 1 gaps those between the k-th smallest and the k-th largest are n + 1 - 2 k. With k the tenth part of n + 1, rounded
 down, that is 0.8 or more. Quantiles of the values themselves are too narrow: of 14 they hold 0.69.
 
-Runs of one kind err together, so one of a kind that is not there is no further value of the same row. Of 397 runs, each
-held against those of all other kinds alike (dense, or with experts), tenths hold 174 of 225 dense ones and 128 of 172
-with experts; fifteenths 193 and 149: those are taken where a kind has no runs.
+Runs of one kind err together, so one of a kind that is not there is no further value of the same row. Of 411 runs, each
+held against those of all other kinds alike (dense, or with experts), tenths hold 190 of 239 dense ones and 134 of 172
+with experts; fifteenths 207 and 151: those are taken where a kind has no runs.
 
 Every published run whose throughput or iteration is predicted takes part: Table 5 of arXiv 2205.05198, the rows of
 `benchmarks.throughput` and those of `benchmarks.newer_runs`.

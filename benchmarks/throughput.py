@@ -40,6 +40,7 @@ GPUS = {
     "H100-80GB": "h100-80gb",
     "H100-96GB": "h100-96gb",
     "H100": "h100-96gb",
+    "H200": "h200-141gb",
     "B200-180GB": "b200-192gb",
     "GB200-186GB": "gb200-192gb",
 }
@@ -130,13 +131,16 @@ def _layout(text: str, gpus: int) -> dict[str, int]:
 
 def _torchtitan(row: Mapping[str, str]) -> tuple[Run, Execution]:
     """FSDP2, fp32 weights cast for each use, per-op checkpointing that recomputes every second product, norms written
-    out op by op (nn.RMSNorm was no single kernel in 2024). Where no batch is given, the default of its recipe."""
+    out op by op (nn.RMSNorm was no single kernel in 2024). Where no batch is given, the default of its recipe. Async TP
+    is `--tp-comm-overlap`."""
     recompute = {"selective-op": "selective-op-alternate"}.get(row["recompute"], row["recompute"])
     request = RunRequest(
         seq=int(row["sequence"] or 8192),
         micro_batch=int(row["micro_batch"] or 1),
         recompute=recompute,
-        precision="fp8" if "float8" in row["extras"] else "bf16-autocast",
+        precision="fp8" if re.search("float8(?!-)", row["extras"]) else "bf16-autocast",
+        fp8_recipe="rowwise" if "float8-rowwise" in row["extras"] else None,
+        tp_comm_overlap="async-tp" in row["extras"],
         **_layout(row["layout"], int(row["gpus"])),
     )
     run = resolve(preset(row["model"]), request).run
@@ -222,12 +226,13 @@ RULES: Mapping[str, Callable[[Mapping[str, str]], tuple[Run, Execution]]] = Mapp
 )
 """By the first word of a source."""
 LISTED, FOUNDRY, NEMO = "published_runs.csv", "llm_foundry_throughput.csv", "nemo_throughput.csv"
+TITAN = "torchtitan_2025_throughput.csv"
 
 
 def rows() -> list[Timed]:
     """Every published throughput of a described run on a known GPU: those listed first, then llm-foundry's others, then
-    NVIDIA's."""
-    return [row for name in (LISTED, FOUNDRY, NEMO) for row in _read(name)]
+    NVIDIA's, then those of torchtitan of 2025."""
+    return [row for name in (LISTED, FOUNDRY, NEMO, TITAN) for row in _read(name)]
 
 
 def _read(name: str) -> Iterator[Timed]:
@@ -273,13 +278,19 @@ def _words(run: Run) -> str:
 def page() -> str:
     """The whole page."""
     found = rows()
-    listed, others, nemo = ([row for row in found if row.file == name] for name in (LISTED, FOUNDRY, NEMO))
+    files = (LISTED, FOUNDRY, NEMO, TITAN)
+    listed, others, nemo, titan = ([row for row in found if row.file == name] for name in files)
+    calm = [row for row in titan if "rowwise" not in row.name]
     hopper, blackwell = ([row for row in nemo if ("H100" in row.gpu) is old] for old in (True, False))
     words = {
         "listed": _table(listed),
         "others": _table(others),
         "nemo": _table(hopper),
         "blackwell": _table(blackwell, _before()),
+        "titan": _table(titan, _blind(titan)),
+        "titan_summary": _summary(titan),
+        "titan_blind": f"{100 * median(map(abs, _blind(titan).values())):.1f} %",
+        "titan_calm": f"{100 * median(abs(row.error) for row in calm):.1f} %",
         "listed_summary": _summary(listed),
         "others_summary": _summary(others),
         "nemo_summary": _summary(hopper),
@@ -294,6 +305,11 @@ def _before() -> dict[str, float]:
     """Errors of the rows on Blackwell by the first files of these devices."""
     with BEFORE.open(encoding="utf-8") as file:
         return {row["name"]: float(row["error"]) for row in csv.DictReader(file)}
+
+
+def _blind(chosen: list[Timed]) -> dict[str, float]:
+    """Errors of what was predicted before a row was opened."""
+    return {row.name: float(row.columns["blind_tokens_per_second_per_gpu"]) / row.published - 1 for row in chosen}
 
 
 def _table(chosen: list[Timed], before: Mapping[str, float] | None = None) -> str:

@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 from benchmarks.newer_runs import GPUS, NEMOTRON_3_NANO
 
-from jettison.cost.execution import Fusion
+from jettison.cost.execution import Execution, Fusion
 from jettison.cost.kernel import Half, Kernel
 from jettison.cost.launches import work
 from jettison.cost.matmul import kernel_seconds
@@ -50,7 +50,7 @@ def test_backward_is_three_forwards_and_bytes_still_bound() -> None:
     model = parse_config(NEMOTRON_3_NANO, name="nemotron-3-nano")
     run = resolve(model, RunRequest(kernels="megatron", seq=8192, micro_batch=2, precision="bf16")).run
     region = layer_region(run.scene, run.model.layers[0])
-    listed = work(region, Fusion.POINTWISE, "bfloat16", None)
+    listed = work(region, Execution(fusion=Fusion.POINTWISE), "bfloat16", None)
     forward, backward = ([k for k in kernels if k.scan_flops] for kernels in (listed.forward, listed.backward))
     once = 2 * 16384 * (64 * (128 * (128 + 64) + 2 * 64 * 128) + 6144 * 4)
     assert [k.scan_flops for k in forward] == [once]

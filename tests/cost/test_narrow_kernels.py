@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jettison.cost.execution import MEGATRON, Fusion, execution_of
+from jettison.cost.execution import MEGATRON, Execution, Fusion, execution_of
 from jettison.cost.kernel import Half, Kernel, Product
 from jettison.cost.launches import work
 from jettison.cost.layer import narrow_kernels
@@ -117,7 +117,9 @@ def region(run: Run) -> Region:
 def passes(run: Run, half: str) -> list[Kernel]:
     """Kernels of products that multiply nothing."""
     chosen = region(run)
-    listed = work(chosen, Fusion.POINTWISE, "bfloat16", run.precision.product, recipe=run.precision.recipe)
+    listed = work(
+        chosen, Execution(fusion=Fusion.POINTWISE), "bfloat16", run.precision.product, recipe=run.precision.recipe
+    )
     names = (*PRODUCTS, GROUPED)
     steps = chosen.tape.steps
     return [k for k in getattr(listed, half) if k.product is None and steps[k.steps[-1]].name in names]
@@ -149,7 +151,12 @@ def test_delayed_scales_let_the_makers_write() -> None:
     run, other = run_of("delayed", "llama3-8b", seq=8192), run_of("delayed-blackwell", "llama3-8b", seq=8192)
     assert not passes(run, "forward")
     norm, one = (
-        next(k for k in work(region(r), Fusion.POINTWISE, "bfloat16", NARROW, recipe=r.precision.recipe).forward)
+        next(
+            k
+            for k in work(
+                region(r), Execution(fusion=Fusion.POINTWISE), "bfloat16", NARROW, recipe=r.precision.recipe
+            ).forward
+        )
         for r in (run, other)
     )
     assert norm.nbytes - one.nbytes == 8192 * 4096 + 4
@@ -199,7 +206,9 @@ def test_rows_that_are_gathered_are_turned_on_hopper_alone() -> None:
 def test_gates_and_heads_stay_wide() -> None:
     run = run_of("mxfp8", "qwen3-30b-a3b", seq=4096)
     chosen = region(run)
-    listed = work(chosen, Fusion.POINTWISE, "bfloat16", NARROW, recipe=run.precision.recipe, loops_experts=True)
+    listed = work(
+        chosen, Execution(fusion=Fusion.POINTWISE, loops_experts=True), "bfloat16", NARROW, recipe=run.precision.recipe
+    )
     made = {chosen.tape.steps[k.steps[0]].path.rsplit(".", 1)[-1]: k.product.dtype for k in listed.forward if k.product}
     assert made["gate"] == "bfloat16" and made["down"] == te("mxfp8").product
 
@@ -210,7 +219,13 @@ def test_few_kernels_of_experts_quantise_once_each_way() -> None:
     chosen = region(run)
     counts = []
     for loops in (True, False):
-        listed = work(chosen, Fusion.POINTWISE, "bfloat16", NARROW, recipe=run.precision.recipe, loops_experts=loops)
+        listed = work(
+            chosen,
+            Execution(fusion=Fusion.POINTWISE, loops_experts=loops),
+            "bfloat16",
+            NARROW,
+            recipe=run.precision.recipe,
+        )
         experts = {i for i, step in enumerate(chosen.tape.steps) if step.name == GROUPED}
         counts.append(
             [
@@ -283,8 +298,8 @@ def test_backward_in_torchao_by_hand(
     """Bytes of a number: of the gradient, the weight, the gradient the other way, and the input."""
     run = run_of(name, "llama3-8b", kernels="huggingface")
     chosen = region(run)
-    fusion = Fusion.COMPILED if compiled else Fusion.NONE
-    listed = work(chosen, fusion, "bfloat16", NARROW, recipe=run.precision.recipe)
+    how = Execution(fusion=Fusion.COMPILED if compiled else Fusion.NONE)
+    listed = work(chosen, how, "bfloat16", NARROW, recipe=run.precision.recipe)
     down = next(i for i, step in enumerate(chosen.tape.steps) if step.path.endswith("down"))
     tokens, h, f = 2048, 4096, 14336
     found = [k for k in listed.backward if k.product is None and k.steps == (down,)]

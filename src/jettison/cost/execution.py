@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final
 
 from jettison.spec.fp8 import Fp8Recipe
-from jettison.spec.kernels import Dispatcher
+from jettison.spec.kernels import ContextExchange, Dispatcher
 from jettison.spec.run import Run, Software
 
 
@@ -50,9 +50,16 @@ class Execution:
         loops_experts: a grouped product is handed over expert by expert, and what stands around it op by op: see
             NOTE [ Experts in Megatron ] in `expert_kernels`. Otherwise products, activation and quantising are few
             kernels.
+        permutes: rows that experts are given go back as they came: NOTE [ Permuted rows ] in `expert_kernels`.
+        rotates_in_place: NOTE [ Rotated in place ] in `rotary_kernels`.
         graphed: CUDA graphs replay the kernels of layers, and the host hands none over.
         stack: whose figures of the hardware file hold, where it has any.
         attention: speed of its fused attention, as a multiple of what the hardware file states.
+        narrow_attention: query, key and value are quantised, and so is the gradient of what comes out
+            (``fp8_dot_product_attention`` of Megatron), under recipes for which there are figures.
+        narrow_head: a recipe's products include the head's (``fp8_output_proj`` of Megatron).
+        whole_sequences: under context parallelism attention is one call, of whole sequences, and not one for each piece
+            that comes round.
     """
 
     fusion: Fusion = Fusion.NONE
@@ -72,9 +79,14 @@ class Execution:
     hides_experts: bool = False
     once_to_node: bool = False
     loops_experts: bool = False
+    permutes: bool = False
+    rotates_in_place: bool = False
     graphed: bool = False
     stack: str = ""
     attention: float = 1.0
+    narrow_attention: bool = False
+    narrow_head: bool = False
+    whole_sequences: bool = False
 
     def exposed(self, ranks: int) -> float:
         """Share of a transfer over so many ranks of tensor parallelism that its own product does not cover."""
@@ -106,6 +118,7 @@ MEGATRON: Final = Execution(
     splits_outputs=True,
     delayed_scaling=True,
     loops_experts=True,
+    permutes=True,
     stack="nemo",
 )
 PYTORCH: Final = Execution(fused_optimizer=True, hooks=True)
@@ -124,4 +137,5 @@ def execution_of(run: Run) -> Execution:
         loops_experts=how.loops_experts and run.stack is not Software.NEMO_26_06,
         graphed=run.cuda_graphs,
         stack=stack,
+        whole_sequences=run.kernels.context_exchange is ContextExchange.A2A,
     )

@@ -5,7 +5,12 @@ Megatron-Core before the fused kernels of 26.06 (megatron/core/transformer/moe/e
 product over expert by expert, and quantises what goes into it before. The bias of the last product is added by
 `_apply_bias`: for each expert b·p with fp32 weights p, a sum, all of them joined and cast, where one kernel would read
 and write 2 + 2 bytes. That of the first product is the product's own. Halves that are clamped (gpt-oss) are clamped and
-joined before the kernel that multiplies them (fusions/fused_bias_geglu.py).
+joined before the kernel that multiplies them (fusions/fused_bias_geglu.py), and PyTorch's backward of a clamp compares
+anew. `tests/cost/test_cost_experts.py` counts the bytes of both in PyTorch, op by op.
+
+NOTE [ Permuted rows ]
+TransformerEngine's permute (``pytorch/permutation.py``, with ``moe_permute_fusion``) goes back by a gather of the same
+rows, which it reads and writes once. PyTorch's backward of an index adds rows to zeros.
 """
 
 from __future__ import annotations
@@ -19,12 +24,13 @@ from jettison.cost.kernel import Half, Kernel
 from jettison.cost.op_kinds import ALL_TO_ALL, PAD
 from jettison.formula.tape import Tape, TapeOp
 
-WIDE_BIAS = (28, 36)
+WIDE_BIAS = (28, 40)
 """Bytes an element of a bias that is added in fp32, in both directions: b·p written (4), read with the output and the
-sum written (10), joined (8), cast (6); the gradient cast (6) and cast again for the output's (6), times p for b's and
-times b for p's (16), and both summed up (8)."""
-CLAMPS = (16, 12)
-"""Bytes an element of the hidden size of halves that are clamped apart and joined, and back."""
+sum written (10), joined (8), cast (6); the gradient cast (6) and cast again for the output's (6), which are joined (4),
+times p for b's and times b for p's (16), and both summed up (8)."""
+CLAMPS = (16, 30)
+"""Bytes an element of the hidden size of halves that are clamped apart and joined; and back: a half with one bound
+compared (3) and chosen (5), one with two compared twice (6), both joined (3) and chosen (5), halves joined (8)."""
 
 
 @dataclass(frozen=True, kw_only=True)

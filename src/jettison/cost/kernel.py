@@ -44,7 +44,9 @@ class Kernel:
         scan_flops: of a fused scan.
         launches: kernels that it stands for.
         rows: it looks rows up, or scatters them.
-        head_dim: of a fused attention.
+        head_dim: of a fused attention's queries.
+        keys: that one call of a fused attention sees.
+        narrow: it takes query, key and value in fp8.
     """
 
     steps: tuple[int, ...]
@@ -56,6 +58,8 @@ class Kernel:
     launches: int = 1
     rows: bool = False
     head_dim: int = 0
+    keys: int = 0
+    narrow: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
-from jettison.cost.execution import Fusion
+from jettison.cost.execution import Execution, Fusion
 from jettison.cost.expert_kernels import ExpertKernels
 from jettison.cost.kernel import Half, Kernel, KernelWork, Product
 from jettison.cost.narrow_kernels import NarrowKernels
@@ -46,13 +46,16 @@ from jettison.cost.op_kinds import (
     TILED,
     TRANSFER,
 )
+from jettison.cost.rotary_kernels import RotaryKernels
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
 from jettison.formula.tape import Tape, TapeOp, Value
 from jettison.spec.fp8 import Fp8Recipe
 
 FLASH_BACKWARD = 2.5
-"""Products of a fused attention's backward for one of its forward: five against two (arXiv 2205.14135, Algorithm 4)."""
+"""FLOPs of a fused attention's backward for those of its forward, where values are as wide as queries."""
+ROWS = 2
+"""Of query, key and value: b × heads × s × d."""
 SCAN_BACKWARD = 3
 """FLOPs of a fused scan's backward for those of its forward: gradients of both factors of each product, and the states
 and scores that it works out again (``mamba_ssm/ops/triton/ssd_combined.py``, ``_mamba_chunk_scan_combined_bwd``)."""
@@ -62,36 +65,25 @@ LOSS_PASSES = 3
 
 @lru_cache(maxsize=4096)
 def work(
-    region: Region,
-    fusion: Fusion,
-    gradient: str,
-    product: str | None,
-    *,
-    recipe: Fp8Recipe | None = None,
-    delayed_scaling: bool = False,
-    loops_experts: bool = False,
-    once_to_node: bool = False,
+    region: Region, how: Execution, gradient: str, product: str | None, *, recipe: Fp8Recipe | None = None
 ) -> KernelWork:
     """Everything that a region launches.
 
     Args:
-        recipe: how products are narrow, if that is said.
-        delayed_scaling: see NOTE [ Quantising ] in `narrow_kernels`.
-        loops_experts: see NOTE [ Experts in Megatron ] in `expert_kernels`.
-        once_to_node: what sends rows copies them, too, and sums what comes back.
+        how: the code runs it.
         gradient: dtype of weight gradients.
         product: dtype of the inputs of products with weights, where they are quantised.
+        recipe: how products are narrow, if that is said.
     """
-    return _Listing(
-        region=region,
-        fusion=fusion,
-        gradient_bytes=DTYPE_BYTES[gradient],
-        product=product,
-        recipe=recipe,
-        delayed_scaling=delayed_scaling,
-        loops_experts=loops_experts,
-        once_to_node=once_to_node,
-    ).work()
+    return _Listing(region=region, how=how, gradient_bytes=DTYPE_BYTES[gradient], product=product, recipe=recipe).work()
+
+
+def backward_of_attention(step: TapeOp) -> float:
+    """FLOPs of a fused attention's backward: five products for the forward's two, three as wide as queries and two as
+    wide as values (arXiv 2205.14135, Algorithm 4).
+    """
+    query, value = step.inputs[0].local_shape[-1], step.inputs[2].local_shape[-1]
+    return step.flops * (3 * query + 2 * value) / (query + value)
 
 
 def groups(steps: Sequence[TapeOp], fusion: Fusion, *, delayed_scaling: bool = False) -> list[list[int]]:
@@ -146,13 +138,10 @@ class _Listing:
     """Writes down the kernels of one region."""
 
     region: Region
-    fusion: Fusion
+    how: Execution
     gradient_bytes: int
     product: str | None
     recipe: Fp8Recipe | None
-    delayed_scaling: bool
-    loops_experts: bool
-    once_to_node: bool
 
     @property
     def tape(self) -> Tape:
@@ -165,15 +154,21 @@ class _Listing:
             tape=self.tape,
             product=self.product,
             recipe=self.recipe,
-            delayed=self.delayed_scaling,
-            loops=self.loops_experts,
-            compiled=self.fusion is Fusion.COMPILED,
+            delayed=self.how.delayed_scaling,
+            loops=self.how.loops_experts,
+            compiled=self.how.fusion is Fusion.COMPILED,
+            head=self.how.narrow_head,
         )
 
     @cached_property
     def experts(self) -> ExpertKernels:
         """What experts launch otherwise."""
-        return ExpertKernels(tape=self.tape, loops=self.loops_experts, once_to_node=self.once_to_node)
+        return ExpertKernels(tape=self.tape, loops=self.how.loops_experts, once_to_node=self.how.once_to_node)
+
+    @cached_property
+    def rotary(self) -> RotaryKernels:
+        """What rotations launch."""
+        return RotaryKernels(tape=self.tape, in_place=self.how.rotates_in_place)
 
     def work(self) -> KernelWork:
         steps = self.tape.steps
@@ -208,11 +203,11 @@ class _Listing:
         return KernelWork(forward=tuple(forward), backward=tuple(reversed(backward)))
 
     def _groups(self, steps: Sequence[TapeOp]) -> list[list[int]]:
-        return groups(steps, self.fusion, delayed_scaling=self.narrow.joins)
+        return groups(steps, self.how.fusion, delayed_scaling=self.narrow.joins)
 
     def _is_free(self, step: TapeOp) -> bool:
         free = step.name == HOLD or step.name.startswith(TRANSFER)
-        return free or self.experts.sends(step) or self.narrow.counts(step)
+        return free or self.experts.sends(step) or self.narrow.counts(step) or self.rotary.is_free(step)
 
     # forward ----------------------------------------------------------------------------------------------------------
 
@@ -226,6 +221,9 @@ class _Listing:
         if self.experts.is_bias(step):
             yield from self.experts.bias(step, indices, backward=False)
             return
+        if (rotated := self.rotary.nbytes(step)) is not None:
+            yield Kernel(steps=indices, nbytes=rotated)
+            return
         if step.name in LOOKUPS:
             yield Kernel(steps=indices, nbytes=2 * written + step.inputs[-1].nbytes, rows=True)
             return
@@ -238,8 +236,9 @@ class _Listing:
         if step.name in LOSSES:
             yield from self._loss(step, indices, backward=False)
         elif step.name == FLASH:
-            head_dim = step.inputs[0].local_shape[-1]
-            yield Kernel(steps=indices, nbytes=nbytes, attention_flops=step.flops, head_dim=head_dim)
+            if self._narrow_attention:
+                yield self.narrow.attention(step, indices, None)
+            yield self._fused_attention(step, indices, nbytes, step.flops, None)
         else:
             yield from self.narrow.forward(step, group[0])
             nbytes -= self.narrow.spares(step)
@@ -251,6 +250,26 @@ class _Listing:
                 rows=step.name in SCATTERS,
                 launches=step.rounds,
             )
+
+    @property
+    def _narrow_attention(self) -> bool:
+        return self.how.narrow_attention and self.recipe is not None
+
+    def _fused_attention(
+        self, step: TapeOp, indices: tuple[int, ...], nbytes: int, flops: float, half: Half | None
+    ) -> Kernel:
+        """One pass of it. A call sees the keys of a rank's piece, unless it sees whole sequences."""
+        query, key, *_ = step.inputs
+        return Kernel(
+            steps=indices,
+            nbytes=nbytes,
+            attention_flops=flops,
+            half=half,
+            launches=1 if half is None else 2,
+            head_dim=query.local_shape[-1],
+            keys=(key.shape if self.how.whole_sequences else key.local_shape)[ROWS],
+            narrow=self._narrow_attention,
+        )
 
     def _read(self, own: list[TapeOp]) -> int:
         """Bytes that come from outside, each storage once."""
@@ -278,7 +297,7 @@ class _Listing:
         rows, n = prod(shape[:-1]), shape[-1]
         if step.name == GROUPED:
             batch = max(1, step.weights[0].numel // (n * k))
-            return Product(batch, -(-rows // batch), n, k, dtype, grouped=self.loops_experts)
+            return Product(batch, -(-rows // batch), n, k, dtype, grouped=self.how.loops_experts)
         return Product(1, rows, n, k, dtype)
 
     def _loss(self, step: TapeOp, indices: tuple[int, ...], *, backward: bool) -> Iterator[Kernel]:
@@ -309,17 +328,18 @@ class _Listing:
         incoming = sum(v.nbytes for v in leaving if v.grad)
         if self.experts.is_bias(step):
             yield from self.experts.bias(step, indices, backward=True)
+        elif (rotated := self.rotary.nbytes(step)) is not None:
+            yield Kernel(steps=indices, nbytes=rotated, half=Half.INPUTS)
         elif step.name in LOSSES:
             yield from self._loss(step, indices, backward=True)
         elif step.name == FLASH:
-            yield Kernel(
-                steps=indices,
-                nbytes=2 * self._saved(own) + incoming,
-                attention_flops=FLASH_BACKWARD * step.flops,
-                half=Half.INPUTS,
-                launches=2,
-                head_dim=step.inputs[0].local_shape[-1],
-            )
+            if self._narrow_attention:
+                yield self.narrow.attention(step, indices, Half.INPUTS)
+            nbytes = 2 * self._saved(own) + incoming
+            yield self._fused_attention(step, indices, nbytes, backward_of_attention(step), Half.INPUTS)
+        elif step.name in LOOKUPS and self.how.permutes and not step.weights:
+            nbytes = incoming + self._gradients(own)
+            yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, rows=True)
         elif step.name in LOOKUPS:
             table = step.weights[0].numel * self.gradient_bytes if step.learned else self._gradients(own)
             half = Half.WEIGHTS if step.learned else Half.INPUTS
@@ -357,7 +377,7 @@ class _Listing:
 
     def _memory_backward(self, indices: tuple[int, ...], own: list[TapeOp], incoming: int) -> Iterator[Kernel]:
         made = self._made(own)
-        workspace = sum(step.workspace for step in own) if self.fusion is not Fusion.COMPILED else 0
+        workspace = sum(step.workspace for step in own) if self.how.fusion is not Fusion.COMPILED else 0
         if not made and not workspace and not any(step.learned for step in own):
             return
         launches = len(made) if len(own) == 1 and len(made) > 1 else 1
@@ -410,9 +430,10 @@ class _Listing:
             if not step.differentiable:
                 continue
             for v in {v.storage: v for v in step.inputs if v.grad}.values():
-                contributions[v.storage].append((i, v.nbytes))
-        each = 1 if self.fusion is Fusion.COMPILED else 3
+                if v.storage not in self.rotary.apart:
+                    contributions[v.storage].append((i, v.nbytes))
+        each = 1 if self.how.fusion is Fusion.COMPILED else 3
         for found in contributions.values():
             for i, nbytes in found[1:]:
-                launches = 0 if self.fusion is Fusion.COMPILED else 1
+                launches = 0 if self.how.fusion is Fusion.COMPILED else 1
                 yield Kernel(steps=(i,), nbytes=each * nbytes, half=Half.INPUTS, launches=launches)

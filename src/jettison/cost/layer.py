@@ -121,21 +121,13 @@ def narrow_kernels(tape: Tape, execution: Execution, precision: Precision) -> Na
         delayed=execution.delayed_scaling,
         loops=execution.loops_experts,
         compiled=execution.fusion is Fusion.COMPILED,
+        head=execution.narrow_head,
     )
 
 
 def kernels_of(region: Region, execution: Execution, precision: Precision) -> KernelWork:
     """Everything that a region launches when it is run like that."""
-    return work(
-        region,
-        execution.fusion,
-        precision.gradient,
-        precision.product,
-        recipe=precision.recipe or execution.recipe,
-        delayed_scaling=execution.delayed_scaling,
-        loops_experts=execution.loops_experts,
-        once_to_node=execution.once_to_node,
-    )
+    return work(region, execution, precision.gradient, precision.product, recipe=precision.recipe or execution.recipe)
 
 
 class Class(StrEnum):

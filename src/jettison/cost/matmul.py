@@ -36,6 +36,8 @@ EDGE: Final = 128
 share of the memory bandwidth, in which it computes 134 of them."""
 NARROW: Final = 64
 """Heads of so few dimensions or less: a score costs as many exponentials as with 128, for half the products."""
+CAUSAL: Final = 0.5
+"""Of the scores, those that a causal mask leaves."""
 SPLIT: Final = 1024
 """A sum is not split into parts shallower than this."""
 
@@ -60,12 +62,12 @@ def _is_narrow(dtype: str) -> bool:
 
 
 def _share(hardware: Hardware, dtype: str) -> float:
-    """Of the peak, by the largest products of a dtype."""
-    reached = hardware.reached
-    if not _is_narrow(dtype):
-        return reached.matmul
-    if "float4" in dtype and hardware.flops_per_second.fp4 is not None:
+    """Of the peak that `rate` takes, by the largest products of a dtype."""
+    reached, peaks = hardware.reached, hardware.flops_per_second
+    if "float4" in dtype and peaks.fp4 is not None:
         return reached.matmul_fp4 or reached.matmul_fp8
+    if not _is_narrow(dtype) or peaks.fp8 is None:
+        return reached.matmul
     by = {NARROW_MX: reached.matmul_mxfp8, NARROW_LINES: reached.matmul_lines}
     return by.get(dtype) or reached.matmul_fp8
 
@@ -119,10 +121,28 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware, *, visible: float, dtype:
         arithmetic = product_seconds(kernel.product, hardware)
         seconds = seconds + arithmetic if kernel.product.grouped else max(seconds, arithmetic)
     elif kernel.attention_flops:
-        share = reached.attention if kernel.half is None else reached.attention_backward
-        if kernel.head_dim <= NARROW and reached.attention_64 is not None:
-            share *= reached.attention_64 / reached.attention
-        seconds = max(seconds, kernel.attention_flops * visible / (rate(hardware, dtype) * share * attention))
+        seconds = max(seconds, _attention_seconds(kernel, hardware, visible, dtype) / attention)
     elif kernel.scan_flops and reached.scan is not None:
         seconds = max(seconds, kernel.scan_flops / (rate(hardware, dtype) * reached.scan))
     return seconds + kernel.launches * hardware.delays.kernel
+
+
+def _attention_seconds(kernel: Kernel, hardware: Hardware, visible: float, dtype: str) -> float:
+    """Of a fused attention's arithmetic: NOTE [ Edges of attention ] in `spec.attention_rates`, where the file knows.
+
+    cuDNN's backward of narrow tensors skips what is after a query, and nothing that a window masks (9.22: a window of
+    128 takes as long as none; tests/facts/cudnn_attention.csv).
+    """
+    reached, backward = hardware.reached, kernel.half is not None
+    rates = None if dtype == "float32" else hardware.attention
+    narrow = rates.share("mxfp8", kernel.head_dim, backward=backward) if rates and kernel.narrow else None
+    share = narrow or (rates.share("bf16", kernel.head_dim, backward=backward) if rates else None)
+    if rates is None or share is None:
+        share = reached.attention_backward if backward else reached.attention
+        if kernel.head_dim <= NARROW and reached.attention_64 is not None:
+            share *= reached.attention_64 / reached.attention
+        return kernel.attention_flops * visible / (rate(hardware, dtype) * share)
+    if narrow and backward:
+        visible = max(visible, CAUSAL)
+    peak = rate(hardware, NARROW_MX if narrow else dtype)
+    return kernel.attention_flops * (visible + rates.edge / kernel.keys) / (peak * share)

@@ -60,6 +60,7 @@ class NarrowKernels:
         recipe: how it is made so, if that is said.
         delayed: scales come from earlier steps.
         loops: experts are handed over one by one.
+        head: is the head's product one of narrow copies?
         compiled: whether magnitudes are found in the kernel that casts, where a kernel can.
     """
 
@@ -69,6 +70,7 @@ class NarrowKernels:
     delayed: bool
     loops: bool
     compiled: bool
+    head: bool = False
 
     @property
     def joins(self) -> bool:
@@ -89,10 +91,13 @@ class NarrowKernels:
         return step.name == QUANTISE and self.recipe is not None
 
     def takes(self, step: TapeOp) -> bool:
-        """Is a step a product of narrow copies? With a recipe the head and gates are none."""
+        """Is a step a product of narrow copies? With a recipe gates are none, and the head is if that is asked for."""
         if self.product is None or step.name not in PRODUCTS:
             return False
-        return self.recipe is None or (bool(step.weights) and _narrowed(step.weights[0]))
+        return self.recipe is None or (bool(step.weights) and self._narrowed(step.weights[0]))
+
+    def _narrowed(self, weight: Weight) -> bool:
+        return weight.product and (self.head or not weight.head) and weight.shape[0] > 1
 
     def _experts(self, step: TapeOp) -> bool:
         return self.product is not None and step.name == GROUPED and bool(step.weights)
@@ -156,6 +161,14 @@ class NarrowKernels:
         for value in (*((y,) if rows else ()), x) if copied else ():
             nbytes = copying_bytes(self.recipe, *_sizes(value), both=False, looks=again)
             yield Kernel(steps=indices, nbytes=nbytes, half=Half.WEIGHTS, launches=1 + again)
+
+    def attention(self, step: TapeOp, indices: tuple[int, ...], half: Half | None) -> Kernel:
+        """What narrow attention quantises: query, key and value, and in backward the gradient of what came out, rows
+        and columns each (``backends.py`` of TransformerEngine, ``FusedAttnFunc``). Its results are wide.
+        """
+        tensors = step.inputs[:3] if half is None else step.outputs[:1]
+        nbytes = sum(self._copies(value, both=True) for value in tensors)
+        return Kernel(steps=indices, nbytes=nbytes, half=half, launches=len(tensors))
 
     @property
     def widens(self) -> bool:
@@ -274,10 +287,6 @@ def copying_bytes(recipe: Fp8Recipe, rows: int, columns: int, *, both: bool, loo
     if both:
         return wide + recipe.both_bytes(recipe.inputs, rows, columns)
     return wide + recipe.copy_bytes(recipe.inputs, rows, columns, columnwise=False)
-
-
-def _narrowed(weight: Weight) -> bool:
-    return weight.product and not weight.head and weight.shape[0] > 1
 
 
 def _sizes(value: Value) -> tuple[int, int]:

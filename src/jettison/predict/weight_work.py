@@ -77,7 +77,9 @@ def quantised_bytes(region: Region, precision: Precision, execution: Execution) 
 def optimizer_bytes(
     region: Region, layout: Layout, precision: Precision, optimizer: Optimizer, in_layer: bool
 ) -> float:
-    """Read and written on one rank: gradients for their norm and to be clipped, then all that an update needs.
+    """Read and written on one rank: gradients for their norm and to be clipped, then all that an update needs. Where an
+    optimizer is sharded its gradients have been reduced to the shards, and these alone are looked at (Megatron-Core,
+    ``DistributedOptimizer._copy_model_grads_to_main_grads`` and ``MegatronOptimizer.get_main_grads_for_grad_norm``).
 
     Where a master copy has another dtype than gradients, they are copied to its dtype first.
     """
@@ -93,8 +95,7 @@ def optimizer_bytes(
             continue
         ranks = layout.expert_shards if weight.expert else layout.shards
         owned = -(-weight.numel // ranks) if layout.zero >= 1 else weight.numel
-        clipped = owned if layout.zero >= 2 else weight.numel
         state = state_bytes(weight, owned, precision, optimizer, in_layer=in_layer)
         state += owned * (DTYPE_BYTES[precision.master] if precision.master else 0)
-        total += clipped * (copied + GRADIENT_PASSES * gradient) + owned * (gradient + parameter) + 2 * state
+        total += owned * (copied + GRADIENT_PASSES * gradient + gradient + parameter) + 2 * state
     return total

@@ -14,11 +14,13 @@ The files that ship are in `hardware_data`; a path to a file of the same form do
     [reached]                       # shares of these that large kernels and transfers reach: see `Reached`
     [microseconds]                  # what comes on top of each: see `Delays`
     [edges]                         # fp32 = [52, 80, 57]: see `Edges`; left out, tiles over multiprocessors
+    [attention]                     # what fused attention reaches by dtype and width: see `attention_rates`
     reached_source, delays_source = "…"
     note = "…"                      # what to say to whoever asks for times on it
     [stacks.NAME]                   # source = "…", and what --stack NAME reaches instead:
     [stacks.NAME.reached]           # the keys of [reached] that differ
     [stacks.NAME.microseconds]      # the keys of [microseconds] that differ
+    [stacks.NAME.attention]         # in place of [attention]
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from typing import Any, Final
 
 from jettison.errors import UsageError
 from jettison.parse_units import parse_bytes
+from jettison.spec.attention_rates import AttentionRates, attention_rates
 from jettison.spec.kernels import Device
 
 _DATA: Final = Path(__file__).with_name("hardware_data")
@@ -51,7 +54,7 @@ _TEXTS: Final = (
 )
 _COUNTS: Final = ("units", "node")
 _RATES: Final = ("fp32", "tf32", "bf16", "fp8", "fp4")
-_SECTIONS: Final = ("teraflops", "gigabytes_per_second", "reached", "microseconds", "edges", "stacks")
+_SECTIONS: Final = ("teraflops", "gigabytes_per_second", "reached", "microseconds", "edges", "attention", "stacks")
 _BANDWIDTHS: Final = ("memory", "link", "host", "network")
 
 
@@ -166,6 +169,7 @@ class Stack:
     source: str
     reached: Reached
     delays: Delays
+    attention: AttentionRates | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +187,7 @@ class Hardware:
         units: multiprocessors.
         node: devices that the links connect.
         synchronous: the host does the work itself, so that nothing that it does beside is hidden.
+        attention: what fused attention reaches, by dtype and width; None: `Reached.attention` for all.
     """
 
     name: str
@@ -202,6 +207,7 @@ class Hardware:
     reached: Reached = Reached()
     delays: Delays = Delays()
     edges: EdgesOf = EdgesOf()
+    attention: AttentionRates | None = None
     reached_source: str = ""
     delays_source: str = ""
     note: str = ""
@@ -308,10 +314,11 @@ def _read(path: Path) -> Hardware:
         reached=reached,
         delays=delays,
         edges=_edges(who, table.get("edges", {})),
+        attention=(attention := attention_rates(who, table.get("attention"))),
         reached_source=texts.get("reached_source", ""),
         delays_source=texts.get("delays_source", ""),
         note=texts.get("note", ""),
-        stacks=_stacks(who, table.get("stacks", {}), reached, delays),
+        stacks=_stacks(who, table.get("stacks", {}), reached, delays, attention),
     )
 
 
@@ -358,7 +365,9 @@ def _shares(who: str, table: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
-def _stacks(who: str, section: object, reached: Reached, delays: Delays) -> tuple[Stack, ...]:
+def _stacks(
+    who: str, section: object, reached: Reached, delays: Delays, attention: AttentionRates | None
+) -> tuple[Stack, ...]:
     """Each with the shares and delays that it does not state taken from the file."""
     if not isinstance(section, dict):
         raise UsageError(f"{who}: got stacks = {section}; expected sections such as [stacks.nemo]")
@@ -367,7 +376,7 @@ def _stacks(who: str, section: object, reached: Reached, delays: Delays) -> tupl
         where = f"{who}, section [stacks.{name}]"
         if not isinstance(table, dict):
             raise UsageError(f"{where}: got {table}; expected a section")
-        _known(where, table, ("source", "reached", "microseconds"))
+        _known(where, table, ("source", "reached", "microseconds", "attention"))
         shares = _shares(where, table)
         given = _section(where, table, "microseconds", [f.name for f in fields(Delays)])
         found.append(
@@ -376,6 +385,7 @@ def _stacks(who: str, section: object, reached: Reached, delays: Delays) -> tupl
                 source=_text(where, "source", table.get("source", "")),
                 reached=replace(reached, **shares),
                 delays=replace(delays, **{key: float(value) / 1e6 for key, value in given.items()}),
+                attention=attention_rates(where, table.get("attention")) or attention,
             )
         )
     return tuple(found)
@@ -389,7 +399,9 @@ def _under(hardware: Hardware, stack: str) -> Hardware:
     return (
         hardware
         if found is None
-        else replace(hardware, reached=found.reached, delays=found.delays, reached_source=found.source)
+        else replace(
+            hardware, reached=found.reached, delays=found.delays, attention=found.attention, reached_source=found.source
+        )
     )
 
 
