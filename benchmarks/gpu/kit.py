@@ -30,7 +30,7 @@ except ImportError:
     print(f"gpu kit: {sys.executable} has no torch; say which has, as in: make gpu PYTHON=python3.12", file=sys.stderr)
     raise SystemExit(2) from None
 
-from benchmarks.gpu import calibration, environment, gradients, layer_22b, llama, offload, overhead, predictions
+from benchmarks.gpu import calibration, environment, gradients, layer_22b, llama, losses, offload, overhead, predictions
 from benchmarks.gpu.cases import Log, Status, slug
 from benchmarks.gpu.setting import Setting, name_of
 
@@ -65,9 +65,10 @@ SECTIONS = (
     Section(name="predictions", title="Predicted and measured peaks", seconds=50, run=predictions.run),
     Section(name="offload", title="Tensors that wait on the host", seconds=45, run=offload.run),
     Section(name="overhead", title="Hooks, with everything kept", seconds=25, run=overhead.run),
+    Section(name="losses", title="Cross entropy over chunks of rows", seconds=20, run=losses.run),
     Section(name="layer_22b", title="The paper's 22B layer", seconds=30, run=layer_22b.run),
-    Section(name="llama_1b", title="Llama 1B at equal peaks", seconds=85, run=llama.run_1b),
-    Section(name="llama_8b", title="Llama 8B at equal peaks", seconds=80, run=llama.run_8b),
+    Section(name="llama_1b", title="Llama 1B at equal peaks", seconds=75, run=llama.run_1b),
+    Section(name="llama_8b", title="Llama 8B at equal peaks", seconds=70, run=llama.run_8b),
     Section(name="calibration", title="Calibration", seconds=25, run=calibration.run),
 )
 

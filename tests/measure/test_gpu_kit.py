@@ -65,7 +65,7 @@ def documents(out: Path) -> dict[str, Any]:
 
 
 def test_it_needs_nothing_but_torch(tmp_path: Path) -> None:
-    sections = ["environment", "gradients", "layer_22b", "offload"]
+    sections = ["environment", "gradients", "layer_22b", "losses", "offload"]
     code, said = run_kit(tmp_path, "--quick", "--no-compile", "--sections", *sections)
     assert code == 0, said
     found = documents(tmp_path)
@@ -83,6 +83,8 @@ def test_it_needs_nothing_but_torch(tmp_path: Path) -> None:
             assert 0 < case[f"{word}_peak_bytes"] <= case[f"{word}_budget_bytes"]
         assert case["smallest_budget_bytes"] < case["plain_peak_bytes"]
         assert case["smallest_dropped"] > 0
+    for case in found["losses"]["cases"]:
+        assert case["logits_bytes"] < case["chunked_bytes"] < 2 * case["logits_bytes"] < case["torch_bytes"]
     page = (tmp_path / "gpu-cpu.md").read_text()
     assert "gpu-cpu-gradients.md" in page and "tiny" in page
 

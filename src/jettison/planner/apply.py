@@ -164,7 +164,7 @@ def apply(
             applied = apply_plan(model, traced, plan, how, host_bytes, confirms=True)
             expect_loop(applied.regions, traced, plan)
             applied = agreed(applied, agreement)
-            applied.losses = losses
+            applied.keep(losses)
             return applied
         assert policy is not None
         if loop.compile is not None:

@@ -51,6 +51,12 @@ class Applied:
         if self.losses is not None:
             self.losses.let_go()
 
+    def keep(self, losses: Hold | None) -> None:
+        """Losses go over chunks as long as the plan is on, or its model there."""
+        self.losses = losses
+        if losses is not None:
+            losses.until_gone(next(region.module for region in self.regions if region.is_root))
+
     def report(self) -> HandleReport:
         """What every region did so far: slots kept, dropped, recomputed ops, fallbacks. Prints as a table."""
         return HandleReport(tuple(region.report() for region in self.regions))

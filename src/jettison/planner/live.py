@@ -284,7 +284,7 @@ def auto_checkpoint(
                 progress=progress,
             )
     if losses is not None and losses.used:
-        applied.losses = losses
+        applied.keep(losses)
     elif losses is not None:
         losses.let_go()
     return applied

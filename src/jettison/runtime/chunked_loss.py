@@ -78,6 +78,10 @@ class Hold:
             if not _holders and functional.cross_entropy is cross_entropy:
                 functional.cross_entropy = _torchs
 
+    def until_gone(self, model: nn.Module) -> None:
+        """It is let go of with the model, if not before."""
+        weakref.finalize(model, self.let_go)
+
 
 @contextlib.contextmanager
 def holding(wanted: bool) -> Iterator[Hold | None]:

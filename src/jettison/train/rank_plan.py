@@ -19,11 +19,12 @@ from jettison.parallel.agree import Agreement, groups_for
 from jettison.parse_units import parse_bytes
 from jettison.planner.apply import agreed, apply, apply_from_another_rank, likeness
 from jettison.planner.compile_blocks import compile_settings, survey_blocks
-from jettison.planner.handle import Applied
+from jettison.planner.handle import Applied, note_losses
 from jettison.planner.host import hardware_of, host_of
 from jettison.planner.parts import plan_parts
 from jettison.planner.planner import fingerprint
 from jettison.progress import Progress
+from jettison.runtime.chunked_loss import Hold, holding
 from jettison.runtime.offload_setup import place_of
 from jettison.solve.plan import Plan
 from jettison.train.log import plan_name
@@ -104,14 +105,26 @@ def decide(parts: Sequence[RankModule], section: PlanSection, dry_step: DryStep 
     if section.policy is not None:
         return Decision(policy=section.policy)
     assert section.budget is not None and dry_step is not None
+    with holding(True) as losses:
+        made, traces = _made(parts, section, dry_step, losses, progress)
+    assert losses is not None
+    losses.let_go()  # `carry_out` knows by the plans whether it is to hold them
+    return Decision(plans=tuple(made), likenesses=tuple(map(likeness, traces)))
+
+
+def _made(
+    parts: Sequence[RankModule], section: PlanSection, dry_step: DryStep, losses: Hold | None, progress: Progress
+) -> tuple[list[Plan], list[ModelTrace]]:
+    """Plans under a budget, and what they are for."""
+    assert section.budget is not None
     traces = [_trace(part) for part in parts]
+    note_losses(traces, losses)
     progress("planning")
     counts = [part.in_flight for part in parts]
     device = hardware_of(section.gpu)
     host = host_of(section.offload, section.host_budget, device, place_of(parts[0].model))
     budget_bytes = parse_bytes(section.budget)
-    made = plan_parts(traces, counts, dry_step, budget_bytes, hardware=device, host=host, progress=progress)
-    return Decision(plans=tuple(made), likenesses=tuple(map(likeness, traces)))
+    return plan_parts(traces, counts, dry_step, budget_bytes, hardware=device, host=host, progress=progress), traces
 
 
 def carry_out(parts: Sequence[RankModule], decision: Decision, host_budget: str | None) -> int:
@@ -141,10 +154,13 @@ def carry_out(parts: Sequence[RankModule], decision: Decision, host_budget: str 
             )
             for p in parts
         )
-    return sum(
-        _recomputed_flops(_apply(part, plan, like, room))
-        for part, plan, like in zip(parts, decision.plans, decision.likenesses, strict=True)
-    )
+    with holding(any(plan.chunked_loss for plan in decision.plans)) as losses:
+        if losses is not None:
+            losses.until_gone(parts[0].model)
+        return sum(
+            _recomputed_flops(_apply(part, plan, like, room))
+            for part, plan, like in zip(parts, decision.plans, decision.likenesses, strict=True)
+        )
 
 
 def _from_files(path: Path, parts: Sequence[RankModule]) -> Decision:
@@ -164,9 +180,12 @@ def _from_file(path: Path, part: RankModule) -> tuple[Plan, str]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"plan.file: {path} cannot be read: {error}") from None
-    traced = _trace(part)
-    digests = {call.name: traced.program(call).digest() for call in traced.calls}
     plan = Plan.from_json(text)
+    with holding(plan.chunked_loss) as losses:
+        traced = _trace(part)
+    if losses is not None:
+        losses.let_go()
+    digests = {call.name: traced.program(call).digest() for call in traced.calls}
     try:
         plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest()} | digests)
     except PlanMismatch as error:
