@@ -1,4 +1,4 @@
-"""A run under a budget computes its losses over chunks of rows: the same losses, and torch's own function afterwards."""
+"""A run under a budget computes its losses over chunks of rows: the same losses, and torch's own function after it."""
 
 from __future__ import annotations
 
