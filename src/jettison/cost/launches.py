@@ -49,7 +49,7 @@ from jettison.cost.op_kinds import (
 from jettison.cost.rotary_kernels import RotaryKernels
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
-from jettison.formula.tape import Tape, TapeOp, Value
+from jettison.formula.tape import NAMES, Tape, TapeOp, Value
 from jettison.spec.fp8 import Fp8Recipe
 
 FLASH_BACKWARD = 2.5
@@ -183,7 +183,7 @@ class _Listing:
                     if v.index in narrowed and self.narrow.takes(steps[i]):
                         narrow_only[v.storage].add(number)
         for i, step in enumerate(steps):  # transfers and what is held for others read, too
-            if self._is_free(step):
+            if self._is_free(step) and step.name != NAMES:
                 for v in step.inputs:
                     readers[v.storage].add(-1 - i)
         saved = {s.value.storage for step in steps for s in step.saved} | {self.region.output.storage}
@@ -206,7 +206,7 @@ class _Listing:
         return groups(steps, self.how.fusion, delayed_scaling=self.narrow.joins)
 
     def _is_free(self, step: TapeOp) -> bool:
-        free = step.name == HOLD or step.name.startswith(TRANSFER)
+        free = step.name in (HOLD, NAMES) or step.name.startswith(TRANSFER)
         return free or self.experts.sends(step) or self.narrow.counts(step) or self.rotary.is_free(step)
 
     # forward ----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from jettison.formula.basic import (
     leave,
     linear,
     multiply,
+    name_given,
     scale,
 )
 from jettison.formula.norm import norm
@@ -73,6 +74,7 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             reference="arXiv 2205.05198 §4.1, linear projection: 2sbh",
             original=True,
         )
+        name_given(w, x)
         return leave(w, out)
 
 

@@ -158,6 +158,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     autocast = wide != w.products
     if packed:
         out = copy(w, out)
+    given = x
     if not (packed and autocast):
         x = cast(w, x, wide)
     dropped = _lora_dropout(w, x, tuning.dropout)
@@ -193,7 +194,15 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         contracted=tuning.rank,
         copied=bool(copies),
     )
-    return add(w, out, scale(w, high))
+    summed = add(w, out, scale(w, high))
+    w.tape.name(given, x)
+    return summed
+
+
+def name_given(w: Writer, x: Value) -> None:
+    """Callers of a block have names for its input, which matters where its products keep copies of it instead."""
+    if w.run.precision.casts or w.run.tuning is not None:
+        w.tape.name(x)
 
 
 def weight_copies(w: Writer, weights: Sequence[Weight]) -> list[Value]:

@@ -252,12 +252,22 @@ class Backward:
         if op.index not in self.pending:
             return
         if self.framed:
-            for each in sorted(self.pending):
-                self._run(self.program.ops[each])
+            self._run_frame()
             return
         for i in op.inputs:
             self._fetch(i)
         self._run(op)
+
+    def _run_frame(self) -> None:
+        """All of it; what would be read later on stays until the frame is left."""
+        stop = max(self.pending)
+        read = [b for op in self.program.ops[stop + 1 :] for b in op.inputs]
+        for b in read:
+            self.uses[b] += 1
+        for each in sorted(self.pending):
+            self._run(self.program.ops[each])
+        for b in read:
+            self._release(b)
 
     def _run(self, op: Op) -> None:
         """What it reads is there."""

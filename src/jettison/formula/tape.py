@@ -20,6 +20,8 @@ from math import prod
 from jettison.dtypes import DTYPE_BYTES
 from jettison.ledger.program import Anchor, Source
 
+NAMES = "names"
+"""Of a step that reads values and does nothing: `Tape.name`."""
 Places = tuple[tuple[str, int], ...]
 """Mesh axis and the dim that it shards, sorted; what is not named is whole on every rank."""
 
@@ -303,6 +305,10 @@ class Tape:
         """Keep a value through backward for other regions, which read it as theirs but do not pay for it."""
         kept = (Saved(value, role, reference),)
         self.steps.append(TapeOp("hold", ".".join(self._scope), (value,), (), kept, (), 0, 0, False, None, None, 0))
+
+    def name(self, *values: Value) -> None:
+        """Values that Python has names for up to here, whoever read them last."""
+        self.steps.append(TapeOp(NAMES, ".".join(self._scope), values, (), (), (), 0, 0, False, None, None, 0))
 
     def empty(self, shape: Sequence[int], dtype: str, places: Places = (), *, grad: bool = False) -> Value:
         """A value that the next recorded op makes."""
