@@ -77,7 +77,7 @@ class _Dropout(nn.Module):
         return out
 
 
-class _Packed(torch.autograd.Function):
+class PackedProduct(torch.autograd.Function):
     """A product of a packed matrix: what stays and what is made, not its values."""
 
     @staticmethod
@@ -108,7 +108,7 @@ class _PackedLinear(nn.Module):
         self.bias = old.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Packed.apply(x, (self.out_features, self.in_features))
+        out: Tensor = PackedProduct.apply(x, (self.out_features, self.in_features))
         return out if self.bias is None else out + self.bias
 
 

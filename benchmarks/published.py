@@ -109,9 +109,10 @@ _WRAPPED = {"reshard_after_forward": "torchtitan", "outer_ends": True}
 """torchtitan's `apply_fsdp` until 28 July 2025: layers, all but the last sharded again, and the model, which is not."""
 _ALTERNATE = "selective-op-alternate"
 _UNEXPLAINED = (
-    "the compiled run of December 2024 half a year earlier, 8 GiB lower: as much as one fp32 copy of the logits. The "
-    "code of that month casts logits in the model and runs the loss eagerly, which takes three; a compiled loss would "
-    "come out 19 % too low. Two weeks before, the same code without recompute was reserved as predicted; not explained"
+    "7 GiB lower than the compiled run of December 2024, and not for its loss: two weeks before, the same code without "
+    "recompute reserved what is predicted. Without what other streams keep (5.7 GiB) the two would be 2 % high, and so "
+    "would those of the tutorial be 4 %: PyTorch's pull request 132445 of 1 August 2024 allocates reduced gradients on "
+    "the default stream, which today's code does not; whether the run had it, which is its author's, is not known"
 )
 _FLOAT8 = (
     "4 to 5 GiB beside a loss that has no fp32 logits; float8 copies and weights that are gathered as bytes "
@@ -121,8 +122,8 @@ _FLOAT8 = (
 )
 _TUTORIAL = (
     "the run of March 2025 with a compiled loss, and 16.8 GiB lower, where fp32 logits that it does not make, ten "
-    "bytes a logit, are 9.8 and the room that they leave 2; what tensors take is 31.2 GiB by the ledger, 1 % more than "
-    "all that was reserved, so that it is not only the allocator's share; not explained"
+    "bytes a logit, are 9.8 and the room that they leave 2. What is left is 7 GiB with one sequence as in July 2024 "
+    "with two, so that it hardly is an activation; what other streams keep is 5.9 of it"
 )
 _ROWWISE = {"fp8_recipe": "rowwise"}
 _DTENSOR_LOSS = (
