@@ -1,6 +1,7 @@
 """Steps of litgpt's own modules on fake tensors, beside the peaks that its tables print.
 
-    python -m benchmarks.litgpt_rows FOLDER    # prints a row for each run whose code the folder has
+    python -m benchmarks.litgpt_rows FOLDER         # prints a row for each run of tables of its year
+    python -m benchmarks.litgpt_rows FOLDER 5895df1 # for those whose name or source has this in it
 
 FOLDER is a checkout of Lightning-AI/litgpt at the commit that a row of `tests/facts/one_gpu*.csv` names: ``litgpt`` is
 in it, or ``lit_gpt`` before March 2024. Nothing of Lightning runs: what its loop and its plugins do to memory is
@@ -76,7 +77,7 @@ class _Dropout(nn.Module):
         return out
 
 
-class _Packed(torch.autograd.Function):
+class PackedProduct(torch.autograd.Function):
     """A product of a packed matrix: what stays and what is made, not its values."""
 
     @staticmethod
@@ -101,13 +102,13 @@ class _PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = old.weight.shape
         count = self.out_features * self.in_features
-        self.codes = nn.Parameter(torch.empty(count // 2, dtype=torch.uint8), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(count // 2, dtype=torch.uint8), requires_grad=False)
         scales = torch.empty(count // _PER_SCALE, dtype=torch.uint8 if double else torch.float32)
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias = old.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Packed.apply(x, (self.out_features, self.in_features))
+        out: Tensor = PackedProduct.apply(x, (self.out_features, self.in_features))
         return out if self.bias is None else out + self.bias
 
 
@@ -227,12 +228,12 @@ def rows() -> Iterator[dict[str, str]]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print each row of the folder's code: run, GB published, GB of its own step."""
-    folder = Path(arguments[0])
+    """Print rows: run, GB published, GB of its own step."""
+    folder, word = Path(arguments[0]), "".join(arguments[1:2])
     old = (folder / "lit_gpt").is_dir()
     parts = load(folder)
     for row in rows():
-        if ("resource-tables" in row["source"]) is not old or (len(arguments) > 1 and arguments[1] not in row["run"]):
+        if ("resource-tables" in row["source"]) is not old or word not in row["run"] + row["source"]:
             continue
         name = NAMES[re.split(r", Q?LoRA", row["run"])[0]]
         request = dict(word.split("=", 1) for word in row["request"].split())
