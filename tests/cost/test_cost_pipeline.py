@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from jettison.ledger.schedule import ScheduledPass, Work, orders
 from jettison.spec.layout import Schedule
 
 ONE_F_ONE_B, GPIPE, ZERO_BUBBLE = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.ZERO_BUBBLE
+IN_A_V = Schedule.ZERO_BUBBLE_V
 Times = list[list[float]]
 
 
@@ -58,6 +61,15 @@ def test_a_device_waits_for_what_is_sent() -> None:
     assert found == Replay(busy=(3.0, 3.0), ends=(6.5, 4.25))
 
 
+def test_a_v_has_no_bubbles_where_all_halves_are_alike() -> None:
+    """ZB-V (arXiv 2401.10241 §6): behind the p - 1 steps in which the last device waits for its first, none."""
+    ones = [[1.0, 1.0]] * 4
+    found = schedule_seconds(IN_A_V, 12, ones, ones, ones)
+    assert found.busy == (72.0,) * 4
+    assert found.makespan == 75.0
+    assert max(found.bubble) == 3.0
+
+
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     backward_first = [ScheduledPass(Work.BACKWARD, 0, 0), ScheduledPass(Work.FORWARD, 0, 0)]
     with pytest.raises(ValueError, match="wait for each other"):
@@ -70,16 +82,19 @@ seconds = st.floats(0.1, 3)
 
 
 @st.composite
-def pipelines(draw: st.DrawFn, most: int = 5) -> tuple[Schedule, int, Times, Times, Times | None]:
+def pipelines(
+    draw: st.DrawFn, most: int = 5, schedules: Sequence[Schedule] = tuple(Schedule)
+) -> tuple[Schedule, int, Times, Times, Times | None]:
     """Schedule, p, and times of p stages."""
     stages = draw(st.integers(1, most))
-    schedule = draw(st.sampled_from(Schedule))
-    chunks = draw(st.integers(1, 3)) if schedule is ONE_F_ONE_B and stages > 1 else 1
+    schedule = draw(st.sampled_from(schedules))
+    interleaves = schedule in (ONE_F_ONE_B, ZERO_BUBBLE) and stages > 1
+    chunks = draw(st.integers(1, 3)) if interleaves else 2 if schedule is IN_A_V else 1
 
     def times() -> Times:
         return [draw(st.lists(seconds, min_size=chunks, max_size=chunks)) for _ in range(stages)]
 
-    return schedule, stages, times(), times(), times() if schedule is ZERO_BUBBLE else None
+    return schedule, stages, times(), times(), times() if schedule.splits else None
 
 
 @given(pipelines(), st.integers(1, 4), st.floats(0, 1))
@@ -87,7 +102,8 @@ def test_no_step_is_shorter_than_its_busiest_device_or_its_longest_path(pipeline
     schedule, stages, forward, backward, weight = pipeline
     found = schedule_seconds(schedule, groups * stages, forward, backward, weight, transfer=transfer)
     chunks = len(forward[0])
-    path = sum(map(sum, forward)) + sum(map(sum, backward)) + 2 * (stages * chunks - 1) * transfer * (stages > 1)
+    sent = stages * chunks - 1 - (schedule is IN_A_V)  # the V's bottom is on one device
+    path = sum(map(sum, forward)) + sum(map(sum, backward)) + 2 * sent * transfer * (stages > 1)
     assert found.makespan >= max(found.busy) - 1e-9
     assert found.makespan >= path - 1e-9
     assert (
@@ -109,7 +125,7 @@ def test_a_shorter_transfer_never_costs_time(pipeline, groups: int, transfer: fl
     assert shorter.makespan <= longer.makespan + 1e-9
 
 
-@given(pipelines(), st.integers(1, 8))
+@given(pipelines(schedules=[each for each in Schedule if each is not IN_A_V]), st.integers(1, 8))
 def test_more_micro_batches_never_lower_efficiency(pipeline, groups: int) -> None:
     schedule, stages, forward, backward, weight = pipeline
     fewer, more = (
@@ -122,9 +138,14 @@ def test_more_micro_batches_never_lower_efficiency(pipeline, groups: int) -> Non
 @pytest.mark.parametrize("schedule", Schedule)
 def test_many_micro_batches_are_extrapolated(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of unequal stages, against the replay of everything."""
-    forward, backward = [[1.0], [1.4], [1.1]], [[2.0], [2.1], [2.6]]
-    weight = [[0.9], [0.8], [1.0]] if schedule is ZERO_BUBBLE else None
-    whole = replay(orders(schedule, stages=3, micro_batches=100), forward, backward, weight, transfer=0.1)
+    chunks = 2 if schedule is IN_A_V else 1
+    forward, backward = (
+        [[1.0] * chunks, [1.4] * chunks, [1.1] * chunks],
+        [[2.0] * chunks, [2.1] * chunks, [2.6] * chunks],
+    )
+    weight = [[0.9] * chunks, [0.8] * chunks, [1.0] * chunks] if schedule.splits else None
+    every = orders(schedule, stages=3, micro_batches=100, virtual_stages=chunks)
+    whole = replay(every, forward, backward, weight, transfer=0.1, schedule=schedule)
     monkeypatch.setattr(pipeline, "MOST_EVENTS", 150)
     found = schedule_seconds(schedule, 100, forward, backward, weight, transfer=0.1)
     assert found.makespan == pytest.approx(whole.makespan)

@@ -12,6 +12,7 @@ if not torch.distributed.is_available():
 
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from jettison.errors import UsageError
 from jettison.formula.region import Region, head_region, layer_region
 from jettison.formula.split_backward import input_half, weight_half
 from jettison.formula.tape import TapeOp
@@ -165,6 +166,40 @@ def test_segments_and_plans() -> None:
     reading = 1 + 1 + 1 + 1 + 4  # inputs of five ops with weights, of which the first is what the layer is given
     assert halves[1].waiting - halves[0].waiting == (reading - 1 + 1) * TOKENS * WIDTH * 4 + 2 * 2 * TOKENS * 4
     assert all(step.computed == 0 for step in halves[1].steps)
+
+
+def test_a_v_has_both_ends_of_a_model_on_its_first_stage() -> None:
+    layout = Layout(pp=4, virtual_stages=2, schedule=Schedule.ZERO_BUBBLE_V, stage_buffers=True)
+    assert [layout.places(index) for index in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert layout.neighbours(3) == ((False, True), (True, False))
+    assert layout.neighbours(0) == ((False, False), (False, False))
+    run = replace(told(Case(family="gpt2", stage_layers=(1,) * 8)), layout=layout)
+    stages = forecast(run).stages
+    assert [[group.names for group in chunk] for chunk in stages[0].groups] == [
+        [("embedding",), ("layers.0",)],
+        [("layers.7",), ("head",)],
+    ]
+    assert [stage.load.sending for stage in stages] == [(1, 1), (2, 2), (2, 2), (1, 1)]
+    stream = TOKENS * WIDTH * 4
+    assert [stage.load.left for stage in stages] == [each * run.micro_batches * stream for each in (1, 2, 2, 1)]
+    inner, bottom = stages[2].load.chunks, stages[3].load.chunks
+    assert inner[0][0].resident - bottom[0][0].resident == stream, "the output is the other chunk's buffer"
+    halves = inner[1][0].halves, bottom[1][0].halves
+    assert None not in halves
+    assert halves[0].waiting - halves[1].waiting == stream, "so is the gradient that comes back"
+    assert [part.name for part in forecast(run).parts][1:-1] == [f"layers.{number}" for number in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"virtual_stages": 1}, "zero-bubble-v with --virtual-stages 1; it takes 2"),
+        ({"virtual_stages": 2, "keeps_received": True}, "expected --stage-buffers, torch's way"),
+    ],
+)
+def test_a_v_is_torchs(flags: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Layout(pp=4, schedule=Schedule.ZERO_BUBBLE_V, **flags)
 
 
 def test_the_first_stage_has_no_halves_and_the_paper_none() -> None:

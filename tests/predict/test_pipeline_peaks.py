@@ -26,7 +26,7 @@ from jettison.spec.presets import preset
 from jettison.spec.recompute import Recompute
 from support import megatron_pipeline
 from support.formula_cases import run_of
-from support.pipeline_peaks import ALL_FORWARDS_FIRST, FOUR, SPLIT, TWO, Case, peaks, two_ranks
+from support.pipeline_peaks import ALL_FORWARDS_FIRST, FOUR, IN_A_V, SPLIT, TWO, Case, peaks, two_ranks
 from support.ranks import Launches, run_ranks
 from support.target_packages import MEGATRON, fetched
 
@@ -62,7 +62,7 @@ def assert_measured(cases: Sequence[Case], found: Sequence[Sequence[dict[str, An
     for number, case in enumerate(cases):
         one_round = len(case.stage_layers) > len(found) == case.micro_batches
         within = OF_ONE_ROUND if one_round and code.get("keeps_received") else WITHIN
-        within = COMPUTED_FOR_EACH_WEIGHT if case.full and case.schedule == "zero-bubble" else within
+        within = COMPUTED_FOR_EACH_WEIGHT if case.full and Schedule(case.schedule).splits else within
         said = forecast_of(case, len(found), **code)
         for stage, got in zip(said.stages, (rank[number] for rank in found), strict=True):
             beside = ROTARY_BYTES * len(stage.groups) if case.family == "llama" else 0
@@ -109,6 +109,15 @@ def test_four_stages_whose_backward_is_split() -> None:
     for case, got in zip(SPLIT, found[1], strict=True):
         paper = forecast_of(case, 4).stages[1].peak.nbytes
         assert paper < 0.87 * got["peak"], "what the test is worth"
+
+
+@pytest.mark.slow
+def test_four_ranks_in_a_v() -> None:
+    """ScheduleZBVZeroBubble: the first rank has the embedding and the head, and the last one hands on to itself."""
+    found = run_ranks(peaks, 4, {"cases": [case.told() for case in IN_A_V]})
+    assert_measured(IN_A_V, found, stage_buffers=True)
+    for case, got in zip(IN_A_V, found[1], strict=True):
+        assert forecast_of(case, 4).stages[1].peak.nbytes < 0.87 * got["peak"], "what the test is worth"
 
 
 @pytest.mark.slow

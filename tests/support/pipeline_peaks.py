@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 import jettison
@@ -109,7 +110,8 @@ def chunks_of(case: Case, rank: int, ranks: int, kind: type[C]) -> Iterator[tupl
     """A rank's stages: their places in the model, and the modules."""
     starts = [0, *accumulate(case.stage_layers)]
     last = len(case.stage_layers) - 1
-    for place in range(rank, last + 1, ranks):
+    own = [rank, last - rank] if case.schedule == "zero-bubble-v" else range(rank, last + 1, ranks)
+    for place in own:
         made = kind(case.formula, range(starts[place], starts[place + 1]), first=place == 0, last=place == last)
         if case.full:
             made.inner.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
@@ -186,6 +188,15 @@ SPLIT = (
     Case(family="gpt2", stage_layers=(2, 1, 1, 2, 1, 1, 1, 1), micro_batches=4, full=True, **_SPLIT),
 )
 
+_IN_A_V: dict[str, Any] = {"schedule": "zero-bubble-v"}
+IN_A_V = (
+    Case(family="gpt2", stage_layers=(2, 1, 1, 2, 1, 1, 1, 1), micro_batches=8, **_IN_A_V),
+    Case(family="llama", stage_layers=(2, 1, 1, 1, 1, 1, 1, 0), micro_batches=12, **_IN_A_V),
+    Case(family="llama", stage_layers=(2, 1, 1, 1, 1, 2, 1, 1), micro_batches=4, **_IN_A_V),
+    Case(family="gpt2", stage_layers=(2, 1, 1, 2, 1, 1, 1, 1), micro_batches=8, full=True, **_IN_A_V),
+    Case(family="llama", stage_layers=(2, 1, 1, 2, 1, 1, 1, 1), micro_batches=7, planned=True, **_IN_A_V),
+)
+
 
 def two_ranks(_: Any) -> list[dict[str, Any]]:
     """The quick cases."""
@@ -205,8 +216,9 @@ def _peak(case: Case) -> dict[str, Any]:
         _plan(case, module, place)
     stages = [PipelineStage(m, place, len(case.stage_layers), torch.device("cpu")) for place, m in own]
     schedule: Any
-    if case.schedule == "zero-bubble":
-        schedule = ScheduleInterleavedZeroBubble(stages, case.micro_batches, loss_fn=loss_of)
+    split = {"zero-bubble": ScheduleInterleavedZeroBubble, "zero-bubble-v": ScheduleZBVZeroBubble}
+    if case.schedule in split:
+        schedule = split[case.schedule](stages, case.micro_batches, loss_fn=loss_of)
     elif len(stages) > 1:
         schedule = ScheduleInterleaved1F1B(stages, case.micro_batches, loss_fn=loss_of)
     else:
@@ -214,7 +226,7 @@ def _peak(case: Case) -> dict[str, Any]:
         schedule = kind(stages[0], case.micro_batches, loss_fn=loss_of)
     ids = torch.randint(1, VOCABULARY, (case.batch * case.micro_batches, case.sequence))
     given = (ids,) if own[0][0] == 0 else ()
-    wanted = {"target": ids} if own[-1][0] == len(case.stage_layers) - 1 else {}
+    wanted = {"target": ids} if own[-1][0] == len(case.stage_layers) - 1 else {}  # with a V on the first rank
 
     def passes() -> None:
         schedule.step(*given, **wanted, return_outputs=False)

@@ -35,6 +35,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama3-8b",
         {"pp": 4, "micro_batches": 4, "schedule": "zero-bubble", "stage_buffers": True, "recompute": "every:3"},
     ),
+    "in a v": (
+        "llama3-8b",
+        {"pp": 4, "micro_batches": 9, "schedule": "zero-bubble-v", "virtual_stages": 2, "stage_buffers": True},
+    ),
     "interleaved buffers": ("llama3-8b", {"pp": 4, "micro_batches": 8, "virtual_stages": 2, "stage_buffers": True}),
     "gpipe": ("gpt-175b", {"tp": 8, "pp": 8, "micro_batches": 16, "schedule": "gpipe", "kernels": "pytorch"}),
     "as many as stages": ("llama3-8b", {"tp": 2, "pp": 4, "micro_batches": 4, "schedule": "zero-bubble"}),

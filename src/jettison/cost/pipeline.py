@@ -36,6 +36,7 @@ class _Events:
     linked: tuple[_Linked, ...]
     last: tuple[int, ...]
     durations: tuple[tuple[int, ...], ...]
+    devices: tuple[int, ...]  # by place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ def replay(
     weight: Sequence[Sequence[float]] | None = None,
     *,
     transfer: float = 0.0,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
 ) -> Replay:
     """Play the orders of all devices.
 
@@ -76,8 +78,9 @@ def replay(
         forward, backward, weight: seconds of each device's chunks, of one micro-batch; ``backward`` is the half for
             inputs where ``weight`` is given.
         transfer: seconds between the end of a step on one device and its arrival on another.
+        schedule: whose the orders are; it says which device has which place.
     """
-    events = _linked(tuple(tuple(steps) for steps in orders))
+    events = _linked(tuple(tuple(steps) for steps in orders), schedule)
     return _play(events, forward, backward, weight, transfer)
 
 
@@ -103,12 +106,12 @@ def timed_passes(
     """By device and in its order, when each step of a named schedule runs: what `schedule_seconds` sums up."""
     stages, chunks = len(forward), len(forward[0])
     events = _events(schedule, stages, micro_batches, chunks, group)
-    durations = _durations(forward, backward, weight)
+    durations = _durations(events, forward, backward, weight)
     ends = _far_ends(events, durations, transfer)
     steps = orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=chunks, group=group)
     found: tuple[list[TimedPass], ...] = tuple([] for _ in range(stages))
     for event, (before, needed, far, duration) in enumerate(events.linked, start=1):
-        device = duration // 3 % stages
+        device = events.devices[duration // 3]
         start = max(ends[before], ends[needed] + (transfer if far else 0.0))
         step = steps[device][len(found[device])]
         found[device].append(TimedPass(step=step, start=start, end=ends[event]))
@@ -146,20 +149,27 @@ def schedule_seconds(
 
 @lru_cache(maxsize=256)
 def _events(schedule: Schedule, stages: int, micro_batches: int, chunks: int, group: int) -> _Events:
-    return _linked(orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=chunks, group=group))
+    found = orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=chunks, group=group)
+    return _linked(found, schedule)
 
 
-def _linked(orders: tuple[tuple[ScheduledPass, ...], ...]) -> _Events:
+def _linked(orders: tuple[tuple[ScheduledPass, ...], ...], schedule: Schedule) -> _Events:
     """Events in an order in which each comes after what it needs.
 
     An event's code is (kind x places + place) x micro-batches + micro-batch.
     """
     stages = len(orders)
-    places = stages * (1 + max(step.chunk for steps in orders for step in steps))
+    chunks = 1 + max(step.chunk for steps in orders for step in steps)
+    places = stages * chunks
+    of_device = [[schedule.place(device, chunk, stages) for chunk in range(chunks)] for device in range(stages)]
+    devices = [0] * places
+    for device, own in enumerate(of_device):
+        for place in own:
+            devices[place] = device
     count = 1 + max(step.micro_batch for steps in orders for step in steps)
     kinds = places * count
     codes = [
-        [(_KINDS[s.work] * places + s.chunk * stages + device) * count + s.micro_batch for s in steps]
+        [(_KINDS[s.work] * places + of_device[device][s.chunk]) * count + s.micro_batch for s in steps]
         for device, steps in enumerate(orders)
     ]
     numbers = [0] * (3 * kinds)  # of events that have been linked, by code
@@ -170,9 +180,9 @@ def _linked(orders: tuple[tuple[ScheduledPass, ...], ...]) -> _Events:
     waiting = list(range(stages - 1, -1, -1))
     while waiting:
         device = waiting.pop()
-        own = codes[device]
+        steps = codes[device]
         begun = positions[device]
-        for code in own[begun:]:
+        for code in steps[begun:]:
             needed = _needed(code, kinds, count)
             source = 0 if needed is None else numbers[needed]
             if not source and needed is not None:
@@ -188,7 +198,9 @@ def _linked(orders: tuple[tuple[ScheduledPass, ...], ...]) -> _Events:
             waiting += [n for n in others if n != device and n not in waiting and positions[n] < len(codes[n])]
     if any(position < len(own) for position, own in zip(positions, codes, strict=True)):
         raise ValueError("the orders wait for each other: no device can go on")
-    return _Events(linked=tuple(events), last=tuple(latest), durations=tuple(map(tuple, durations)))
+    return _Events(
+        linked=tuple(events), last=tuple(latest), durations=tuple(map(tuple, durations)), devices=tuple(devices)
+    )
 
 
 def _needed(code: int, kinds: int, count: int) -> int | None:
@@ -207,7 +219,7 @@ def _play(
     weight: Sequence[Sequence[float]] | None,
     transfer: float,
 ) -> Replay:
-    durations = _durations(forward, backward, weight)
+    durations = _durations(events, forward, backward, weight)
     ends = _far_ends(events, durations, transfer) if transfer else _ends(events, durations)
     of_duration = durations.__getitem__
     return Replay(  # summed up one by one: `sum` does it in another way from Python 3.12 on
@@ -217,16 +229,18 @@ def _play(
 
 
 def _durations(
-    forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], weight: Sequence[Sequence[float]] | None
+    events: _Events,
+    forward: Sequence[Sequence[float]],
+    backward: Sequence[Sequence[float]],
+    weight: Sequence[Sequence[float]] | None,
 ) -> list[float]:
     """Of each place's three kinds of work, as `_Linked` numbers them."""
     stages, chunks = len(forward), len(forward[0])
     durations = [0.0] * (3 * stages * chunks)
-    for device in range(stages):
-        for chunk in range(chunks):
-            at = 3 * (chunk * stages + device)
-            durations[at], durations[at + 1] = forward[device][chunk], backward[device][chunk]
-            durations[at + 2] = weight[device][chunk] if weight is not None else 0.0
+    for place, device in enumerate(events.devices):
+        chunk, at = place // stages, 3 * place
+        durations[at], durations[at + 1] = forward[device][chunk], backward[device][chunk]
+        durations[at + 2] = weight[device][chunk] if weight is not None else 0.0
     return durations
 
 

@@ -1,6 +1,7 @@
 """In which order a pipeline stage works, and what it holds meanwhile, found by replaying that order.
 
-p stages, each with v virtual ones, called its chunks: chunk c of stage r comes in place c p + r of the whole model.
+p stages, each with v virtual ones, called its chunks: chunk c of stage r comes in place c p + r of the whole model, or
+where `Schedule.place` says.
 What a device holds depends on its own order alone, not on when each step runs, so no clock is needed.
 
 Sources: GPipe arXiv 1811.06965; 1F1B as PipeDream-flush in arXiv 2006.09503; interleaved 1F1B arXiv 2104.04473 §2.2;
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
-from itertools import product
+from itertools import product, takewhile
 from math import lcm
 from operator import add, ge, itemgetter
 
@@ -100,6 +101,8 @@ def order(
     _check(
         schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages, group=group
     )
+    if schedule is Schedule.ZERO_BUBBLE_V:
+        return tuple(_in_a_v(stage, stages, micro_batches))
     forwards, backwards = _both_ways(group or stages, micro_batches, virtual_stages)
     warm_up = _warm_up(schedule, stage, stages, micro_batches, virtual_stages, group)
     steps = list(forwards[:warm_up])
@@ -107,6 +110,33 @@ def order(
         steps += pair
     steps += backwards[len(forwards) - warm_up :]
     return tuple(_with_weights(steps, delay=stage) if schedule is Schedule.ZERO_BUBBLE else steps)
+
+
+def _in_a_v(stage: int, stages: int, micro_batches: int) -> Iterator[ScheduledPass]:
+    """Of ZB-V (arXiv 2401.10241 §6), whose second chunks go from the last device to the first.
+
+    As ``torch/distributed/pipelining/schedules.py`` has it, ``ScheduleZBVZeroBubble``: with fewer than 2 p - 1
+    micro-batches what there is of the order of so many.
+    """
+    many = max(2 * stages - 1, micro_batches)
+    done: dict[tuple[Work, int], int] = defaultdict(int)
+
+    def run(*words: str) -> Iterator[ScheduledPass]:
+        for word in words:
+            work, chunk = Work(word[0]), int(word[1])
+            number = done[work, chunk]
+            done[work, chunk] += 1
+            if number < micro_batches:
+                yield ScheduledPass(work, number, chunk)
+
+    yield from run(*["F0"] * (2 * (stages - stage) - 1), *["F1", "F0"] * stage)
+    yield from run(*["F1", "B1", "W1"] * (stages - stage))
+    while done[Work.FORWARD, 1] < many:
+        more = ["F0"] if done[Work.FORWARD, 0] < many else []
+        yield from run(*more, "B0", "W0", "F1", "B1", "W1")
+    yield from run(*["B0", "B1"] * stage, *["B0", "W0"] * (stages - stage))
+    for chunk in (1, 0):
+        yield from run(*[f"W{chunk}"] * (done[Work.BACKWARD, chunk] - done[Work.WEIGHT, chunk]))
 
 
 @lru_cache(maxsize=8)  # stages of one schedule are asked for one after the other
@@ -123,6 +153,9 @@ def _both_ways(group: int, micro_batches: int, virtual_stages: int) -> tuple[tup
 def _warm_up(schedule: Schedule, stage: int, stages: int, micro_batches: int, virtual_stages: int, group: int) -> int:
     """Forwards before the first pair of a forward and a backward."""
     everything = micro_batches * virtual_stages
+    if schedule is Schedule.ZERO_BUBBLE_V:
+        begin = takewhile(lambda step: step.work is Work.FORWARD, _in_a_v(stage, stages, micro_batches))
+        return len(list(begin)) - 1
     if schedule is Schedule.GPIPE:
         return everything
     later = stages - stage - 1
@@ -153,6 +186,10 @@ def _check(
             raise UsageError(f"got {size} {name} in a pipeline; expected 1 or more")
     if not 0 <= stage < stages:
         raise UsageError(f"got stage {stage} of a pipeline of {stages}; expected 0 to {stages - 1}")
+    if schedule is Schedule.ZERO_BUBBLE_V:
+        if virtual_stages != 2 or group:
+            raise UsageError(f"got {virtual_stages} virtual stages with the schedule {schedule}; it takes 2")
+        return
     if virtual_stages == 1:
         return
     if schedule is Schedule.GPIPE:

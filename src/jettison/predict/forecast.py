@@ -117,9 +117,12 @@ class Forecast:
     @property
     def parts(self) -> Iterator[StageRegion]:
         """Every region, in the order of the model."""
-        chunks = [(stage, chunk) for chunk in range(self.run.layout.virtual_stages) for stage in self.stages]
-        for stage, chunk in chunks:
-            yield from stage.parts[chunk]
+        layout = self.run.layout
+        parts: dict[int, tuple[StageRegion, ...]] = {}
+        for stage in self.stages:
+            parts |= dict(zip(layout.places(stage.index), stage.parts, strict=True))
+        for place in sorted(parts):
+            yield from parts[place]
 
     def layer_bytes(self) -> list[tuple[str, int]]:
         """(layer, bytes saved for backward by one micro-batch on one rank), in the order of the model."""
@@ -207,12 +210,12 @@ def _stage(
         known: units of chunks, and totals of stages, by the objects that they are of.
     """
     layout = run.layout
-    for chunk in chunks:
-        if id(chunk) not in known:
-            known[id(chunk)] = units(run, chunk)
-    for chunk in twins:
-        if id(chunk) not in known:
-            known[id(chunk)] = units(plain(run), chunk)
+    keys = []
+    for own, asked in ((chunks, run), (twins, plain(run) if twins else run)):
+        for chunk, beside in zip(own, layout.neighbours(index), strict=bool(own)):
+            keys.append((id(chunk), beside))
+            if keys[-1] not in known:
+                known[keys[-1]] = units(asked, chunk, beside)
     alike = tuple(map(id, chunks))
     if alike not in known:
         even = sum((g.part.static.times(len(g.names)) for chunk in chunks for g in chunk), Static())
@@ -222,13 +225,14 @@ def _stage(
     before, late = set_aside(run, chunks)
     aside = before + late + buffer_bytes(run, index)
     passes, last = sending(run, index), sent_last(run, index) if layout.stage_buffers else 0
-    ends = index in (0, layout.pp - 1)
+    places, last_place = layout.places(index), layout.pp * layout.virtual_stages - 1
+    ends = 0 in places or last_place in places
     mask = loader_mask(run) if run.loader_masks and ends else 0
     kept = kept_batches(run) if run.keep_batches and ends else 0
-    kept_head = deferred_head(run) if layout.deferred_head and index == layout.pp - 1 else 0
+    kept_head = deferred_head(run) if layout.deferred_head and last_place in places else 0
     whole = layout.stage_buffers and layout.keeps_whole_gradients
     load = StageLoad(
-        chunks=tuple(known[id(chunk)] for chunk in (*chunks, *twins)),
+        chunks=tuple(known[key] for key in keys),
         occupancies=stage_occupancies(
             layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
             stage=index,

@@ -17,7 +17,6 @@ from jettison.ledger.timeline import Unit
 from jettison.predict.passes import named_passes
 from jettison.predict.stage_buffers import input_kept, logits_returned, stream_bytes
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
-from jettison.spec.layout import Schedule
 from jettison.spec.precision import GradientRule
 from jettison.spec.run import Run
 
@@ -25,19 +24,26 @@ from jettison.spec.run import Run
 def splits(run: Run) -> bool:
     """Is backward torch's, in two halves?"""
     layout = run.layout
-    return layout.stage_buffers and layout.pp > 1 and layout.schedule is Schedule.ZERO_BUBBLE
+    return layout.stage_buffers and layout.pp > 1 and layout.schedule.splits
 
 
 def left_bytes(run: Run, index: int) -> int:
     """Gradients of a stage's inputs that are there between steps."""
     if not splits(run):
         return 0
-    inputs = sum(place > 0 for place in range(index, run.layout.pp * run.layout.virtual_stages, run.layout.pp))
+    both = zip(run.layout.places(index), run.layout.neighbours(index), strict=True)
+    inputs = sum(place > 0 and not before for place, (before, _) in both)
     return inputs * run.micro_batches * stream_bytes(run)
 
 
-def with_halves(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[Unit]:
-    """Units of a chunk, whose first and last are alone; the model's first chunk has no first half."""
+def with_halves(
+    run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *, handed_back: bool = False
+) -> Iterator[Unit]:
+    """Units of a chunk, whose first and last are alone; the model's first chunk has no first half.
+
+    Args:
+        handed_back: the chunk before it is on the same device, and has the gradient of this one's input for a buffer.
+    """
     if groups[0].part.name == EMBEDDING:
         yield from made
         return
@@ -47,7 +53,10 @@ def with_halves(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -
         length = _length(parts[at:], unit.names[0])
         own = [part for _, part in parts[at : at + length]]
         at += length * len(unit.names)
-        yield replace(unit, halves=_halves(run, own, first=number == 0, last=number == len(made) - 1))
+        halves = _halves(run, own, first=number == 0, last=number == len(made) - 1)
+        if handed_back and number == 0:
+            halves = replace(halves, waiting=halves.waiting - stream_bytes(run))
+        yield replace(unit, halves=halves)
 
 
 def _length(parts: Sequence[tuple[str, StageRegion]], name: str) -> int:

@@ -30,7 +30,6 @@ from jettison.predict.stages import Chunk, RegionGroup
 from jettison.predict.time import Estimate
 from jettison.predict.timeline_units import moved_bytes
 from jettison.spec.hardware import Hardware
-from jettison.spec.layout import Schedule
 from jettison.spec.run import Gradients, Run
 
 
@@ -174,7 +173,7 @@ def play(memory: Forecast, time: Estimate) -> tuple[PlayedStage, ...]:
         UsageError: a schedule that splits backward, or micro-batches that are kept whole beside others.
     """
     run = memory.run
-    if run.layout.schedule is Schedule.ZERO_BUBBLE or run.recompute.whole:
+    if run.layout.schedule.splits or run.recompute.whole:
         raise UsageError("a step is played for the schedules gpipe and 1f1b, with micro-batches that are all alike")
     timing = Timing(run=run, hardware=time.hardware, execution=time.execution, planned=_planned(memory))
     forward, backward = [stage.forward for stage in time.stages], [stage.backward for stage in time.stages]

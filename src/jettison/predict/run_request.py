@@ -172,7 +172,7 @@ class RunRequest(CommonRequest):
         deferred_head: Micro-batches of which a pipeline's last stage keeps gradients of logits until the others wait,
             as Megatron's --defer-embedding-wgrad-compute has them (--wgrad-deferral-limit): 0.
         stage_layers: Layers of each stage: 5,4,4,3, or first:3,last:5, or Megatron's layout string; else evenly.
-        schedule: Order of a pipeline: gpipe, 1f1b or zero-bubble.
+        schedule: Order of a pipeline: gpipe, 1f1b, zero-bubble or zero-bubble-v.
         cp: Ranks of context parallelism: 1.
         dp: Data-parallel replicas: 1.
         ep: Ranks of expert parallelism, out of dp x cp: 1.

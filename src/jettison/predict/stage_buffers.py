@@ -8,7 +8,9 @@ chunk's output is in ``fwd_cache`` from its forward to the end of its backward (
 stage as well, where it is the logits. The gradient of the input that ``get_bwd_send_ops`` sends is held by the ops
 until the next is sent (``Schedule1F1B``); ``_PipelineScheduleRuntime``, which runs interleaved schedules, and
 ``ScheduleGPipe`` hold the works of all that was sent until the step ends, and with them the tensors (gloo; NCCL of
-2.7 and later keeps what a work sends on a shelf until somebody waits for it).
+2.7 and later keeps what a work sends on a shelf until somebody waits for it). Between two chunks of one device nothing
+is sent: an output takes the place of the other's buffer (``set_local_fwd_input``), and so does the gradient that comes
+back (``set_local_bwd_input``), until the same micro-batch's of the next step.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def sending(run: Run, index: int) -> Sending:
     layout = run.layout
     if not layout.stage_buffers or layout.pp == 1 or _waits(layout):
         return ()
-    return _transfers(layout, index)
+    both = zip(_transfers(layout, index), layout.neighbours(index), strict=True)
+    return tuple(count - sum(beside) for count, beside in both)
 
 
 def sent_last(run: Run, index: int) -> int:
@@ -69,19 +72,24 @@ def _waits(layout: Layout) -> bool:
 
 def _transfers(layout: Layout, index: int) -> Sending:
     """Of each chunk, what it is sent for a micro-batch, which is as much as it sends: an output and a gradient."""
-    places = range(index, layout.pp * layout.virtual_stages, layout.pp)
-    return tuple((place > 0) + (place < layout.pp * layout.virtual_stages - 1) for place in places)
+    return tuple((place > 0) + (place < layout.pp * layout.virtual_stages - 1) for place in layout.places(index))
 
 
-def with_ends(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[Unit]:
-    """Units of a chunk with what it holds of its ends; the first and the last are alone then."""
+def with_ends(
+    run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *, handed_on: bool = False
+) -> Iterator[Unit]:
+    """Units of a chunk with what it holds of its ends; the first and the last are alone then.
+
+    Args:
+        handed_on: the chunk behind it is on the same device, and what this one returns becomes that one's buffer.
+    """
     first, last = groups[0].part, groups[-1].part
     own = 0 if first.name == EMBEDDING or not first.is_layer else tables_bytes(run.scene)
     if not run.layout.stage_buffers:
         yield from made if not own else _with_tables(made, own)
         return
     given = 0 if first.name == EMBEDDING else input_kept(first)
-    returned = logits_returned(last) if last.name == HEAD else stream_bytes(run)
+    returned = logits_returned(last) if last.name == HEAD else 0 if handed_on else stream_bytes(run)
     arriving = 0 if last.name == HEAD else stream_bytes(run)
     units = list(_apart(made))
     for number, unit in enumerate(units):

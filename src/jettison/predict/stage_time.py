@@ -206,13 +206,16 @@ class Timing:
             seconds.append(known[alike])
         sends = self.sending()
         last = layout.pp * layout.virtual_stages - 1
-        places = [number * layout.pp + index for number in range(len(chunks))]
+        both = list(zip(layout.places(index), layout.neighbours(index), strict=True))
         blocks = 0.0 if self.execution.hides_stages else sends
         every = [item for items in chunks for item in items]
         end, hideable = self._end(every)
         return StageSeconds(
             chunks=tuple(seconds),
-            sent=tuple((blocks if place < last else 0.0, blocks if place else 0.0) for place in places),
+            sent=tuple(
+                (blocks if place < last and not behind else 0.0, blocks if place and not before else 0.0)
+                for place, (before, behind) in both
+            ),
             end=end,
             hideable=hideable,
             optimizer=self.optimizer(every),

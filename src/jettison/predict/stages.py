@@ -161,7 +161,8 @@ def outline(run: Run, chosen: Chosen | None = None, *, only: int | None = None) 
     """
     layout = run.layout
     if chosen is None and run.recompute.mode not in _BY_POSITION:
-        same, stages = _same_places(run.model, layout.layers_per_chunk(run.model.depth), layout.pp)
+        own = tuple(layout.places(index) for index in range(layout.pp))
+        same, stages = _same_places(run.model, layout.layers_per_chunk(run.model.depth), own)
         uniform = _policy(run, 0)
         made = []
         for place, stretches in same:
@@ -201,12 +202,13 @@ def _stretches(model: ModelSpec, start: int, stop: int) -> tuple[Stretch, ...]:
 
 @lru_cache(maxsize=4096)
 def _same_places(
-    model: ModelSpec, sizes: tuple[int, ...], stages: int
+    model: ModelSpec, sizes: tuple[int, ...], stages: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[tuple[int, tuple[Stretch, ...]], ...], tuple[tuple[int, ...], ...]]:
     """Where all layers of a kind are treated alike: of places that are alike the first, and by stage which of these.
 
     Args:
         sizes: layers of each place.
+        stages: places of each stage.
     """
     starts = [0, *accumulate(sizes)]
     found: dict[object, tuple[int, int, tuple[Stretch, ...]]] = {}
@@ -216,7 +218,7 @@ def _same_places(
         alike = place == 0, place == len(sizes) - 1, tuple((number, last - first) for number, first, last in own)
         which.append(found.setdefault(alike, (len(found), place, own))[0])
     firsts = tuple((place, own) for _, place, own in found.values())
-    return firsts, tuple(tuple(which[index::stages]) for index in range(stages))
+    return firsts, tuple(tuple(which[place] for place in own) for own in stages)
 
 
 Kind = tuple[int, str, Staying | None]
@@ -228,7 +230,7 @@ def _places(run: Run, index: int, chosen: Chosen | None) -> Iterator[tuple[int, 
     layout, sizes = run.layout, run.layout.layers_per_chunk(run.model.depth)
     starts = [0, *accumulate(sizes)]
     position = 0
-    for place in range(index, len(sizes), layout.pp):
+    for place in layout.places(index):
         yield place, list(_alike(run, starts[place], starts[place + 1], position, chosen))
         position += sizes[place]
 

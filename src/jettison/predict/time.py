@@ -29,7 +29,6 @@ from jettison.ledger.schedule import recomputing_share
 from jettison.predict.stage_time import Item, StageSeconds, Timing
 from jettison.predict.stages import Chosen, Chunk, outline
 from jettison.spec.hardware import Hardware
-from jettison.spec.layout import Schedule
 from jettison.spec.run import Run
 
 
@@ -201,7 +200,7 @@ def _stages(
     passes: dict[object, RegionSeconds] = {}
     stages = []
     for index, own in enumerate(chunks):
-        key = tuple(map(id, own)), shares[index]
+        key = tuple(map(id, own)), shares[index], timing.run.layout.neighbours(index)
         if key not in known:
             known[key] = timing.stage(index, own, shares[index], passes)
         stages.append(known[key])
@@ -216,7 +215,7 @@ def _play(run: Run, stages: Sequence[StageSeconds], timing: Timing) -> tuple[Rep
         return Replay(busy=(seconds,), ends=(seconds,)), 0.0
     forward, backward = [stage.forward for stage in stages], [stage.backward for stage in stages]
     weights = None
-    if layout.schedule is Schedule.ZERO_BUBBLE:
+    if layout.schedule.splits:
         weights = [stage.weights for stage in stages]
         backward = [[b - w for b, w in zip(*pair, strict=True)] for pair in zip(backward, weights, strict=True)]
     lag = timing.sending() if timing.execution.hides_stages else 0.0

@@ -27,14 +27,20 @@ from jettison.spec.recompute import Mode
 from jettison.spec.run import Gradients, Run
 
 
-def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
-    """The units of one chunk, in order; none of a stage without layers."""
+def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool] = (False, False)) -> tuple[Unit, ...]:
+    """The units of one chunk, in order; none of a stage without layers.
+
+    Args:
+        neighbours: are the chunks before it and behind it on the same device?
+    """
     if not groups:
         return ()
     made = list(_made(run, groups))
-    made = with_shards(run, groups, list(with_ends(run, groups, made)) if run.layout.pp > 1 else made)
+    before, behind = neighbours
+    made = list(with_ends(run, groups, made, handed_on=behind)) if run.layout.pp > 1 else made
+    made = with_shards(run, groups, made)
     made = list(_with_copies(run, groups, made)) if run.recompute.to_host else made
-    made = list(with_halves(run, groups, made)) if splits(run) else made
+    made = list(with_halves(run, groups, made, handed_back=before)) if splits(run) else made
     return tuple(map(_with_frozen, made) if run.frozen else made)
 
 

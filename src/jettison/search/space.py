@@ -66,7 +66,7 @@ class Axes:
     uneven: bool = False
 
     def __post_init__(self) -> None:
-        known = (*Schedule, INTERLEAVED)
+        known = (*(word for word in Schedule if word is not Schedule.ZERO_BUBBLE_V), INTERLEAVED)
         for word in self.schedules:
             if word not in known:
                 raise UsageError(f"got --schedule {word!r}; expected some of {', '.join(known)}")

@@ -23,6 +23,17 @@ class Schedule(StrEnum):
     GPIPE = "gpipe"  # all forwards, then all backwards (arXiv 1811.06965)
     ONE_F_ONE_B = "1f1b"  # PipeDream-flush (arXiv 2006.09503); interleaved with virtual stages (arXiv 2104.04473)
     ZERO_BUBBLE = "zero-bubble"  # backward split in two, ZB-H1 (arXiv 2401.10241)
+    ZERO_BUBBLE_V = "zero-bubble-v"  # the same, each device's second chunk in the opposite order, ZB-V (§6 there)
+
+    @property
+    def splits(self) -> bool:
+        """Has a backward two halves?"""
+        return self in (Schedule.ZERO_BUBBLE, Schedule.ZERO_BUBBLE_V)
+
+    def place(self, stage: int, chunk: int, stages: int) -> int:
+        """Of a device's chunk in the whole model."""
+        back = self is Schedule.ZERO_BUBBLE_V and chunk % 2
+        return chunk * stages + (stages - 1 - stage if back else stage)
 
 
 class Reshard(StrEnum):
@@ -104,6 +115,8 @@ class Layout:
             raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
         if self.virtual_stages > 1 and self.schedule is Schedule.GPIPE:
             raise UsageError(f"--virtual-stages goes with the schedules 1f1b and zero-bubble, not {self.schedule}")
+        if self.schedule is Schedule.ZERO_BUBBLE_V:
+            self._check_v()
         if self.stage_buffers and self.keeps_received:
             raise UsageError("got --stage-buffers, which is torch's way, and --keep-received, Megatron's; give one")
         self._check_experts()
@@ -111,6 +124,19 @@ class Layout:
             raise UsageError(
                 f"--zero-replicas {self.zero_replicas} does not divide the {self.dp * self.cp // self.ep} ranks that "
                 "hold the same parameters (dp x cp, by ep where there are experts)"
+            )
+
+    def _check_v(self) -> None:
+        """Is it a V of two chunks, as torch runs it?"""
+        if self.virtual_stages != 2 or self.micro_batch_group:
+            raise UsageError(
+                f"got the schedule {self.schedule} with --virtual-stages {self.virtual_stages}; it takes 2, and no "
+                "--micro-batch-group"
+            )
+        if self.keeps_received or self.keeps_stage_outputs:
+            raise UsageError(
+                f"got the schedule {self.schedule} with --keep-received or --keep-stage-outputs, which are Megatron's; "
+                "expected --stage-buffers, torch's way, or none"
             )
 
     def _check_groups(self) -> None:
@@ -130,6 +156,19 @@ class Layout:
                 f"got --reshard-after-forward {ranks}; expected a number that divides the {self.shards} ranks that "
                 "parameters are sharded over, above 1 and below that, without --pp and --outer-ends"
             )
+
+    def places(self, index: int) -> tuple[int, ...]:
+        """Of a stage's chunks in the whole model."""
+        if self.schedule is not Schedule.ZERO_BUBBLE_V:
+            return tuple(range(index, self.pp * self.virtual_stages, self.pp))
+        return tuple(self.schedule.place(index, chunk, self.pp) for chunk in range(self.virtual_stages))
+
+    def neighbours(self, index: int) -> tuple[tuple[bool, bool], ...]:
+        """Of each chunk of a stage: are the place before it, and the one behind it, on the same device?"""
+        if self.schedule is not Schedule.ZERO_BUBBLE_V:
+            return ((False, False),) * self.virtual_stages
+        own = self.places(index)
+        return tuple((place - 1 in own, place + 1 in own) for place in own)
 
     @property
     def reshard_word(self) -> str:

@@ -161,7 +161,8 @@ def _arrows(trace: StepTrace, offset: int, number: int) -> Iterator[dict[str, An
     stages = len(trace.passes)
     if stages == 1:
         return
-    chunks = trace.forecast.run.layout.virtual_stages
+    layout = trace.forecast.run.layout
+    of_place = {place: (stage, c) for stage in range(stages) for c, place in enumerate(layout.places(stage))}
     when: dict[tuple[int, ScheduledPass], PassSlices] = {
         (stage, played.step): played
         for stage, own in enumerate(trace.passes)
@@ -169,11 +170,11 @@ def _arrows(trace: StepTrace, offset: int, number: int) -> Iterator[dict[str, An
         if played.step is not None
     }
     for serial, ((stage, step), played) in enumerate(when.items()):
-        place = step.chunk * stages + stage
+        place = layout.places(stage)[step.chunk]
         target = place + (1 if step.work is Work.FORWARD else -1)
-        if step.work is Work.WEIGHT or not 0 <= target < stages * chunks:
+        if step.work is Work.WEIGHT or target not in of_place:
             continue
-        chunk, other = divmod(target, stages)
+        other, chunk = of_place[target]
         needed = when[other, ScheduledPass(step.work, step.micro_batch, chunk)]
         common = {"name": "sent", "cat": "sent", "id": number * len(when) + serial, "tid": DEVICE}
         yield common | {"ph": "s", "pid": stage, "ts": _us(offset + max(played.begin_ns, played.end_ns - 1))}

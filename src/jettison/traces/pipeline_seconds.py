@@ -102,7 +102,7 @@ def _played(found: Estimate, timing: Timing) -> tuple[tuple[TimedPass, ...], ...
     layout, stages = found.run.layout, found.stages
     forward, backward = [stage.forward for stage in stages], [stage.backward for stage in stages]
     weights = None
-    if layout.schedule is Schedule.ZERO_BUBBLE and layout.pp > 1:
+    if layout.schedule.splits and layout.pp > 1:
         weights = [stage.weights for stage in stages]
         backward = [[b - w for b, w in zip(*pair, strict=True)] for pair in zip(backward, weights, strict=True)]
     lag = timing.sending() if timing.execution.hides_stages and layout.pp > 1 else 0.0

@@ -124,7 +124,7 @@ class _Player:
 
     def _ends(self, work: Work) -> bool:
         """Is it a backward, or the second half of one?"""
-        split = self.run.layout.schedule == "zero-bubble" and self.run.layout.pp > 1
+        split = self.run.layout.schedule.splits and self.run.layout.pp > 1
         return work is (Work.WEIGHT if split else Work.BACKWARD)
 
     def _pass(self, played: PassSlices, chunk: int, offset_ns: int) -> None:
