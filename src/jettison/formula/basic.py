@@ -220,7 +220,8 @@ def convolution(
 
 def name_given(w: Writer, x: Value) -> None:
     """Callers of a block have names for its input, which matters where its products keep copies of it instead."""
-    if w.run.precision.casts or w.run.tuning is not None:
+    tuning = w.run.tuning
+    if w.run.precision.casts or (tuning is not None and tuning.targets):
         w.tape.name(x)
 
 
