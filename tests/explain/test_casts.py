@@ -36,23 +36,14 @@ def said(config: str, **words: object) -> list[str]:
     return list(casts(forecast(run_of(config, RunRequest(seq=16, **words)))))  # type: ignore[arg-type]
 
 
-T5 = {
-    "model_type": "t5",
-    "d_model": 48,
-    "d_ff": 112,
-    "d_kv": 12,
-    "num_heads": 4,
-    "num_layers": 3,
-    "num_decoder_layers": 3,
-    "vocab_size": 320,
-}
+SCAN = {"model_type": "mamba", "hidden_size": 48, "num_hidden_layers": 3, "state_size": 8, "vocab_size": 320}
 
 
 def test_it_is_said_where_the_casts_are_not_written_down(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(T5), encoding="utf-8")
+    path.write_text(json.dumps(SCAN), encoding="utf-8")
     (sentence,) = said(str(path), precision="bf16-autocast")
-    matrices = 3 * (4 * 48 * 48 + 2 * 48 * 112) + 3 * (8 * 48 * 48 + 2 * 48 * 112) + 320 * 48
+    matrices = 3 * (48 * 192 + 96 * (3 + 2 * 8) + 3 * 96 + 96 * 48) + 320 * 48
     assert f"up to {format_bytes(2 * matrices)} after a forward" in sentence
     assert not said(str(path), precision="bf16-autocast", dp=2, zero=3)
 

@@ -10,12 +10,13 @@ import pytest
 from jettison.errors import UsageError
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import layer_region
+from jettison.ledger.compare import compare
 from jettison.predict.forecast import forecast
 from jettison.predict.largest import Edge, fit
 from jettison.predict.run_request import RunRequest, run_of
 from jettison.spec.encoder_families import ENCODER_WRAPPERS, ENCODERS
 from jettison.spec.huggingface_config import parse_config
-from support.formula_cases import _PLAIN, _TOKENS, FormulaCase, TinyFamily, counts, differences
+from support.formula_cases import _PLAIN, _TOKENS, FormulaCase, TinyFamily, counts, differences, under_autocast
 
 _IMAGE = {**_PLAIN, "image_size": 32, "patch_size": 8}
 _STACKS = {
@@ -216,3 +217,20 @@ def test_ranks_share_both_stacks() -> None:
         assert all(a.numel == 2 * b.numel for a, b in shared)
         names = {a.name for a, b in zip(one.weights, two.weights, strict=True) if a.numel == b.numel}
         assert names == {w.name for w in one.weights if "norm" in w.name or w.name.endswith(("out.bias", "down.bias"))}
+
+
+@pytest.mark.parametrize(
+    "family", [n if n in ("t5", "vit", "wav2vec2") else pytest.param(n, marks=pytest.mark.slow) for n in TINY]
+)
+def test_casts_are_those_of_autocast(family: str) -> None:
+    """Convolutions are products and keep a copy of their weight; after those of sound the stream is in 16 bits."""
+    assert compare(*under_autocast(FormulaCase(family=family))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_casts_of_another_shape_and_with_dropout(family: str, attention: str) -> None:
+    source = _SOURCES.get(id(TINY[family].settings), 0)
+    case = FormulaCase(family=family, attention=attention, dropout=0.1, source=source, more=OTHER[family])
+    assert compare(*under_autocast(case)) == []

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from jettison.formula.writer import Writer
 from jettison.ledger.compare import compare
 from jettison.predict.run_request import RunRequest, run_of
 from jettison.spec.layout import Layout
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Run
 from support import formula_cases
+from support.cuda_lists import cuda_lists
 from support.formula_cases import DENSE, FormulaCase, under_autocast, written
 
 QUICK = {("llama", "sdpa"), ("gpt2", "eager"), ("qwen3", "eager"), ("bert", "eager"), ("gemma3_text", "sdpa")}
@@ -33,6 +35,19 @@ def asked(case: FormulaCase) -> Run:
 )
 def test_every_saved_tensor_is_the_recorded_one(family: str, attention: str) -> None:
     assert compare(*under_autocast(FormulaCase(family=family, attention=attention, precision="fp32"))) == []
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "gpt_neox", "qwen3", "olmo2"))]
+)
+def test_what_is_in_fp32_on_cuda_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, softmax and powers, as in GPT-2's GELU: a CPU that is given CUDA's lists."""
+    monkeypatch.setattr(Writer, "listed", property(lambda w: w.run.precision.casts is not None))
+    case = FormulaCase(family=family, attention="eager", sequence=29)  # no other test has regions of this size
+    with cuda_lists():
+        assert compare(*under_autocast(case)) == []
+    layers = [e for e in written(asked(case)).entries if e.layer == "layers.0" and e.role == "softmax output"]
+    assert {e.dtype for e in layers} == {"float32"}
 
 
 def test_a_product_keeps_copies_of_its_input_and_of_its_weight() -> None:
@@ -56,15 +71,7 @@ def test_whose_casts_they_are(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(
         json.dumps(
-            {
-                "model_type": "t5",
-                "d_model": 48,
-                "d_ff": 112,
-                "d_kv": 12,
-                "num_heads": 4,
-                "num_layers": 1,
-                "vocab_size": 320,
-            }
+            {"model_type": "mamba", "hidden_size": 48, "num_hidden_layers": 1, "state_size": 8, "vocab_size": 320}
         ),
         encoding="utf-8",
     )

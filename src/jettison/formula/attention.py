@@ -55,6 +55,8 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             q, k, v = copy(w, scale(w, q)), copy(w, k), copy(w, v)
         if spec.rotary_dim:
             q, k = (rotate(w, x, spec.rotary_dim, name) for x, name in ((q, "query"), (k, "key")))
+        if spec.qk_norm is QkNorm.HEAD and w.kernels.late_norms:
+            q, k = (norm(w, x, norm_spec, f"{name}_norm") for x, name in ((q, "query"), (k, "key")))
         if spec.qk_norm is QkNorm.LENGTH:
             q, k = (norm(w, x, _LENGTH, f"{name}_norm") for x, name in ((q, "query"), (k, "key")))
         if spec.scaled_queries:
@@ -138,7 +140,7 @@ def _project(
     if spec.qk_norm is QkNorm.WIDTH:
         q, k = (norm(w, x, norm_spec, f"{name}_norm", split=True) for x, name in ((q, "query"), (k, "key")))
     q, k, v = (heads_of(w, x, h, d) for x, h in ((q, spec.heads), (k, spec.kv_heads), (v, spec.kv_heads)))
-    if spec.qk_norm is QkNorm.HEAD:
+    if spec.qk_norm is QkNorm.HEAD and not w.kernels.late_norms:
         q, k = (norm(w, x, norm_spec, f"{name}_norm") for x, name in ((q, "query"), (k, "key")))
     if spec.qk_norm is QkNorm.APIECE:
         plain = replace(norm_spec, bias=False)
@@ -170,9 +172,10 @@ def _clipped(w: Writer, x: Value) -> Value:
 
 def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
     """Rotary positions (arXiv 2104.09864) on the first ``dim`` of each head; backward needs the tables only."""
-    wide = w.kernels.wide_rotary or w.run.precision.casts is not None
+    casts = w.run.precision.casts is not None
+    wide = w.kernels.wide_rotary or (casts and not w.kernels.rotary_apiece)  # those tables take the dtype of keys
     dtype = "float32" if wide else x.dtype
-    narrow = dtype if w.run.precision.casts else x.dtype  # what comes out
+    narrow = dtype if casts else x.dtype  # what comes out
     cosine, sine = (_table(w, f"rotary {name}", dim, dtype, whose) for name in ("cosine", "sine"))
     if w.kernels.fused_rotary:
         return w.tape.op("rotary", [x, cosine, sine])
@@ -395,8 +398,7 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value
     scores = scores if added is None else add(w, scores, added)
     if not w.kernels.fused_softmax:
         scores = _mask(w, scores, spec)
-    listed = w.run.precision.casts is not None and w.kernels.device is not Device.CPU  # of autocast, there
-    wide = "float32" if w.kernels.scores_float32 or listed else scores.dtype
+    wide = "float32" if w.kernels.scores_float32 or w.listed else scores.dtype
     probabilities = cast(w, _softmax(w, scores, wide, spec), narrow)
     probabilities = dropout(w, probabilities, site=w.run.model.dropout_sites.attention, reference=f"{CORE}: as^2b")
     roles = ("attention probabilities", "attention value")

@@ -22,13 +22,14 @@ def made_biases(w: Writer, spec: Attention, rows: int, keys: int) -> Value:
     """What is added to scores. What this layer hands on is not computed again: other layers read it, and have it."""
     shape = (1, spec.heads, rows, keys)
     places = (("tp", 1),) if w.tp > 1 else ()
+    dtype = w.compute if spec.buckets else w.products  # zeros are made in the dtype of queries
     if spec.biases is Biases.GIVEN:
-        return w.tape.source(BIASES, shape, w.compute, places, grad=spec.buckets > 0, free=True)
+        return w.tape.source(BIASES, shape, dtype, places, grad=spec.buckets > 0, free=True)
     anchor = Anchor.HANDED if spec.biases is Biases.FIRST else None
     with w.tape.scope("biases"):
         positions = w.table("positions", (keys,), "int64")
         if not spec.buckets:
-            return w.tape.op("aten.zeros.default", [positions], shape, w.compute, places, anchor=anchor)
+            return w.tape.op("aten.zeros.default", [positions], shape, dtype, places, anchor=anchor)
         buckets = w.tape.op("aten.add.Tensor", [positions], (rows, keys), grad=False)
         made = w.tape.op(
             "aten.embedding.default",

@@ -66,6 +66,7 @@ def weigh(w: Writer, x: Value, weight: Weight, role: str) -> Value:
 
 def power(w: Writer, x: Value, role: str, reference: str = "") -> Value:
     """x to a constant. Backward makes a lower power and a multiple of it on its way to the gradient."""
+    x = cast(w, x, "float32") if w.listed else x
     return w.tape.op("aten.pow.Tensor_Scalar", [x], saves=[saved(x, role, reference)], workspace=2 * x.nbytes)
 
 
@@ -199,9 +200,28 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     return summed
 
 
+def convolution(
+    w: Writer, x: Value, shape: tuple[int, ...], weights: list[Weight], contracted: int, role: str = "convolution input"
+) -> Value:
+    """Backward is one op that is given the input and the weight, whichever gradients it makes: both stay."""
+    copies = weight_copies(w, weights)
+    x = for_product(w, x)
+    return w.tape.op(
+        "aten.convolution.default",
+        [x, *copies],
+        shape,
+        w.products,
+        saves=[saved(x, role), *(saved(c, WEIGHT_COPY) for c in copies[:1])],
+        weights=weights,
+        contracted=contracted,
+        copied=bool(copies),
+    )
+
+
 def name_given(w: Writer, x: Value) -> None:
     """Callers of a block have names for its input, which matters where its products keep copies of it instead."""
-    if w.run.precision.casts or w.run.tuning is not None:
+    tuning = w.run.tuning
+    if w.run.precision.casts or (tuning is not None and tuning.targets):
         w.tape.name(x)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jettison.formula.attention import READ
-from jettison.formula.basic import add, cast, dropout, scale
+from jettison.formula.basic import add, cast, convolution, dropout, scale
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
 from jettison.formula.pair import show, tower
@@ -78,15 +78,16 @@ def read_source(w: Writer, spec: Source) -> None:
         x = _heard(inner, spec.sound) if spec.sound else _scaled_tokens(inner, declared=False)
         if spec.sound:
             table = inner.parameter("positions", spec.position_rows, model.hidden, fixed=not spec.trained_positions)
-            x = w.tape.op("aten.add.Tensor", [x], passes=True, weights=[table])
+            x = w.tape.op("aten.add.Tensor", [x], dtype=inner.compute, passes=True, weights=[table])
         elif spec.position_rows:
             x = add(inner, x, _looked_up(inner, "positions", spec.position_rows, POSITIONS, batched=True))
         _closed(inner, x)
-        if model.final_norm is None:
-            w.tape.hold(inner.hidden(READ), READ)
-        else:
-            read = norm(inner, inner.hidden("norm input"), model.final_norm, "output_norm")
-            w.tape.hold(dropout(inner, read, site=model.dropout_sites.output), READ)
+        read = inner.hidden(READ if model.final_norm is None else "norm input")
+        if model.final_norm is not None:
+            read = norm(inner, read, model.final_norm, "output_norm")
+            read = dropout(inner, read, site=model.dropout_sites.output)
+        if not w.run.precision.casts:  # under autocast each layer of the decoder keeps copies of its own
+            w.tape.hold(read, READ)
     w.follow(inner)
 
 
@@ -97,9 +98,7 @@ def _heard(w: Writer, rows: int) -> Value:
     for name, width, length in (("first", rows, frames), ("second", hidden, w.run.seq)):
         with w.tape.scope(name):
             weights = [w.parameter("weight", hidden, width, 3), w.parameter("bias", hidden)]
-        kept = [saved(x, "convolution input")]
-        shape = (b, hidden, length)
-        x = w.tape.op("aten.convolution.default", [x], shape, saves=kept, weights=weights, contracted=3 * width)
+        x = convolution(w, x, (b, hidden, length), weights, 3 * width)
         x = activation(w, x, Activation.GELU)
     return w.tape.view(x, w.shape(hidden))
 
@@ -121,19 +120,13 @@ def _patched(w: Writer, spec: Patches) -> Value:
     with w.tape.scope("patches"):
         weights = [w.parameter("weight", hidden, spec.channels, spec.patch, spec.patch)]
         weights += [w.parameter("bias", hidden)] if spec.bias else []
-    x = w.tape.op(
-        "aten.convolution.default",
-        [pixels],
-        (batch, spec.count, hidden),
-        saves=[saved(pixels, "pixels")],
-        weights=weights,
-        contracted=spec.channels * spec.patch**2,
-    )
+    x = convolution(w, pixels, (batch, spec.count, hidden), weights, spec.channels * spec.patch**2, "pixels")
     if spec.class_token:
         first = w.parameter("class_token", hidden)
-        x = w.tape.op("aten.cat.default", [x], (batch, spec.tokens, hidden), weights=[first])
+        x = w.tape.op("aten.cat.default", [x], (batch, spec.tokens, hidden), w.compute, weights=[first])
     x = w.tape.view(x, w.shape(hidden))
-    x = w.tape.op("aten.add.Tensor", [x], passes=True, weights=[w.parameter("positions", spec.tokens, hidden)])
+    positions = w.parameter("positions", spec.tokens, hidden)
+    x = w.tape.op("aten.add.Tensor", [x], dtype=w.compute, passes=True, weights=[positions])
     return _closed(w, x)
 
 

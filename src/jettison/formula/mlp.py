@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jettison.formula.basic import add, dropout, enter, leave, linear, multiply, name_given, power, scale
+from jettison.formula.basic import add, cast, dropout, enter, leave, linear, multiply, name_given, power, scale
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.model import Activation, Mlp
@@ -24,6 +24,8 @@ def mlp(w: Writer, x: Value, spec: Mlp, name: str = "mlp") -> Value:
         block = _gated if spec.gated else _plain
         hidden = block(w, whole, kept, spec, routed)
         hidden = dropout(w, hidden, site=w.run.model.dropout_sites.inner)
+        if w.kernels.widened_down and w.run.precision.casts:
+            hidden = cast(w, hidden, w.held(frozen=w.run.tuning is not None))
         out = linear(w, hidden, w.run.model.hidden, "down", bias=spec.bias, split="row", reference=f"{PAPER}: 8sbh")
         name_given(w, x)
         return leave(w, out)

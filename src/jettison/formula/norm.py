@@ -51,8 +51,8 @@ def _fused(
         shifted: 1 + weight, which then stays as well.
         apiece: one kernel for each head.
     """
-    if w.run.precision.casts and w.kernels.device is not Device.CPU:
-        x = cast(w, x, "float32")  # autocast has norms on its list there
+    if w.listed:
+        x = cast(w, x, "float32")
     narrow = w.kernels.device is Device.CPU and not w.run.precision.casts
     dtype = x.dtype if narrow else "float32"
     out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad or any(not weight.frozen for weight in weights))

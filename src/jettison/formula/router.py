@@ -52,8 +52,9 @@ def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
         weight = w.parameter("weight", spec.experts, tokens.shape[-1], wide=w.kernels.wide_routers)
         weights = [weight, w.parameter("bias", spec.experts)] if spec.router_bias else [weight]
         tokens = cast(w, tokens, "float32") if wide else tokens
-        copies = weight_copies(w, weights)
-        x = for_product(w, tokens)
+        casts = w.run.precision.casts is not None and not w.kernels.routers_apart
+        copies = weight_copies(w, weights) if casts else []
+        x = for_product(w, tokens) if casts else tokens
         inputs, kept = [x, *copies], [] if weight.frozen else [saved(x, "router input", REFERENCE)]
         if wide and not copies and not w.kernels.wide_routers:
             dtype, learned = w.held(frozen=weight.frozen), not weight.frozen
@@ -63,7 +64,7 @@ def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
         kept += [saved(c, "router weight") for c in copies[:1] if x.grad]
         name = "aten.addmm.default" if spec.router_bias else "aten.mm.default"
         shape = (tokens.shape[0], spec.experts)
-        made = w.products if w.run.precision.casts else x.dtype
+        made = w.products if casts else x.dtype
         return w.tape.op(
             name, inputs, shape, made, saves=kept, weights=weights, contracted=tokens.shape[-1], copied=bool(copies)
         )
@@ -123,6 +124,7 @@ def _sigmoid(w: Writer, x: Value, *, wide: bool = True) -> Value:
 
 
 def _softmax(w: Writer, x: Value) -> Value:
+    x = cast(w, x, "float32") if w.listed else x
     out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
     w.tape.record("aten._softmax.default", [x], [out], saves=[saved(out, "router probabilities", REFERENCE)])
     return out

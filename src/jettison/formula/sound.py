@@ -5,7 +5,7 @@ arXiv 2006.11477 §2 and transformers' ``models/wav2vec2/modeling_wav2vec2.py``.
 
 from __future__ import annotations
 
-from jettison.formula.basic import add, cast, copy, dropout, enter, linear
+from jettison.formula.basic import add, cast, convolution, copy, dropout, enter, for_product, linear, weight_copies
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
 from jettison.formula.tape import Value
@@ -46,12 +46,12 @@ def _convolved(w: Writer, x: Value, channels: int, kernel: int, length: int, *, 
     width = x.shape[1]
     weights = [w.parameter("weight", channels, width, kernel)] + ([w.parameter("bias", channels)] if bias else [])
     shape = (x.shape[0], channels, length)
-    kept = [saved(x, "convolution input")]
-    return w.tape.op("aten.convolution.default", [x], shape, saves=kept, weights=weights, contracted=width * kernel)
+    return convolution(w, x, shape, weights, width * kernel)
 
 
 def _channel_norm(w: Writer, x: Value) -> Value:
     """Each channel over all of its sequence; the input and two numbers a channel stay."""
+    x = cast(w, x, "float32") if w.listed else x
     dtype = x.dtype if w.kernels.device is Device.CPU else "float32"
     out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
     statistics = [w.tape.empty(x.shape[:2], dtype) for _ in range(2)]
@@ -95,15 +95,18 @@ def _positions(w: Writer, x: Value, spec: Waves) -> Value:
             saves=[saved(norms, "norms of directions")],
             weights=[lengths, directions],
         )
-        rows = w.tape.view(x, (b, hidden, s))
+        bias = w.parameter("bias", hidden)
+        copies = weight_copies(w, [bias])
+        weight, rows = for_product(w, weight), for_product(w, w.tape.view(x, (b, hidden, s)))
         out = w.tape.op(
             "aten.convolution.default",
-            [rows, weight],
+            [rows, weight, *copies],
             (b, hidden, s + 1 - kernel % 2),
-            dtype=w.compute,
+            dtype=w.products,
             saves=[saved(rows, "convolution input"), saved(weight, "convolution weight")],
-            weights=[w.parameter("bias", hidden)],
+            weights=[bias],
             contracted=width * kernel,
+            copied=bool(copies),
         )
         return w.tape.view(activation(w, w.tape.view(out, (b, hidden, s)), spec.activation), w.shape(hidden))
 

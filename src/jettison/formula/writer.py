@@ -50,8 +50,18 @@ class Writer:
 
     @property
     def stream(self) -> str:
-        """Dtype of the residual stream."""
-        return "float32" if self.run.model.wide_stream else self.compute
+        """Dtype of the residual stream. What convolutions made of sound stays as narrow as products under autocast,
+        unless a norm comes before the first layer that is on its list (`listed`).
+        """
+        model = self.run.model
+        if model.waves is not None and self.run.precision.casts and not (self.listed and model.embedding_norm):
+            return self.products
+        return "float32" if model.wide_stream else self.compute
+
+    @property
+    def listed(self) -> bool:
+        """Are ops on autocast's list for fp32 that CUDA alone has there: norms, softmax, powers? NOTE [ Autocast ]."""
+        return self.run.precision.casts is not None and self.kernels.device is not Device.CPU
 
     @property
     def tp(self) -> int:

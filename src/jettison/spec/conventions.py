@@ -26,7 +26,7 @@ def _bart(k: Kernels) -> Kernels:
 
 
 def _t5(k: Kernels) -> Kernels:
-    return replace(_bart(k), unwidened_norm=True)
+    return replace(_bart(k), unwidened_norm=True, widened_down=True)
 
 
 def _tower(k: Kernels) -> Kernels:
@@ -104,10 +104,11 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "dbrx": lambda k: replace(k, looped_experts=True, narrow_routers=True),
         "dots1": lambda k: replace(k, router_float32=True),
         "ernie4_5_moe": lambda k: replace(
-            k, spread_rotary=True, wide_rotary=True, wide_routers=True, weights_float32=False
+            k, spread_rotary=True, wide_rotary=True, wide_routers=True, routers_apart=True, weights_float32=False
         ),
         "glm4_moe": lambda k: replace(k, router_float32=True, joined_rotary=True),
-        "hunyuan_v1_moe": lambda k: replace(k, wide_routers=True),
+        "hunyuan_v1_dense": lambda k: replace(k, late_norms=True),
+        "hunyuan_v1_moe": lambda k: replace(k, wide_routers=True, late_norms=True),
         "llama4_text": lambda k: replace(
             k, scores_float32=False, complex_rotary=True, wide_positions=True, every_token=True
         ),

@@ -104,6 +104,9 @@ class Kernels:
         fused_norm: a norm is one kernel that saves its input and its statistics.
         wide_norm: where an RMSNorm is written out, its weight multiplies the fp32 value, not the one cast back.
         unwidened_norm: where an RMSNorm is written out, its mean is an fp32 copy's, and the input itself is scaled.
+        routers_apart: a router's product is out of autocast's reach.
+        late_norms: norms of each head's query and key come after their rotation.
+        widened_down: what a feed-forward block's last product reads is cast to the dtype of its weight before it.
         cast_weights: where norms are fp32, the weight is cast, too, and its copy stays.
         written_layer_norm: LayerNorm is written out in fp32, op by op, and not one kernel.
         fused_projections: query, key and value come out of one product, gate and up out of another, whatever the
@@ -170,6 +173,9 @@ class Kernels:
     fused_norm: bool = True
     wide_norm: bool = False
     unwidened_norm: bool = False
+    widened_down: bool = False
+    late_norms: bool = False
+    routers_apart: bool = False
     cast_weights: bool = False
     written_layer_norm: bool = False
     fused_projections: bool = False

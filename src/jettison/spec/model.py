@@ -447,14 +447,13 @@ class ModelSpec:
         return tuple(layer for layer in self.kinds if isinstance(layer, Layer))
 
     @cached_property
-    def is_plain(self) -> bool:
-        """Is each layer attention and a feed-forward block or experts, behind embeddings of words or patches?"""
-        alone = self.pair is None and self.waves is None and self.source is None and not self.wide_stream
+    def attends(self) -> bool:
+        """Is each layer attention and a feed-forward block or experts, in one stack or in an encoder and a decoder?"""
+        alone = self.pair is None and not self.wide_stream
         return alone and all(
             isinstance(kind, Layer)
             and isinstance(kind.attention, Attention | LatentAttention)
             and isinstance(kind.mlp, Mlp | Moe)
-            and kind.cross is None
             for kind in self.kinds
         )
 

@@ -390,12 +390,8 @@ class Run:
 
     @property
     def autocast(self) -> bool:
-        """Does it, in layers whose casts are described?
-
-        Of scans, encoders beside decoders, sound and pairs the
-        casts are not written down.
-        """
-        return self.uses_autocast and self.model.is_plain
+        """Does it, in layers whose casts are described? Of scans and pairs they are not written down."""
+        return self.uses_autocast and self.model.attends
 
     @cached_property
     def scene(self) -> Scene:
