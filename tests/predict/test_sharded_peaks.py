@@ -54,6 +54,15 @@ TWO = [
     Case(segment=3),
     Case(**SMALL, segment=2),
     Case(**SMALL, segment=3),
+    Case(**SMALL, segment=2, mixed=True, ffn=512),
+    Case(**SMALL, segment=3, reshard="never", mixed=True, ffn=512),
+    # the table and the head are the largest groups, and their gradients wait for their own reduction
+    Case(**SMALL, vocabulary=2048),
+    Case(**SMALL, vocabulary=2048, mixed=True, micro_batches=2),
+    Case(**SMALL, vocabulary=2048, mixed=True, reshard="never"),
+    Case(**SMALL, vocabulary=2048, mixed=True, outer=True),
+    Case(**SMALL, vocabulary=2048, outer=True, tied=True),
+    Case(**SMALL, vocabulary=2048, mixed=True, outer=True, tied=True, micro_batches=2),
 ]
 FOUR = [
     Case(**SMALL, mixed=True),
@@ -63,6 +72,9 @@ FOUR = [
     Case(reshard="2"),
     Case(**SMALL, reshard="2"),
     Case(**SMALL, reshard="2", mixed=True, micro_batches=2),
+    Case(**SMALL, reshard="2", mixed=True, segment=2),
+    Case(**SMALL, replicas=2, ffn=16, mixed=True, micro_batches=2),
+    Case(**SMALL, replicas=2, ffn=16, outer=True, micro_batches=2, segment=2),
 ]
 
 
@@ -75,7 +87,9 @@ def described(case: Case, ranks: int) -> Forecast:
         run = replace(run, model=model, tuning=Tuning(rank=RANK, inputs_need_gradients=case.full))
     number = int(case.reshard) if case.reshard.isdecimal() else 0
     how = Reshard.ALWAYS if number else Reshard(case.reshard)
-    layout = Layout(dp=ranks, zero=3, reshard=how, reshard_ranks=number, outer_ends=case.outer)
+    layout = Layout(
+        dp=ranks, zero=3, reshard=how, reshard_ranks=number, outer_ends=case.outer, zero_replicas=case.replicas
+    )
     word = f"every:{case.segment}" if case.segment > 1 else "full" if case.full else "none"
     mode = Recompute.parse(word, layers=run.model.depth)
     precision = PRECISIONS["bf16-autocast" if case.mixed else "fp32"]

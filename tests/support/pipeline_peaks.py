@@ -121,7 +121,7 @@ def chunks_of(case: Case, rank: int, ranks: int, kind: type[C]) -> Iterator[tupl
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     """As transformers has it."""
     moved = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
-    return nn.functional.cross_entropy(logits.float().view(-1, VOCABULARY), moved.view(-1), ignore_index=-100)
+    return nn.functional.cross_entropy(logits.float().view(-1, logits.shape[-1]), moved.view(-1), ignore_index=-100)
 
 
 class Counted:

@@ -36,6 +36,9 @@ class Case:
         outer: embedding, norm and head belong to the outermost unit; torchtitan's last layer is whole then, too.
         ffn: width of feed-forward layers; 0: as the model has it.
         segment: so many layers are one checkpoint, of twice as many.
+        vocabulary: rows of the embedding and the head; 0: as the model has it.
+        tied: the head is the embedding's table.
+        replicas: of shards, beside each other: HSDP.
         events: every birth and death of a storage is told.
     """
 
@@ -49,18 +52,22 @@ class Case:
     sequence: int = 64
     ffn: int = 0
     segment: int = 1
+    vocabulary: int = 0
+    tied: bool = False
+    replicas: int = 1
     events: bool = False
 
     @property
     def formula(self) -> FormulaCase:
         """The model, and its batch."""
         depth = ("num_hidden_layers", 2 * self.segment if self.segment > 1 else 3)
+        sizes = {"intermediate_size": self.ffn, "vocab_size": self.vocabulary, "tie_word_embeddings": self.tied}
         return FormulaCase(
             family="llama",
             attention="sdpa",
             batch=self.batch,
             sequence=self.sequence,
-            more=(depth, *(("intermediate_size", self.ffn),) * bool(self.ffn)),
+            more=(depth, *((name, value) for name, value in sizes.items() if value)),
             precision="fp32",
         )
 
@@ -94,7 +101,7 @@ def peaks(args: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _peak(case: Case) -> dict[str, Any]:
     model = _sharded(case)
-    ids = torch.randint(1, VOCABULARY, (case.batch * case.micro_batches, case.sequence))
+    ids = torch.randint(1, case.vocabulary or VOCABULARY, (case.batch * case.micro_batches, case.sequence))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
 
     def step() -> None:
@@ -139,8 +146,10 @@ def _sharded(case: Case) -> Any:
         model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
         if case.full:
             model.enable_input_require_grads()
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    options: dict[str, Any] = {"mesh": mesh}
+    ranks = distributed.get_world_size()
+    shape = (ranks,) if case.replicas == 1 else (case.replicas, ranks // case.replicas)
+    names = ("replicas", "shards")[-len(shape) :]
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
     if case.mixed:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = list(inner.model.layers)

@@ -25,7 +25,8 @@ class Static:
     ``master``: of the state, what is there before the first optimizer step: the copy that the optimizer updates.
     ``copies``: of gradients, which the optimizer makes for its masters.
     ``host_state``: states in the host's memory, of ``host_elements`` numbers of parameters.
-    ``reduced``: its gradients before they are sharded, under ZeRO 2 and 3; ``largest``: its biggest weight in fp32.
+    ``reduced``: its gradients before they are sharded, under ZeRO 2 and 3; ``largest``: its biggest weight, in
+    the dtype of moments.
     """
 
     parameters: int = 0
@@ -120,7 +121,7 @@ def static(
             gathered += w.numel * (1 if _travels_narrow(w, precision) else DTYPE_BYTES[precision.compute])
         if layout.zero >= 2 and ranks > 1:
             reduced += w.numel * DTYPE_BYTES[precision.gradient]
-        largest = max(largest, at[0] * 4)
+        largest = max(largest, at[0] * DTYPE_BYTES[held.moment or held.master or held.parameter])
     return Static(
         parameters=parameters,
         gradients=gradients,

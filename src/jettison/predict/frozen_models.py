@@ -14,7 +14,7 @@ from jettison.formula.region import Region, score_region
 from jettison.formula.static import Static, static
 from jettison.formula.without_gradients import forward_height
 from jettison.ledger.program import Source
-from jettison.predict.gathered import Grouped
+from jettison.predict.fsdp_groups import Grouped
 from jettison.predict.stages import RegionGroup, outline
 from jettison.spec.conventions import kernels_for
 from jettison.spec.frozen_models import FrozenModel, Role, When

@@ -13,28 +13,32 @@ the weights behind it.
 Backward. ``pre_backward`` copies out, frees what was gathered, and gathers the group before (``_backward_prefetch``):
 its own weights and as many bytes as its neighbour's. Gradients come whole, in the weights' dtype; ``post_backward``
 frees the weights, drops the buffer that the group behind was reduced from, and copies its own gradients into one
-(``reduce_scatter_input``, in the dtype that is reduced in), which stays until the next group has come so far. Of a
-second micro-batch they come whole again, and what is reduced of them is added to the shards.
+(``reduce_scatter_input``, in the dtype that is reduced in), which stays until the next group has come so far. They are
+let go of then, but for one: a loop of ``foreach_reduce`` has gone over them (``for i, (fsdp_param, unsharded_grad)``),
+and its variable names the last until the function returns. Of a layer that is a norm's or a bias in all code that was
+looked at, and nothing is counted; of the ends it is the table or the head. Of a second micro-batch gradients come whole
+again, and what is reduced of them is added to the shards.
 
 A segment of several groups gathers each again when it is computed again, and ``post_forward`` shards none of them then
-(``is_bw``): all of them are whole until their own backwards. What the gathers returned is gone by then: each group is
-the outermost of a forward of its own (``iter_forward_root``).
+(``is_bw``): each is whole from there to its own backward. Its last was gathered by the group behind, and waits. What
+the other gathers returned is gone once it is copied: each group is the outermost of a forward of its own
+(``iter_forward_root``). Each group is reduced when its own backward is over, beside what the layers before it keep.
 
 Weights that stay whole after a forward (``reshard_after_forward=False``) are freed by ``post_backward`` all the same:
 there are shards alone between steps. Over fewer ranks (an ``int``) a larger shard is there from ``reshard`` until the
-weights have been copied out for backward (``to_sharded_post_forward``, ``to_unsharded``); of a segment that is counted
-until the last one's. A pipeline's stage has weights that stay whole while any micro-batch is in flight. The loss is
-behind the model: where norm and head are sharded again, none of their weights is there while it is made and
-differentiated.
+weights have been copied out for backward (``to_sharded_post_forward``, ``to_unsharded``). A pipeline's stage has
+weights that stay whole while any micro-batch is in flight. The loss is behind the model: where norm and head are
+sharded again, none of their weights is there while it is made and differentiated.
 
 In a pipeline of ``torch.distributed.pipelining`` (`Layout.keeps_whole_gradients`) nothing is reduced until a stage's
 last backward (``stage.py``, ``backward_maybe_with_nosync``: ``set_requires_gradient_sync(False)``): gradients stay
 whole, in the dtype that is reduced in (``to_accumulated_grad_if_needed``, one parameter after the other), and are added
 to. Then group after group lets go of its weights, and of its gradients once they are copied (``post_backward``).
 
-Where the ends of a model have no groups of their own (`Layout.outer_ends`) they belong to the model's: whole from
+Where the ends of a model have no groups of their own (`has_outer_ends`) they belong to the model's: whole from
 before the first layer on, and in backward until the engine's last callback, as are the gradients of both. Nothing is
-gathered for the head, and for the embedding nothing ahead.
+gathered for the head, and for the embedding nothing ahead. Of a tied table the engine adds the gradients of both uses
+up before any hook has them, into a third tensor: the head's is a view, which it never adds to in place.
 """
 
 from __future__ import annotations
@@ -43,101 +47,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jettison.dtypes import DTYPE_BYTES
-from jettison.formula.region import HEAD
+from jettison.formula.region import EMBEDDING, HEAD
 from jettison.ledger.timeline import Unit
-from jettison.predict.passes import passes_of
-from jettison.predict.stages import RegionGroup, StageRegion
+from jettison.predict.fsdp_groups import Grouped, Place, last_gradient, unsharded
+from jettison.predict.passes import named_passes, passes_of
+from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Reshard
 from jettison.spec.run import Run
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Grouped:
-    """The regions of a chunk, each with what its own group gathers and reduces.
-
-    Args:
-        kept: those whose weights stay whole after a forward.
-        ranks: over so many others are sharded again until their backward; 0: over all.
-        in_flight: weights are there with micro-batches anyway, see `whole_in_flight`.
-        outer: weights of the ends, which the outermost group has; 0: they have groups of their own.
-        late: whole gradients of the head, where they are there until the embedding's are; as shards, ``late_shards``.
-    """
-
-    parts: tuple[StageRegion, ...]
-    kept: tuple[StageRegion, ...]
-    ranks: int = 0
-    in_flight: bool = False
-    outer: int = 0
-    late: int = 0
-    late_shards: int = 0
-
-    @classmethod
-    def of(cls, run: Run, parts: Sequence[StageRegion]) -> Grouped:
-        """As the layout groups them."""
-        layout = run.layout
-        late = layout.reshard is Reshard.TORCHTITAN
-        if not layout.outer_ends:
-            if layout.reshard is Reshard.ALWAYS:
-                return cls(parts=tuple(parts), kept=(), ranks=layout.reshard_ranks)
-            kept = parts if not layout.resharded else [part for part in parts[-1:] if part.name == HEAD]
-            return cls(parts=tuple(parts), kept=tuple(kept), in_flight=layout.pp > 1 and not layout.resharded)
-        first, *layers, last = parts
-        ends = first.static + last.static
-        both = replace(first.static, gathered=ends.gathered, reduced=ends.reduced, gradients=ends.gradients)
-        first, end = replace(first, static=both), replace(last, static=replace(last.static, gathered=0, reduced=0))
-        if late:
-            layers[-1] = replace(layers[-1])  # not the others that are alike
-        return cls(
-            parts=(first, *layers, end),
-            kept=(first, *(layers if not layout.resharded else layers[-1:] if late else ())),
-            outer=ends.gathered,
-            late=unsharded(run, last),
-            late_shards=last.static.gradients,
-        )
-
-    def whole(self, part: StageRegion | None) -> int:
-        """Weights of a region that stay whole after its forward."""
-        return part.static.gathered if self.kept and part in self.kept and part is not None else 0
-
-    def left(self, part: StageRegion) -> int:
-        """What stays of a region's weights after its forward: all, or a shard that is larger than the one for good."""
-        return part.static.gathered // self.ranks if self.ranks else self.whole(part)
-
-    def again(self, part: StageRegion | None) -> int:
-        """Weights of a region that are gathered a second time, for its backward."""
-        if part is None or not self.kept:
-            return 0 if part is None else part.static.gathered
-        return part.static.gathered - self.whole(part)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """The regions of a unit, and their neighbours in the chunk."""
-
-    own: tuple[StageRegion, ...]
-    before: StageRegion | None
-    behind: StageRegion | None
-    chunk: Grouped
-
-    @property
-    def shards(self) -> tuple[object, ...]:
-        """What of it decides what is there beside."""
-        whole, parts = self.chunk.whole, (self.before, *self.own, self.behind)
-        alone = (None if part is None else (part.static.gathered, part.static.reduced, whole(part)) for part in parts)
-        given = None if self.before is None else self.before.region.output.nbytes
-        return (*alone, given)
-
-    @classmethod
-    def of(cls, chunk: Grouped, first: int, stop: int) -> Place:
-        """Of parts ``first .. stop - 1`` of a chunk."""
-        parts = chunk.parts
-        return cls(
-            own=parts[first:stop],
-            before=parts[first - 1] if first else None,
-            behind=parts[stop] if stop < len(parts) else None,
-            chunk=chunk,
-        )
 
 
 def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> list[Unit]:
@@ -216,7 +133,8 @@ def reducing(run: Run, chunks: Sequence[Sequence[RegionGroup]]) -> int:
     weights = 0 if run.layout.resharded else sum(part.static.gathered for part in left)
     there, highest = weights + sum(part.static.reduced for part in left), 0
     for part in left:
-        copied = part.static.gradients + (part.static.reduced if run.kernels.device is Device.CPU else 0)
+        named = last_gradient(run, part) * DTYPE_BYTES[run.precision.gradient]
+        copied = named + part.static.gradients + _cloned(run, part)
         there -= 0 if run.layout.resharded else part.static.gathered
         highest = max(highest, there + part.static.reduced, there + copied)
         there += part.static.gradients - part.static.reduced
@@ -234,22 +152,35 @@ class _Sharded:
         run, unit, own = self.run, self.unit, self.place.own
         chunk = self.place.chunk
         stays = sum(map(chunk.left, own)) if run.layout.pp == 1 and (chunk.kept or chunk.ranks) else 0
-        forward, backward = self._segment() if len(own) > 1 else self._single(own[0])
-        late, shards = (0, 0) if own[0].name == HEAD else (chunk.late, chunk.late_shards)
+        if len(own) > 1:
+            forward, backward, adding = self._segment()
+        else:
+            forward, backward = self._single(own[0])
+            adding = backward + unit.adding_peak - unit.backward_peak
+        shards = 0 if own[0].name == HEAD else chunk.late_shards
         found = Unit(
             names=unit.names,
             resident=unit.resident + stays,
             whole=stays,
             forward_peak=forward,
-            backward_peak=backward + late - shards,
-            adding_peak=backward + late + unit.adding_peak - unit.backward_peak,
+            backward_peak=backward - shards,
+            adding_peak=adding,
             gradient=unit.gradient,
-            pending=unit.pending,
+            pending=unit.pending + self._reduced_again(),
             is_loss=unit.is_loss,
             frozen=unit.frozen,
         )
         whole = run.layout.stage_buffers and run.layout.keeps_whole_gradients
         return self._whole_gradients(found) if whole else found
+
+    def _reduced_again(self) -> int:
+        """What replicas of shards have added up of another micro-batch, which each group holds to the backward's end.
+
+        ``_fsdp_param_group.py``, ``_all_reduce_state``. Of the first one it is the shards themselves, and so it is of a
+        pipeline, which reduces once; the outermost group's comes last.
+        """
+        layout, last = self.run.layout, bool(self.place.chunk.outer) and self.place.own[0].name == HEAD
+        return 0 if layout.zero_replicas == 1 or layout.keeps_whole_gradients or last else self.unit.gradient
 
     def _whole_gradients(self, unit: Unit) -> Unit:
         """With gradients that stay whole: nothing is reduced beside them, and the first become as wide as they stay."""
@@ -267,6 +198,7 @@ class _Sharded:
     def _single(self, part: StageRegion) -> tuple[int, int]:
         """Of one region: how high its passes rise."""
         run, unit, chunk = self.run, self.unit, self.place.chunk
+        before, behind = self.place.before, self.place.behind
         outer = chunk.outer if part.name == HEAD else 0  # weights of the ends that the outermost group has
         passes = passes_of(self.treated, run.gradient_rule)
         (forward, loss), (backward, differentiated) = passes.around.forward, passes.around.backward
@@ -280,7 +212,6 @@ class _Sharded:
         there = gathered - after  # what stays is among residents in backward
         lingering = self.place.before.static.gathered if outer and self.place.before is not None else 0
         freed = 0 if run.layout.reshard is not Reshard.ALWAYS else outer
-        before, behind = self.place.before, self.place.behind
         waiting = 0 if behind is None else behind.static.reduced
         entering = 2 * gathered
         if before is not None:  # what it returned, and what was gathered for it
@@ -290,37 +221,68 @@ class _Sharded:
             passes.opening + 2 * there + freed if part.region.output.grad else 0,
             differentiated - freed,
         )
-        closing = self._closing(part) + ahead - unit.resident - (after + shard if run.layout.pp == 1 else 0)
+        closing = self._closing(part, before) + ahead - unit.resident - (after + shard if run.layout.pp == 1 else 0)
+        late, at_end = 0 if part.name == HEAD else chunk.late, bool(chunk.outer) and part.name == EMBEDDING
+        rise = max(*rising, there + chunk.tied if at_end else 0) + waiting + late
         moved = unit.forward_peak - passes.forward_peak, unit.backward_peak - passes.backward_peak
         return (
             max(forward + 2 * gathered + lingering, loss + after - freed, entering) + moved[0],
-            max(max(rising) + waiting + moved[1], closing),
+            max(rise + moved[1], closing if at_end else closing + late),
         )
 
-    def _closing(self, part: StageRegion) -> int:
-        """What there is when a group's gradients have been copied: both, and the gradient of its input.
-
-        gloo reduces a copy (``ProcessGroupGloo.cpp``, ``reduce_scatter_tensor_coalesced``: ``clone``).
-        """
-        before = self.place.before
+    def _closing(self, part: StageRegion, before: StageRegion | None) -> int:
+        """What there is while a group's gradients are copied and reduced, and the gradient of its input."""
         given = 0 if before is None or not before.region.output.grad else before.region.output.nbytes
-        copied = unsharded(self.run, part)
-        if self.run.kernels.device is Device.CPU:
-            copied = max(copied, part.static.reduced + part.static.gradients)
-        return given + part.static.reduced + copied
+        named = self.place.chunk.named(self.run, part) * DTYPE_BYTES[self.run.precision.compute]
+        reducing = named + part.static.gradients + _cloned(self.run, part)
+        return given + part.static.reduced + max(unsharded(self.run, part), reducing)
 
-    def _segment(self) -> tuple[int, int]:
+    def _segment(self) -> tuple[int, int, int]:
+        """Of several, each of which is a group; the third where there are gradients already."""
         unit, own, chunk = self.unit, self.place.own, self.place.chunk
-        highest = 0 if self.place.chunk.in_flight else max(part.static.gathered for part in own)
-        waiting = 0 if self.place.behind is None else self.place.behind.static.reduced
-        earlier = 0 if self.place.chunk.in_flight else sum(map(chunk.left, own[:-1]))
-        shard = chunk.left(own[-1]) if chunk.ranks else 0
+        highest = 0 if chunk.in_flight else max(part.static.gathered for part in own)
+        earlier = 0 if chunk.in_flight else sum(map(chunk.left, own[:-1]))
         entering = unit.resident + own[0].region.output.nbytes + 3 * highest
         forward = max(unit.forward_peak + 2 * highest, entering) + earlier
-        return forward, unit.backward_peak + sum(map(chunk.again, own)) - shard + waiting
+        backward = self._segment_backward(stays=1) + chunk.late
+        again = self._segment_backward(stays=int(self._reduced_again() > 0)) + chunk.late
+        return forward, backward, again
+
+    def _segment_backward(self, *, stays: int) -> int:
+        """Forwards again, each with its own weights and those before it, and backwards, each group reduced behind its.
+
+        Args:
+            stays: 1: what they were reduced to.
+        """
+        run, place, chunk, own = self.run, self.place, self.place.chunk, self.place.own
+        plain = [named_passes(part.region, NONE, run.gradient_rule, False) for part in own]
+        first = own[0].region
+        level = -first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))
+        waiting = 0 if place.behind is None else place.behind.static.reduced
+        gathered = [0 if chunk.in_flight else part.static.gathered for part in own]
+        left = [0 if chunk.in_flight else chunk.left(part) for part in own]
+        fetched = 0 if chunk.in_flight else chunk.again(own[-1])  # by the group behind
+        peak, before = 0, 0
+        for number, (part, passes) in enumerate(zip(own, plain, strict=True)):
+            weights = sum(gathered[: number + 1]) - sum(left[: number + 1])
+            weights += 0 if number == len(own) - 1 else fetched
+            entering = before + (0 if chunk.in_flight else chunk.again(part))
+            rise = plain[-1].output + waiting + weights + max(passes.forward_peak, entering)
+            peak = max(peak, level + rise)
+            level += passes.resident
+            before = part.region.output.nbytes
+        for number in reversed(range(len(own))):
+            ahead = 0 if number or chunk.in_flight else chunk.again(place.before)
+            weights = sum(gathered[: number + 1]) - sum(left) + ahead
+            peak = max(peak, level + waiting + weights + plain[number].backward_peak)
+            level -= plain[number].resident
+            closing = self._closing(own[number], own[number - 1] if number else place.before)
+            peak = max(peak, level + weights - gathered[number] + closing)
+            waiting = own[number].static.reduced
+            level += stays * own[number].static.gradients
+        return peak
 
 
-def unsharded(run: Run, part: StageRegion) -> int:
-    """A region's whole gradients, as its backward makes them."""
-    precision = run.precision
-    return part.static.reduced // DTYPE_BYTES[precision.gradient] * DTYPE_BYTES[precision.compute]
+def _cloned(run: Run, part: StageRegion) -> int:
+    """gloo reduces a copy (``ProcessGroupGloo.cpp``, ``reduce_scatter_tensor_coalesced``: ``clone``)."""
+    return part.static.reduced if run.kernels.device is Device.CPU else 0

@@ -18,16 +18,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeGuard
 
+from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region
 from jettison.ledger.schedule import Sending
 from jettison.ledger.timeline import Unit
 from jettison.predict.stages import RegionGroup, StageRegion
-from jettison.spec.kernels import HUGGINGFACE
+from jettison.spec.kernels import HUGGINGFACE, AttentionKernel
 from jettison.spec.layout import Layout, Schedule
+from jettison.spec.model import Attention
+from jettison.spec.recompute import Mode
 from jettison.spec.run import Run, Scene
 
 LOGITS = "logits"
+_CHECKPOINTS = (Mode.FULL, Mode.EVERY, Mode.BLOCK, Mode.INTERVAL, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE)
+"""Modes under which ``torch.utils.checkpoint`` is given a layer's inputs."""
 
 
 def stream_bytes(run: Run) -> int:
@@ -84,7 +90,7 @@ def with_ends(
         handed_on: the chunk behind it is on the same device, and what this one returns becomes that one's buffer.
     """
     first, last = groups[0].part, groups[-1].part
-    own = 0 if first.name == EMBEDDING or not first.is_layer else tables_bytes(run.scene)
+    own = 0 if first.name == EMBEDDING or not first.is_layer else tables_bytes(run.scene) + mask_bytes(run)
     if not run.layout.stage_buffers:
         yield from made if not own else _with_tables(made, own)
         return
@@ -133,6 +139,27 @@ def tables_bytes(scene: Scene) -> int:
     region = embedding_region(scene)
     held = {s.value.storage for step in region.tape.steps if step.name == "hold" for s in step.saved}
     return sum(region.tape.sizes[storage] for storage in held)
+
+
+def mask_bytes(run: Run) -> int:
+    """What eager attention adds to scores, b × 1 × s × s, where layers are checkpoints; with windows one more.
+
+    ``transformers/masking_utils.py``, ``eager_mask``: made once for all layers. Autograd has no use for it, but each
+    checkpoint holds what it was given. A plan's blocks are not asked: a described one leaves it out.
+    """
+    model, kernels = run.model, run.kernels
+    given = kernels.name == HUGGINGFACE.name and kernels.attention is AttentionKernel.EAGER
+    if not given or kernels.filled_masks or kernels.made_masks or run.recompute.mode not in _CHECKPOINTS:
+        return 0
+    if model.pair is not None or model.waves is not None or model.source is not None:
+        return 0  # encoders mask padding alone, and a decoder beside one gets two
+    found = {each.window is None for each in (layer.attention for layer in model.described) if _adds_mask(each)}
+    each = run.micro_batch * run.seq * run.seq // run.layout.cp
+    return len(found) * each * DTYPE_BYTES[run.scene.precision.compute]
+
+
+def _adds_mask(attention: object) -> TypeGuard[Attention]:
+    return isinstance(attention, Attention) and attention.causal
 
 
 def input_kept(part: StageRegion) -> int:

@@ -26,7 +26,7 @@ from jettison.cost.layer import PriceModel
 from jettison.formula.region import HEAD, Region
 from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Stage, stage_sizes
-from jettison.predict.gathered import Grouped, Place
+from jettison.predict.fsdp_groups import Grouped, Place
 from jettison.predict.peak import stage_peak_bytes
 from jettison.predict.stage_segments import HELD, StageSegments
 from jettison.predict.stage_time import Timing

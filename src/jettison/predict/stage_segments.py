@@ -21,7 +21,7 @@ from typing import Final
 from jettison.cost.recompute import everything, repeated
 from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Stage, stage_sizes
-from jettison.predict.gathered import Grouped, Place
+from jettison.predict.fsdp_groups import Grouped, Place
 from jettison.predict.peak import stage_peak_bytes
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, MIXED, RegionGroup, StageRegion, Staying, kept_by

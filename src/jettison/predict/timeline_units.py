@@ -17,10 +17,11 @@ from jettison.formula.liveness import Passes
 from jettison.formula.region import EMBEDDING, HEAD
 from jettison.ledger.timeline import Unit
 from jettison.predict.frozen_models import highest_forward
-from jettison.predict.gathered import Place, beside, with_shards
+from jettison.predict.fsdp_groups import Place, has_outer_ends
+from jettison.predict.gathered import beside, with_shards
 from jettison.predict.halves import splits, with_halves
-from jettison.predict.passes import named_passes, passes_of
-from jettison.predict.stage_buffers import with_ends
+from jettison.predict.passes import named_passes, passes_of, sums_apart
+from jettison.predict.stage_buffers import mask_bytes, with_ends
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
 from jettison.spec.frozen_models import When
 from jettison.spec.recompute import Mode
@@ -69,21 +70,25 @@ def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
     passes = passes_of(part, rule)
     adding = passes if how.whole else passes_of(part, rule, accumulates=True)
     gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
+    added = adding.backward_peak
     if how.frees:  # it goes as one that is added to others does
         gradient, backward = _left(run, [part]), adding.backward_peak
-    if run.model.tied_embeddings and run.layout.pp == 1:
+    if run.model.tied_embeddings and run.layout.pp == 1 and not has_outer_ends(run):
         if part.name == HEAD:
             pending = sum(w.numel for w in part.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[dtype]
             gradient += pending
         if part.name == EMBEDDING:  # the head's backward made it already
-            gradient -= max((w.numel for w in part.region.weights if not w.frozen), default=0) * DTYPE_BYTES[dtype]
-            backward = adding.backward_peak
+            table = max((w.numel for w in part.region.weights if not w.frozen), default=0) * DTYPE_BYTES[dtype]
+            gradient -= table
+            both = 2 * table // DTYPE_BYTES[dtype] * DTYPE_BYTES[rule.added] if sums_apart(run) else 0
+            backward = added = max(adding.backward_peak, both)  # the engine's sum beside what it adds to the head's
+    mask = mask_bytes(run) if part.name == EMBEDDING else 0
     return Unit(
         names=group.names,
-        resident=passes.resident,
-        forward_peak=passes.forward_peak,
+        resident=passes.resident + mask,
+        forward_peak=passes.forward_peak + mask,
         backward_peak=backward,
-        adding_peak=adding.backward_peak,
+        adding_peak=added,
         gradient=gradient,
         pending=pending,
         is_loss=part.name == HEAD,
