@@ -71,7 +71,9 @@ def runs(draw: st.DrawFn) -> Run:
     model = draw(models())
     pp = draw(st.sampled_from((1, 2, 4)))
     virtual = draw(st.sampled_from((1, 2))) if pp > 1 and model.depth == 8 and pp < 4 else 1
-    schedule = draw(st.sampled_from(Schedule)) if virtual == 1 else Schedule.ONE_F_ONE_B
+    of_one = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE)
+    of_two = (Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE, Schedule.ZERO_BUBBLE_V)
+    schedule = draw(st.sampled_from(of_one if virtual == 1 else of_two))
     dp = draw(st.sampled_from((1, 2, 4)))
     has_experts = any(isinstance(layer.mlp, Moe) for layer in model.layers)
     layout = Layout(
