@@ -139,7 +139,7 @@ def _torchtitan(row: Mapping[str, str]) -> tuple[Run, Execution]:
         micro_batch=int(row["micro_batch"] or 1),
         recompute=recompute,
         precision="fp8" if re.search("float8(?!-)", row["extras"]) else "bf16-autocast",
-        fp8_recipe="rowwise" if "float8-rowwise" in row["extras"] else None,
+        fp8_recipe="rowwise" if re.search("float8[- ]rowwise", row["extras"]) else None,
         tp_comm_overlap="async-tp" in row["extras"],
         **_layout(row["layout"], int(row["gpus"])),
     )
@@ -222,9 +222,16 @@ def _nemo(row: Mapping[str, str]) -> tuple[Run, Execution]:
 
 
 RULES: Mapping[str, Callable[[Mapping[str, str]], tuple[Run, Execution]]] = MappingProxyType(
-    {"torchtitan": _torchtitan, "llm-foundry": _foundry, "ultrascale": _nanotron, "NeMo": _nemo}
+    {
+        "torchtitan": _torchtitan,
+        "pytorch": _torchtitan,
+        "torchao": _torchtitan,
+        "llm-foundry": _foundry,
+        "ultrascale": _nanotron,
+        "NeMo": _nemo,
+    }
 )
-"""By the first word of a source."""
+"""By the first word of a source. PyTorch's pull request and torchao's tutorial ran torchtitan."""
 LISTED, FOUNDRY, NEMO = "published_runs.csv", "llm_foundry_throughput.csv", "nemo_throughput.csv"
 TITAN = "torchtitan_2025_throughput.csv"
 
