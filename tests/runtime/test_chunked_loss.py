@@ -209,6 +209,22 @@ def test_logits_that_are_no_numbers_give_torchs_bits(value: float, hold: Hold, a
     assert torch.equal(found[0].view(torch.int32), found[1].view(torch.int32))
 
 
+def test_gradients_in_batches_are_torchs(hold: Hold, at_any_size: None) -> None:
+    values, target = rows(20, 64)
+    found = []
+    for function in (TORCHS, functional.cross_entropy):
+        leaf = values.clone().requires_grad_()
+        losses = function(leaf * 1.5, target, reduction="none")
+        found.append(torch.autograd.grad(losses, leaf, torch.eye(20), is_grads_batched=True)[0])
+    assert hold.used and same_bits(*found)
+
+
+def test_where_hooks_are_forbidden_torchs_own_is_taken(hold: Hold, at_any_size: None) -> None:
+    values, target = rows(32, 64)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert not is_chunked(functional.cross_entropy(values.requires_grad_(), target))
+
+
 def left_to_torch() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     def cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
         return functional.cross_entropy(*args, **kwargs)

@@ -159,6 +159,7 @@ def _fits(input: Any, target: Any) -> bool:
         and input.is_contiguous()
         and (input.dtype is torch.float32 or not torch.is_autocast_enabled(input.device.type))
         and not torch.jit.is_tracing()
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch.autograd.forward_ad._current_level < 0
     )
@@ -279,7 +280,7 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         logits, target, weight, column = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _is_batched(gradient):
             return _differentiable(gradient, logits, target, weight, ctx.asked), None, None
         asked: _Asked = ctx.asked
         is_saved = ctx.saved() is logits
@@ -304,6 +305,12 @@ class _CrossEntropy(Function):
         return found, None, None
 
 
+def _is_batched(gradient: Tensor) -> bool:
+    """Whether it is several, as under ``is_grads_batched``."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
+
+
 def _unchanged(logp: Tensor, target: Tensor, before: Tensor, ignore_index: int) -> None:
     """torch saves the log-softmax, which nobody else has; logits may be written to from ``data`` or NumPy, which counts
     no version. A chunk's rows come to the same as in the forward, or the step fails.
@@ -318,7 +325,7 @@ def _unchanged(logp: Tensor, target: Tensor, before: Tensor, ignore_index: int) 
 
 def _differentiable(gradient: Tensor, logits: Tensor, target: Tensor, weight: Tensor, asked: _Asked) -> Tensor:
     """The gradient of the logits as a function of them, as torch's own is."""
-    again = _Reattached.apply(asked.twin, logits)
+    again = _Reattached.apply(asked.twin, logits) if torch.is_grad_enabled() else logits
     logp = aten._log_softmax(again, 1, False)
     of_logp = aten.nll_loss_backward(gradient, logp, target, None, asked.reduction, asked.ignore_index, weight)
     found: Tensor = aten._log_softmax_backward_data(of_logp, logp, 1, logits.dtype)
