@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -139,6 +141,88 @@ def test_logits_that_another_op_saved_stay_as_they_are(hold: Hold, at_any_size: 
         assert leaf.grad is not None
         found.append(leaf.grad)
     assert same_bits(*found)
+
+
+@pytest.mark.parametrize("held", ["storage", "array"])
+def test_memory_that_somebody_holds_without_a_tensor_stays_as_it_is(held: str, hold: Hold, at_any_size: None) -> None:
+    values, target = rows(64, 128)
+    made = values.clone().requires_grad_() * 1.5
+    kept: Any = made.untyped_storage() if held == "storage" else made.detach().numpy()
+    loss = functional.cross_entropy(made, target)
+    del made
+    loss.backward()
+    left = torch.empty(0).set_(kept, 0, (64, 128)) if held == "storage" else torch.from_numpy(kept)
+    assert same_bits(left, values * 1.5)
+
+
+def test_memory_that_is_numpys_stays_as_it_is(hold: Hold, at_any_size: None) -> None:
+    values, target = rows(64, 128)
+    leaf = values.clone().requires_grad_()
+    array = np.zeros((64, 128), np.float32)
+    functional.cross_entropy(torch.from_numpy(array).copy_(leaf * 1.5), target).backward()
+    assert same_bits(torch.from_numpy(array), values * 1.5)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_hooks_give_from_numpy_stays_as_it_is(swapped: bool, hold: Hold, at_any_size: None) -> None:
+    values, target = rows(64, 128)
+    kept: list[Any] = []
+
+    def pack(saved: Tensor) -> int:
+        kept.append(saved.detach().clone().numpy())
+        return len(kept) - 1
+
+    leaf = values.clone().requires_grad_()
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda number: torch.from_numpy(kept[number]))
+    with hooks if swapped else contextlib.nullcontext():
+        loss = functional.cross_entropy(leaf * 1.5, target)
+    before = [array.copy() for array in kept]
+    loss.backward()
+    assert bool(kept) == swapped and all(map(np.array_equal, kept, before))
+
+
+@pytest.mark.parametrize("how", ["data", "numpy"])
+def test_logits_that_are_written_to_unseen_stop_the_step(how: str, hold: Hold, at_any_size: None) -> None:
+    """torch's own saved what it needs of them; here the gradient would be another one."""
+    values, target = rows(64, 128)
+    made = values.requires_grad_() * 1.5
+    loss = functional.cross_entropy(made, target)
+    if how == "data":
+        made.data.mul_(2)
+    else:
+        array = made.detach().numpy()
+        np.exp(array, out=array)
+    with pytest.raises(RuntimeError, match="chunked_loss=False"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_no_numbers_give_torchs_bits(value: float, hold: Hold, at_any_size: None) -> None:
+    values, target = rows(64, 128)
+    values[3, 5] = value
+    found = []
+    for function in (TORCHS, functional.cross_entropy):
+        leaf = values.clone().requires_grad_()
+        function(leaf * 1.5, target).backward()
+        assert leaf.grad is not None
+        found.append(leaf.grad)
+    assert torch.equal(found[0].view(torch.int32), found[1].view(torch.int32))
+
+
+def test_gradients_in_batches_are_torchs(hold: Hold, at_any_size: None) -> None:
+    values, target = rows(20, 64)
+    found = []
+    for function in (TORCHS, functional.cross_entropy):
+        leaf = values.clone().requires_grad_()
+        losses = function(leaf * 1.5, target, reduction="none")
+        found.append(torch.autograd.grad(losses, leaf, torch.eye(20), is_grads_batched=True)[0])
+    assert hold.used and same_bits(*found)
+
+
+def test_where_hooks_are_forbidden_torchs_own_is_taken(hold: Hold, at_any_size: None) -> None:
+    values, target = rows(32, 64)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert not is_chunked(functional.cross_entropy(values.requires_grad_(), target))
 
 
 def left_to_torch() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:

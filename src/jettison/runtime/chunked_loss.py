@@ -9,7 +9,7 @@ rows. So the same kernels are called for some rows at a time:
 - forward: log-softmax of a chunk, and of that what ``nll_loss`` takes of each row. The sum is `nll_loss` again, over a
   matrix of one column: it adds rows in an order that hangs on their number only.
 - backward: log-softmax of a chunk once more, its two gradients, the second into the place of the logits, where nobody
-  else holds those.
+  else holds those. Memory that cannot be resized may be NumPy's or another process's, whatever its count is.
 
 A chunk has a multiple of 16 rows, so that every row starts at an address as aligned as before: kernels on CUDA add the
 elements of a row in an order that hangs on it. That the bits are the same is tried on this machine before a combination
@@ -45,8 +45,13 @@ REDUCTIONS: Final = {"none": 0, "mean": 1, "sum": 2}  # aten/src/ATen/core/Reduc
 IGNORED: Final = -100
 PLAIN: Final = frozenset({Tensor, nn.Parameter, FakeTensor})
 
-Holders = tuple[int, int]
-"""References to a Python tensor, and to its memory."""
+CHANGED: Final = (
+    "logits or classes were written to between their cross entropy and its backward, in a way that autograd does not "
+    "see (data, NumPy), while their loss goes over chunks: work on a clone of them, or pass chunked_loss=False"
+)
+
+Holders = tuple[int, int, int]
+"""References to a Python tensor, to its memory, and to the Python storage, which counts once however many have it."""
 
 _torchs = functional.cross_entropy
 _lock = threading.Lock()
@@ -154,6 +159,7 @@ def _fits(input: Any, target: Any) -> bool:
         and input.is_contiguous()
         and (input.dtype is torch.float32 or not torch.is_autocast_enabled(input.device.type))
         and not torch.jit.is_tracing()
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch.autograd.forward_ad._current_level < 0
     )
@@ -227,7 +233,7 @@ class _Asked:
 
 
 def _are_more(holders: Holders, than: Holders) -> bool:
-    return holders[0] > than[0] or holders[1] > than[1]
+    return any(count > alone for count, alone in zip(holders, than, strict=True))
 
 
 @functools.cache
@@ -235,7 +241,7 @@ def _alone() -> dict[bool, Holders]:
     """Holders of logits that nobody has but the graph: of the very tensor that was saved, and of another one that came
     in its place. They are tried, since what a call holds by itself differs between versions of Python.
     """
-    found: dict[bool, Holders] = {True: (0, 0), False: (0, 0)}
+    found: dict[bool, Holders] = {True: (0, 0, 0), False: (0, 0, 0)}
     swapped = torch.autograd.graph.saved_tensors_hooks(lambda x: None if x.dim() == 2 else x, _given)
     with _apart():
         for setting in (contextlib.nullcontext(), swapped):
@@ -267,38 +273,59 @@ class _CrossEntropy(Function):
         only = torch.where(target == asked.ignore_index, IGNORED, 0)
         loss: Tensor
         loss, weight = aten.nll_loss_forward(column, only, None, asked.reduction, IGNORED)
-        ctx.save_for_backward(logits, target, weight)
+        ctx.save_for_backward(logits, target, weight, column)
         ctx.asked, ctx.saved = asked, weakref.ref(logits)
         return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        logits, target, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        logits, target, weight, column = ctx.saved_tensors
+        if torch.is_grad_enabled() or _is_batched(gradient):
             return _differentiable(gradient, logits, target, weight, ctx.asked), None, None
         asked: _Asked = ctx.asked
         is_saved = ctx.saved() is logits
-        holders = (sys.getrefcount(logits), torch._C._storage_Use_Count(logits.untyped_storage()._cdata))
+        storage = logits.untyped_storage()
+        holders = (sys.getrefcount(logits), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage))
         again = torch._C._autograd._get_current_graph_task_keep_graph()
         if asked.holders is not None:
             asked.holders[is_saved] = holders
             found = torch.empty_like(logits)
-        elif again or _are_more(holders, _alone()[is_saved]):
+        elif again or _are_more(holders, _alone()[is_saved]) or not storage.resizable():
             found = torch.empty_like(logits)
         else:
             found = logits
         parts = zip(logits.split(asked.rows), target.split(asked.rows), found.split(asked.rows), strict=True)
         for number, (part, wanted, place) in enumerate(parts):
             logp = aten._log_softmax(part, 1, False)
+            if is_saved and not isinstance(logp, FakeTensor):
+                _unchanged(logp, wanted, column[number * asked.rows :][: asked.rows, 0], asked.ignore_index)
             of_rows = gradient if asked.reduction else gradient[number * asked.rows :][: asked.rows]
             of_logp = aten.nll_loss_backward(of_rows, logp, wanted, None, asked.reduction, asked.ignore_index, weight)
             aten._log_softmax_backward_data.out(of_logp, logp, 1, logits.dtype, out=place)
         return found, None, None
 
 
+def _is_batched(gradient: Tensor) -> bool:
+    """Whether it is several, as under ``is_grads_batched``."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
+
+
+def _unchanged(logp: Tensor, target: Tensor, before: Tensor, ignore_index: int) -> None:
+    """torch saves the log-softmax, which nobody else has; logits may be written to from ``data`` or NumPy, which counts
+    no version. A chunk's rows come to the same as in the forward, or the step fails.
+
+    Raises:
+        RuntimeError: they do not; on CUDA an assertion of the device.
+    """
+    with _disable_current_modes():  # the step's trace has no use for it
+        now = aten.nll_loss_forward(logp, target, None, 0, ignore_index)[0].neg_()
+        torch._assert_async(torch.isclose(now, before, rtol=0.0, atol=0.0, equal_nan=True).all(), CHANGED)
+
+
 def _differentiable(gradient: Tensor, logits: Tensor, target: Tensor, weight: Tensor, asked: _Asked) -> Tensor:
     """The gradient of the logits as a function of them, as torch's own is."""
-    again = _Reattached.apply(asked.twin, logits)
+    again = _Reattached.apply(asked.twin, logits) if torch.is_grad_enabled() else logits
     logp = aten._log_softmax(again, 1, False)
     of_logp = aten.nll_loss_backward(gradient, logp, target, None, asked.reduction, asked.ignore_index, weight)
     found: Tensor = aten._log_softmax_backward_data(of_logp, logp, 1, logits.dtype)
