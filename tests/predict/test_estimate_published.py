@@ -129,7 +129,7 @@ def test_micro_batches_kept_whole_are_the_same_number_on_every_stage() -> None:
 
 def test_published_throughput() -> None:
     """Median absolute error at most 12 % over the rows that are listed, and over those that are not."""
-    for file, count in ((throughput.LISTED, 25), (throughput.FOUNDRY, 42), (throughput.NEMO, 27)):
+    for file, count in ((throughput.LISTED, 30), (throughput.FOUNDRY, 42), (throughput.NEMO, 27)):
         errors = [abs(row.error) for row in ROWS if row.file == file]
         assert len(errors) == count
         assert median(errors) <= 0.12

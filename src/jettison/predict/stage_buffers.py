@@ -145,11 +145,12 @@ def mask_bytes(run: Run) -> int:
     """What eager attention adds to scores, b × 1 × s × s, where layers are checkpoints; with windows one more.
 
     ``transformers/masking_utils.py``, ``eager_mask``: made once for all layers. Autograd has no use for it, but each
-    checkpoint holds what it was given. A plan's blocks are not asked: a described one leaves it out.
+    checkpoint holds what it was given. Packed documents' stands elsewhere. A plan's blocks are not asked: a described
+    one leaves it out.
     """
     model, kernels = run.model, run.kernels
     given = kernels.name == HUGGINGFACE.name and kernels.attention is AttentionKernel.EAGER
-    if not given or kernels.filled_masks or kernels.made_masks or run.recompute.mode not in _CHECKPOINTS:
+    if not given or run.packed or kernels.filled_masks or kernels.made_masks or run.recompute.mode not in _CHECKPOINTS:
         return 0
     if model.pair is not None or model.waves is not None or model.source is not None:
         return 0  # encoders mask padding alone, and a decoder beside one gets two

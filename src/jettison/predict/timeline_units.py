@@ -24,6 +24,7 @@ from jettison.predict.passes import named_passes, passes_of, sums_apart
 from jettison.predict.stage_buffers import mask_bytes, with_ends
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
 from jettison.spec.frozen_models import When
+from jettison.spec.precision import GradientRule
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Gradients, Run
 
@@ -55,25 +56,30 @@ def _made(run: Run, groups: Sequence[RegionGroup]) -> Sequence[Unit] | Iterator[
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """What `_unit` asks of a run, asked once: `Run.frees_gradients`, `Run.gradients_come_whole`."""
+    """What `_unit` asks of a run, asked once: `Run.frees_gradients`, `Run.gradients_come_whole`, `Run.gradient_rule`;
+    whether a table is tied and no group of its own.
+    """
 
     frees: bool
     whole: bool
+    rule: GradientRule
+    tied: bool
 
     @classmethod
     def of(cls, run: Run) -> _How:
-        return cls(run.frees_gradients, run.gradients_come_whole)
+        tied = run.model.tied_embeddings and run.layout.pp == 1 and not has_outer_ends(run)
+        return cls(run.frees_gradients, run.gradients_come_whole, run.gradient_rule, tied)
 
 
 def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
-    part, rule, dtype = group.part, run.gradient_rule, run.precision.gradient
+    part, rule, dtype = group.part, how.rule, run.precision.gradient
     passes = passes_of(part, rule)
     adding = passes if how.whole else passes_of(part, rule, accumulates=True)
     gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
     added = adding.backward_peak
     if how.frees:  # it goes as one that is added to others does
         gradient, backward = _left(run, [part]), adding.backward_peak
-    if run.model.tied_embeddings and run.layout.pp == 1 and not has_outer_ends(run):
+    if how.tied:
         if part.name == HEAD:
             pending = sum(w.numel for w in part.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[dtype]
             gradient += pending
