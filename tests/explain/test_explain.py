@@ -192,7 +192,8 @@ def test_parts_add_up_to_the_peak(run: Run) -> None:
     parts = {part.name: part for part in found.parts}
     worst = forecast(run).worst
     assert sum(part.nbytes for part in found.parts) == found.peak_bytes == forecast(run).peak_bytes
-    assert parts["parameters"].nbytes == worst.static.parameters
+    gathered = {unit.whole for chunk in worst.load.chunks for unit in chunk}  # stay so behind a forward
+    assert parts["parameters"].nbytes - worst.static.parameters in {0, *gathered}
     assert parts["optimizer state"].nbytes == worst.static.state
     assert parts["activations in flight"].nbytes <= worst.activation_bytes
     assert all(part.nbytes >= 0 for part in found.parts)
