@@ -403,6 +403,26 @@ def test_a_loss_outside_of_the_model_goes_over_chunks_too() -> None:
     assert functional.cross_entropy is TORCHS
 
 
+def test_a_step_that_writes_to_its_logits_has_torchs_loss() -> None:
+    model, batch = tiny()
+    plain = independent_copy(model)
+
+    def own(model: nn.Module, batch: dict[str, Tensor]) -> None:
+        logits = model(**batch)["logits"].view(-1, COLUMNS)
+        loss = functional.cross_entropy(logits, batch["labels"].view(-1))
+        with torch.no_grad():
+            logits.div_(2)  # torch has the log-softmax
+        loss.backward()
+
+    own(plain, batch)
+    handle = jettison.auto_checkpoint(model, batch, "1GiB", step=own)
+    assert handle.plan is not None and not handle.plan.chunked_loss
+    assert functional.cross_entropy is TORCHS
+    own(model, batch)
+    assert same_gradients(model, plain)
+    handle.remove()
+
+
 def test_small_losses_leave_torch_alone() -> None:
     model, batch = tiny()
     short = {name: ids[:, :8].contiguous() for name, ids in batch.items()}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -14,7 +14,7 @@ from jettison.planner.budget import Budget
 from jettison.planner.guard import Attempt, attempts
 from jettison.planner.handle_report import HandleReport
 from jettison.planner.peak_watch import PLANNING, CudaMeter, MemoryReport, Meter, PeakWatch, phase_hooks
-from jettison.runtime.chunked_loss import Hold
+from jettison.runtime.chunked_loss import Hold, holding
 from jettison.runtime.offload import OffloadEngine
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.report import Live
@@ -140,6 +140,30 @@ class Applied:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+WRITTEN_TO: Final = "modified by an inplace operation"
+"""How autograd says it (torch/csrc/autograd/saved_variable.cpp)."""
+
+
+def with_losses(make: Callable[[Hold | None], Applied], *, chunked: bool) -> Applied:
+    """A plan whose losses go over chunks, if that is wanted and the step has such; else by torch's own function.
+
+    torch saves a log-softmax, which the step does not know of; chunks save the logits. Where the step writes to those
+    in place, losses stay as they are.
+    """
+    try:
+        with holding(chunked) as losses:
+            applied = make(losses)
+    except Exception as error:
+        if not chunked or WRITTEN_TO not in str(error):
+            raise
+        return make(None)
+    if losses is not None and losses.used:
+        applied.keep(losses)
+    elif losses is not None:
+        losses.let_go()
+    return applied
 
 
 def note_losses(traces: Iterable[ModelTrace], losses: Hold | None) -> None:

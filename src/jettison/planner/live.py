@@ -23,7 +23,7 @@ from jettison.planner.batches import BatchPlans
 from jettison.planner.budget import Budget, budget_of, of_reserved
 from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.described import OneModel
-from jettison.planner.handle import Applied, follow_loop, note_losses
+from jettison.planner.handle import Applied, follow_loop, note_losses, with_losses
 from jettison.planner.host import Host, hardware_of, host_of
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
 from jettison.planner.planner import make_planner
@@ -31,7 +31,7 @@ from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
 from jettison.progress import Progress, silent
 from jettison.runtime.batch_shape import BatchShape
-from jettison.runtime.chunked_loss import Hold, holding
+from jettison.runtime.chunked_loss import Hold
 from jettison.runtime.offload_setup import place_of
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
@@ -213,7 +213,8 @@ def auto_checkpoint(
             link is. On CUDA the link is measured where no hardware is given.
         chunked_loss: where logits take 4 MiB or more, ``torch.nn.functional.cross_entropy`` of classes goes over chunks
             of rows as long as the plan is on: the same bits from one or two copies of the logits where torch holds
-            three. What is not that function, as one that was imported by name before, is left as it is.
+            three. What is not that function, as one that was imported by name before, is left as it is; so are losses
+            whose logits the step writes to in place before its backward.
         group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
 
     Raises:
@@ -240,10 +241,11 @@ def auto_checkpoint(
         budget = of_reserved(budget, nn.ModuleList(modules))
     if budget.words:
         progress(f"budget {budget.words}")
-    with holding(chunked_loss) as losses:
+
+    def made(losses: Hold | None) -> Applied:
         if not isinstance(model, nn.Module) or step is not None or models or shapes or is_wrapped(model):
             whole = checked_step(step, models, model, regions=regions, loss_fn=loss_fn, holds_output=holds_output)
-            applied = auto_checkpoint_step(
+            return auto_checkpoint_step(
                 whole,
                 models or (model,),
                 [batch, *shapes],
@@ -260,34 +262,30 @@ def auto_checkpoint(
                 progress=progress,
                 plain=step is None,
             )
-        else:
-            now = any(p.grad is not None for p in model.parameters())
-            loop = Loop(
-                holds_output=holds_output,
-                gradients_held=now if gradients_held is None else gradients_held,
-                check=how,
-                elsewhere_bytes=elsewhere_bytes(model, batch, optimizer),
-                compile=settings,
-            )
-            applied = _auto_checkpoint(
-                model,
-                batch,
-                budget,
-                optimizer=optimizer,
-                loss_fn=loss_fn,
-                regions=regions,
-                loop=loop,
-                hardware=device,
-                host=host,
-                group=group,
-                losses=losses,
-                progress=progress,
-            )
-    if losses is not None and losses.used:
-        applied.keep(losses)
-    elif losses is not None:
-        losses.let_go()
-    return applied
+        now = any(p.grad is not None for p in model.parameters())
+        loop = Loop(
+            holds_output=holds_output,
+            gradients_held=now if gradients_held is None else gradients_held,
+            check=how,
+            elsewhere_bytes=elsewhere_bytes(model, batch, optimizer),
+            compile=settings,
+        )
+        return _auto_checkpoint(
+            model,
+            batch,
+            budget,
+            optimizer=optimizer,
+            loss_fn=loss_fn,
+            regions=regions,
+            loop=loop,
+            hardware=device,
+            host=host,
+            group=group,
+            losses=losses,
+            progress=progress,
+        )
+
+    return with_losses(made, chunked=chunked_loss)
 
 
 def _auto_checkpoint(
