@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import forecast
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Recompute
+from support.counted_steps import second_step_bytes
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of
 from support.pipeline_peaks import loss_of
 
@@ -37,12 +36,8 @@ def test_what_a_checkpoint_was_given_stays_until_its_backward_is_over(precision:
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
-    state = [t for found in optimizer.state.values() for t in found.values()]
-    with AllocationCounter([*static_tensors(model, ids), *state]) as counter:
-        step()
-    small = ids.nbytes + sum(found["step"].nbytes for found in optimizer.state.values())
+    measured = second_step_bytes(step, model, optimizer, ids)
     run = replace(
         run_of(CASE), recompute=Recompute.parse("full", layers=3), precision=PRECISIONS[precision], micro_batches=1
     )
-    assert forecast(run).peak_bytes == pytest.approx(counter.peak_bytes - small, rel=0.001)
+    assert forecast(run).peak_bytes == pytest.approx(measured, rel=0.001)

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import forecast
 from jettison.spec.recompute import Recompute
+from support.counted_steps import second_step_bytes
 from support.formula_cases import FormulaCase, model_of, run_of
 from support.pipeline_peaks import loss_of
 
@@ -32,12 +31,8 @@ def counted(case: FormulaCase, micro_batches: int, *, full: bool = False) -> int
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
-    state = [t for found in optimizer.state.values() for t in found.values()]
-    with AllocationCounter([*static_tensors(model, ids), *state]) as counter:
-        step()
-    small = ids.nbytes + sum(found["step"].nbytes for found in optimizer.state.values())
-    return counter.peak_bytes - small - sum(b.nbytes for name, b in model.named_buffers() if "inv_freq" in name)
+    tables = sum(b.nbytes for name, b in model.named_buffers() if "inv_freq" in name)
+    return second_step_bytes(step, model, optimizer, ids) - tables
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])

@@ -423,6 +423,15 @@ def test_a_step_that_writes_to_its_logits_has_torchs_loss() -> None:
     handle.remove()
 
 
+def test_the_plain_side_of_a_proof_has_torchs_loss() -> None:
+    model, batch = tiny()
+    with whole_losses():
+        plain = peak(independent_copy(model), batch)
+    proof = jettison.verify(model, batch, budget="1GiB", holds_output=False, steps=1, rounds=1)
+    assert proof.baseline_peak_bytes == plain >= proof.measured_peak_bytes + LOGITS
+    assert proof.gradients_identical and proof.losses_identical
+
+
 def test_small_losses_leave_torch_alone() -> None:
     model, batch = tiny()
     short = {name: ids[:, :8].contiguous() for name, ids in batch.items()}

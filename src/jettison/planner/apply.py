@@ -15,7 +15,7 @@ from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, Group, groups_for, summary
 from jettison.parse_units import parse_budget
 from jettison.planner.compile_blocks import compile_settings
-from jettison.planner.handle import Applied
+from jettison.planner.handle import Applied, keep_losses
 from jettison.planner.planner import Candidate, Planner, fingerprint, module_policy
 from jettison.planner.readiness import check_model
 from jettison.planner.readiness import traced as traced_forward
@@ -164,7 +164,8 @@ def apply(
             applied = apply_plan(model, traced, plan, how, host_bytes, confirms=True)
             expect_loop(applied.regions, traced, plan)
             applied = agreed(applied, agreement)
-            applied.keep(losses)
+            if losses is not None:
+                keep_losses(applied, losses)
             return applied
         assert policy is not None
         if loop.compile is not None:

@@ -51,12 +51,6 @@ class Applied:
         if self.losses is not None:
             self.losses.let_go()
 
-    def keep(self, losses: Hold | None) -> None:
-        """Losses go over chunks as long as the plan is on, or its model there."""
-        self.losses = losses
-        if losses is not None:
-            losses.until_gone(next(region.module for region in self.regions if region.is_root))
-
     def report(self) -> HandleReport:
         """What every region did so far: slots kept, dropped, recomputed ops, fallbacks. Prints as a table."""
         return HandleReport(tuple(region.report() for region in self.regions))
@@ -160,10 +154,16 @@ def with_losses(make: Callable[[Hold | None], Applied], *, chunked: bool) -> App
             raise
         return make(None)
     if losses is not None and losses.used:
-        applied.keep(losses)
+        keep_losses(applied, losses)
     elif losses is not None:
         losses.let_go()
     return applied
+
+
+def keep_losses(applied: Applied, losses: Hold) -> None:
+    """They go over chunks as long as the plan is on, or its model there."""
+    applied.losses = losses
+    losses.until_gone(next(region.module for region in applied.regions if region.is_root))
 
 
 def note_losses(traces: Iterable[ModelTrace], losses: Hold | None) -> None:

@@ -1,0 +1,22 @@
+"""A step of a small model on this process, every byte counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import static_tensors
+
+
+def second_step_bytes(
+    step: Callable[[], object], model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
+) -> int:
+    """The highest of a step whose optimizer has its state already, without the batch and the optimizer's counters."""
+    step()
+    state = [t for found in optimizer.state.values() for t in found.values()]
+    with AllocationCounter([*static_tensors(model, batch), *state]) as counter:
+        step()
+    return counter.peak_bytes - batch.nbytes - sum(found["step"].nbytes for found in optimizer.state.values())
