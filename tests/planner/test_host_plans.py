@@ -28,6 +28,7 @@ from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
 from jettison.units import Bytes
 from support.offloading import Line, seeded
+from support.prices import every_op_takes
 from support.toys import Mlp, Words
 from support.training import adamw, assert_same, train
 
@@ -42,6 +43,11 @@ CPU = torch.device("cpu")
 def moves_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Python's time: blocks are small here."""
     monkeypatch.setattr(planner_host, "MOVE_SECONDS", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def an_op_takes_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
+    every_op_takes(1e-3, monkeypatch)
 
 
 def linked(bytes_per_second: float = 1e12) -> Hardware:

@@ -27,6 +27,7 @@ from jettison.train.recipe import (
 from jettison.train.step_flops import StepWork, peak_flops_per_second, spec_flops
 from jettison.verbs.report import report
 from jettison.verbs.train import train
+from support.prices import every_op_takes
 from support.train_runs import curve, gpt, lines, tensors_of, tiny
 
 MIB = 1 << 20
@@ -176,9 +177,7 @@ def test_gradients_that_are_added_up_are_in_the_budget(tmp_path: Path) -> None:
 def test_under_a_budget_tensors_may_wait_on_the_host(
     tmp_path: Path, smallest: int, slow_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jettison.dryrun.op_costs._KNOWN", {})
-    monkeypatch.setattr("jettison.dryrun.op_costs.least_seconds", lambda *_: 0.1)  # whatever this machine takes
-    monkeypatch.setattr("jettison.planner.options.packing_seconds", lambda *_: 0.1)
+    every_op_takes(0.1, monkeypatch)
     plain = train(gpt(tmp_path / "plain"))
     assert plain.second_step_peaks is not None
     middle = (9 * smallest + plain.second_step_peaks.peak_bytes) // 10
