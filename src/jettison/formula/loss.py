@@ -164,7 +164,9 @@ def _rows(w: Writer, logits: Value, labels: Value) -> Value:
         saved(weight, "loss weight"),
     ]
     outputs = [loss, chunk, found, weight]
-    w.tape.record(IN_ROWS, [wide, labels, _unread(logits)], outputs, saves=kept, workspace=2 * chunk.nbytes, in_place=True)
+    w.tape.record(
+        IN_ROWS, [wide, labels, _unread(logits)], outputs, saves=kept, workspace=2 * chunk.nbytes, in_place=True
+    )
     return loss
 
 
