@@ -144,8 +144,8 @@ the last are left whole. A test holds them to be the same."""
 def _rows(w: Writer, logits: Value, labels: Value) -> Value:
     """torch's cross_entropy over chunks of rows: NOTE [ Cross entropy in chunks ] in `runtime.chunked_loss`.
 
-    Forward has the logits, whose 16-bit form the caller holds, and a chunk of their log-softmax. Backward makes that and its gradient a chunk at a time, and
-    writes the gradient of the logits over them.
+    Forward has the logits, whose 16-bit form the caller holds, and a chunk of their log-softmax. Backward makes that
+    and its gradient a chunk at a time, and writes the gradient of the logits over them.
     """
     if w.tp > 1:
         logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward="reduce_scatter_tensor")
