@@ -399,7 +399,9 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value
     if not w.kernels.fused_softmax:
         scores = _mask(w, scores, spec)
     wide = "float32" if w.kernels.scores_float32 or w.listed else scores.dtype
-    probabilities = cast(w, _softmax(w, scores, wide, spec), narrow)
+    probabilities = _softmax(w, scores, wide, spec)
+    if not w.kernels.uncast_probabilities:
+        probabilities = cast(w, probabilities, narrow)
     probabilities = dropout(w, probabilities, site=w.run.model.dropout_sites.attention, reference=f"{CORE}: as^2b")
     roles = ("attention probabilities", "attention value")
     out_shape = (*q.shape[:3], v.shape[-1])

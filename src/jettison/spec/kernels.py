@@ -88,6 +88,8 @@ class Kernels:
 
     Args:
         scores_float32: the softmax of eager attention runs on an fp32 copy and its result is cast back.
+        uncast_probabilities: what eager attention's softmax makes stays in the dtype of its scores, which under autocast
+            a mask or biases in fp32 make wider than values.
         wide_scores: eager attention casts query and key to fp32 before their product.
         fused_softmax: scale, mask and softmax of eager attention are one kernel.
         filled_masks: eager attention fills scores where a boolean mask says so, which stays; otherwise a mask is added.
@@ -161,6 +163,7 @@ class Kernels:
     loss: Loss = Loss.UPCAST
     loss_chunks: int = 8
     scores_float32: bool = True
+    uncast_probabilities: bool = False
     wide_scores: bool = False
     filled_masks: bool = False
     fused_softmax: bool = False
