@@ -102,7 +102,7 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "bloom": _eager,
         "codegen": lambda k: replace(_gptj(k), wide_rotary=True),
         "gpt_neo": lambda k: replace(_eager(k), wide_scores=True),
-        "falcon": lambda k: replace(k, scores_float32=False, indexed_kv=True, made_masks=True),
+        "falcon": lambda k: replace(k, scores_float32=False, indexed_kv=True, made_masks=True, biases_apart=True),
         "gptj": _gptj,
         "dbrx": lambda k: replace(k, looped_experts=True, narrow_routers=True),
         "dots1": lambda k: replace(k, router_float32=True),

@@ -108,6 +108,7 @@ class Kernels:
         unwidened_norm: where an RMSNorm is written out, its mean is an fp32 copy's, and the input itself is scaled.
         routers_apart: a router's product is out of autocast's reach.
         late_norms: norms of each head's query and key come after their rotation.
+        biases_apart: what a layer's product returns gets its bias by a sum of its own, in the wider dtype of both: Falcon.
         widened_down: what a feed-forward block's last product reads is cast to the dtype of its weight before it.
         cast_weights: where norms are fp32, the weight is cast, too, and its copy stays.
         written_layer_norm: LayerNorm is written out in fp32, op by op, and not one kernel.
@@ -176,6 +177,7 @@ class Kernels:
     fused_norm: bool = True
     wide_norm: bool = False
     unwidened_norm: bool = False
+    biases_apart: bool = False
     widened_down: bool = False
     late_norms: bool = False
     routers_apart: bool = False
