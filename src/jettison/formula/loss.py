@@ -32,7 +32,8 @@ def head(w: Writer, x: Value) -> Value:
     if model.further:
         return _with_further(w, x)
     if model.final_norm is not None:
-        x = cast(w, norm(w, x, model.final_norm, "norm"), w.compute)
+        x = norm(w, x, model.final_norm, "norm")
+        x = cast(w, x, w.compute) if model.wide_stream else x
     x = dropout(w, x, site=model.dropout_sites.output)
     if model.waves is not None:
         return align(w, x, model.waves)
