@@ -1,4 +1,4 @@
-"""What a backward in two halves costs: torch's halves counted in FLOPs, and schedules played beside a small simulation."""
+"""What a backward in two halves costs: torch's halves in FLOPs, and schedules played beside a small simulation."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from jettison.predict.played import play
 from jettison.predict.run_request import RunRequest, model_spec, resolve
 from jettison.predict.stage_time import Timing
 from jettison.predict.time import Estimate, estimate
-from jettison.traces.pipeline_seconds import Kind, step_slices
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
+from jettison.traces.pipeline_seconds import Kind, step_slices
 from support.formula_cases import run_of
 
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
 from support.pipeline_peaks import Case, Cut, chunks_of
 
 H100 = hardware("h100-80gb")
@@ -137,8 +138,8 @@ def asked(schedule: str, **more: Any) -> Run:
 def simulated(found: Estimate) -> dict[tuple[int, Work, int, int], tuple[float, float]]:
     """When each pass begins and ends, by device, work, micro-batch and chunk.
 
-    Devices as programs that put messages on a clock: one wakes when it is free or is sent something, and runs what comes
-    next in its order if all of it is there.
+    Devices are programs that put messages on a clock: one wakes when it is free or is sent something, and runs what
+    comes next in its order if all that it needs is there.
     """
     run, layout = found.run, found.run.layout
     pp, chunks = layout.pp, layout.virtual_stages

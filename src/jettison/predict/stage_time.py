@@ -5,10 +5,10 @@ See NOTE [ A step ] in `predict.time`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from jettison.cost.collective import group, host_seconds, point_seconds, transfer_seconds
 from jettison.cost.execution import Execution
@@ -126,6 +126,14 @@ class Item:
     offloaded: float = 0.0
     segment: int = 1
     groups: int = 0
+
+
+def _in_segments(items: Sequence[Item], size: int) -> Iterator[Item]:
+    """Layer by layer: of those that are alike, `Timing.items` has all but the last ones of segments before these."""
+    for _, same in groupby(items, key=lambda item: id(item.region)):
+        own = list(same)
+        for place in range(sum(item.count for item in own)):
+            yield own[-1] if size > 1 and place % size == size - 1 else own[0]
 
 
 def total_of(parts: Sequence[RegionSeconds]) -> RegionSeconds:
@@ -259,8 +267,8 @@ class Timing:
         A whole segment for each group of weights in it: NOTE [ Checkpoints under two halves ] in
         `formula.split_backward`. A model's first stage has no halves, and computes once.
         """
-        layers = [item for item in items for _ in range(item.count) if item.groups]
         size = self.run.recompute.number if self.run.recompute.mode is Mode.EVERY else 1
+        layers = list(_in_segments([item for item in items if item.groups], size))
         again, flops = Pass(), 0.0
         for at in range(0, len(layers), size):
             own = layers[at : at + size]

@@ -210,7 +210,7 @@ def _stages(
 def works(
     run: Run, stages: Sequence[StageSeconds]
 ) -> tuple[list[list[float]], list[list[float]], list[list[float]] | None]:
-    """By stage and chunk: seconds of forwards, backwards and, where the schedule splits these, of their second halves."""
+    """By stage and chunk: seconds of forwards, of backwards and, where a schedule splits these, of second halves."""
     forward = [stage.forward for stage in stages]
     if run.layout.pp == 1 or not run.layout.schedule.splits:
         return forward, [stage.backward for stage in stages], None
