@@ -9,7 +9,12 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from jettison.measure.tensors import static_tensors
 from support.formula_cases import VOCABULARY
@@ -21,9 +26,10 @@ SHARDS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedCase(Case):
-    """Args: mixed: products in bf16, gradients reduced in fp32."""
+    """Args: mixed: products in bf16, gradients reduced in fp32. reshard: weights are sharded again after a forward."""
 
     mixed: bool = False
+    reshard: bool = False
 
     def told(self) -> dict[str, Any]:
         """As ranks are given it."""
@@ -47,7 +53,9 @@ def _peak(case: ShardedCase, mesh: DeviceMesh) -> dict[str, Any]:
         for m, (number, _) in zip(modules, own, strict=True)
     ]
     schedule: Any
-    if len(stages) > 1:
+    if case.schedule == "zero-bubble":
+        schedule = ScheduleInterleavedZeroBubble(stages, case.micro_batches, loss_fn=loss_of)
+    elif len(stages) > 1:
         schedule = ScheduleInterleaved1F1B(stages, case.micro_batches, loss_fn=loss_of)
     else:
         schedule = Schedule1F1B(stages[0], case.micro_batches, loss_fn=loss_of)
@@ -68,7 +76,8 @@ def _peak(case: ShardedCase, mesh: DeviceMesh) -> dict[str, Any]:
         for m in range(case.micro_batches)
         for info in (*stage.args_recv_info[m], *stage.grad_recv_info[m])
     ]
-    buffers = [info.buffer for info in infos if info.buffer is not None]
+    received = [info.buffer for info in infos if info.buffer is not None]
+    buffers = [*received, *(buffer.grad for buffer in received if buffer.grad is not None)]
     state = [local(t) for s in optimizer.state.values() for t in s.values()]
     counters = sum(local(s["step"]).nbytes for s in optimizer.state.values())
     static = [local(t) for m in modules for t in static_tensors(m, ids)]
@@ -76,8 +85,8 @@ def _peak(case: ShardedCase, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def _sharded(module: Cut, case: ShardedCase, mesh: DeviceMesh) -> nn.Module:
-    """Embedding, each layer, and norm with head are groups of their own, and stay whole after a forward."""
-    options: dict[str, Any] = {"mesh": mesh["dp"], "reshard_after_forward": False}
+    """Embedding, each layer, and norm with head are groups of their own."""
+    options: dict[str, Any] = {"mesh": mesh["dp"], "reshard_after_forward": case.reshard}
     if case.mixed:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     ends = [module.inner.embed_tokens] if module.first else []

@@ -52,6 +52,8 @@ class Occupancy:
         passed: outputs, of what is not alive any more, and gradients of inputs that have been sent, where they count.
         learned: by chunk, one where a backward, or a weight step of a split one, has run, so that gradients are there;
             of forwards that count apart their own chunk's. Empty where it does not matter.
+        reduced: by chunk, one where the last backward of the step has run, and what it leaves has been reduced. Empty
+            where it does not matter.
     """
 
     forward: tuple[int, ...]
@@ -59,6 +61,7 @@ class Occupancy:
     step: ScheduledPass | None = None
     passed: int = 0
     learned: tuple[int, ...] = ()
+    reduced: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
@@ -264,7 +267,7 @@ Sending = tuple[int, ...]
 
 
 def occupancies(
-    order: Sequence[ScheduledPass], chunks: int = 0, sending: Sending = (), learning: int = 0
+    order: Sequence[ScheduledPass], chunks: int = 0, sending: Sending = (), learning: int = 0, reducing: bool = False
 ) -> tuple[Occupancy, ...]:
     """The states worth pricing while a device works through ``order``, as they come.
 
@@ -278,6 +281,7 @@ def occupancies(
         chunks: of the device; left out, as many as there are in ``order``.
         sending: whose transfers count, as a price of their own; left out, none.
         learning: chunks that learn, where that matters: those from there on are the first ones' again.
+        reducing: each of them is reduced behind its last backward, and holds less from there on.
 
     Raises:
         UsageError: ``order`` has no backward, so that there is no such state.
@@ -285,12 +289,12 @@ def occupancies(
     groups: defaultdict[tuple[Work, int, int], dict[tuple[int, ...], tuple[int, Occupancy]]] = defaultdict(dict)
     backwards = 0
     count = chunks or 1 + max((step.chunk for step in order), default=0)
-    for number, state in enumerate(_replay(order, count, sending, learning)):
+    for number, state in enumerate(_replay(order, count, sending, learning, reducing)):
         step = state.step
         assert step is not None
         adds = learning and state.learned[step.chunk % learning]
         backwards += step.work is not Work.FORWARD
-        counts = (*state.forward, *state.weight, state.passed, *state.learned)
+        counts = (*state.forward, *state.weight, state.passed, *state.learned, *(1 - each for each in state.reduced))
         kind = step.work, step.chunk, 0 if step.work is Work.FORWARD else adds
         groups[kind].setdefault(counts, (number, state))
     if not backwards:
@@ -299,12 +303,39 @@ def occupancies(
     return tuple(state for _, state in sorted(kept, key=itemgetter(0)))
 
 
-def _replay(order: Sequence[ScheduledPass], chunks: int, sending: Sending, learning: int) -> Iterator[Occupancy]:
+def reductions(
+    order: Sequence[ScheduledPass], chunks: int, sending: Sending = (), learning: int = 1
+) -> tuple[Occupancy, ...]:
+    """The state behind each chunk's last backward, before it is reduced; ``step`` is that backward.
+
+    As ``_add_reduce_grad`` of ``torch/distributed/pipelining/schedules.py`` puts REDUCE_GRAD into an order.
+    """
+    after = list(_replay([*order, order[-1]], chunks, sending, learning, False))[1:]
+    found: list[Occupancy] = []
+    reduced = [0] * learning
+    for number in sorted(_last(order, learning).values()):
+        found.append(replace(after[number], step=order[number], reduced=tuple(reduced)))
+        reduced[order[number].chunk % learning] = 1
+    return tuple(found)
+
+
+def _last(order: Sequence[ScheduledPass], learning: int) -> dict[int, int]:
+    """By chunk, the number of the last step that makes gradients of weights."""
+    split = any(step.work is Work.WEIGHT for step in order)
+    work = Work.WEIGHT if split else Work.BACKWARD
+    return {step.chunk % learning: number for number, step in enumerate(order) if step.work is work}
+
+
+def _replay(
+    order: Sequence[ScheduledPass], chunks: int, sending: Sending, learning: int, reducing: bool
+) -> Iterator[Occupancy]:
     """The state before each step."""
     split = any(step.work is Work.WEIGHT for step in order)
     forward, weight, passed, learned = [0] * chunks, [0] * chunks, 0, [0] * learning
-    for step in order:
-        yield Occupancy(tuple(forward), tuple(weight), step, passed, tuple(learned))
+    ends = _last(order, learning) if reducing else {}
+    for number, step in enumerate(order):
+        reduced = tuple(int(ends[chunk] < number) for chunk in range(learning)) if reducing else ()
+        yield Occupancy(tuple(forward), tuple(weight), step, passed, tuple(learned), reduced)
         if step.work is Work.FORWARD:
             forward[step.chunk] += 1
             continue
@@ -345,6 +376,7 @@ def stage_occupancies(
     whole: int = 0,
     sending: Sending = (),
     learning: bool = False,
+    reducing: bool = False,
 ) -> tuple[Occupancy, ...]:
     """The `occupancies` of one device, without replaying thousands of micro-batches.
 
@@ -357,10 +389,52 @@ def stage_occupancies(
             own: chunk c of them is chunk v + c. Which they are repeats itself with the order and with the window.
         sending: see `occupancies`; of micro-batches that are not replayed all has passed.
         learning: it matters which chunks have learned.
+        reducing: and which have been reduced.
 
     Raises:
         UsageError: see `order`.
     """
+    return _stage_states(
+        schedule, stage, stages, micro_batches, virtual_stages, group, whole, sending, learning, reducing, False
+    )
+
+
+def stage_reductions(
+    schedule: Schedule,
+    *,
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    virtual_stages: int = 1,
+    group: int = 0,
+    whole: int = 0,
+    sending: Sending = (),
+) -> tuple[Occupancy, ...]:
+    """The `reductions` of one device; see `stage_occupancies`.
+
+    Raises:
+        UsageError: see `order`.
+    """
+    return _stage_states(
+        schedule, stage, stages, micro_batches, virtual_stages, group, whole, sending, True, True, True
+    )
+
+
+def _stage_states(
+    schedule: Schedule,
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    virtual_stages: int,
+    group: int,
+    whole: int,
+    sending: Sending,
+    learning: bool,
+    reducing: bool,
+    at_ends: bool,
+) -> tuple[Occupancy, ...]:
+    """Of passes or, ``at_ends``, of reductions."""
+    marks = learning, reducing, at_ends
     sizes = {"stages": stages, "micro_batches": micro_batches, "virtual_stages": virtual_stages, "group": group}
     _check(schedule, stage=stage, **sizes)
     turn = group or stages
@@ -370,14 +444,14 @@ def stage_occupancies(
     else:
         replayed = min(micro_batches, 3 * turn + left)
     if not whole:
-        found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, group, 1, 0, sending, learning)
+        found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, group, 1, 0, sending, marks)
         return _later(found, (micro_batches - replayed) * sum(sending))
     size = window(schedule, stage=stage, **sizes)
     if schedule is not Schedule.GPIPE:
         periods = lcm(size, turn * virtual_stages) // (turn * virtual_stages)
         replayed = min(micro_batches, (3 + periods) * turn + left)
     kept = min(whole, size)
-    found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, group, size, kept, sending, learning)
+    found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, group, size, kept, sending, marks)
     return _later(found, (micro_batches - replayed) * sum(sending))
 
 
@@ -396,15 +470,19 @@ def _order_occupancies(
     size: int,
     whole: int,
     sending: Sending,
-    learning: bool,
+    marks: tuple[bool, bool, bool],
 ) -> tuple[Occupancy, ...]:
+    learning, reducing, at_ends = marks
     steps = order(
         schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages, group=group
     )
     learns = virtual_stages if learning else 0
-    if not whole:
-        return occupancies(steps, 0, sending, learns)
-    return occupancies(tuple(apart(steps, virtual_stages, size, whole)), 2 * virtual_stages, sending, learns)
+    chunks = 2 * virtual_stages if whole else virtual_stages
+    if whole:
+        steps = tuple(apart(steps, virtual_stages, size, whole))
+    if at_ends:
+        return reductions(steps, chunks, sending, learns)
+    return occupancies(steps, chunks, sending, learns, reducing)
 
 
 def apart(steps: Sequence[ScheduledPass], chunks: int, size: int, whole: int) -> Iterator[ScheduledPass]:

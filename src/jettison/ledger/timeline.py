@@ -123,7 +123,9 @@ class StageLoad:
     variables: int = 0
     batches: int = 0  # of all micro-batches, where a step keeps them; ``around`` has those before the one at work
     shards: int = 0  # of gradients that are whole until a step's end: what the optimizer has of them
-    reducing: int = 0  # there while they are reduced
+    reductions: tuple[Occupancy, ...] = ()  # the states in which chunks are reduced
+    reducing: tuple[int, ...] = ()  # by chunk, how far that rises above what is there before it
+    freed: tuple[int, ...] = ()  # by chunk, what is gone once it is reduced: of whole gradients, and whole weights
     passed: int = 0  # of each transfer that has passed
     sending: Sending = ()
     left: int = 0  # from a split backward's first halves to the next step
@@ -158,11 +160,12 @@ class StageLoad:
             return True
         return bool(state.learned[state.step.chunk % len(state.learned)])
 
-    def learned_bytes(self, learned: Sequence[int]) -> int:
-        """Gradients that are there in a state."""
+    def learned_bytes(self, learned: Sequence[int], reduced: Sequence[int] = ()) -> int:
+        """Gradients that are there in a state, less what is gone of chunks that have been reduced."""
+        gone = sum(map(mul, reduced, self.freed)) if self.freed else 0
         if self.gradients is Gradients.UPFRONT or all(learned):
-            return self.gradient_bytes
-        return sum(_gradients(chunk) for chunk, has in zip(self.own, learned, strict=True) if has)
+            return self.gradient_bytes - gone
+        return sum(_gradients(chunk) for chunk, has in zip(self.own, learned, strict=True) if has) - gone
 
     def held(self, chunk: int) -> int:
         """What one micro-batch's forward through a chunk leaves behind."""
@@ -229,10 +232,26 @@ def _rows(stage: StageLoad, first_step: bool, each: bool) -> Iterator[_Row]:
     yield from _states(stage, base, forward, late, each)
     there = stage.fixed + stage.state + stage.copies + between + stage.batches + stage.left
     if stage.shards:
-        yield base + between + stage.reducing, Phase.BACKWARD, "", -1
+        yield from _reductions(stage, base)
         all_gradients = stage.shards
     yield there + all_gradients + stage.optimizer_transient, Phase.OPTIMIZER, "", -1
     yield there + (all_gradients if upfront else 0), Phase.AFTER, "", -1
+
+
+def _reductions(stage: StageLoad, base: int) -> Iterator[_Row]:
+    """Each chunk is reduced behind its last backward, beside what others have in flight."""
+    for state in stage.reductions:
+        assert state.step is not None
+        chunk = state.step.chunk % len(stage.own)
+        level = base + stage.around + _in_flight(stage, state) + stage.learned_bytes(state.learned, state.reduced)
+        yield level + stage.reducing[chunk], Phase.BACKWARD, "", -1
+
+
+def _in_flight(stage: StageLoad, state: Occupancy) -> int:
+    """What micro-batches hold in a state, and what has been sent."""
+    whole = sum(count * stage.held(chunk) for chunk, count in enumerate(state.forward) if count)
+    halves = sum(count * stage.held_half(chunk) for chunk, count in enumerate(state.weight) if count)
+    return whole + halves + state.total * stage.sent + stage.passed * state.passed
 
 
 def _highest(rows: Iterator[tuple[int, Phase, str]]) -> _Rows:
@@ -263,7 +282,9 @@ def _states(stage: StageLoad, base: int, forward: Sequence[_Rows], late: int, ea
         missing = 0 if stage.micro_batches > 1 and begun else late
         level = base + sum(map(mul, state.forward, held)) + sum(map(mul, state.weight, half))
         level += sum(alive) * stage.sent + stage.passed * state.passed
-        level += (0 if upfront else stage.learned_bytes(state.learned)) + (stage.variables if begun else 0)
+        level += (0 if upfront else stage.learned_bytes(state.learned, state.reduced)) + (
+            stage.variables if begun else 0
+        )
         chunk, number = (0, 0) if state.step is None else (state.step.chunk, state.step.micro_batch)
         enters = state.step is not None and state.step.work is Work.FORWARD
         if stage.received:

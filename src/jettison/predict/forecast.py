@@ -14,10 +14,10 @@ from jettison.formula.region import embedding_region
 from jettison.formula.static import Static
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import SavedTensor
-from jettison.ledger.schedule import stage_occupancies
+from jettison.ledger.schedule import stage_occupancies, stage_reductions
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.gathered import reducing, whole_in_flight
+from jettison.predict.gathered import freed, reducing, whole_in_flight
 from jettison.predict.halves import left_bytes
 from jettison.predict.set_aside import deferred_head, kept_batches, loader_mask, packed_batch, set_aside
 from jettison.predict.stage_buffers import buffer_bytes, sending, sent_last, stream_bytes
@@ -231,18 +231,22 @@ def _stage(
     kept = kept_batches(run) if run.keep_batches and ends else 0
     kept_head = deferred_head(run) if layout.deferred_head and last_place in places else 0
     whole = layout.stage_buffers and layout.keeps_whole_gradients
+    asked: dict[str, Any] = {
+        "schedule": layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
+        "stage": index,
+        "stages": layout.pp,
+        "micro_batches": run.micro_batches,
+        "virtual_stages": layout.virtual_stages,
+        "group": layout.micro_batch_group,
+        "whole": run.recompute.whole,
+        "sending": passes,
+    }
     load = StageLoad(
         chunks=tuple(known[key] for key in keys),
         occupancies=stage_occupancies(
-            layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
-            stage=index,
-            stages=layout.pp,
-            micro_batches=run.micro_batches,
-            virtual_stages=layout.virtual_stages,
-            group=layout.micro_batch_group,
-            whole=run.recompute.whole,
-            sending=passes,
+            **asked,
             learning=run.gradients is not Gradients.UPFRONT or (layout.keeps_received and layout.virtual_stages > 1),
+            reducing=whole,
         ),
         micro_batches=run.micro_batches,
         fixed=total.parameters + aside + device_buffer(run, chunks) + _frozen(run),
@@ -261,7 +265,9 @@ def _stage(
         variables=_variables(run, index),
         batches=run.micro_batches * kept,
         shards=total.gradients if whole else 0,
-        reducing=reducing(run, chunks) if whole else 0,
+        reductions=stage_reductions(**asked) if whole else (),
+        reducing=tuple(reducing(run, chunk) for chunk in chunks) if whole else (),
+        freed=tuple(freed(run, chunk) for chunk in chunks) if whole else (),
         passed=stream_bytes(run) if passes else 0,
         sending=passes,
         left=left_bytes(run, index),

@@ -31,7 +31,7 @@ weights that stay whole while any micro-batch is in flight. The loss is behind t
 sharded again, none of their weights is there while it is made and differentiated.
 
 In a pipeline of ``torch.distributed.pipelining`` (`Layout.keeps_whole_gradients`) nothing is reduced until a stage's
-last backward (``stage.py``, ``backward_maybe_with_nosync``: ``set_requires_gradient_sync(False)``): gradients stay
+chunk's last backward (``stage.py``, ``backward_maybe_with_nosync``: ``set_requires_gradient_sync(False)``): gradients stay
 whole, in the dtype that is reduced in (``to_accumulated_grad_if_needed``, one parameter after the other), and are added
 to. Then group after group lets go of its weights, and of its gradients once they are copied (``post_backward``).
 
@@ -124,21 +124,25 @@ def whole_in_flight(run: Run, groups: Sequence[RegionGroup]) -> int:
     return sum(group.part.static.gathered * len(group.names) for group in groups)
 
 
-def reducing(run: Run, chunks: Sequence[Sequence[RegionGroup]]) -> int:
-    """Beside fixed bytes, the most while a stage's gradients are reduced at the end of a step, the last chunk's first.
+def reducing(run: Run, chunk: Sequence[RegionGroup]) -> int:
+    """How far a chunk's reduction, behind its last backward, rises above its whole gradients and weights.
 
-    Whole gradients and weights of groups that come later, a buffer, which gloo copies, and shards of those before.
+    Group after group: a buffer, which gloo copies, and shards of those before.
     """
-    left = [group.part for chunk in reversed(chunks) for group in chunk for _ in group.names]
-    weights = 0 if run.layout.resharded else sum(part.static.gathered for part in left)
-    there, highest = weights + sum(part.static.reduced for part in left), 0
-    for part in left:
+    there = highest = 0
+    for part in (group.part for group in chunk for _ in group.names):
         named = last_gradient(run, part) * DTYPE_BYTES[run.precision.gradient]
         copied = named + part.static.gradients + _cloned(run, part)
         there -= 0 if run.layout.resharded else part.static.gathered
         highest = max(highest, there + part.static.reduced, there + copied)
         there += part.static.gradients - part.static.reduced
     return highest
+
+
+def freed(run: Run, chunk: Sequence[RegionGroup]) -> int:
+    """What of a chunk is gone once it is reduced: whole weights, and of whole gradients all but the shards."""
+    parts = [group.part.static.times(len(group.names)) for group in chunk]
+    return whole_in_flight(run, chunk) + sum(part.reduced - part.gradients for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
