@@ -19,6 +19,7 @@ from functools import cache, lru_cache
 from itertools import product, takewhile
 from math import lcm
 from operator import add, ge, itemgetter
+from typing import Final
 
 from jettison.errors import UsageError
 from jettison.spec.layout import Schedule
@@ -41,6 +42,18 @@ class ScheduledPass:
     chunk: int
 
 
+class Weights(StrEnum):
+    """Of chunks whose weights a forward shards again and a backward leaves whole."""
+
+    RESIDENT = "resident"  # none does
+    GATHERED = "gathered"  # by each pass that finds shards
+    FETCHED = "fetched"  # of the next `ACTIVE` chunks at work, before they are; of others they are sharded
+
+
+ACTIVE: Final = 3
+"""``torch/distributed/pipelining/schedules.py``, ``_add_unshard_reshard``: ``max_active_stages``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Occupancy:
     """What a device holds as ``step`` starts, in micro-batches for each chunk.
@@ -54,6 +67,7 @@ class Occupancy:
             of forwards that count apart their own chunk's. Empty where it does not matter.
         reduced: by chunk, one where the last backward of the step has run, and what it leaves has been reduced. Empty
             where it does not matter.
+        whole: by chunk, one where its weights are whole, if passes change that.
     """
 
     forward: tuple[int, ...]
@@ -62,6 +76,7 @@ class Occupancy:
     passed: int = 0
     learned: tuple[int, ...] = ()
     reduced: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
@@ -267,7 +282,12 @@ Sending = tuple[int, ...]
 
 
 def occupancies(
-    order: Sequence[ScheduledPass], chunks: int = 0, sending: Sending = (), learning: int = 0, reducing: bool = False
+    order: Sequence[ScheduledPass],
+    chunks: int = 0,
+    sending: Sending = (),
+    learning: int = 0,
+    reducing: bool = False,
+    weights: Weights = Weights.RESIDENT,
 ) -> tuple[Occupancy, ...]:
     """The states worth pricing while a device works through ``order``, as they come.
 
@@ -289,13 +309,15 @@ def occupancies(
     groups: defaultdict[tuple[Work, int, int], dict[tuple[int, ...], tuple[int, Occupancy]]] = defaultdict(dict)
     backwards = 0
     count = chunks or 1 + max((step.chunk for step in order), default=0)
-    for number, state in enumerate(_replay(order, count, sending, learning, reducing)):
+    for number, state in enumerate(_replay(order, count, sending, learning, reducing, weights)):
         step = state.step
         assert step is not None
         adds = learning and state.learned[step.chunk % learning]
         backwards += step.work is not Work.FORWARD
         counts = (*state.forward, *state.weight, state.passed, *state.learned, *(1 - each for each in state.reduced))
-        kind = step.work, step.chunk, 0 if step.work is Work.FORWARD else adds
+        counts = (*counts, *state.whole)
+        whole = state.whole[step.chunk % learning] if state.whole else 0
+        kind = step.work, step.chunk, whole + 2 * (0 if step.work is Work.FORWARD else adds)
         groups[kind].setdefault(counts, (number, state))
     if not backwards:
         raise UsageError(f"got an order of {len(order)} steps without a backward; expected one that `order` gives")
@@ -304,17 +326,22 @@ def occupancies(
 
 
 def reductions(
-    order: Sequence[ScheduledPass], chunks: int, sending: Sending = (), learning: int = 1
+    order: Sequence[ScheduledPass],
+    chunks: int,
+    sending: Sending = (),
+    learning: int = 1,
+    weights: Weights = Weights.RESIDENT,
 ) -> tuple[Occupancy, ...]:
     """The state behind each chunk's last backward, before it is reduced; ``step`` is that backward.
 
     As ``_add_reduce_grad`` of ``torch/distributed/pipelining/schedules.py`` puts REDUCE_GRAD into an order.
     """
-    after = list(_replay([*order, order[-1]], chunks, sending, learning, False))[1:]
+    after = list(_replay([*order, order[-1]], chunks, sending, learning, False, weights))[1:]
     found: list[Occupancy] = []
     reduced = [0] * learning
     for number in sorted(_last(order, learning).values()):
-        found.append(replace(after[number], step=order[number], reduced=tuple(reduced)))
+        whole = tuple(has and not gone for has, gone in zip(after[number].whole, reduced, strict=False))
+        found.append(replace(after[number], step=order[number], reduced=tuple(reduced), whole=tuple(map(int, whole))))
         reduced[order[number].chunk % learning] = 1
     return tuple(found)
 
@@ -327,15 +354,25 @@ def _last(order: Sequence[ScheduledPass], learning: int) -> dict[int, int]:
 
 
 def _replay(
-    order: Sequence[ScheduledPass], chunks: int, sending: Sending, learning: int, reducing: bool
+    order: Sequence[ScheduledPass], chunks: int, sending: Sending, learning: int, reducing: bool, weights: Weights
 ) -> Iterator[Occupancy]:
     """The state before each step."""
     split = any(step.work is Work.WEIGHT for step in order)
     forward, weight, passed, learned = [0] * chunks, [0] * chunks, 0, [0] * learning
     ends = _last(order, learning) if reducing else {}
+    whole = [0] * (0 if weights is Weights.RESIDENT else learning)
+    active: set[int] = set()
     for number, step in enumerate(order):
         reduced = tuple(int(ends[chunk] < number) for chunk in range(learning)) if reducing else ()
-        yield Occupancy(tuple(forward), tuple(weight), step, passed, tuple(learned), reduced)
+        if weights is Weights.FETCHED:
+            coming = _coming(order, number, learning)
+            for chunk in active ^ coming:
+                whole[chunk] = int(chunk in coming)
+            active = coming
+        yield Occupancy(tuple(forward), tuple(weight), step, passed, tuple(learned), reduced, tuple(whole))
+        if whole:
+            own = step.chunk % learning
+            whole[own] = int(step.work is not Work.FORWARD and ends.get(own) != number)
         if step.work is Work.FORWARD:
             forward[step.chunk] += 1
             continue
@@ -348,6 +385,16 @@ def _replay(
             continue
         forward[step.chunk] -= 1
         weight[step.chunk] += split
+
+
+def _coming(order: Sequence[ScheduledPass], number: int, learning: int) -> set[int]:
+    """The next `ACTIVE` chunks at work, from a step on."""
+    found: set[int] = set()
+    for step in order[number:]:
+        found.add(step.chunk % learning)
+        if len(found) == min(ACTIVE, learning):
+            break
+    return found
 
 
 def _ends(states: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -365,6 +412,9 @@ def _maximal(states: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return kept
 
 
+_Marks = tuple[bool, bool, bool, Weights]  # learning, reducing; states at which chunks are reduced; weights
+
+
 def stage_occupancies(
     schedule: Schedule,
     *,
@@ -377,6 +427,7 @@ def stage_occupancies(
     sending: Sending = (),
     learning: bool = False,
     reducing: bool = False,
+    weights: Weights = Weights.RESIDENT,
 ) -> tuple[Occupancy, ...]:
     """The `occupancies` of one device, without replaying thousands of micro-batches.
 
@@ -390,13 +441,13 @@ def stage_occupancies(
         sending: see `occupancies`; of micro-batches that are not replayed all has passed.
         learning: it matters which chunks have learned.
         reducing: and which have been reduced.
+        weights: what passes do to chunks' weights; where they do something, it matters which chunks have learned.
 
     Raises:
         UsageError: see `order`.
     """
-    return _stage_states(
-        schedule, stage, stages, micro_batches, virtual_stages, group, whole, sending, learning, reducing, False
-    )
+    marks = learning, reducing, False, weights
+    return _stage_states(schedule, stage, stages, micro_batches, virtual_stages, group, whole, sending, marks)
 
 
 def stage_reductions(
@@ -409,15 +460,15 @@ def stage_reductions(
     group: int = 0,
     whole: int = 0,
     sending: Sending = (),
+    weights: Weights = Weights.RESIDENT,
 ) -> tuple[Occupancy, ...]:
     """The `reductions` of one device; see `stage_occupancies`.
 
     Raises:
         UsageError: see `order`.
     """
-    return _stage_states(
-        schedule, stage, stages, micro_batches, virtual_stages, group, whole, sending, True, True, True
-    )
+    marks = True, True, True, weights
+    return _stage_states(schedule, stage, stages, micro_batches, virtual_stages, group, whole, sending, marks)
 
 
 def _stage_states(
@@ -429,12 +480,9 @@ def _stage_states(
     group: int,
     whole: int,
     sending: Sending,
-    learning: bool,
-    reducing: bool,
-    at_ends: bool,
+    marks: _Marks,
 ) -> tuple[Occupancy, ...]:
-    """Of passes or, ``at_ends``, of reductions."""
-    marks = learning, reducing, at_ends
+    """Of passes, or of reductions."""
     sizes = {"stages": stages, "micro_batches": micro_batches, "virtual_stages": virtual_stages, "group": group}
     _check(schedule, stage=stage, **sizes)
     turn = group or stages
@@ -470,9 +518,9 @@ def _order_occupancies(
     size: int,
     whole: int,
     sending: Sending,
-    marks: tuple[bool, bool, bool],
+    marks: _Marks,
 ) -> tuple[Occupancy, ...]:
-    learning, reducing, at_ends = marks
+    learning, reducing, at_ends, weights = marks
     steps = order(
         schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages, group=group
     )
@@ -481,8 +529,8 @@ def _order_occupancies(
     if whole:
         steps = tuple(apart(steps, virtual_stages, size, whole))
     if at_ends:
-        return reductions(steps, chunks, sending, learns)
-    return occupancies(steps, chunks, sending, learns, reducing)
+        return reductions(steps, chunks, sending, learns, weights)
+    return occupancies(steps, chunks, sending, learns, reducing, weights)
 
 
 def apart(steps: Sequence[ScheduledPass], chunks: int, size: int, whole: int) -> Iterator[ScheduledPass]:

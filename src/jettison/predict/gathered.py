@@ -133,7 +133,7 @@ def reducing(run: Run, chunk: Sequence[RegionGroup]) -> int:
     for part in (group.part for group in chunk for _ in group.names):
         named = last_gradient(run, part) * DTYPE_BYTES[run.precision.gradient]
         copied = named + part.static.gradients + _cloned(run, part)
-        there -= 0 if run.layout.resharded else part.static.gathered
+        there -= part.static.gathered
         highest = max(highest, there + part.static.reduced, there + copied)
         there += part.static.gradients - part.static.reduced
     return highest
@@ -173,6 +173,7 @@ class _Sharded:
             pending=unit.pending + self._reduced_again(),
             is_loss=unit.is_loss,
             frozen=unit.frozen,
+            weights=sum(part.static.gathered for part in own) if run.layout.regathers else 0,
         )
         whole = run.layout.stage_buffers and run.layout.keeps_whole_gradients
         return self._whole_gradients(found) if whole else found
@@ -189,12 +190,14 @@ class _Sharded:
     def _whole_gradients(self, unit: Unit) -> Unit:
         """With gradients that stay whole: nothing is reduced beside them, and the first become as wide as they stay."""
         run, own = self.run, self.place.own
-        rise = self.unit.backward_peak
+        rise, adding = self.unit.backward_peak, self.unit.adding_peak
+        if run.layout.regathers:
+            rise, adding = unit.backward_peak, unit.adding_peak
         before = self.place.before
         given = 0 if before is None or not before.region.output.grad else before.region.output.nbytes
         wide = sum(part.static.reduced for part in own)
         if run.precision.gradient == run.precision.compute:
-            return replace(unit, backward_peak=rise, adding_peak=self.unit.adding_peak, gradient=wide)
+            return replace(unit, backward_peak=rise, adding_peak=adding, gradient=wide)
         last = min((w.numel for part in own for w in part.region.weights if not w.frozen), default=0)
         turned = given + wide + last * DTYPE_BYTES[run.precision.compute] - unit.resident
         return replace(unit, backward_peak=max(rise, turned), adding_peak=rise, gradient=wide)
@@ -216,7 +219,7 @@ class _Sharded:
         there = gathered - after  # what stays is among residents in backward
         lingering = self.place.before.static.gathered if outer and self.place.before is not None else 0
         freed = 0 if run.layout.reshard is not Reshard.ALWAYS else outer
-        waiting = 0 if behind is None else behind.static.reduced
+        waiting = 0 if behind is None or run.layout.keeps_whole_gradients else behind.static.reduced
         entering = 2 * gathered
         if before is not None:  # what it returned, and what was gathered for it
             entering += before.region.output.nbytes + (0 if chunk.in_flight else before.static.gathered)
@@ -226,6 +229,8 @@ class _Sharded:
             differentiated - freed,
         )
         closing = self._closing(part, before) + ahead - unit.resident - (after + shard if run.layout.pp == 1 else 0)
+        if run.layout.keeps_whole_gradients:  # nothing is reduced here
+            closing = 0
         late, at_end = 0 if part.name == HEAD else chunk.late, bool(chunk.outer) and part.name == EMBEDDING
         rise = max(*rising, there + chunk.tied if at_end else 0) + waiting + late
         moved = unit.forward_peak - passes.forward_peak, unit.backward_peak - passes.backward_peak
