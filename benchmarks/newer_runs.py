@@ -82,7 +82,7 @@ NEMOTRON_3_SUPER = {
     "hidden_size": 4096,
     "intermediate_size": 2688,
     "num_hidden_layers": 88,
-    "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+    "hybrid_override_pattern": "MEMEMEM*" + 2 * "EMEMEMEM*" + 4 * "EMEMEMEMEM*" + "EMEMEMEM*" + "EMEMEMEME",
     "mamba_num_heads": 128,
     "n_routed_experts": 512,
     "num_experts_per_tok": 22,
@@ -173,6 +173,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
     recipe = RECIPES[row["precision"]]
     if recipe == "tensorwise" and row["gpu"] != "H100":
         recipe += "-blackwell"
+    gated = all(kind.mlp.gated for kind in model.described if kind.mlp is not None)  # fused experts are, in recipes
     described = not fsdp and "layernorm" not in row["recompute"]  # what copies stay is not, under these
     request = RunRequest(
         seq=int(row["sequence"]),
@@ -200,7 +201,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         dispatcher="flex" if row["dispatcher"] in ("deepep", "hybridep") else None,
         ep_comm_overlap=row["a2a_overlap"] == "yes",
         cuda_graphs=row["graphs"] == "step" or "attn" in row["graphs"],
-        stack="nemo-26.06" if row["source"] >= FUSED and row["precision"] == "MXFP8" else "nemo",
+        stack="nemo-26.06" if row["source"] >= FUSED and row["precision"] == "MXFP8" and gated else "nemo",
         tp_comm_overlap=row["model"].startswith("llama") and tp > 1 and recipe != "nvfp4",
     )
     run = resolve(model, request).run

@@ -11,7 +11,6 @@ or of the FLOPs at what scans reach (`Reached.scan`), if a device's file says th
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.basic import copy, leave, linear
@@ -112,16 +111,17 @@ def megatron_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
     tp.
     """
     b, s, tp = w.run.micro_batch, w.run.seq, w.tp
-    split: dict[str, Any] = {"split": 0}
-    weights = [w.parameter("dt_bias", spec.heads, **split), w.parameter("D", spec.heads, wide=True, **split)]
+    weights = [w.parameter("dt_bias", spec.heads, split=0), w.parameter("D", spec.heads, split=0, wide=True)]
     with w.tape.scope("convolution"):
-        weights += [w.parameter("weight", spec.convolved, 1, spec.taps, **split)]
-        weights += [w.parameter("bias", spec.convolved, **split)] if spec.convolution_bias else []
+        weights += [w.parameter("weight", spec.convolved, 1, spec.taps, split=0)]
+        weights += [w.parameter("bias", spec.convolved, split=0)] if spec.convolution_bias else []
     places = w.on_tp(2)
     turned = copy(w, joint, (b, s, joint.shape[-1]), places) if b > 1 else joint
     gated = w.tape.empty((b, s, spec.inner), w.compute, places, grad=True)
     scanned = w.tape.empty((b, s, spec.heads, spec.head_dim), w.compute, places)
     each = spec.heads * (spec.chunk * (spec.state + spec.head_dim) + 2 * spec.head_dim * spec.state)
+    workspace = 4 * 2 * _states(w, spec.chunk, spec.inner * spec.state)
+    workspace += DTYPE_BYTES[w.compute] * b * s * spec.convolved
     w.tape.record(
         "fused_scan",
         [turned, rate],
@@ -133,10 +133,7 @@ def megatron_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
         ],
         weights=weights,
         flops=2 * b * s * (each + spec.convolved * spec.taps) // tp,
-        workspace=(
-            4 * 2 * _states(w, spec.chunk, spec.inner * spec.state) + DTYPE_BYTES[w.compute] * b * s * spec.convolved
-        )
-        // tp,
+        workspace=workspace // tp,
     )
     gated = copy(w, gated, w.shape(spec.inner), places) if b > 1 else w.tape.view(gated, w.shape(spec.inner))
     normal = w.tape.empty(gated.shape, w.compute, places, grad=True)

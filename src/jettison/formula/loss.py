@@ -32,7 +32,8 @@ def head(w: Writer, x: Value) -> Value:
     if model.further:
         return _with_further(w, x)
     if model.final_norm is not None:
-        x = cast(w, norm(w, x, model.final_norm, "norm"), w.compute)
+        x = norm(w, x, model.final_norm, "norm")
+        x = cast(w, x, w.compute) if model.wide_stream else x
     x = dropout(w, x, site=model.dropout_sites.output)
     if model.waves is not None:
         return align(w, x, model.waves)
@@ -144,8 +145,8 @@ the last are left whole. A test holds them to be the same."""
 def _rows(w: Writer, logits: Value, labels: Value) -> Value:
     """torch's cross_entropy over chunks of rows: NOTE [ Cross entropy in chunks ] in `runtime.chunked_loss`.
 
-    Forward has the logits, whose 16-bit form the caller holds, and a chunk of their log-softmax. Backward makes that and its gradient a chunk at a time, and
-    writes the gradient of the logits over them.
+    Forward has the logits, whose 16-bit form the caller holds, and a chunk of their log-softmax. Backward makes that
+    and its gradient a chunk at a time, and writes the gradient of the logits over them.
     """
     if w.tp > 1:
         logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward="reduce_scatter_tensor")

@@ -373,7 +373,7 @@ class Layout:
 
     def _check_scan(self, scan: Scan, name: str) -> None:
         shared = isinstance(scan, Mamba2)  # by Megatron-Core: `Run` looks whose kernels they are
-        if shared and (scan.heads % self.tp or scan.groups % self.tp):
+        if isinstance(scan, Mamba2) and (scan.heads % self.tp or scan.groups % self.tp):
             raise UsageError(f"--tp {self.tp} does not divide {scan.heads} heads in {scan.groups} groups of a scan")
         if (self.tp > 1 and not shared) or self.cp > 1:
             flag = f"--tp {self.tp}" if self.tp > 1 and not shared else f"--cp {self.cp}"

@@ -172,8 +172,8 @@ class Run:
             scans = [layer.scan.words for layer in self.model.described if layer.scan is not None]
             if scans:
                 raise UsageError(
-                    f"got --tp {self.layout.tp}; layers of {self.model.name} have a {scans[0]}, whose heads Megatron-Core "
-                    "alone shares: give --kernels megatron with --scans fused, or leave it away"
+                    f"got --tp {self.layout.tp}; layers of {self.model.name} have a {scans[0]}, whose heads "
+                    "Megatron-Core alone shares: give --kernels megatron with --scans fused, or leave it away"
                 )
         names = (*self.recompute.modules, *self.recompute.sent)
         if names:
