@@ -34,6 +34,17 @@ CASES = (
     ShardedCase(family="llama", stage_layers=(2, 1, 2, 1), full=True, micro_batches=2),
     ShardedCase(family="llama", stage_layers=(2, 1, 2, 1), full=True, mixed=True, micro_batches=4),
     ShardedCase(family="llama", stage_layers=(2, 1, 2, 1, 1, 1), full=True, micro_batches=2, batch=1),
+    # backward is split
+    ShardedCase(family="llama", stage_layers=(3, 2), schedule="zero-bubble"),
+    ShardedCase(family="llama", stage_layers=(2, 1, 2, 1), schedule="zero-bubble"),
+    # weights are whole from a backward to the next forward
+    ShardedCase(family="llama", stage_layers=(3, 2), reshard=True),
+    ShardedCase(family="llama", stage_layers=(3, 2), reshard=True, mixed=True, full=True),
+    ShardedCase(family="llama", stage_layers=(2, 1, 2, 1), reshard=True),
+    ShardedCase(family="llama", stage_layers=(2, 1, 2, 1), reshard=True, mixed=True, full=True, micro_batches=2),
+    ShardedCase(
+        family="llama", stage_layers=(2, 1, 1, 1, 1, 1, 1, 1), reshard=True, full=True, micro_batches=2, batch=1
+    ),
 )
 
 

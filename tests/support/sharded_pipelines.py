@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import (
@@ -76,12 +77,17 @@ def _peak(case: ShardedCase, mesh: DeviceMesh) -> dict[str, Any]:
         for m in range(case.micro_batches)
         for info in (*stage.args_recv_info[m], *stage.grad_recv_info[m])
     ]
-    received = [info.buffer for info in infos if info.buffer is not None]
-    buffers = [*received, *(buffer.grad for buffer in received if buffer.grad is not None)]
+    buffers = [info.buffer for info in infos if info.buffer is not None]
     state = [local(t) for s in optimizer.state.values() for t in s.values()]
     counters = sum(local(s["step"]).nbytes for s in optimizer.state.values())
     static = [local(t) for m in modules for t in static_tensors(m, ids)]
-    return lowest_of_three(step, [*static, *state, *buffers], ids.nbytes + counters, events=case.events)
+
+    def left() -> Iterator[Tensor]:
+        """Gradients of inputs, which a split backward leaves until the next step begins."""
+        yield from (buffer.grad for buffer in buffers if buffer.grad is not None)
+
+    there = [*static, *state, *buffers]
+    return lowest_of_three(step, there, ids.nbytes + counters, events=case.events, passing=left)
 
 
 def _sharded(module: Cut, case: ShardedCase, mesh: DeviceMesh) -> nn.Module:

@@ -54,8 +54,9 @@ class Unit:
     Bytes are of each one, as in NOTE [ What is there when ].
     ``backward_peak`` counts its own weight gradients; ``adding_peak`` is the same where gradients are there already.
     ``frozen``: of these peaks, a frozen model's forward, before the first unit's forward or before the last one's
-    backward. ``whole``: of what is resident, weights that stay gathered. ``weights``: what passes gather. ``halves``: of a backward that is split; None:
-    it is not, or each half is taken for the whole.
+    backward. ``whole``: of what is resident, weights that stay gathered. ``weights``: those that a chunk's passes
+    gather and shard again. ``halves``: of a backward that is split; None: it is not, or each half is taken for the
+    whole.
     """
 
     names: tuple[str, ...]

@@ -30,10 +30,16 @@ weights have been copied out for backward (``to_sharded_post_forward``, ``to_uns
 weights that stay whole while any micro-batch is in flight. The loss is behind the model: where norm and head are
 sharded again, none of their weights is there while it is made and differentiated.
 
-In a pipeline of ``torch.distributed.pipelining`` (`Layout.keeps_whole_gradients`) nothing is reduced until a stage's
-chunk's last backward (``stage.py``, ``backward_maybe_with_nosync``: ``set_requires_gradient_sync(False)``): gradients stay
+In a pipeline of ``torch.distributed.pipelining`` (`Layout.keeps_whole_gradients`) nothing is reduced until a chunk's
+last backward (``stage.py``, ``backward_maybe_with_nosync``: ``set_requires_gradient_sync(False)``): gradients stay
 whole, in the dtype that is reduced in (``to_accumulated_grad_if_needed``, one parameter after the other), and are added
-to. Then group after group lets go of its weights, and of its gradients once they are copied (``post_backward``).
+to. Then group after group lets go of its weights, and of its gradients once they are copied (``post_backward``): the
+chunk has shards from there on, while others still work (``schedules.py``, ``_add_reduce_grad``).
+
+Nor are weights sharded again behind a backward there (``set_reshard_after_backward(False)``). Of stages that reshard
+after a forward (`Layout.regathers`) they are whole from a chunk's backward to its next forward, which gathers nothing
+and lets go of group after group. ``_PipelineScheduleRuntime`` gathers those of the next three chunks when they come up
+(``_add_unshard_reshard``), so that the first forward of each finds them whole, too.
 
 Where the ends of a model have no groups of their own (`has_outer_ends`) they belong to the model's: whole from
 before the first layer on, and in backward until the engine's last callback, as are the gradients of both. Nothing is

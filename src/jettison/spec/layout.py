@@ -193,7 +193,8 @@ class Layout:
     def regathers(self) -> bool:
         """Do forwards of a pipeline's stage shard its weights again, and backwards leave them whole?
 
-        ``torch/distributed/pipelining/stage.py``, ``backward_maybe_with_nosync``: ``set_reshard_after_backward(False)``.
+        ``torch/distributed/pipelining/stage.py``, ``backward_maybe_with_nosync``:
+        ``set_reshard_after_backward(False)``.
         """
         return self.keeps_whole_gradients and self.resharded
 
