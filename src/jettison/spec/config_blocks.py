@@ -137,6 +137,7 @@ def experts_of(fields: ConfigFields) -> Moe:
         shared_fused=style.shared_fused,
         groups=groups,
         top_groups=top_groups,
+        latent=fields.optional_size("moe_latent_size") or 0,
     )
 
 
