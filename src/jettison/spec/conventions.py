@@ -79,7 +79,7 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "qwen2_5_vl_text": lambda k: replace(k, batched_rotary=True),
         "qwen3_vl_text": lambda k: replace(k, batched_rotary=True),
         "qwen3_vl_moe_text": lambda k: replace(k, batched_rotary=True, weights_float32=False),
-        "jamba": lambda k: replace(k, weights_float32=False),
+        "jamba": lambda k: replace(k, weights_float32=False, softmax_float32=True),
         "nemotron_h": lambda k: replace(k, wide_norm=True, cast_weights=True, router_float32=True),
         "qwen3_next": lambda k: replace(k, joined_rotary=True, weights_float32=False),
         "qwen3_5_text": lambda k: replace(k, joined_rotary=True, batched_rotary=True),

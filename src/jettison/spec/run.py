@@ -414,8 +414,8 @@ class Run:
 
     @property
     def autocast(self) -> bool:
-        """Does it, in layers whose casts are described? Of scans and pairs they are not written down."""
-        return self.uses_autocast and self.model.attends
+        """Does it, in layers whose casts are described? Recorded ones are as they were recorded."""
+        return self.uses_autocast and self.model.recorder is None
 
     @cached_property
     def scene(self) -> Scene:
