@@ -36,6 +36,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "accuracy_time.md"
 TEMPLATE = Path(__file__).parent / "pages" / "accuracy_time.md"
 BEFORE = Path(__file__).parent / "results" / "blackwell-2025-before.csv"
 GPUS = {
+    "A100-40GB": "a100-40gb",
     "A100-80GB": "a100-80gb",
     "H100-80GB": "h100-80gb",
     "H100-96GB": "h100-96gb",
@@ -46,6 +47,9 @@ GPUS = {
 }
 """An H100 in torchtitan's own pull requests is Meta's."""
 MPT = {
+    "mpt-125m": (768, 12, 12),
+    "mpt-350m": (1024, 24, 16),
+    "mpt-760m": (1536, 24, 12),
     "mpt-1b": (2048, 24, 16),
     "mpt-3b": (2560, 32, 20),
     "mpt-7b": (4096, 32, 32),
@@ -87,7 +91,9 @@ class Timed:
     @property
     def found(self) -> Estimate:
         """What the run takes, as predicted."""
-        return estimate(self.run, hardware(GPUS[self.gpu]), execution=self.execution)
+        device = hardware(GPUS[self.gpu])
+        node = int(self.columns.get("node", device.node))
+        return estimate(self.run, replace(device, node=node), execution=self.execution)
 
     @property
     def error(self) -> float:
@@ -114,6 +120,13 @@ def gpt2(name: str, hidden: int, layers: int, heads: int, *, vocabulary: int, po
     sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "vocab_size": vocabulary, "n_positions": positions}
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "activation_function": "gelu"}
     return parse_config({"model_type": "gpt2", **sizes, **off}, name=name)
+
+
+def _llama_13b() -> ModelSpec:
+    """KempnerForge's: a third of 8 h, times 1.3, rounded up to a multiple of 256 (``kempnerforge/config/model.py``)."""
+    sizes = {"hidden_size": 5120, "num_hidden_layers": 40, "intermediate_size": 17920, "vocab_size": 128256}
+    heads = {"num_attention_heads": 40, "num_key_value_heads": 8}
+    return parse_config({"model_type": "llama", **sizes, **heads}, name="llama3-13b")
 
 
 def _layout(text: str, gpus: int) -> dict[str, int]:
@@ -151,22 +164,47 @@ def _torchtitan(row: Mapping[str, str]) -> tuple[Run, Execution]:
 
 def _foundry(row: Mapping[str, str]) -> tuple[Run, Execution]:
     """FSDP with mixed precision; the Triton kernel of the first FlashAttention, which its successor outruns 1.3 to 2
-    times (arXiv 2307.08691 §4.1); an AdamW of single operations."""
-    seq = int(row["sequence"])
+    times (arXiv 2307.08691 §4.1); an AdamW of single operations. Extras: "pure" reduces gradients in bf16, "kept"
+    weights are not resharded after a forward (``SHARD_GRAD_OP``), "fp8" products are TransformerEngine's with scales of
+    earlier steps."""
+    seq, extras = int(row["sequence"]), row.get("extras", "").split()
     times = int(row["micro_batches"]) if "micro_batches" in row else ACCUMULATED[row["model"], seq]
     request = RunRequest(
         seq=seq,
         micro_batch=int(row["micro_batch"]),
         micro_batches=times,
-        precision="bf16-autocast",
+        precision="fp8" if "fp8" in extras else "bf16-autocast",
         recompute=row["recompute"],
         dp=int(row["gpus"]),
         zero=3,
+        reshard_after_forward="never" if "kept" in extras else None,
         attention="flash",
         kernels=PYTORCH.name,
     )
     run = resolve(mpt(row["model"], seq), request).run
-    return run, replace(execution_of(run), attention=0.55, fused_optimizer=False)
+    if "pure" in extras:
+        run = replace(run, precision=replace(run.precision, gradient=run.precision.compute))
+    how = replace(execution_of(run), attention=0.55, fused_optimizer=False)
+    return run, replace(how, delayed_scaling=True) if "fp8" in extras else how
+
+
+def _forge(row: Mapping[str, str]) -> tuple[Run, Execution]:
+    """FSDP2 and sequence parallelism of PyTorch, bf16 with reductions in fp32, every layer a checkpoint, norms and loss
+    op by op where nothing is compiled (``kempnerforge/distributed``; ``benchmarks/mfu_scaling/mfu_bench.sh``)."""
+    layout = _layout(row["layout"], int(row["gpus"]))
+    request = RunRequest(
+        seq=int(row["sequence"]),
+        micro_batch=int(row["micro_batch"]),
+        micro_batches=int(row["micro_batches"]),
+        recompute=row["recompute"],
+        precision="bf16-autocast",
+        **layout | {"sp": layout.get("tp", 1) > 1},
+    )
+    model = _llama_13b() if row["model"] == "llama3-13b" else preset(row["model"])
+    run = resolve(model, request).run
+    run = replace(run, kernels=replace(run.kernels, fused_norm=False))
+    how = execution_of(run)
+    return run, how.compiled() if "compile" in row["extras"] else how
 
 
 def _nanotron(row: Mapping[str, str]) -> tuple[Run, Execution]:
@@ -229,6 +267,7 @@ RULES: Mapping[str, Callable[[Mapping[str, str]], tuple[Run, Execution]]] = Mapp
         "llm-foundry": _foundry,
         "ultrascale": _nanotron,
         "NeMo": _nemo,
+        "KempnerForge": _forge,
     }
 )
 """By the first word of a source. PyTorch's pull request and torchao's tutorial ran torchtitan."""

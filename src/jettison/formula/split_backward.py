@@ -141,6 +141,11 @@ def _groups(region: Region) -> list[tuple[int, TapeOp]]:
     return sorted(found, key=place)
 
 
+def computing_groups(region: Region) -> int:
+    """Groups for which a checkpoint is computed again: those whose node has saved anything."""
+    return sum(bool(step.saved) for _, step in _groups(region))
+
+
 def read_by_groups(region: Region) -> frozenset[int]:
     """Buffers that a second half needs."""
     return frozenset(b for _, step in _groups(region) for b in _saved(region, step))

@@ -27,6 +27,11 @@ def splits(run: Run) -> bool:
     return layout.stage_buffers and layout.pp > 1 and layout.schedule.splits
 
 
+def by_torch(run: Run, part: StageRegion) -> bool:
+    """Does torch's checkpoint, of a layer or of several, compute a region again between two halves of a backward?"""
+    return part.chosen is None and part.policy == FULL and splits(run)
+
+
 def left_bytes(run: Run, index: int) -> int:
     """Gradients of a stage's inputs that are there between steps."""
     if not splits(run):
@@ -72,7 +77,7 @@ def _halves(run: Run, own: Sequence[StageRegion], *, first: bool, last: bool) ->
         first, last: of its chunk. The first one's input is a buffer, and its gradient stays; the gradient of the last
             one's output is a buffer.
     """
-    torchs = all(part.chosen is None and part.policy == FULL for part in own)
+    torchs = all(by_torch(run, part) for part in own)
     regions, kept, rule = tuple(part.region for part in own), own[0].kept, run.gradient_rule
     halves = _segment(regions, rule, torchs) if len(own) > 1 else _alone(regions[0], kept, rule, torchs)
     head, stream = own[-1].name == HEAD, stream_bytes(run)

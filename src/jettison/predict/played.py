@@ -5,7 +5,9 @@ NOTE [ Bytes on the clock ]
 schedule is played in its order, at the seconds of `predict.time`, unit by unit: a unit is given its share of the pass
 by its regions' seconds, and has the bytes of its worst moment throughout. The sum is NOTE [ What is there when ] of
 `ledger.timeline`, so that the highest bytes are the ledger's peak, to the byte. What chunks without a micro-batch hold
-of the last one (`StageLoad.received`) is not played.
+of the last one (`StageLoad.received`) is not played. A backward that is split is two passes. Where it is not known what
+its first half leaves for its second (`Unit.halves`), each takes what the whole does, and nothing goes before both are
+over.
 
 What a layer sends to the host leaves when it has run, beside the next unit's forward, and comes back beside the next
 unit's backward. What copies take longer than that is in the pass already; a copy is shown from where it may begin, for
@@ -15,19 +17,19 @@ as long as the link takes, behind those before it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 from jettison.cost.collective import host_seconds
 from jettison.cost.pipeline import TimedPass, timed_passes
 from jettison.errors import UsageError
-from jettison.ledger.schedule import Work
+from jettison.ledger.schedule import ScheduledPass, Work
 from jettison.ledger.timeline import Phase, StageLoad, Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_time import StageSeconds, Timing
 from jettison.predict.stages import Chunk, RegionGroup
-from jettison.predict.time import Estimate
+from jettison.predict.time import Estimate, works
 from jettison.predict.timeline_units import moved_bytes
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Gradients, Run
@@ -88,6 +90,7 @@ class PlayedStage:
         optimizer: when the optimizer begins and ends; before it, from the last pass on, gradients are reduced.
         optimizer_transient: bytes that the optimizer's own arithmetic takes.
         gradient_bytes: of all gradients.
+        left: bytes that a split backward leaves until the next step.
     """
 
     index: int
@@ -99,6 +102,7 @@ class PlayedStage:
     profiles: tuple[PassProfile, ...]
     passes: tuple[PlayedPass, ...]
     optimizer: tuple[float, float]
+    left: int = 0
 
     @cached_property
     def instants(self) -> tuple[Instant, ...]:
@@ -130,7 +134,7 @@ class PlayedStage:
             phase=Phase.OPTIMIZER,
             micro_batch=-1,
             gradients=self.gradient_bytes,
-            held=0,
+            held=self.left,
             transient=self.optimizer_transient,
             fixed=self.fixed,
             state=self.state,
@@ -170,20 +174,26 @@ def play(memory: Forecast, time: Estimate) -> tuple[PlayedStage, ...]:
         memory, time: of the same run, under the same choice.
 
     Raises:
-        UsageError: a schedule that splits backward, or micro-batches that are kept whole beside others.
+        UsageError: micro-batches that are kept whole beside others.
     """
     run = memory.run
-    if run.layout.schedule.splits or run.recompute.whole:
-        raise UsageError("a step is played for the schedules gpipe and 1f1b, with micro-batches that are all alike")
+    if run.recompute.whole:
+        raise UsageError("a step is played with micro-batches that are all alike; got some that are kept whole")
     timing = Timing(run=run, hardware=time.hardware, execution=time.execution, planned=_planned(memory))
-    forward, backward = [stage.forward for stage in time.stages], [stage.backward for stage in time.stages]
+    forward, backward, weights = works(run, time.stages)
     lag = timing.sending() if timing.execution.hides_stages and run.layout.pp > 1 else 0.0
     timed = timed_passes(
-        run.layout.schedule, run.micro_batches, forward, backward, transfer=lag, group=run.layout.micro_batch_group
+        run.layout.schedule,
+        run.micro_batches,
+        forward,
+        backward,
+        weights,
+        transfer=lag,
+        group=run.layout.micro_batch_group,
     )
     begins = time.step_seconds - max(stage.optimizer for stage in time.stages)
     return tuple(
-        _stage(run, stage, own, _profiles(run, stage, timing, _again(seconds)), (begins, begins + seconds.optimizer))
+        _stage(stage, own, _profiles(run, stage, timing, seconds), (begins, begins + seconds.optimizer))
         for stage, own, seconds in zip(memory.stages, timed, time.stages, strict=True)
     )
 
@@ -223,12 +233,6 @@ def copies(stage: PlayedStage, hardware: Hardware) -> Iterator[Copy]:
                 )
 
 
-def _again(seconds: StageSeconds) -> list[float]:
-    """By chunk, the share of a backward that computes again."""
-    both = zip(seconds.chunks, seconds.backward, strict=True)
-    return [chunk.again.seconds / backward if backward else 0.0 for chunk, backward in both]
-
-
 def _planned(memory: Forecast) -> bool:
     return any(part.chosen is not None for part in memory.parts)
 
@@ -236,18 +240,49 @@ def _planned(memory: Forecast) -> bool:
 # profiles of passes ---------------------------------------------------------------------------------------------------
 
 FORWARD, FIRST_BACKWARD, BACKWARD = range(3)
-"""Kinds of passes; a chunk's profiles stand in this order, chunk after chunk."""
+"""Kinds of passes; a chunk's profiles stand in this order, chunk after chunk. In a split backward the last two are its
+second halves, and a fourth and a fifth the first halves before and after there are gradients."""
+KINDS, SPLIT_KINDS = 3, 5
 
 
-def _profiles(run: Run, stage: Stage, timing: Timing, again: Sequence[float]) -> tuple[PassProfile, ...]:
+def _profiles(run: Run, stage: Stage, timing: Timing, seconds: StageSeconds) -> tuple[PassProfile, ...]:
     found: list[PassProfile] = []
-    for chunk, units, share in zip(stage.groups, stage.load.chunks, again, strict=True):
+    upfront = stage.load.gradients is Gradients.UPFRONT
+    shares = list(_again(run, seconds))
+    for chunk, units, (first, second) in zip(stage.groups, stage.load.chunks, shares, strict=True):
         rows = list(_by_unit(run, chunk, units, timing))
-        upfront = stage.load.gradients is Gradients.UPFRONT
+        halved = any(unit.halves for unit in units)
         found.append(_forward(rows))
-        found.append(_backward(rows, fresh=not upfront, again=share))
-        found.append(_backward(rows, fresh=False, again=share))
+        brought = [(*row[:4], 0) for row in rows] if splits(run) else rows  # the first half has had it fetched
+        for fresh in (not upfront, False):
+            found.append(_second_half(rows, fresh, second) if halved else _backward(brought, fresh=fresh, again=second))
+        if splits(run):
+            for fresh in (not upfront, False):
+                whole = replace(_backward(rows, fresh=fresh, again=first), kept=0, made=0)
+                found.append(_first_half(rows, first) if halved else whole)
     return tuple(found)
+
+
+def splits(run: Run) -> bool:
+    """Is each backward two passes?"""
+    return run.layout.schedule.splits and run.layout.pp > 1
+
+
+def _again(run: Run, seconds: StageSeconds) -> Iterator[tuple[float, float]]:
+    """By chunk, the shares of a first half and of a second one that compute again; of a backward, twice its own."""
+    if not splits(run):
+        for chunk, backward in zip(seconds.chunks, seconds.backward, strict=True):
+            yield (_share(chunk.again.seconds, backward),) * 2
+        return
+    late = seconds.late or (False,) * len(seconds.chunks)
+    every = zip(seconds.chunks, seconds.again, seconds.inputs, seconds.weights, late, strict=True)
+    for chunk, again, inputs, weights, all_late in every:
+        first = 0.0 if all_late else chunk.again.seconds
+        yield _share(first, inputs), _share(again.seconds - first, weights)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 _Row = tuple[str, Unit, float, float, int]  # name, unit, seconds of its forward and its backward, bytes to the host
@@ -329,36 +364,69 @@ def _backward(rows: Sequence[_Row], *, fresh: bool, again: float) -> PassProfile
     return PassProfile(units=tuple(units), kept=level, made=left, moved=-sum(row[4] for row in rows), again=again)
 
 
+def _first_half(rows: Sequence[_Row], again: float) -> PassProfile:
+    """As `ledger.timeline` has it: nothing goes before all units are over."""
+    units, level = [], 0
+    shares = _shares([backward for _, _, _, backward, _ in reversed(rows)])
+    for (name, unit, _, _, moved), share in zip(reversed(rows), shares, strict=True):
+        assert unit.halves is not None
+        rise = unit.halves.input_peak
+        units.append(_half_unit(name, share, held=level, made=0, rise=rise, moved=moved))
+        level += unit.halves.waiting
+    detached = sum(unit.halves.detached for _, unit, _, _, _ in rows if unit.halves is not None)
+    sent = -sum(row[4] for row in rows)
+    return PassProfile(units=tuple(units), kept=level - detached, made=0, moved=sent, again=again)
+
+
+def _second_half(rows: Sequence[_Row], fresh: bool, again: float) -> PassProfile:
+    """From the first unit to the last; of each one's steps, the highest."""
+    units, level, made, named = [], 0, 0, 0
+    for (name, unit, _, _, _), share in zip(rows, _shares([row[3] for row in rows]), strict=True):
+        assert unit.halves is not None
+        held, there, rise = level, made, 0
+        for step in unit.halves.steps:
+            own = step.made if fresh else step.added
+            rise = max(rise, level - held + made - there + step.rise + own + named)
+            level += step.change
+            made += own if fresh else 0
+            named = 0 if fresh else own
+        units.append(_half_unit(name, share, held=held, made=there, rise=rise))
+    half = sum(unit.half for _, unit, _, _, _ in rows)
+    return PassProfile(units=tuple(units), kept=-half, made=made, moved=0, again=again)
+
+
+def _half_unit(name: str, share: float, *, held: int, made: int, rise: int, moved: int = 0) -> UnitPass:
+    return UnitPass(
+        where=name, phase=Phase.BACKWARD, share=share, held=held, gradients=made, transient=rise, moved=moved
+    )
+
+
 # passes on the clock --------------------------------------------------------------------------------------------------
 
 
 def _stage(
-    run: Run,
-    stage: Stage,
-    timed: Sequence[TimedPass],
-    profiles: tuple[PassProfile, ...],
-    optimizer: tuple[float, float],
+    stage: Stage, timed: Sequence[TimedPass], profiles: tuple[PassProfile, ...], optimizer: tuple[float, float]
 ) -> PlayedStage:
     load: StageLoad = stage.load
     upfront = load.gradients is Gradients.UPFRONT
     held, host = load.around, 0
     gradients = load.gradient_bytes if upfront else 0
-    begun: set[int] = set()
+    learned: set[int] = set()
+    kinds = len(profiles) // len(load.chunks)
+    last = Work.WEIGHT if kinds == SPLIT_KINDS else Work.BACKWARD
     passes = []
     for each in timed:
         step = each.step
-        kind = FORWARD
-        more = 0
-        if step.work is Work.BACKWARD:
-            more = 0 if begun else load.variables
-            kind = BACKWARD if step.chunk in begun else FIRST_BACKWARD
-            begun.add(step.chunk)
-        number = 3 * step.chunk + kind
+        kind = _kind(step, step.chunk in learned, last)
+        more = load.variables if step.work is last and not learned else 0
+        if step.work is last:
+            learned.add(step.chunk)
+        number = kinds * step.chunk + kind
         profile = profiles[number]
         passes.append(PlayedPass(timed=each, profile=number, held=held, gradients=gradients, host=host))
-        sent = load.sent if kind == FORWARD else -load.sent
+        sent = {Work.FORWARD: load.sent, last: -load.sent}.get(step.work, 0)
         held += profile.kept + sent + more
-        if load.passed and kind != FORWARD:
+        if load.passed and step.work is last:
             held += load.passed * load.sending[step.chunk % len(load.sending)]
         gradients += profile.made
         host += profile.moved
@@ -372,4 +440,12 @@ def _stage(
         profiles=profiles,
         passes=tuple(passes),
         optimizer=optimizer,
+        left=load.left,
     )
+
+
+def _kind(step: ScheduledPass, learned: bool, last: Work) -> int:
+    """Of a pass: its number among its chunk's profiles. ``last``: what a micro-batch leaves a chunk with."""
+    if step.work is Work.FORWARD:
+        return FORWARD
+    return (FIRST_BACKWARD if step.work is last else KINDS) + learned

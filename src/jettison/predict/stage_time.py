@@ -5,10 +5,10 @@ See NOTE [ A step ] in `predict.time`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from jettison.cost.collective import group, host_seconds, point_seconds, transfer_seconds
 from jettison.cost.execution import Execution
@@ -17,8 +17,10 @@ from jettison.cost.layer import NOTHING, Pass, PriceModel, RegionSeconds
 from jettison.cost.matmul import memory_seconds
 from jettison.cost.recompute import everything, repeated, to_the_end
 from jettison.formula.region import Region, embedding_region
+from jettison.formula.split_backward import computing_groups
 from jettison.formula.static import Static, static
 from jettison.predict.frozen_models import frozen_groups, frozen_run
+from jettison.predict.halves import by_torch, splits
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, again_by, kept_by
 from jettison.predict.states_on_host import host_states
 from jettison.predict.timeline_units import moved_bytes
@@ -48,6 +50,8 @@ class StageSeconds:
         hideable: of it, what a longer last backward could hide.
         optimizer: of its step, clipping included.
         recomputed_flops: of one micro-batch on one rank.
+        repeated: by chunk, what the second half of a split backward computes again; empty: nothing.
+        late: by chunk, does the second half do it all? Empty: none does.
     """
 
     chunks: tuple[RegionSeconds, ...]
@@ -56,6 +60,8 @@ class StageSeconds:
     hideable: float
     optimizer: float
     recomputed_flops: float
+    repeated: tuple[Pass, ...] = ()
+    late: tuple[bool, ...] = ()
 
     @cached_property
     def forward(self) -> list[float]:
@@ -65,12 +71,28 @@ class StageSeconds:
     @cached_property
     def backward(self) -> list[float]:
         """By chunk, both halves, and what is computed again."""
-        return [c.backward_seconds + s for c, (_, s) in zip(self.chunks, self.sent, strict=True)]
+        plain = [c.backward_seconds + s for c, (_, s) in zip(self.chunks, self.sent, strict=True)]
+        return [b + r.seconds for b, r in zip(plain, self.repeated, strict=True)] if self.repeated else plain
 
     @cached_property
     def weights(self) -> list[float]:
         """By chunk, of the backward the half for weights."""
-        return [c.weights.seconds for c in self.chunks]
+        if not self.late:
+            return [c.weights.seconds for c in self.chunks]
+        halves = zip(self.chunks, self.repeated, self.backward, self.late, strict=True)
+        return [b if late else c.weights.seconds + r.seconds for c, r, b, late in halves]
+
+    @cached_property
+    def inputs(self) -> list[float]:
+        """By chunk, of the backward the half for inputs."""
+        return [b - w for b, w in zip(self.backward, self.weights, strict=True)]
+
+    @cached_property
+    def again(self) -> list[Pass]:
+        """By chunk, all that is computed again."""
+        if not self.repeated:
+            return [c.again for c in self.chunks]
+        return [c.again + r for c, r in zip(self.chunks, self.repeated, strict=True)]
 
     @property
     def total(self) -> RegionSeconds:
@@ -89,6 +111,7 @@ class Item:
         optimizer_bytes: read and written at the end of a step.
         prices: whose seconds they are.
         segment: items, from this one on, that a planner has put into one segment.
+        groups: of weights, in whose second half torch's checkpoint computes everything again; 0: none does.
     """
 
     count: int
@@ -102,6 +125,15 @@ class Item:
     prices: PriceModel
     offloaded: float = 0.0
     segment: int = 1
+    groups: int = 0
+
+
+def _in_segments(items: Sequence[Item], size: int) -> Iterator[Item]:
+    """Layer by layer: of those that are alike, `Timing.items` has all but the last ones of segments before these."""
+    for _, same in groupby(items, key=lambda item: id(item.region)):
+        own = list(same)
+        for place in range(sum(item.count for item in own)):
+            yield own[-1] if size > 1 and place % size == size - 1 else own[0]
 
 
 def total_of(parts: Sequence[RegionSeconds]) -> RegionSeconds:
@@ -167,6 +199,8 @@ class Timing:
             run.optimizer,
             part.is_layer,
         )
+        if by_torch(run, part):
+            found = replace(found, groups=computing_groups(part.region))
         return replace(found, offloaded=host_seconds(moved, self.hardware)) if moved else found
 
     def _again(self, part: StageRegion) -> frozenset[int]:
@@ -210,6 +244,8 @@ class Timing:
         blocks = 0.0 if self.execution.hides_stages else sends
         every = [item for items in chunks for item in items]
         end, hideable = self._end(every)
+        late = [place == 0 for place, _ in both] if splits(self.run) else []
+        repeated = [self._repeated([] if first else items) for first, items in zip(late, chunks, strict=False)]
         return StageSeconds(
             chunks=tuple(seconds),
             sent=tuple(
@@ -219,8 +255,28 @@ class Timing:
             end=end,
             hideable=hideable,
             optimizer=self.optimizer(every),
-            recomputed_flops=share * sum(item.count * item.recomputed_flops for item in every),
+            recomputed_flops=share
+            * (sum(item.count * item.recomputed_flops for item in every) + sum(flops for _, flops in repeated)),
+            repeated=tuple(found * share for found, _ in repeated),
+            late=tuple(late),
         )
+
+    def _repeated(self, items: Sequence[Item]) -> tuple[Pass, float]:
+        """What torch's checkpoints compute again in a second half, and its FLOPs.
+
+        A whole segment for each group of weights in it: NOTE [ Checkpoints under two halves ] in
+        `formula.split_backward`. A model's first stage has no halves, and computes once.
+        """
+        size = self.run.recompute.number if self.run.recompute.mode is Mode.EVERY else 1
+        layers = list(_in_segments([item for item in items if item.groups], size))
+        again, flops = Pass(), 0.0
+        for at in range(0, len(layers), size):
+            own = layers[at : at + size]
+            times = sum(item.groups for item in own)
+            for item in own:
+                again += item.seconds.again * times
+                flops += item.recomputed_flops * times
+        return again, flops
 
     @property
     def _frozen(self) -> RegionSeconds:

@@ -84,7 +84,7 @@ class Estimate:
             compute=times * sum(part.compute for part in parts),
             communication=max(0.0, times * moved + self.lagged + ended),  # a difference of sums: nothing is not -1e-16
             bubble=max(0.0, self.replay.makespan - self.replay.busy[self.busiest] - self.lagged),
-            recompute=times * total.again.seconds,
+            recompute=times * sum(part.seconds for part in stage.again),
             other=times * sum(part.dispatch for part in parts) + optimizer,
         )
 
@@ -207,17 +207,23 @@ def _stages(
     return tuple(stages)
 
 
+def works(
+    run: Run, stages: Sequence[StageSeconds]
+) -> tuple[list[list[float]], list[list[float]], list[list[float]] | None]:
+    """By stage and chunk: seconds of forwards, of backwards and, where a schedule splits these, of second halves."""
+    forward = [stage.forward for stage in stages]
+    if run.layout.pp == 1 or not run.layout.schedule.splits:
+        return forward, [stage.backward for stage in stages], None
+    return forward, [stage.inputs for stage in stages], [stage.weights for stage in stages]
+
+
 def _play(run: Run, stages: Sequence[StageSeconds], timing: Timing) -> tuple[Replay, float]:
     """The schedule; and of its makespan, what transfers cost although stages go on meanwhile."""
     layout = run.layout
     if layout.pp == 1:
         seconds = run.micro_batches * (sum(stages[0].forward) + sum(stages[0].backward))
         return Replay(busy=(seconds,), ends=(seconds,)), 0.0
-    forward, backward = [stage.forward for stage in stages], [stage.backward for stage in stages]
-    weights = None
-    if layout.schedule.splits:
-        weights = [stage.weights for stage in stages]
-        backward = [[b - w for b, w in zip(*pair, strict=True)] for pair in zip(backward, weights, strict=True)]
+    forward, backward, weights = works(run, stages)
     lag = timing.sending() if timing.execution.hides_stages else 0.0
     played = schedule_seconds(
         layout.schedule, run.micro_batches, forward, backward, weights, transfer=lag, group=layout.micro_batch_group

@@ -134,14 +134,13 @@ class EstimateReport:
 
 def _stage(found: Estimate, index: int) -> dict[str, Any]:
     stage = found.stages[index]
-    total = stage.total
     return {
         "stage": index,
         "busy_seconds": found.replay.busy[index],
         "bubble_seconds": found.replay.bubble[index],
         "forward_seconds": sum(stage.forward),
         "backward_seconds": sum(stage.backward),
-        "recompute_seconds": total.again.seconds,
+        "recompute_seconds": sum(part.seconds for part in stage.again),
         "end_seconds": stage.end,
         "optimizer_seconds": stage.optimizer,
     }
@@ -222,7 +221,7 @@ def _stages_table(found: Estimate) -> FittedTable:
 
 def _cells(found: Estimate, index: int) -> tuple[str, ...]:
     stage: StageSeconds = found.stages[index]
-    seconds = (sum(stage.forward), sum(stage.backward), stage.total.again.seconds)
+    seconds = (sum(stage.forward), sum(stage.backward), sum(part.seconds for part in stage.again))
     step = (found.replay.busy[index], found.replay.bubble[index], stage.optimizer)
     return tuple(map(format_seconds, (*seconds, *step)))
 

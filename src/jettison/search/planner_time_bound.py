@@ -43,7 +43,7 @@ from jettison.predict.passes import chosen_passes
 from jettison.predict.stage_choice import layer_points
 from jettison.predict.stage_time import StageSeconds, Timing
 from jettison.predict.stages import FULL, NONE, Chunk, kept_by
-from jettison.predict.time import Estimate
+from jettison.predict.time import Estimate, works
 from jettison.search.bounds import least_seconds, with_ends
 from jettison.solve.frontier import pareto_frontier
 from jettison.spec.layout import Schedule
@@ -103,10 +103,10 @@ def _played(timed: Estimate, again: list[float]) -> tuple[float, ...]:
     layout, stages = timed.run.layout, timed.stages
     if layout.pp == 1:
         return (timed.run.micro_batches * (sum(stages[0].forward) + sum(stages[0].backward) + again[0]),)
-    halves = layout.schedule is Schedule.ZERO_BUBBLE
-    backward = [[s.backward[0] - (s.weights[0] if halves else 0.0) + r] for s, r in zip(stages, again, strict=True)]
-    weights = [s.weights for s in stages] if halves else None
-    forward = [s.forward for s in stages]
+    forward, backward, weights = works(timed.run, stages)
+    for stage, own in enumerate(stages):
+        longer = weights if weights is not None and any(own.late) else backward
+        longer[stage] = [longer[stage][0] + again[stage]]
     return schedule_seconds(layout.schedule, timed.run.micro_batches, forward, backward, weights).ends
 
 

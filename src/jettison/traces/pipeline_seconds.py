@@ -12,7 +12,7 @@ Where only some micro-batches compute again, each pass has their share of it, as
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from jettison.cost.layer import NOTHING
@@ -22,7 +22,7 @@ from jettison.ledger.schedule import ScheduledPass, Work
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_time import Item, StageSeconds, Timing
 from jettison.predict.stages import Chunk
-from jettison.predict.time import Estimate, recomputing
+from jettison.predict.time import Estimate, recomputing, works
 from jettison.spec.layout import Schedule
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
@@ -63,13 +63,20 @@ class PassSlices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Region:
-    """Seconds of one region under its name; ``inputs`` and ``weights`` are the halves of its backward."""
+    """Seconds of one region under its name; ``inputs`` and ``weights`` are the halves of its backward.
+
+    Args:
+        again: computed before the first half; ``repeated``: before the second one.
+        groups: as `Item` has them.
+    """
 
     name: str
     forward: float
     again: float
     inputs: float
     weights: float
+    repeated: float = 0.0
+    groups: int = 0
 
 
 def nanoseconds(seconds: float) -> int:
@@ -99,12 +106,8 @@ def step_slices(memory: Forecast, found: Estimate) -> tuple[tuple[PassSlices, ..
 
 
 def _played(found: Estimate, timing: Timing) -> tuple[tuple[TimedPass, ...], ...]:
-    layout, stages = found.run.layout, found.stages
-    forward, backward = [stage.forward for stage in stages], [stage.backward for stage in stages]
-    weights = None
-    if layout.schedule.splits and layout.pp > 1:
-        weights = [stage.weights for stage in stages]
-        backward = [[b - w for b, w in zip(*pair, strict=True)] for pair in zip(backward, weights, strict=True)]
+    layout = found.run.layout
+    forward, backward, weights = works(found.run, found.stages)
     lag = timing.sending() if timing.execution.hides_stages and layout.pp > 1 else 0.0
     schedule = layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B
     return timed_passes(
@@ -128,6 +131,9 @@ def _device(
     """
     share = recomputing(run, stage.index)
     regions = [list(_regions(run, timing, chunk, share)) for chunk in stage.groups]
+    if seconds.late:
+        both = zip(regions, seconds.late, strict=True)
+        regions = [list(_late(own) if late else _repeating(own, _segment(run))) for own, late in both]
     split = any(one.step.work is Work.WEIGHT for one in played)
     halved = [any(unit.halves for unit in units) for units in stage.load.chunks]
     now = 0
@@ -182,6 +188,8 @@ def _works(work: Work, regions: Sequence[_Region], split: bool) -> Iterator[tupl
         return
     for region in regions:
         if work is Work.WEIGHT:
+            if region.repeated:
+                yield Kind.RECOMPUTE, region.name, region.repeated
             yield Kind.BACKWARD, region.name, region.weights
             continue
         if region.again:
@@ -191,7 +199,7 @@ def _works(work: Work, regions: Sequence[_Region], split: bool) -> Iterator[tupl
 
 def _regions(run: Run, timing: Timing, chunk: Chunk, share: float) -> Iterator[_Region]:
     """A chunk's regions in order, by name."""
-    segment = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
+    segment = _segment(run)
     for group in chunk:
         items = timing.items((group,))
         for position, name in enumerate(group.names):
@@ -203,7 +211,27 @@ def _regions(run: Run, timing: Timing, chunk: Chunk, share: float) -> Iterator[_
                 again=seconds.again.seconds * share,
                 inputs=seconds.inputs.seconds,
                 weights=seconds.weights.seconds,
+                groups=0 if item is None else item.groups,
             )
+
+
+def _segment(run: Run) -> int:
+    return run.recompute.number if run.recompute.mode is Mode.EVERY else 1
+
+
+def _late(regions: Sequence[_Region]) -> Iterator[_Region]:
+    """Of a chunk whose first half does nothing: see `StageSeconds.late`."""
+    for one in regions:
+        yield replace(one, again=0.0, inputs=0.0, weights=one.inputs + one.weights, repeated=one.again)
+
+
+def _repeating(regions: Sequence[_Region], size: int) -> Iterator[_Region]:
+    """With what checkpoints of ``size`` layers compute again for each group of weights."""
+    layers = [one for one in regions if one.groups]
+    cut = [layers[at : at + size] for at in range(0, len(layers), size)]
+    again = {one.name: sum(each.again for each in own) for own in cut for one in own}
+    for one in regions:
+        yield replace(one, repeated=one.groups * again[one.name]) if one.groups else one
 
 
 def _item_at(items: Sequence[Item], position: int, segment: int, count: int) -> Item | None:
