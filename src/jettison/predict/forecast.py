@@ -213,11 +213,11 @@ def _stage(
     """
     layout = run.layout
     keys = []
-    for own, asked in ((chunks, run), (twins, plain(run) if twins else run)):
+    for own, priced in ((chunks, run), (twins, plain(run) if twins else run)):
         for chunk, beside in zip(own, layout.neighbours(index), strict=bool(own)):
             keys.append((id(chunk), beside))
             if keys[-1] not in known:
-                known[keys[-1]] = units(asked, chunk, beside)
+                known[keys[-1]] = units(priced, chunk, beside)
     alike = tuple(map(id, chunks))
     if alike not in known:
         even = sum((g.part.static.times(len(g.names)) for chunk in chunks for g in chunk), Static())
