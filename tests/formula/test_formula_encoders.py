@@ -233,6 +233,19 @@ def test_casts_are_those_of_autocast(family: str) -> None:
 
 
 @NORMED
+@pytest.mark.parametrize(
+    "family", [n if n in ("t5", "bart", "hubert") else pytest.param(n, marks=pytest.mark.slow) for n in TINY]
+)
+def test_casts_with_dropout(family: str) -> None:
+    """A softmax of scores to which biases or a mask in fp32 were added is in fp32, and so is its mask. HuBERT with its
+    norm at the end, which leaves the stream in 16 bits.
+    """
+    more = OTHER[family] if family in ("hubert", "wav2vec2") else ()
+    case = FormulaCase(family=family, attention="eager", dropout=0.1, more=more)
+    assert compare(*under_autocast(case)) == []
+
+
+@NORMED
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TINY)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

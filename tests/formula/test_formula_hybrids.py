@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from jettison.errors import NotDescribed, UsageError
 from jettison.formula.parameters import parameter_count
@@ -159,6 +160,27 @@ def test_a_real_forward_holds_as_many_bytes(family: str, precision: str, sequenc
     assert closed_form_bytes(case) == observed_bytes(case)
     assert differences(case)
     assert all(difference.expected is None for difference in differences(case))
+
+
+@pytest.mark.parametrize(
+    ("family", "sequence"),
+    [
+        ("qwen3_next", 80),
+        ("mamba", 7),
+        *(
+            pytest.param(n, 7 if n == "jamba" else 80, marks=pytest.mark.slow)
+            for n in TINY
+            if n not in ("qwen3_next", "mamba")
+        ),
+    ],
+)
+def test_a_real_forward_under_autocast_holds_as_many_bytes(family: str, sequence: int) -> None:
+    """The convolution and each product of a loop's round cast what they read, the state once for each that reads it."""
+    case = _case(family, "fp32", 2, sequence)
+    with torch.autocast("cpu", torch.bfloat16):
+        observed = observed_bytes(case)
+    scene = replace(run_of(case), precision=PRECISIONS["bf16-autocast"]).scene
+    assert [layer_region(scene, layer).saved_bytes for layer in scene.model.layers] == observed
 
 
 @pytest.mark.slow

@@ -10,11 +10,12 @@ import pytest
 from jettison.errors import UsageError
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import embedding_region, head_region, layer_region
+from jettison.ledger.compare import compare
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import RunRequest, run_of
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
-from support.formula_cases import FormulaCase, TinyFamily, counts, differences
+from support.formula_cases import FormulaCase, TinyFamily, counts, differences, under_autocast
 
 _LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
 _BASE: dict[str, Any] = {"model_type": "clip", "architectures": ["CLIPModel"]}
@@ -68,6 +69,10 @@ def test_saved_tensors_are_those_of_transformers(attention: str, precision: str)
         assert [str(difference) for difference in differences(case)] == []
         ours, theirs = counts(case)
         assert ours == theirs
+
+
+def test_casts_are_those_of_autocast() -> None:
+    assert compare(*under_autocast(FormulaCase(family="clip whole", attention="sdpa"))) == []
 
 
 @pytest.mark.parametrize(

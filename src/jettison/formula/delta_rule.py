@@ -114,7 +114,7 @@ def _gated(w: Writer, out: Value, z: Value) -> Value:
     """Each head normalised, and weighted by the gate in fp32: ``Qwen3NextRMSNormGated``."""
     normal = norm(w, out, Norm(kind=NormKind.RMS), "norm")
     gate = activation(w, cast(w, z, WIDE), Activation.SILU)
-    return cast(w, multiply(w, normal, gate, ("normalised output", "gate"), WIDE), w.compute)
+    return cast(w, multiply(w, normal, gate, ("normalised output", "gate"), WIDE), out.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class _Rule:
 
     @property
     def _tokens_outermost(self) -> bool:
-        return self.w.compute == WIDE and self.w.run.seq % self.spec.chunk == 0
+        return self.w.products == WIDE and self.w.run.seq % self.spec.chunk == 0
 
     @property
     def _spread(self) -> bool:
@@ -177,12 +177,14 @@ class _Rule:
             "aten.bmm.default",
             [asked, states],
             shape,
+            w.products,
             saves=[saved(states, STATE), *([] if last else [saved(*kept_of_asked, RULE)])],
             contracted=self.spec.key_dim,
         )
-        here = batched_product(w, within, new, shape, (), self.spec.chunk, ("query scores", NEW), RULE, WIDE)
+        within, role = self._for_rounds(within, self.count, "query scores")
+        here = batched_product(w, within, new, shape, (), self.spec.chunk, (role, NEW), RULE, WIDE)
         out = tape.view(add(w, before, here), (*self.heads, self.count * self.spec.chunk, self.spec.value_dim))
-        return tape.op("aten._to_copy.default", [out], (b, w.run.seq, a, self.spec.value_dim), w.compute)
+        return tape.op("aten._to_copy.default", [out], (b, w.run.seq, a, self.spec.value_dim), w.products)
 
     def _states(self, corrected: Value, read: Value, k: Value, sums: Value) -> tuple[Value, Value]:
         """The state before each chunk, and what the chunk writes: NOTE [ A loop is one op ]."""
@@ -194,22 +196,41 @@ class _Rule:
         ends = self._exp(w.tape.view(sums, (b, a, n)), kept=several)
         states = w.tape.empty((n, b, a, spec.key_dim, spec.value_dim), WIDE, grad=several)
         new = w.tape.empty((n, b, a, spec.chunk, spec.value_dim), WIDE, grad=True)
+        read, role = self._for_rounds(read, n - 1, OPERAND)
         slices = self._slices(faded)
-        kept = [saved(states, STATE), saved(new, NEW), saved(read, OPERAND), saved(*slices, RULE)]
-        w.tape.record(
-            "scan.chunks",
-            [corrected, read, faded, ends],
-            [new, states],
-            saves=[*kept, saved(ends, DECAY)] if several else [saved(states, STATE), saved(new, NEW)],
-            flops=2 * 2 * n * b * a * spec.chunk * spec.key_dim * spec.value_dim,
-            rounds=n * KERNELS_OF_A_CHUNK,
-        )
-        return states, new
+        kept = [saved(states, STATE), saved(new, NEW)]
+        kept += [saved(read, role), saved(*slices, RULE), saved(ends, DECAY)] if several else []
+        flops = 2 * 2 * n * b * a * spec.chunk * spec.key_dim * spec.value_dim
+        inputs, results, rounds = [corrected, read, faded, ends], (states, new), n * KERNELS_OF_A_CHUNK
+        if w.run.precision.casts:
+            results = self._copied(states, n), self._copied(new, n)
+            made = [copy_read := self._copied(states, n), *results]
+            kept[:2] = [saved(copy_read, STATE)]
+            if several:  # what the last round would hand on is let go of
+                states, again = w.tape.empty((n - 1, *states.shape[1:]), WIDE, grad=True), self._copied(new, n - 1)
+                made += [states, again]
+                kept += [saved(states, STATE), saved(again, NEW)]
+            w.tape.record("scan.chunks", inputs, [new, *made], saves=kept, flops=flops, rounds=rounds)
+            return results
+        w.tape.record("scan.chunks", inputs, [new, states], saves=kept, flops=flops, rounds=rounds)
+        return results
+
+    def _copied(self, x: Value, rounds: int) -> Value:
+        """What one product of so many rounds reads of the state, or of what is written: copies of autocast's."""
+        return self.w.tape.empty((rounds, *x.shape[1:]), self.w.products, grad=x.grad)
+
+    def _for_rounds(self, x: Value, rounds: int, role: str) -> tuple[Value, str]:
+        """An operand as products of so many rounds read it: under autocast they copy a chunk each."""
+        w = self.w
+        if not w.run.precision.casts or not rounds:
+            return x, role
+        shape = (rounds, *self.heads, *x.shape[-2:])
+        return w.tape.op("aten._to_copy.default", [x], shape, w.products), SLICE
 
     def _slices(self, x: Value) -> tuple[Value, str]:
         """Chunks of an operand as the loop's products take them; the last round's, or the first's, is not held."""
         if not self.slices_copied or self.count == 1:
-            return x, OPERAND
+            return self._for_rounds(x, self.count - 1, OPERAND)
         return copy(self.w, x, (self.count - 1, *self.heads, *x.shape[-2:])), SLICE
 
     # one op each ------------------------------------------------------------------------------------------------------
@@ -217,7 +238,7 @@ class _Rule:
     def _heads_first(self, x: Value) -> Value:
         """b × heads × s × width. NOTE [ Heads apart ]."""
         b, s, heads, *width = x.shape
-        if self.w.compute == WIDE:
+        if self.w.products == WIDE:
             return self.w.tape.view(x, (b, heads, s, *width))
         return self.w.tape.op("aten._to_copy.default", [x], (b, heads, s, *width), WIDE)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from math import prod
 
 from jettison.dtypes import DTYPE_BYTES
-from jettison.formula.basic import copy, leave, linear
+from jettison.formula.basic import WEIGHT_COPY, copy, leave, linear, weight_copies
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.mixers import GatedDelta, Mamba2
@@ -43,11 +43,12 @@ def fused_delta(w: Writer, mixed: Value, strength: Value, rate: Value, spec: Gat
     keys, values = (b, s, spec.key_heads, spec.key_dim), (b, s, spec.value_heads, spec.value_dim)
     q, k = (copy(w, mixed, keys) for _ in range(2))
     v = copy(w, mixed, values)
-    out = w.tape.empty(values, w.compute, grad=True)
-    units = [w.tape.empty(keys, w.compute) for _ in range(2)]
+    dtype = mixed.dtype
+    out = w.tape.empty(values, dtype, grad=True)
+    units = [w.tape.empty(keys, dtype) for _ in range(2)]
     roots = [w.tape.empty(keys[:-1], WIDE) for _ in range(2)]
     sums = w.tape.empty(values[:-1], WIDE)
-    system = w.tape.empty((*values[:-1], spec.chunk), w.compute)
+    system = w.tape.empty((*values[:-1], spec.chunk), dtype)
     kept = [saved(unit, "scan operand", DELTA) for unit in units]
     kept += [saved(root, "norm statistics", DELTA) for root in roots]
     kept += [saved(v, "scan operand", DELTA), saved(sums, "decay", DELTA), saved(strength, "write strength", DELTA)]
@@ -61,7 +62,7 @@ def fused_delta(w: Writer, mixed: Value, strength: Value, rate: Value, spec: Gat
         [out, *units, *roots, sums, system],
         saves=kept,
         flops=2 * prod(values[:-1]) * (within + across),
-        workspace=DTYPE_BYTES[w.compute] * (2 * _states(w, spec.chunk, across // 3 * spec.value_heads) + again),
+        workspace=DTYPE_BYTES[dtype] * (2 * _states(w, spec.chunk, across // 3 * spec.value_heads) + again),
     )
     return out
 
@@ -75,8 +76,8 @@ def fused_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
         weights += [w.parameter("bias", spec.convolved)] if spec.convolution_bias else []
     with w.tape.scope("norm"):
         weights.append(w.parameter("weight", spec.inner))
-    normal = w.tape.empty(w.shape(spec.inner), w.compute, grad=True)
-    scanned = w.tape.empty((b, s, spec.heads, spec.head_dim), w.compute)
+    normal = w.tape.empty(w.shape(spec.inner), joint.dtype, grad=True)
+    scanned = w.tape.empty((b, s, spec.heads, spec.head_dim), joint.dtype)
     roots = w.tape.empty((spec.groups, b * s), WIDE)
     each = spec.heads * (spec.chunk * (spec.state + spec.head_dim) + 2 * spec.head_dim * spec.state)
     w.tape.record(
@@ -92,13 +93,22 @@ def fused_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
         weights=weights,
         flops=2 * b * s * (each + spec.convolved * spec.taps),
         workspace=4 * 2 * _states(w, spec.chunk, spec.inner * spec.state)
-        + DTYPE_BYTES[w.compute] * b * s * spec.convolved,
+        + joint.nbytes // joint.shape[-1] * spec.convolved,
     )
     with w.tape.scope("out_proj"):
         weights = [w.parameter("weight", hidden, spec.inner, product=True)]
         weights += [w.parameter("bias", hidden)] if spec.bias else []
         name = "aten.addmm.default" if spec.bias else "aten.mm.default"
-        return w.tape.op(name, [normal], w.shape(hidden), weights=weights, contracted=spec.inner)
+        copies = weight_copies(w, weights)  # of its own: the kernel casts what it is given
+        return w.tape.op(
+            name,
+            [normal, *copies],
+            w.shape(hidden),
+            saves=[saved(each, WEIGHT_COPY) for each in copies[:1]],
+            weights=weights,
+            contracted=spec.inner,
+            copied=bool(copies),
+        )
 
 
 def megatron_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
@@ -117,11 +127,11 @@ def megatron_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
         weights += [w.parameter("bias", spec.convolved, split=0)] if spec.convolution_bias else []
     places = w.on_tp(2)
     turned = copy(w, joint, (b, s, joint.shape[-1]), places) if b > 1 else joint
-    gated = w.tape.empty((b, s, spec.inner), w.compute, places, grad=True)
-    scanned = w.tape.empty((b, s, spec.heads, spec.head_dim), w.compute, places)
+    gated = w.tape.empty((b, s, spec.inner), joint.dtype, places, grad=True)
+    scanned = w.tape.empty((b, s, spec.heads, spec.head_dim), joint.dtype, places)
     each = spec.heads * (spec.chunk * (spec.state + spec.head_dim) + 2 * spec.head_dim * spec.state)
     workspace = 4 * 2 * _states(w, spec.chunk, spec.inner * spec.state)
-    workspace += DTYPE_BYTES[w.compute] * b * s * spec.convolved
+    workspace += DTYPE_BYTES[joint.dtype] * b * s * spec.convolved
     w.tape.record(
         "fused_scan",
         [turned, rate],
@@ -136,7 +146,7 @@ def megatron_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
         workspace=workspace // tp,
     )
     gated = copy(w, gated, w.shape(spec.inner), places) if b > 1 else w.tape.view(gated, w.shape(spec.inner))
-    normal = w.tape.empty(gated.shape, w.compute, places, grad=True)
+    normal = w.tape.empty(gated.shape, joint.dtype, places, grad=True)
     roots = w.tape.empty((spec.groups, b * s), WIDE, (("tp", 0),) if tp > 1 else ())
     with w.tape.scope("norm"):
         w.tape.record(

@@ -42,7 +42,7 @@ def contrast(w: Writer, x: Value, pair: Pair) -> Value:
     kept = [saved(rows, "rows"), saved(ends, "ends of texts")]
     last = w.tape.op("aten.index.Tensor", [x, rows, ends], (batch, model.hidden), places=(), saves=kept)
     text = linear(w, last, pair.width, "projection", bias=False, head=True)
-    image = w.tape.source(FEATURES, (batch, pair.width), w.compute, grad=True, free=True)
+    image = w.tape.source(FEATURES, (batch, pair.width), w.products, grad=True, free=True)
     image, text = (_direction(w, each) for each in (image, text))
     roles = ("text direction", "image direction")
     logits = batched_product(w, text, image, (batch, batch), (), pair.width, roles)

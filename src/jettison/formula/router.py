@@ -26,7 +26,9 @@ def route(w: Writer, tokens: Value, spec: Moe) -> tuple[Value, Value]:
     shape = (tokens.shape[0], spec.top_k)
     with w.tape.scope("router"):
         logits = _logits(w, tokens, spec)
-        narrow = logits.dtype if w.run.precision.casts else w.compute
+        narrow = w.compute
+        if w.run.precision.casts:
+            narrow = tokens.dtype if w.kernels.softmax_float32 else logits.dtype
         if spec.correction_frozen:
             w.parameter("correction", 1, spec.experts, fixed=True)
         if spec.router is Router.SPARSE_MIXER:
@@ -38,7 +40,7 @@ def route(w: Writer, tokens: Value, spec: Moe) -> tuple[Value, Value]:
             values, choice = _topk(w, logits, shape)
             wide = w.kernels.weights_float32 or w.kernels.softmax_float32
             weights = _softmax(w, cast(w, values, "float32" if wide else logits.dtype))
-            return (cast(w, weights, tokens.dtype) if w.kernels.softmax_float32 else weights), choice
+            return (cast(w, weights, narrow) if w.kernels.softmax_float32 else weights), choice
         weights, choice = _scored(w, logits, shape, spec)
         if spec.normalise_top_k:
             weights = _normalise(w, weights, clamped=spec.clamped_sum)
@@ -142,7 +144,8 @@ def _topk(w: Writer, logits: Value, shape: tuple[int, int]) -> tuple[Value, Valu
 
 def _normalise(w: Writer, weights: Value, *, clamped: bool) -> Value:
     """Weights that sum to 1: both sides of the division stay."""
-    total = w.tape.op("aten.sum.dim_IntList", [weights], (weights.shape[0], 1))
+    dtype = "float32" if w.listed else weights.dtype
+    total = w.tape.op("aten.sum.dim_IntList", [weights], (weights.shape[0], 1), dtype)
     if clamped:
         total = w.tape.op("aten.clamp.default", [total], saves=[saved(total, WEIGHTS)])
     return w.tape.op("aten.div.Tensor", [weights, total], saves=[saved(weights, WEIGHTS), saved(total, WEIGHTS)])

@@ -23,7 +23,7 @@ from jettison.spec.model import Activation, Norm
 SELECTIVE = "arXiv 2312.00752 §3.2, Algorithm 2"
 WIDE = "float32"
 OPERAND, STEP = "scan operand", "time step"
-STATE, NARROW = f"{EACH_ROUND}state", f"{EACH_ROUND}state, narrow"
+STATE, NARROW, SLICE = (f"{EACH_ROUND}{what}" for what in ("state", "state, narrow", "operand"))
 KERNELS_OF_A_TOKEN = 4
 """A product, a sum, a cast, and the product with what is asked."""
 
@@ -61,6 +61,7 @@ def _selected(w: Writer, mixed: Value, spec: Mamba1, norm_spec: Norm) -> tuple[V
     step = linear(w, low, spec.inner, "dt_proj", bias=False)
     bias = w.parameter("dt_bias", spec.inner)
     step = w.tape.op("aten.add.Tensor", [step], weights=[bias])
+    step = cast(w, step, WIDE) if w.listed else step
     return w.tape.op("aten.softplus.default", [step], saves=[saved(step, "time step input")]), write, ask
 
 
@@ -75,8 +76,8 @@ def _scan(w: Writer, x: Value, step: Value, rate: Value, write: Value, ask: Valu
     w.tape.record("aten.exp.default", [logs], [decay], saves=[saved(decay, "decay", SELECTIVE)])
     written = _outer(w, column, cast(w, write, WIDE), each, (STEP, OPERAND))
     written = _outer(w, written, cast(w, x, WIDE), each, (OPERAND, "scan input"))
-    narrow = w.compute != WIDE
-    first = w.tape.empty((b, channels, state), w.compute)
+    narrow = x.dtype != WIDE
+    first = w.tape.empty((b, channels, state), x.dtype)
     states = w.tape.empty((max(1, s - 1) if narrow else s, b, channels, state), WIDE, grad=True)
     kept = [saved(first, OPERAND)]
     kept += [saved(decay, "decay", SELECTIVE)] if s > 1 else []
@@ -89,13 +90,17 @@ def _scan(w: Writer, x: Value, step: Value, rate: Value, write: Value, ask: Valu
         workspace=decay.nbytes,  # each round's share of a gradient is as large as the whole, and is added to it
         rounds=s * KERNELS_OF_A_TOKEN,
     )
-    asked = w.tape.op("aten._to_copy.default", [states], (s, b, channels, state), w.compute) if narrow else states
+    asked = w.tape.op("aten._to_copy.default", [states], (s, b, channels, state), x.dtype) if narrow else states
+    asks = saved(ask, OPERAND)
+    if ask.dtype != asked.dtype:  # under autocast, made by a norm
+        ask = w.tape.op("aten._to_copy.default", [ask], (s, b, state, 1), w.products)
+        asks = saved(ask, SLICE)
     return w.tape.op(
         "aten.bmm.default",
         [asked, ask],
         (b, s, channels),
-        w.compute,
-        saves=[saved(asked, NARROW if narrow else STATE, SELECTIVE), saved(ask, OPERAND)],
+        w.products,
+        saves=[saved(asked, NARROW if narrow else STATE, SELECTIVE), asks],
         contracted=state,
     )
 

@@ -5,6 +5,7 @@ b sequences · s tokens · C channels.
 
 from __future__ import annotations
 
+from jettison.formula.basic import cast, convolution
 from jettison.formula.mlp import activation
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
@@ -19,15 +20,10 @@ def short_convolution(w: Writer, x: Value, channels: int, taps: int, *, bias: bo
     with w.tape.scope("convolution"):
         weights = [w.parameter("weight", channels, 1, taps)]
         weights += [w.parameter("bias", channels)] if bias else []
-        rows = w.tape.op(
-            "aten.convolution.default",
-            [w.tape.view(x, (b, channels, s))],
-            (b, channels, s + taps - 1),
-            saves=[saved(x, "convolution input")],
-            weights=weights,
-            contracted=taps,
-        )
-        return w.tape.view(activation(w, w.tape.view(rows, (b, channels, s)), kind), (b, s, channels))
+        held = cast(w, w.tape.view(x, (b, channels, s)), w.held(frozen=weights[0].frozen))
+        rows = convolution(w, held, (b, channels, s + taps - 1), weights, taps)
+        out = activation(w, w.tape.view(rows, (b, channels, s)), kind)
+        return w.tape.view(cast(w, out, x.dtype), (b, s, channels))
 
 
 def without_padding(w: Writer, x: Value) -> Value:

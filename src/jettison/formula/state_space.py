@@ -57,6 +57,7 @@ def _time_step(w: Writer, x: Value) -> Value:
     """clamp(softplus(x + dt_bias)): b × s × H."""
     bias = w.parameter("dt_bias", x.shape[-1])
     x = w.tape.op("aten.add.Tensor", [x], weights=[bias])
+    x = cast(w, x, WIDE) if w.listed else x
     step = w.tape.op("aten.softplus.default", [x], saves=[saved(x, "time step input")])
     return w.tape.op("aten.clamp.default", [step], saves=[saved(step, STEP)])
 

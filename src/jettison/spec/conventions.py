@@ -52,9 +52,7 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "qwen3_moe": lambda k: replace(k, weights_float32=False),
         "deepseek_v2": lambda k: replace(k, router_float32=True, complex_rotary=True),
         "deepseek_v3": lambda k: replace(k, router_float32=True),
-        "gpt_oss": lambda k: replace(
-            _plain_softmax(k), wide_norm=True, paired_rotary=True, weights_float32=False
-        ),
+        "gpt_oss": lambda k: replace(_plain_softmax(k), wide_norm=True, paired_rotary=True, weights_float32=False),
         "gpt2": lambda k: replace(k, scores_float32=False),
         "gpt_neox": lambda k: replace(k, joined_rotary=True),
         "gemma3_text": lambda k: replace(k, rotary_by_window=True, bidirectional_masks=True),
@@ -81,7 +79,7 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "qwen2_5_vl_text": lambda k: replace(k, batched_rotary=True),
         "qwen3_vl_text": lambda k: replace(k, batched_rotary=True),
         "qwen3_vl_moe_text": lambda k: replace(k, batched_rotary=True, weights_float32=False),
-        "jamba": lambda k: replace(k, weights_float32=False),
+        "jamba": lambda k: replace(k, weights_float32=False, softmax_float32=True),
         "nemotron_h": lambda k: replace(k, wide_norm=True, cast_weights=True, router_float32=True),
         "qwen3_next": lambda k: replace(k, joined_rotary=True, weights_float32=False),
         "qwen3_5_text": lambda k: replace(k, joined_rotary=True, batched_rotary=True),
@@ -112,9 +110,7 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "glm4_moe": lambda k: replace(k, router_float32=True, joined_rotary=True),
         "hunyuan_v1_dense": lambda k: replace(k, late_norms=True),
         "hunyuan_v1_moe": lambda k: replace(k, wide_routers=True, late_norms=True),
-        "llama4_text": lambda k: replace(
-            _plain_softmax(k), complex_rotary=True, wide_positions=True, every_token=True
-        ),
+        "llama4_text": lambda k: replace(_plain_softmax(k), complex_rotary=True, wide_positions=True, every_token=True),
         "phimoe": lambda k: replace(k, weights_float32=False),
         "mpt": lambda k: replace(_eager(k), filled_masks=True),
         "bert": _bert,

@@ -89,8 +89,8 @@ class Kernels:
 
     Args:
         scores_float32: the softmax of eager attention runs on an fp32 copy and its result is cast back.
-        uncast_probabilities: what eager attention's softmax makes stays in the dtype of its scores, which under autocast
-            a mask or biases in fp32 make wider than values.
+        uncast_probabilities: what eager attention's softmax makes stays in the dtype of its scores, which under
+            autocast a mask or biases in fp32 make wider than values.
         wide_scores: eager attention casts query and key to fp32 before their product.
         fused_softmax: scale, mask and softmax of eager attention are one kernel.
         filled_masks: eager attention fills scores where a boolean mask says so, which stays; otherwise a mask is added.
@@ -109,7 +109,7 @@ class Kernels:
         unwidened_norm: where an RMSNorm is written out, its mean is an fp32 copy's, and the input itself is scaled.
         routers_apart: a router's product is out of autocast's reach.
         late_norms: norms of each head's query and key come after their rotation.
-        biases_apart: what a layer's product returns gets its bias by a sum of its own, in the wider dtype of both: Falcon.
+        biases_apart: what a layer's product returns gets its bias by a sum of its own, in the wider dtype of both.
         widened_down: what a feed-forward block's last product reads is cast to the dtype of its weight before it.
         cast_weights: where norms are fp32, the weight is cast, too, and its copy stays.
         written_layer_norm: LayerNorm is written out in fp32, op by op, and not one kernel.
@@ -157,7 +157,7 @@ class Kernels:
         wide_routers: a router's weight is held in fp32 whatever the others are.
         weights_float32: the weights of a token's experts stay fp32; otherwise they are cast back.
         scans: how layers carry a state along the sequence.
-        softmax_float32: that cast back comes after a softmax in fp32, where a softmax makes the weights.
+        softmax_float32: that cast back, after a softmax in fp32, is to the dtype of tokens, not to that of logits.
     """
 
     name: str

@@ -447,17 +447,6 @@ class ModelSpec:
         """Of its kinds, those that say what they are made of."""
         return tuple(layer for layer in self.kinds if isinstance(layer, Layer))
 
-    @cached_property
-    def attends(self) -> bool:
-        """Is each layer attention and a feed-forward block or experts, in one stack or in an encoder and a decoder?"""
-        alone = self.pair is None and not self.wide_stream
-        return alone and all(
-            isinstance(kind, Layer)
-            and isinstance(kind.attention, Attention | LatentAttention)
-            and isinstance(kind.mlp, Mlp | Moe)
-            for kind in self.kinds
-        )
-
     @property
     def words(self) -> bool:
         """Does it read words, which ranks can share, and neither images nor sound alone?"""
