@@ -234,7 +234,7 @@ def _stage(
     kept_head = deferred_head(run) if layout.deferred_head and last_place in places else 0
     whole = layout.stage_buffers and layout.keeps_whole_gradients
     made: tuple[Units, ...] = tuple(known[key] for key in keys)
-    asked: dict[str, Any] = {
+    order: dict[str, Any] = {
         "schedule": layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
         "stage": index,
         "stages": layout.pp,
@@ -250,7 +250,7 @@ def _stage(
     load = StageLoad(
         chunks=made,
         occupancies=stage_occupancies(
-            **asked,
+            **order,
             learning=run.gradients is not Gradients.UPFRONT or (layout.keeps_received and layout.virtual_stages > 1),
             reducing=whole,
             weights=weights,
@@ -272,7 +272,7 @@ def _stage(
         variables=_variables(run, index),
         batches=run.micro_batches * kept,
         shards=total.gradients if whole else 0,
-        reductions=stage_reductions(**asked, weights=weights) if whole else (),
+        reductions=stage_reductions(**order, weights=weights) if whole else (),
         reducing=tuple(reducing(run, chunk) for chunk in chunks) if whole else (),
         whole_chunks=tuple(_while_whole(run, index, (*chunks, *twins), made)) if layout.regathers else (),
         freed=tuple(freed(run, chunk) for chunk in chunks) if whole else (),
