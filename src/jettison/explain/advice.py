@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from jettison.dtypes import DTYPE_BYTES
 from jettison.predict.forecast import Forecast, forecast_sizes
 from jettison.predict.run_request import Resolved
 from jettison.spec.kernels import AttentionKernel
@@ -51,33 +50,6 @@ def routing(found: Forecast) -> Iterator[str]:
         f"tokens are taken to be spread evenly over the ranks of --ep; one that is sent {uneven:g} times its share "
         f"peaks at {format_bytes(peak)}, not {format_bytes(found.peak_bytes)} (--expert-imbalance {uneven:g})"
     )
-
-
-def casts(found: Forecast) -> Iterator[str]:
-    """What `torch.autocast` holds and the ledger does not have, where it counts FSDP's mixed precision.
-
-    ``aten/src/ATen/autocast_mode.cpp``, ``cached_cast``: a weight that needs a gradient is cast once and cached until
-    the outermost autocast ends, and a product's backward keeps the copy that it reads. Embeddings, norms and sums
-    stay in fp32 there, and each product makes a copy of its input.
-    """
-    run = found.run
-    if not run.uses_autocast or run.autocast:
-        return
-    numbers = max(
-        sum(
-            len(group.names) * sum(w.numel for w in group.part.region.weights if w.product and not w.frozen)
-            for chunk in stage.groups
-            for group in chunk
-        )
-        for stage in found.stages
-    )
-    if numbers:
-        nbytes = numbers * DTYPE_BYTES[run.precision.compute]
-        yield (
-            f"{run.precision.name} is counted as FSDP's mixed precision, in 16 bits between products; torch.autocast "
-            f"keeps 16-bit copies of fp32 weights as well, up to {format_bytes(nbytes)} after a forward, and sums and "
-            "norms in fp32: steps of small models took 4 to 23 % more (docs/log.md), so plan the live model"
-        )
 
 
 def _recompute(run: Run) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from jettison.explain.advice import advice, casts, routing
+from jettison.explain.advice import advice, routing
 from jettison.predict.allowance import allowance
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.limit import Limit
@@ -43,7 +43,7 @@ def forecast_report(
         ledger=ledger,
         stages=tuple(_stage(stage) for stage in found.stages),
         phases=_phases(found.worst),
-        warnings=(*advice(asked), *casts(found), *(routing(found) if choice is None else ())),
+        warnings=(*advice(asked), *(routing(found) if choice is None else ())),
         rows=_rows(found, Counter(entry.layer for entry in ledger), _policies(found, choice)),
         mesh_sizes=found.run.layout.mesh_sizes,
         asked=asked,
