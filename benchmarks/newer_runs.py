@@ -77,7 +77,24 @@ NEMOTRON_3_NANO = {
     "mlp_hidden_act": "relu2",
 }
 """``Nemotron3NanoProvider`` of Megatron-Bridge (26.02), in the words of transformers."""
-CONFIGS = {"kimi-k2": KIMI_K2, "nemotron-3-nano": NEMOTRON_3_NANO}
+NEMOTRON_3_SUPER = {
+    **NEMOTRON_3_NANO,
+    "hidden_size": 4096,
+    "intermediate_size": 2688,
+    "num_hidden_layers": 88,
+    "hybrid_override_pattern": "MEMEMEM*" + 2 * "EMEMEMEM*" + 4 * "EMEMEMEMEM*" + "EMEMEMEM*" + "EMEMEMEME",
+    "mamba_num_heads": 128,
+    "n_routed_experts": 512,
+    "num_experts_per_tok": 22,
+    "moe_intermediate_size": 2688,
+    "moe_shared_expert_intermediate_size": 5376,
+    "moe_latent_size": 1024,
+    "routed_scaling_factor": 5.0,
+}
+"""``nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16``: attention has as many heads as Nano's."""
+CONFIGS = {"kimi-k2": KIMI_K2, "nemotron-3-nano": NEMOTRON_3_NANO, "nemotron-3-super": NEMOTRON_3_SUPER}
+FURTHER = {"deepseek-v3": 1, "nemotron-3-super": 2}
+"""Tokens that are predicted beside the next (``mtp_num_layers`` of the recipes)."""
 ONE_DENSE = {"deepseek-v2": 1, "deepseek-v3": 1}
 """Dense layers that SimuMax's cut models begin with."""
 
@@ -151,11 +168,12 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
     tp, pp, cp, ep, gpus = (int(row[name]) for name in ("tp", "pp", "cp", "ep", "gpus"))
     micro_batch, dp = int(row["micro_batch"]), gpus // (tp * pp * cp)
     model = model_of(row["model"])
-    further = int(row["model"] == "deepseek-v3" and "w/o MTP" not in row["note"])
+    further = 0 if "w/o MTP" in row["note"] else FURTHER.get(row["model"], 0)
     fsdp, virtual = row["fsdp"] != "0", int(row["virtual_stages"])
     recipe = RECIPES[row["precision"]]
     if recipe == "tensorwise" and row["gpu"] != "H100":
         recipe += "-blackwell"
+    gated = all(kind.mlp.gated for kind in model.described if kind.mlp is not None)  # fused experts are, in recipes
     described = not fsdp and "layernorm" not in row["recompute"]  # what copies stay is not, under these
     request = RunRequest(
         seq=int(row["sequence"]),
@@ -183,7 +201,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         dispatcher="flex" if row["dispatcher"] in ("deepep", "hybridep") else None,
         ep_comm_overlap=row["a2a_overlap"] == "yes",
         cuda_graphs=row["graphs"] == "step" or "attn" in row["graphs"],
-        stack="nemo-26.06" if row["source"] >= FUSED and row["precision"] == "MXFP8" else "nemo",
+        stack="nemo-26.06" if row["source"] >= FUSED and row["precision"] == "MXFP8" and gated else "nemo",
         tp_comm_overlap=row["model"].startswith("llama") and tp > 1 and recipe != "nvfp4",
     )
     run = resolve(model, request).run

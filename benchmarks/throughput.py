@@ -272,11 +272,7 @@ RULES: Mapping[str, Callable[[Mapping[str, str]], tuple[Run, Execution]]] = Mapp
 )
 """By the first word of a source. PyTorch's pull request and torchao's tutorial ran torchtitan."""
 LISTED, FOUNDRY, NEMO = "published_runs.csv", "llm_foundry_throughput.csv", "nemo_throughput.csv"
-TITAN, MORE, FORGE = (
-    "torchtitan_2025_throughput.csv",
-    "llm_foundry_more.csv",
-    "kempnerforge_2026_throughput.csv",
-)
+TITAN, MORE, FORGE = ("torchtitan_2025_throughput.csv", "llm_foundry_more.csv", "kempnerforge_2026_throughput.csv")
 
 
 def rows() -> list[Timed]:

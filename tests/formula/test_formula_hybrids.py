@@ -89,6 +89,7 @@ TINY = {
         "Mamba2", {**_PURE, "residual_in_fp32": False, "use_bias": True, "use_conv_bias": False, "n_groups": 8}
     ),
     "nemotron_h": _tiny("NemotronH", _NEMOTRON),
+    "nemotron_h latent": _tiny("NemotronH", {**_NEMOTRON, "moe_latent_size": 24}),
     "qwen3_next": _tiny("Qwen3Next", {**_QWEN, **_EXPERTS}),
     "qwen3_next heads": _tiny("Qwen3Next", {**_QWEN, **_EXPERTS, "linear_num_key_heads": 4, "mlp_only_layers": [0, 1]}),
     "qwen3_5_text": _tiny("Qwen3_5", _QWEN, config="Qwen3_5Text"),
@@ -114,7 +115,7 @@ def _case(family: str, precision: str, batch: int, sequence: int) -> FormulaCase
 def _let_go(case: FormulaCase) -> list[int]:
     """What Nemotron-H's router gives to autograd and lets go of: the best two of the group, the group, all others."""
     tokens = case.batch * case.sequence
-    return [tokens * 2 * 8, tokens * 8, tokens * 4] if case.family == "nemotron_h" else []
+    return [tokens * 2 * 8, tokens * 8, tokens * 4] if case.family.startswith("nemotron_h") else []
 
 
 def _equal(case: FormulaCase) -> None:

@@ -34,6 +34,7 @@ from jettison.cost.op_kinds import (
     FUSED,
     GROUPED,
     HOLD,
+    IN_ROWS,
     LOOKUPS,
     LOSSES,
     PICKED,
@@ -41,6 +42,7 @@ from jettison.cost.op_kinds import (
     PRODUCTS,
     QUANTISE,
     REDUCTIONS,
+    ROWS_PASSES,
     SCAN,
     SCATTERS,
     TILED,
@@ -235,6 +237,8 @@ class _Listing:
         )
         if step.name in LOSSES:
             yield from self._loss(step, indices, backward=False)
+        elif step.name == IN_ROWS:
+            yield Kernel(steps=indices, nbytes=ROWS_PASSES[0] * step.inputs[0].nbytes)
         elif step.name == FLASH:
             if self._narrow_attention:
                 yield self.narrow.attention(step, indices, None)
@@ -332,6 +336,8 @@ class _Listing:
             yield Kernel(steps=indices, nbytes=rotated, half=Half.INPUTS)
         elif step.name in LOSSES:
             yield from self._loss(step, indices, backward=True)
+        elif step.name == IN_ROWS:
+            yield Kernel(steps=indices, nbytes=ROWS_PASSES[1] * step.inputs[0].nbytes, half=Half.INPUTS)
         elif step.name == FLASH:
             if self._narrow_attention:
                 yield self.narrow.attention(step, indices, Half.INPUTS)

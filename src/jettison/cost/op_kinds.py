@@ -54,6 +54,10 @@ BATCHED, GROUPED = "aten.bmm.default", "aten._grouped_mm.default"
 FLASH = "aten._scaled_dot_product_flash_attention.default"
 PICKED = "aten.nll_loss_forward.default"
 """Reads one number of each row."""
+IN_ROWS = "rows_cross_entropy"
+ROWS_PASSES = 2, 6
+"""Over its logits, of the forward (read, log-softmax written) and of the backward: log-softmax again, ``nll_loss``'s
+gradient written, both read and the gradient written. NOTE [ Cross entropy in chunks ] in `runtime.chunked_loss`."""
 CHUNKED, LISTED, FUSED = "chunked_cross_entropy", "listed_cross_entropy", "fused_linear_cross_entropy"
 TILED = "tiled_log_probabilities"
 LOSSES = frozenset((CHUNKED, LISTED, FUSED, TILED))

@@ -175,7 +175,8 @@ def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
     casts = w.run.precision.casts is not None
     wide = w.kernels.wide_rotary or (casts and not w.kernels.rotary_apiece)  # those tables take the dtype of keys
     dtype = "float32" if wide else x.dtype
-    narrow = dtype if casts else x.dtype  # what comes out
+    back = w.kernels.complex_rotary or (w.kernels.wide_rotary and not w.kernels.wide_scores)
+    narrow = dtype if casts and not back else x.dtype  # what comes out
     cosine, sine = (_table(w, f"rotary {name}", dim, dtype, whose) for name in ("cosine", "sine"))
     if w.kernels.fused_rotary:
         return w.tape.op("rotary", [x, cosine, sine])
@@ -338,7 +339,8 @@ def flash(
 def _mask_tensor(w: Writer, q: Value, keys: int, *, alibi: bool) -> Value:
     """0 and minus infinity, made of the booleans that all layers are given; or what they are given, with distances."""
     if alibi and w.kernels.made_masks:
-        return w.table("attention mask", (*q.shape[:ROWS], q.shape[ROWS], keys), q.dtype, head_places(w))
+        given = w.table("attention mask", (*q.shape[:ROWS], q.shape[ROWS], keys), w.compute, head_places(w))
+        return for_product(w, given)  # one of fp32 is cast by each layer's kernel
     shape = (w.run.micro_batch, 1, q.shape[ROWS], keys)
     places = tuple(p for p in q.places if p[0] == "cp")
     given = w.table("attention mask", shape, "bool", places)
@@ -385,7 +387,7 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value
             for x in (k, v)
         )
     dtype = "float32" if w.kernels.wide_scores else q.dtype
-    narrow = q.dtype
+    narrow = v.dtype if w.kernels.wide_scores else q.dtype
     q, k = (as_batch(w, cast(w, x, dtype)) for x in (q, k))
     roles = ("attention query", "attention key")
     scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, CORE, dtype=dtype)
@@ -399,7 +401,9 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value
     if not w.kernels.fused_softmax:
         scores = _mask(w, scores, spec)
     wide = "float32" if w.kernels.scores_float32 or w.listed else scores.dtype
-    probabilities = cast(w, _softmax(w, scores, wide, spec), narrow)
+    probabilities = _softmax(w, scores, wide, spec)
+    if not w.kernels.uncast_probabilities:
+        probabilities = cast(w, probabilities, narrow)
     probabilities = dropout(w, probabilities, site=w.run.model.dropout_sites.attention, reference=f"{CORE}: as^2b")
     roles = ("attention probabilities", "attention value")
     out_shape = (*q.shape[:3], v.shape[-1])

@@ -101,8 +101,9 @@ def linear(
         dim = {"column": 0, "row": 1}.get(split or "")
         if weight is None:
             weight = w.parameter("weight", features, width, split=dim, tied=tied, product=True, head=head)
-        weights = [weight]
-        weights += [w.parameter("bias", features, split=0 if split == "column" else None)] if bias else []
+        biases = [w.parameter("bias", features, split=0 if split == "column" else None)] if bias else []
+        apart = w.kernels.biases_apart and not head
+        weights = [weight] if apart else [weight, *biases]
         last = len(x.shape) - 1
         places = tuple(p for p in x.places if p[1] != last)
         if split == "column" and w.tp > 1:
@@ -129,7 +130,7 @@ def linear(
             )
             workspace = inputs[-1].nbytes
         out = w.tape.op(
-            "aten.addmm.default" if bias else "aten.mm.default",
+            "aten.addmm.default" if len(weights) > 1 else "aten.mm.default",
             inputs,
             (*x.shape[:-1], features),
             places=places,
@@ -140,6 +141,9 @@ def linear(
             contracted=x.local_shape[-1],
             workspace=workspace,
         )
+        if apart and biases:
+            dtype = w.held(frozen=biases[0].frozen) if w.run.precision.casts else None
+            out = w.tape.op("aten.add.Tensor", [out], dtype=dtype, weights=biases, passes=True)
         tuning = w.run.tuning
         if tuning is not None and tuning.adapts(name) and not head:
             out = _adapted(w, given, kept, out, features, split, packed=weight.packed_bytes > 0)

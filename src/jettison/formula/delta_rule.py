@@ -102,9 +102,9 @@ def _decay(w: Writer, rate: Value, heads: int) -> Value:
 
 def negative_rate(w: Writer, *shape: int) -> Value:
     """-exp(A_log), made anew by each call."""
-    weight = w.parameter("A_log", *shape)
+    weight = w.parameter("A_log", *shape, split=0)
     held = w.tape.source("A_log", shape, w.held(frozen=weight.frozen), weight.places, grad=not weight.frozen, free=True)
-    rate = w.tape.empty(shape, WIDE, grad=held.grad)
+    rate = w.tape.empty(shape, WIDE, weight.places, grad=held.grad)
     wide = cast(w, held, WIDE)
     w.tape.record("aten.exp.default", [wide], [rate], saves=[saved(rate, "decay rate")], weights=[weight])
     return w.tape.op("aten.neg.default", [rate])

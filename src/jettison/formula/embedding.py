@@ -171,7 +171,7 @@ def _masks(w: Writer) -> None:
         seen = w.table("seen", rows, "bool")
         if w.kernels.filled_masks:
             w.tape.hold(w.tape.op("aten.logical_not.default", [seen]), "attention mask")
-        elif heads:
+        elif heads and not w.run.precision.casts:  # each layer keeps a copy of its own
             shape = (rows[0], heads[0], *rows[2:])
             w.tape.hold(w.tape.op("aten.masked_fill.Scalar", [seen], shape, w.compute), "attention mask")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from math import prod
 
 from jettison.dtypes import DTYPE_BYTES
-from jettison.formula.basic import copy
+from jettison.formula.basic import copy, leave, linear
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.mixers import GatedDelta, Mamba2
@@ -99,6 +99,54 @@ def fused_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
         weights += [w.parameter("bias", hidden)] if spec.bias else []
         name = "aten.addmm.default" if spec.bias else "aten.mm.default"
         return w.tape.op(name, [normal], w.shape(hidden), weights=weights, contracted=spec.inner)
+
+
+def megatron_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
+    """Convolution, scan and gate; the norm and the product behind it are operators of their own.
+
+    Megatron-Core, ``ssm/mamba_mixer.py``, ``_ssm_training``: ``rmsnorm_weight`` and ``outproj_weight`` are not given,
+    so that the kernel returns what it gated beside what it keeps (``out_x``), and ``RMSNormGated`` keeps the first,
+    ``TERowParallelLinear`` the normalised. Megatron has sequences innermost, and copies them there and back
+    (``rearrange(...).contiguous()``), which for one sequence does nothing. Channels, heads and groups are shared over
+    tp.
+    """
+    b, s, tp = w.run.micro_batch, w.run.seq, w.tp
+    weights = [w.parameter("dt_bias", spec.heads, split=0), w.parameter("D", spec.heads, split=0, wide=True)]
+    with w.tape.scope("convolution"):
+        weights += [w.parameter("weight", spec.convolved, 1, spec.taps, split=0)]
+        weights += [w.parameter("bias", spec.convolved, split=0)] if spec.convolution_bias else []
+    places = w.on_tp(2)
+    turned = copy(w, joint, (b, s, joint.shape[-1]), places) if b > 1 else joint
+    gated = w.tape.empty((b, s, spec.inner), w.compute, places, grad=True)
+    scanned = w.tape.empty((b, s, spec.heads, spec.head_dim), w.compute, places)
+    each = spec.heads * (spec.chunk * (spec.state + spec.head_dim) + 2 * spec.head_dim * spec.state)
+    workspace = 4 * 2 * _states(w, spec.chunk, spec.inner * spec.state)
+    workspace += DTYPE_BYTES[w.compute] * b * s * spec.convolved
+    w.tape.record(
+        "fused_scan",
+        [turned, rate],
+        [gated, scanned],
+        saves=[
+            saved(turned, "scan input", SPLIT),
+            saved(rate, "decay rate", SPLIT),
+            saved(scanned, "scan output", SPLIT),
+        ],
+        weights=weights,
+        flops=2 * b * s * (each + spec.convolved * spec.taps) // tp,
+        workspace=workspace // tp,
+    )
+    gated = copy(w, gated, w.shape(spec.inner), places) if b > 1 else w.tape.view(gated, w.shape(spec.inner))
+    normal = w.tape.empty(gated.shape, w.compute, places, grad=True)
+    roots = w.tape.empty((spec.groups, b * s), WIDE, (("tp", 0),) if tp > 1 else ())
+    with w.tape.scope("norm"):
+        w.tape.record(
+            "aten._fused_rms_norm.default",
+            [gated],
+            [normal, roots],
+            saves=[saved(gated, "norm input"), saved(roots, "norm statistics")],
+            weights=[w.parameter("weight", spec.inner, split=0)],
+        )
+    return leave(w, linear(w, normal, w.run.model.hidden, "out_proj", bias=spec.bias, split="row"))
 
 
 def _states(w: Writer, chunk: int, each: int) -> int:

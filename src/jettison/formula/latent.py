@@ -12,7 +12,7 @@ shard, what leads up again is split by heads and enters like any column-parallel
 from __future__ import annotations
 
 from jettison.formula.attention import core, head_places, heads_of, rotate
-from jettison.formula.basic import copy, enter, leave, linear
+from jettison.formula.basic import copy, enter, leave, linear, wider
 from jettison.formula.norm import norm
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer
@@ -61,7 +61,7 @@ def _query(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm) -> Value
     q = heads_of(w, q, spec.heads, spec.query_dim)
     plain, turning = (w.tape.view(q, (*q.shape[:-1], width)) for width in (spec.nope_dim, spec.rope_dim))
     turned = rotate(w, turning, spec.rope_dim)
-    return w.tape.op("aten.cat.default", [plain, turned], q.shape)
+    return w.tape.op("aten.cat.default", [plain, turned], q.shape, wider(plain, turned))
 
 
 def _key_value(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm) -> tuple[Value, Value]:
@@ -89,6 +89,6 @@ def _key_value(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm) -> t
     places = tuple(p for p in head_places(w) if p[0] != "tp")
     turned = rotate(w, w.tape.view(shared, one_head, places), spec.rope_dim)
     key_shape = (*expanded.shape[:-1], spec.query_dim)
-    k = w.tape.op("aten.cat.default", [plain, turned], key_shape, places=expanded.places)
+    k = w.tape.op("aten.cat.default", [plain, turned], key_shape, wider(plain, turned), expanded.places)
     # Fused attention that keeps v would keep all of the expanded tensor that v is a part of. Megatron-LM copies it.
     return k, copy(w, v) if w.kernels.fused_rotary else v

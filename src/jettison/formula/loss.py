@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from types import MappingProxyType
 from typing import Final
 
@@ -14,10 +15,11 @@ from jettison.formula.pair import contrast
 from jettison.formula.sound import align
 from jettison.formula.tape import Value, Weight
 from jettison.formula.writer import Writer, saved
-from jettison.spec.kernels import Loss
+from jettison.spec.kernels import Device, Loss
 from jettison.spec.model import Pooling
 
 EXTRA = "arXiv 2205.05198 §4.3"
+IN_ROWS: Final = "rows_cross_entropy"
 
 
 def head(w: Writer, x: Value) -> Value:
@@ -30,7 +32,8 @@ def head(w: Writer, x: Value) -> Value:
     if model.further:
         return _with_further(w, x)
     if model.final_norm is not None:
-        x = cast(w, norm(w, x, model.final_norm, "norm"), w.compute)
+        x = norm(w, x, model.final_norm, "norm")
+        x = cast(w, x, w.compute) if model.wide_stream else x
     x = dropout(w, x, site=model.dropout_sites.output)
     if model.waves is not None:
         return align(w, x, model.waves)
@@ -134,6 +137,40 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     return loss
 
 
+ROWS, DEVICE_CHUNKS, CPU_CHUNK_BYTES, SMALLEST_BYTES = 16, 32, 2 * 1024**2, 4 * 1024**2
+"""What `runtime.chunked_loss` cuts by: a multiple of these rows, so many chunks or chunks so large, and logits below
+the last are left whole. A test holds them to be the same."""
+
+
+def _rows(w: Writer, logits: Value, labels: Value) -> Value:
+    """torch's cross_entropy over chunks of rows: NOTE [ Cross entropy in chunks ] in `runtime.chunked_loss`.
+
+    Forward has the logits, whose 16-bit form the caller holds, and a chunk of their log-softmax. Backward makes that
+    and its gradient a chunk at a time, and writes the gradient of the logits over them.
+    """
+    if w.tp > 1:
+        logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward="reduce_scatter_tensor")
+    wide = cast(w, logits, "float32") if w.kernels.loss_float32 or w.run.precision.casts else logits
+    if wide.nbytes < SMALLEST_BYTES:
+        return _upcast(w, wide, labels)
+    row = wide.nbytes // prod(wide.local_shape[:-1])
+    size = CPU_CHUNK_BYTES if w.kernels.device is Device.CPU else wide.nbytes // DEVICE_CHUNKS
+    chunk = w.tape.empty((max(ROWS, size // row // ROWS * ROWS), wide.shape[-1]), wide.dtype)
+    loss, weight = w.tape.empty((), wide.dtype, grad=True), w.tape.empty((), wide.dtype)
+    found = w.tape.empty((*wide.shape[:-1], 1), wide.dtype, labels.places)
+    kept = [
+        saved(wide, "logits", f"{EXTRA}: 4sbv"),
+        saved(labels, "labels"),
+        saved(found, "log-softmax at the labels"),
+        saved(weight, "loss weight"),
+    ]
+    outputs = [loss, chunk, found, weight]
+    w.tape.record(
+        IN_ROWS, [wide, labels, _unread(logits)], outputs, saves=kept, workspace=2 * chunk.nbytes, in_place=True
+    )
+    return loss
+
+
 def _vocab_parallel(w: Writer, logits: Value, labels: Value) -> Value:
     """Megatron's loss over a sharded vocabulary: its fp32 softmax stays, 4sbv/t, and where the targets are.
 
@@ -224,6 +261,7 @@ def _unread(x: Value) -> Value:
 _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = MappingProxyType(
     {
         Loss.UPCAST: _upcast,
+        Loss.ROWS: _rows,
         Loss.VOCAB_PARALLEL: _vocab_parallel,
         Loss.NATIVE: _native,
         Loss.TE: _te,

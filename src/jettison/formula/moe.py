@@ -24,6 +24,12 @@ With fewer ranks for an expert's width than "tp" has (Megatron's ``--expert-tens
 "tpx": rows are gathered over "etp" alone, and "ep" takes its ranks from "tpx", too. `imbalance` is how many rows arrive
 at a rank, as a multiple of an even share.
 
+NOTE [ Latent experts ]
+Nemotron 3's experts read and return a narrower width: ``fc1_latent_proj`` makes it of the tokens, beside the router,
+which reads them as they are, and ``fc2_latent_proj`` tokens of the sum (``transformers/models/nemotron_h``,
+``NemotronHMoE``; Megatron-Core's ``moe_layer.py``, ``moe_latent_size``, whose two weights every rank of "tp" has). So
+rows that travel are narrower. Shared experts read tokens.
+
 What a grouped product saves are its rows and where each expert's end. Its kernel rounds a row up to 16 bytes; widths
 are multiples of that in all published models, and rounding is left out.
 """
@@ -64,13 +70,16 @@ def moe(w: Writer, x: Value, spec: Moe) -> Value:
             out = every_token(w, tokens, scores_of_all(w, tokens, spec), spec)
         else:
             weights, choice = route(w, tokens, spec)
+            if spec.latent:
+                tokens = linear(w, tokens, spec.latent, "latent_in", bias=False)
             if w.kernels.looped_experts and w.run.layout.ep == 1:
                 out = looped_experts(w, tokens, weights, choice, spec)
             else:
                 with w.tape.scope("experts"):
                     out = _experts(w, tokens, weights, choice, spec)
-        out = w.tape.view(out, whole.shape, whole.places)
+        out = w.tape.view(out, (*whole.shape[:2], out.shape[1]), whole.places)
         out = out if sharded else leave(w, out)
+        out = linear(w, out, hidden, "latent_out", bias=False) if spec.latent else out
         if spec.shared_ffn:
             shared = Mlp(
                 ffn=spec.shared_ffn, activation=spec.activation, gated=spec.gated, fused_gate_up=spec.shared_fused

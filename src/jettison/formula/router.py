@@ -38,11 +38,12 @@ def route(w: Writer, tokens: Value, spec: Moe) -> tuple[Value, Value]:
             values, choice = _topk(w, logits, shape)
             wide = w.kernels.weights_float32 or w.kernels.softmax_float32
             weights = _softmax(w, cast(w, values, "float32" if wide else logits.dtype))
-            return (cast(w, weights, narrow) if w.kernels.softmax_float32 else weights), choice
+            return (cast(w, weights, tokens.dtype) if w.kernels.softmax_float32 else weights), choice
         weights, choice = _scored(w, logits, shape, spec)
         if spec.normalise_top_k:
             weights = _normalise(w, weights, clamped=spec.clamped_sum)
-        return (weights if w.kernels.weights_float32 else cast(w, weights, narrow)), choice
+        as_logits = w.kernels.wide_routers and w.run.precision.casts  # which come out of a product in 16 bits
+        return (weights if w.kernels.weights_float32 and not as_logits else cast(w, weights, narrow)), choice
 
 
 def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:

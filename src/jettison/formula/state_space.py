@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jettison.formula.basic import add, batched_product, cast, copy, linear, multiply, weigh
+from jettison.formula.basic import add, batched_product, cast, copy, enter, linear, multiply, weigh
 from jettison.formula.delta_rule import negative_rate
-from jettison.formula.fused_scans import fused_split
+from jettison.formula.fused_scans import fused_split, megatron_split
 from jettison.formula.mlp import activation
 from jettison.formula.norm import root_mean_square
 from jettison.formula.short_convolution import short_convolution, without_padding
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
-from jettison.spec.kernels import Scans
+from jettison.spec.kernels import MEGATRON, Scans
 from jettison.spec.mixers import Mamba2
 from jettison.spec.model import Activation
 
@@ -37,10 +37,11 @@ def mamba2(w: Writer, x: Value, spec: Mamba2) -> Value:
     b, s = w.run.micro_batch, w.run.seq
     with w.tape.scope("mixer"):
         width = spec.inner + spec.convolved + spec.heads
-        joint = linear(w, without_padding(w, x), width, "in_proj", bias=spec.bias)
+        whole, kept = enter(w, without_padding(w, x))
+        joint = linear(w, whole, width, "in_proj", bias=spec.bias, split="column", keeps=kept)
         rate = negative_rate(w, spec.heads)
         if w.kernels.scans is Scans.FUSED:
-            return fused_split(w, joint, rate, spec)
+            return (megatron_split if w.kernels.name == MEGATRON.name else fused_split)(w, joint, rate, spec)
         channels = w.tape.view(joint, (b, s, spec.convolved))
         mixed = short_convolution(
             w, channels, spec.convolved, spec.taps, bias=spec.convolution_bias, kind=Activation.SILU

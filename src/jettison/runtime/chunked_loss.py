@@ -302,6 +302,7 @@ class _CrossEntropy(Function):
             of_rows = gradient if asked.reduction else gradient[number * asked.rows :][: asked.rows]
             of_logp = aten.nll_loss_backward(of_rows, logp, wanted, None, asked.reduction, asked.ignore_index, weight)
             aten._log_softmax_backward_data.out(of_logp, logp, 1, logits.dtype, out=place)
+            del logp, of_logp  # else the next chunk would be a third one
         return found, None, None
 
 

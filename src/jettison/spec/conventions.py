@@ -13,8 +13,13 @@ from jettison.spec.mixers import Mamba1
 from jettison.spec.model import ModelSpec
 
 
+def _plain_softmax(k: Kernels) -> Kernels:
+    """In the dtype of scores, and it stays so."""
+    return replace(k, scores_float32=False, uncast_probabilities=True)
+
+
 def _bert(k: Kernels) -> Kernels:
-    return replace(k, scores_float32=False, stored_positions=True, shifted_labels=False, loss_float32=False)
+    return replace(_plain_softmax(k), stored_positions=True, shifted_labels=False, loss_float32=False)
 
 
 def _roberta(k: Kernels) -> Kernels:
@@ -22,7 +27,7 @@ def _roberta(k: Kernels) -> Kernels:
 
 
 def _bart(k: Kernels) -> Kernels:
-    return replace(k, shifted_labels=False, loss_float32=False, scores_float32=False)
+    return replace(_plain_softmax(k), shifted_labels=False, loss_float32=False)
 
 
 def _t5(k: Kernels) -> Kernels:
@@ -48,7 +53,7 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "deepseek_v2": lambda k: replace(k, router_float32=True, complex_rotary=True),
         "deepseek_v3": lambda k: replace(k, router_float32=True),
         "gpt_oss": lambda k: replace(
-            k, scores_float32=False, wide_norm=True, paired_rotary=True, weights_float32=False
+            _plain_softmax(k), wide_norm=True, paired_rotary=True, weights_float32=False
         ),
         "gpt2": lambda k: replace(k, scores_float32=False),
         "gpt_neox": lambda k: replace(k, joined_rotary=True),
@@ -85,21 +90,19 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "stablelm": lambda k: replace(k, joined_rotary=True),
         "bart": _bart,
         "mbart": _bart,
-        "hubert": lambda k: replace(k, scores_float32=False),
+        "hubert": _plain_softmax,
         "mt5": _t5,
         "t5": _t5,
         "umt5": _t5,
-        "wav2vec2": lambda k: replace(k, scores_float32=False),
-        "whisper": lambda k: replace(
-            k, shifted_labels=False, loss_float32=False, scores_float32=False, batched_positions=True, copied_heads=True
-        ),
+        "wav2vec2": _plain_softmax,
+        "whisper": lambda k: replace(_bart(k), batched_positions=True, copied_heads=True),
         "vit": _tower,
         "clip": lambda k: replace(_tower(k), stored_positions=True),
         "clip_vision_model": _tower,
         "bloom": _eager,
         "codegen": lambda k: replace(_gptj(k), wide_rotary=True),
         "gpt_neo": lambda k: replace(_eager(k), wide_scores=True),
-        "falcon": lambda k: replace(k, scores_float32=False, indexed_kv=True, made_masks=True),
+        "falcon": lambda k: replace(k, scores_float32=False, indexed_kv=True, made_masks=True, biases_apart=True),
         "gptj": _gptj,
         "dbrx": lambda k: replace(k, looped_experts=True, narrow_routers=True),
         "dots1": lambda k: replace(k, router_float32=True),
@@ -110,7 +113,7 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "hunyuan_v1_dense": lambda k: replace(k, late_norms=True),
         "hunyuan_v1_moe": lambda k: replace(k, wide_routers=True, late_norms=True),
         "llama4_text": lambda k: replace(
-            k, scores_float32=False, complex_rotary=True, wide_positions=True, every_token=True
+            _plain_softmax(k), complex_rotary=True, wide_positions=True, every_token=True
         ),
         "phimoe": lambda k: replace(k, weights_float32=False),
         "mpt": lambda k: replace(_eager(k), filled_masks=True),

@@ -25,6 +25,7 @@ class Loss(StrEnum):
     """From logits to a number."""
 
     UPCAST = "upcast"  # fp32 copy of the logits, log-softmax, nll: torch.nn.functional.cross_entropy
+    ROWS = "rows"  # the same over chunks of rows, its gradient in the fp32 logits' place: `auto_checkpoint` has it so
     VOCAB_PARALLEL = "vocab-parallel"  # Megatron's: one fp32 copy of a shard, in place from exponential to gradient
     NATIVE = "native"  # Megatron's --cross-entropy-fusion-impl native: the same compiled, with a second copy
     TE = "te"  # TransformerEngine's: the gradient is written over the 16-bit logits in the forward
@@ -88,6 +89,8 @@ class Kernels:
 
     Args:
         scores_float32: the softmax of eager attention runs on an fp32 copy and its result is cast back.
+        uncast_probabilities: what eager attention's softmax makes stays in the dtype of its scores, which under autocast
+            a mask or biases in fp32 make wider than values.
         wide_scores: eager attention casts query and key to fp32 before their product.
         fused_softmax: scale, mask and softmax of eager attention are one kernel.
         filled_masks: eager attention fills scores where a boolean mask says so, which stays; otherwise a mask is added.
@@ -106,6 +109,7 @@ class Kernels:
         unwidened_norm: where an RMSNorm is written out, its mean is an fp32 copy's, and the input itself is scaled.
         routers_apart: a router's product is out of autocast's reach.
         late_norms: norms of each head's query and key come after their rotation.
+        biases_apart: what a layer's product returns gets its bias by a sum of its own, in the wider dtype of both: Falcon.
         widened_down: what a feed-forward block's last product reads is cast to the dtype of its weight before it.
         cast_weights: where norms are fp32, the weight is cast, too, and its copy stays.
         written_layer_norm: LayerNorm is written out in fp32, op by op, and not one kernel.
@@ -161,6 +165,7 @@ class Kernels:
     loss: Loss = Loss.UPCAST
     loss_chunks: int = 8
     scores_float32: bool = True
+    uncast_probabilities: bool = False
     wide_scores: bool = False
     filled_masks: bool = False
     fused_softmax: bool = False
@@ -173,6 +178,7 @@ class Kernels:
     fused_norm: bool = True
     wide_norm: bool = False
     unwidened_norm: bool = False
+    biases_apart: bool = False
     widened_down: bool = False
     late_norms: bool = False
     routers_apart: bool = False

@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from jettison.errors import UsageError
-from jettison.spec.mixers import Scan
+from jettison.spec.mixers import Mamba2, Scan
 from jettison.spec.model import ModelSpec, Moe, RecordedLayer
 from jettison.spec.recorded import uncut
 from jettison.spec.stage_layers import check_stage_layers
@@ -364,8 +364,11 @@ class Layout:
             raise UsageError(f"--tp {self.tp} neither divides the {kv_heads} key-value heads nor is a multiple of them")
 
     def _check_scan(self, scan: Scan, name: str) -> None:
-        if self.tp > 1 or self.cp > 1:
-            flag = f"--tp {self.tp}" if self.tp > 1 else f"--cp {self.cp}"
+        shared = isinstance(scan, Mamba2)  # by Megatron-Core: `Run` looks whose kernels they are
+        if isinstance(scan, Mamba2) and (scan.heads % self.tp or scan.groups % self.tp):
+            raise UsageError(f"--tp {self.tp} does not divide {scan.heads} heads in {scan.groups} groups of a scan")
+        if (self.tp > 1 and not shared) or self.cp > 1:
+            flag = f"--tp {self.tp}" if self.tp > 1 and not shared else f"--cp {self.cp}"
             raise UsageError(
                 f"got {flag}; layers of {name} have a {scan.words}, and no description says how ranks would share one. "
                 "--dp, --zero, --pp, --ep, --recompute, --offload and budgets apply"

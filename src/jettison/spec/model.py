@@ -192,6 +192,7 @@ class Moe:
     shared_fused: bool = False  # their gate and up are one weight
     groups: int = 1
     top_groups: int = 1
+    latent: int = 0  # what experts read and return, where a product makes it of tokens and another tokens of it
 
     def __post_init__(self) -> None:
         positive("mixture of experts", experts=self.experts, top_k=self.top_k, ffn=self.ffn)

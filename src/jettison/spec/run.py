@@ -12,7 +12,7 @@ from jettison.spec.compiled import check_compiled
 from jettison.spec.fp8 import Fp8Recipe, Library, Scales
 from jettison.spec.frozen_models import FrozenModel
 from jettison.spec.inputs import Patches
-from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels, Loss
+from jettison.spec.kernels import MEGATRON, PYTORCH, Device, Documents, Kernels, Loss, Scans
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
 from jettison.spec.modules import check_parts
@@ -168,6 +168,13 @@ class Run:
             )
         if self.tuning is not None and self.precision.product is not None:
             raise UsageError(f"got --lora with --precision {self.precision.name}; no description has both")
+        if self.layout.tp > 1 and not (self.kernels.name == MEGATRON.name and self.kernels.scans is Scans.FUSED):
+            scans = [layer.scan.words for layer in self.model.described if layer.scan is not None]
+            if scans:
+                raise UsageError(
+                    f"got --tp {self.layout.tp}; layers of {self.model.name} have a {scans[0]}, whose heads "
+                    "Megatron-Core alone shares: give --kernels megatron with --scans fused, or leave it away"
+                )
         names = (*self.recompute.modules, *self.recompute.sent)
         if names:
             check_parts(self.model, self.kernels, names, own_norms=bool(self.workspaces.library_bytes))
