@@ -377,9 +377,8 @@ def _groups(chosen: list[Timed]) -> str:
     ]
     for name, errors in sorted(groups.items()):
         worst = max(errors, key=abs)
-        lines.append(
-            f"{name} {len(errors)} | {100 * median(map(abs, errors)):.1f} % | {signed(median(errors))} | {signed(worst)} |"
-        )
+        middle = f"{100 * median(map(abs, errors)):.1f} % | {signed(median(errors))}"
+        lines.append(f"{name} {len(errors)} | {middle} | {signed(worst)} |")
     return "\n".join(lines)
 
 

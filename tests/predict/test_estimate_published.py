@@ -238,7 +238,7 @@ def test_a_range_of_other_kinds_holds_runs_of_a_kind_without_its_own(like: str) 
 
 
 def test_what_was_stated_blindly_held_rows_that_nobody_had_looked_at() -> None:
-    """Ranges that were made before them hold eight in ten of llm-foundry's other rows; of a few runs one is not narrow."""
+    """Ranges made before hold eight in ten of llm-foundry's other rows; that of a few runs is not narrow."""
     before = {"a100-80gb": (0.929, 1.403), "h100-80gb": (0.996, 1.198), "a100-40gb": (0.940, 1.168)}
     rows = [row for row in ROWS if row.file == throughput.MORE]
     inside = 0
