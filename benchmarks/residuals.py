@@ -32,10 +32,13 @@ from jettison.predict.residuals import DATA, LEAST_RUNS, all_like, kind_of
 from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
 
+ENOUGH = 9
+"""Runs between whose ends a further one is in eight cases of ten: 8 of 10 gaps."""
 PART = 15
 """One in so many of a kind's runs, and one more, is beyond each end of a range, or at it."""
 HEAD = """# Measured over predicted seconds of published runs, by kind: written by `python -m benchmarks.residuals`.
-# A further run of a kind is between low and high in eight cases of ten or more; of fewer than 29 runs they hold all.
+# A further run of a kind is between low and high in eight cases of ten or more; of fewer than 29 runs they hold all,
+# and of fewer than 9 what all dense ones, or all with experts, say as well.
 """
 
 
@@ -61,10 +64,19 @@ def text(found: Iterable[tuple[str, float]]) -> str:
     parts = [HEAD]
     for kind, values in sorted(by_kind.items()):
         if len(values) >= LEAST_RUNS:
-            low, high = _range(values)
+            low, high = _stated(values, by_kind[all_like(kind)])
             figures = f"low = {low:.3f}\nmedian = {median(values):.3f}\nhigh = {high:.3f}\n"
             parts.append(f'[[kinds]]\nkind = "{kind}"\nruns = {len(values)}\n{figures}')
     return "\n".join(parts)
+
+
+def _stated(own: Sequence[float], alike: Sequence[float]) -> tuple[float, float]:
+    """The range of a kind: of fewer than `ENOUGH` runs, with that of all alike, since their own says too little."""
+    low, high = _range(own)
+    if len(own) >= ENOUGH:
+        return low, high
+    wide = _range(alike)
+    return min(low, wide[0]), max(high, wide[1])
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
@@ -87,7 +99,7 @@ def held(newer: Sequence[newer_runs.NewerRun], group: Callable[[newer_runs.Newer
         for kind, ratio, at, ours in runs:
             if at == left and ours:
                 like = kind if len(by_kind[kind]) >= LEAST_RUNS else all_like(kind)
-                low, high = _range(by_kind[like])
+                low, high = _stated(by_kind[like], by_kind[all_like(kind)])
                 inside, every = inside + (low <= ratio <= high), every + 1
     return inside, every
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,8 +166,8 @@ def _torchtitan(row: Mapping[str, str]) -> tuple[Run, Execution]:
 def _foundry(row: Mapping[str, str]) -> tuple[Run, Execution]:
     """FSDP with mixed precision; the Triton kernel of the first FlashAttention, which its successor outruns 1.3 to 2
     times (arXiv 2307.08691 §4.1); an AdamW of single operations. Extras: "pure" reduces gradients in bf16, "kept"
-    weights are not resharded after a forward (``SHARD_GRAD_OP``), "fp8" products are TransformerEngine's with scales of
-    earlier steps."""
+    weights are not resharded after a forward (``SHARD_GRAD_OP``), "fp8" products are TransformerEngine's, each of which
+    casts what it is given by itself: no kernel before it does (``fc_type: te``)."""
     seq, extras = int(row["sequence"]), row.get("extras", "").split()
     times = int(row["micro_batches"]) if "micro_batches" in row else ACCUMULATED[row["model"], seq]
     request = RunRequest(
@@ -184,8 +185,7 @@ def _foundry(row: Mapping[str, str]) -> tuple[Run, Execution]:
     run = resolve(mpt(row["model"], seq), request).run
     if "pure" in extras:
         run = replace(run, precision=replace(run.precision, gradient=run.precision.compute))
-    how = replace(execution_of(run), attention=0.55, fused_optimizer=False)
-    return run, replace(how, delayed_scaling=True) if "fp8" in extras else how
+    return run, replace(execution_of(run), attention=0.55, fused_optimizer=False)
 
 
 def _forge(row: Mapping[str, str]) -> tuple[Run, Execution]:
@@ -272,13 +272,13 @@ RULES: Mapping[str, Callable[[Mapping[str, str]], tuple[Run, Execution]]] = Mapp
 )
 """By the first word of a source. PyTorch's pull request and torchao's tutorial ran torchtitan."""
 LISTED, FOUNDRY, NEMO = "published_runs.csv", "llm_foundry_throughput.csv", "nemo_throughput.csv"
-TITAN = "torchtitan_2025_throughput.csv"
+TITAN, MORE, FORGE = ("torchtitan_2025_throughput.csv", "llm_foundry_more.csv", "kempnerforge_2026_throughput.csv")
 
 
 def rows() -> list[Timed]:
     """Every published throughput of a described run on a known GPU: those listed first, then llm-foundry's others, then
-    NVIDIA's, then those of torchtitan of 2025."""
-    return [row for name in (LISTED, FOUNDRY, NEMO, TITAN) for row in _read(name)]
+    NVIDIA's, then those of torchtitan of 2025, the rest of llm-foundry's page, and KempnerForge's."""
+    return [row for name in (LISTED, FOUNDRY, NEMO, TITAN, MORE, FORGE) for row in _read(name)]
 
 
 def _read(name: str) -> Iterator[Timed]:
@@ -324,8 +324,8 @@ def _words(run: Run) -> str:
 def page() -> str:
     """The whole page."""
     found = rows()
-    files = (LISTED, FOUNDRY, NEMO, TITAN)
-    listed, others, nemo, titan = ([row for row in found if row.file == name] for name in files)
+    files = (LISTED, FOUNDRY, NEMO, TITAN, MORE, FORGE)
+    listed, others, nemo, titan, more, forge = ([row for row in found if row.file == name] for name in files)
     calm = [row for row in titan if "rowwise" not in row.name]
     hopper, blackwell = ([row for row in nemo if ("H100" in row.gpu) is old] for old in (True, False))
     words = {
@@ -337,6 +337,12 @@ def page() -> str:
         "titan_summary": _summary(titan),
         "titan_blind": f"{100 * median(map(abs, _blind(titan).values())):.1f} %",
         "titan_calm": f"{100 * median(abs(row.error) for row in calm):.1f} %",
+        "more": _table(more, _blind(more)),
+        "more_groups": _groups(more),
+        "more_summary": _summary(more),
+        "more_blind": f"{100 * median(map(abs, _blind(more).values())):.1f} %",
+        "forge": _table(forge, _blind(forge)),
+        "forge_summary": _summary(forge),
         "listed_summary": _summary(listed),
         "others_summary": _summary(others),
         "nemo_summary": _summary(hopper),
@@ -356,6 +362,24 @@ def _before() -> dict[str, float]:
 def _blind(chosen: list[Timed]) -> dict[str, float]:
     """Errors of what was predicted before a row was opened."""
     return {row.name: float(row.columns["blind_tokens_per_second_per_gpu"]) / row.published - 1 for row in chosen}
+
+
+def _groups(chosen: list[Timed]) -> str:
+    """By device, precision, and whether one node or several: medians of absolute errors, and of errors."""
+    groups: defaultdict[str, list[float]] = defaultdict(list)
+    for row in chosen:
+        narrow = "fp8" if "fp8" in row.columns["extras"] else "bf16"
+        where = "one node" if int(row.columns["gpus"]) <= hardware(GPUS[row.gpu]).node else "several nodes"
+        groups[f"| {row.gpu} | {narrow} | {where} |"].append(row.error)
+    lines = [
+        "| device | precision | nodes | rows | median absolute | median | worst |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name, errors in sorted(groups.items()):
+        worst = max(errors, key=abs)
+        middle = f"{100 * median(map(abs, errors)):.1f} % | {signed(median(errors))}"
+        lines.append(f"{name} {len(errors)} | {middle} | {signed(worst)} |")
+    return "\n".join(lines)
 
 
 def _table(chosen: list[Timed], before: Mapping[str, float] | None = None) -> str:

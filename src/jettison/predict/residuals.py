@@ -2,8 +2,9 @@
 
 `residuals.toml` is written by ``python -m benchmarks.residuals`` from the runs of docs/accuracy_time.md and
 docs/accuracy_newer.md. A kind is a device, the software whose figures are taken, and whether the model has experts. A
-range is where a further run of its kind is in eight cases of ten; of fewer than 29 runs it holds all. A kind without
-runs has the range of all dense ones, or of all with experts, which is wider. Those who published had tuned their runs:
+range is where a further run of its kind is in eight cases of ten; of fewer than 29 runs it holds all, and of fewer than
+nine also what all dense ones, or all with experts, have. A kind without runs has the range of these, which is wider.
+Those who published had tuned their runs:
 one that is not tuned takes rather longer.
 """
 
