@@ -34,7 +34,7 @@ def test_a_grouped_product_is_priced_for_its_least_even_split(one_thread: None, 
 
     needs = [taken(largest) for largest in range(80, rows + 1, 16)]
     packs = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # a processor without bf16 units multiplies in place
-    assert not packs or len(set(needs)) > 1, "this machine's kernel takes the same for all: nothing was tested"
+    assert not packs or not of_weights or len(set(needs)) > 1, "the same for all: nothing was tested"
     assert max(needs) <= price
 
 

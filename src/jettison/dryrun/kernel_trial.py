@@ -186,12 +186,15 @@ def _cpu_runs(requests: Sequence[OpRequest]) -> dict[str, KernelRun | Exception]
 
 
 def _largest_groups(request: OpRequest, args: tuple[Any, ...]) -> list[int]:
-    """Rows of the largest group in each split that is tried; 0 stands for the arguments as they are."""
+    """Rows of the largest group in each split that is tried; 0 stands for the arguments as they are.
+
+    Powers of two, and one less of each: kernels with tiles of a processor's own (AMX) fill up what these do not divide.
+    """
     if not _has_offsets(request, args):
         return [0]
     rows = _rows(args)
     powers = [1 << n for n in range(rows.bit_length()) if rows >= 1 << n > rows // args[2].numel()]
-    return list(dict.fromkeys([0, *powers, rows]))
+    return list(dict.fromkeys([0, *(n - less for n in (*powers, rows) for less in (1, 0) if n > less)]))
 
 
 def _ends(args: tuple[Any, ...], largest: int) -> Tensor:
