@@ -44,7 +44,7 @@ def cached(run: Run) -> list[Staying]:
     policy = policy_named(str(run.recompute))
     assert isinstance(policy, SelectiveOp)
     programs = [layer_region(run.scene, layer).program for layer in run.model.layers]
-    return [Staying(policy.kept(program) | policy.named(program)) for program in programs]
+    return [Staying(policy.kept(program) | policy.named(program), framed=True) for program in programs]
 
 
 def room_left_by_logits(run: Run) -> int:

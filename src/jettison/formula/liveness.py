@@ -15,7 +15,10 @@ NOTE [ Frames ]
 A checkpoint of torch (``torch/utils/checkpoint.py``, ``unpack_hook`` of ``_checkpoint_hook``) runs its whole function
 again when the first saved tensor is asked for, needed or not, op by op as the forward did, and holds all that is saved
 until it is asked for. It stops at the last tensor that is saved (``_StopRecomputationError``). What a planner chose is
-computed again tensor by tensor instead, each when it is needed.
+computed again tensor by tensor instead, each when it is needed. With torch's selective contexts
+(``_CachingTorchDispatchMode``) every output of a listed op waits, read or not; in the second forward
+(``_CachedTorchDispatchMode``) the op's turn takes it out, and it goes with its last reader. What comes behind the last
+saved tensor has no turn, and waits until the frame goes.
 """
 
 from __future__ import annotations
@@ -267,7 +270,8 @@ class Backward:
         for each in sorted(self.pending):
             self._run(self.program.ops[each])
         for b in read:
-            self._release(b)
+            if b in self.saved or (self.program.buffers[b].producer or 0) <= stop:
+                self._release(b)  # a cached output behind it has no turn, and waits
 
     def _run(self, op: Op) -> None:
         """What it reads is there."""

@@ -16,7 +16,7 @@ def passes_of(part: StageRegion, rule: GradientRule, *, accumulates: bool = Fals
     """A region's replay under its policy."""
     if part.chosen is None:
         return named_passes(part.region, part.policy, rule, accumulates)
-    return chosen_passes(part.region, part.chosen.buffers, rule, accumulates)
+    return chosen_passes(part.region, part.chosen.buffers, rule, accumulates, part.chosen.framed)
 
 
 @lru_cache(maxsize=65536)
@@ -25,8 +25,10 @@ def named_passes(region: Region, policy: str, rule: GradientRule, accumulates: b
 
 
 @lru_cache(maxsize=4096)
-def chosen_passes(region: Region, kept: frozenset[int], rule: GradientRule, accumulates: bool) -> Passes:
-    return replay(region, kept, rule, accumulates=accumulates)
+def chosen_passes(
+    region: Region, kept: frozenset[int], rule: GradientRule, accumulates: bool, framed: bool = False
+) -> Passes:
+    return replay(region, kept, rule, accumulates=accumulates, framed=framed)
 
 
 def sums_apart(run: Run) -> bool:

@@ -33,13 +33,15 @@ class Staying:
     """Buffers of a layer that a planner lets stay between its passes; those that are ``moved`` are on the host.
 
     In a segment of several ``layers`` only those of the first one, at ``place`` 0, stay: NOTE [ Segments ] in
-    `timeline_units`.
+    `timeline_units`. ``framed``: torch's own contexts have them, and all of the layer runs again at once: NOTE
+    [ Frames ] in `formula.liveness`.
     """
 
     buffers: frozenset[int]
     moved: frozenset[int] = frozenset()
     place: int = 0
     layers: int = 1
+    framed: bool = False
 
 
 Chosen = Sequence[Staying | None]
