@@ -23,7 +23,7 @@ from jettison.predict.forecast import forecast
 from jettison.predict.halves import left_bytes
 from jettison.predict.peak import peak_bytes
 from jettison.predict.stages import Staying, kept_by
-from jettison.spec.layout import Layout, Schedule
+from jettison.spec.layout import Layout, Reshard, Schedule
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
 from support.formula_cases import run_of
@@ -200,6 +200,14 @@ def test_a_v_has_both_ends_of_a_model_on_its_first_stage() -> None:
 def test_a_v_is_torchs(flags: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Layout(pp=4, schedule=Schedule.ZERO_BUBBLE_V, **flags)
+
+
+def test_halves_of_stages_that_reshard_are_refused() -> None:
+    """torch's second half asks for parameters that are shards by then, and leaves them without gradients."""
+    asked = {"pp": 2, "dp": 2, "zero": 3, "stage_buffers": True, "schedule": Schedule.ZERO_BUBBLE}
+    with pytest.raises(UsageError, match="torch's split backward misses gradients of parameters that were gathered"):
+        Layout(**asked)
+    assert Layout(**asked, reshard=Reshard.NEVER).schedule.splits
 
 
 def test_the_first_stage_has_no_halves_and_the_paper_none() -> None:

@@ -148,6 +148,11 @@ class Layout:
         for flag, given in flags.items():
             if given and self.zero != 3:
                 raise UsageError(f"got {flag} and --zero {self.zero}; it goes with --zero 3")
+        if self.schedule.splits and self.regathers:
+            raise UsageError(
+                f"got the schedule {self.schedule} with --stage-buffers and --zero 3; torch's split backward misses "
+                "gradients of parameters that were gathered again: give --reshard-after-forward never, or --zero 2"
+            )
         if self.outer_ends and self.pp > 1:
             raise UsageError(f"got --outer-ends and --pp {self.pp}; a stage's ends have groups of their own")
         ranks = self.reshard_ranks
