@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -204,7 +205,7 @@ def test_a_v_is_torchs(flags: dict[str, int], message: str) -> None:
 
 def test_halves_of_stages_that_reshard_are_refused() -> None:
     """torch's second half asks for parameters that are shards by then, and leaves them without gradients."""
-    asked = {"pp": 2, "dp": 2, "zero": 3, "stage_buffers": True, "schedule": Schedule.ZERO_BUBBLE}
+    asked: dict[str, Any] = {"pp": 2, "dp": 2, "zero": 3, "stage_buffers": True, "schedule": Schedule.ZERO_BUBBLE}
     with pytest.raises(UsageError, match="torch's split backward misses gradients of parameters that were gathered"):
         Layout(**asked)
     assert Layout(**asked, reshard=Reshard.NEVER).schedule.splits
