@@ -200,6 +200,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         kernels=MEGATRON.name,
         dispatcher="flex" if row["dispatcher"] in ("deepep", "hybridep") else None,
         ep_comm_overlap=row["a2a_overlap"] == "yes",
+        lora="r=16,alpha=32,targets=qkv" if row["note"] == "LoRA" else None,
         cuda_graphs=row["graphs"] == "step" or "attn" in row["graphs"],
         stack="nemo-26.06" if row["source"] >= FUSED and row["precision"] == "MXFP8" and gated else "nemo",
         tp_comm_overlap=row["model"].startswith("llama") and tp > 1 and recipe != "nvfp4",

@@ -1,5 +1,8 @@
 """What kernels take inside, where it hangs on values that are made up."""
 
+import math
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -46,3 +49,20 @@ def test_gradients_that_a_convolution_was_not_asked_for_are_inside_of_its_call()
     one, three = found[some.key], found[all_of_them.key]
     assert isinstance(one, KernelRun) and isinstance(three, KernelRun)
     assert one.workspace_bytes >= three.workspace_bytes + weight.nbytes
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("shape", "before"), [((96,), 0), ((12, 8), 0), ((8,), 1)])
+def test_rows_that_a_mask_chose_are_put_by_one_of_as_many_places(shape: tuple[int, ...], before: int) -> None:
+    """The backward of ``logits[mask]``: made-up masks without a place would be refused."""
+    mask = torch.arange(math.prod(shape)).view(shape) % 3 == 0
+    x = torch.zeros(*[12] * before, *shape, 16)
+    indices = [None] * before + [mask]
+    put = torch.ops.aten.index_put.default
+    for values in (torch.ones(int(mask.sum()), 16), torch.ones(())):
+        request = OpRequest.of(put, (x, indices, values, True))
+        found = workspaces([request])[request.key]
+        assert isinstance(found, KernelRun)
+        live = list(accumulate(allocation_deltas(lambda values=values: put(x, indices, values, True))))
+        places = 1 if values.dim() else 3  # one value goes to all places of a mask, of which a third are true here
+        assert max(live) - x.nbytes <= found.workspace_bytes <= places * max(0, max(live) - x.nbytes) + 256

@@ -104,6 +104,22 @@ def test_copies_of_weights_stay(recipe: str, eighths: float, more: int) -> None:
     assert beside.static.state == alone.static.state == plain.static.state
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_adapters_beside_a_narrow_base(recipe: str) -> None:
+    """Frozen products keep no input, whatever they read, and both copies of their weights; adapters are in bf16."""
+    lora = {"lora": "r=16,targets=qkv"}
+    assert saved_bytes("llama3-8b", fp8_recipe=recipe, **lora) == saved_bytes("llama3-8b", **lora)
+    numbers = 32 * (H * QKV + H * H + 3 * H * FFN)
+    copies = int(numbers * {"tensorwise": 2, "mxfp8": 16.5 / 8}[recipe]) + (32 * 4 * 4 if recipe == "tensorwise" else 0)
+    plain, beside, alone = (
+        forecast(run_of("llama3-8b", RunRequest(seq=S, **TE, **lora, **one))).stages[0]  # type: ignore[arg-type]
+        for one in ({}, {"fp8_recipe": recipe}, {"fp8_recipe": recipe, "fp8_param_gather": True})
+    )
+    assert beside.static.parameters == plain.static.parameters + copies
+    assert alone.static.parameters == plain.static.parameters + copies - 2 * numbers
+    assert beside.static.state == plain.static.state
+
+
 def test_squares_of_a_weight() -> None:
     found = fp8_recipe("blockwise", "megatron")
     assert found.weight_bytes((QKV, H)) == 2 * (QKV * H + 4 * (QKV // 128) * (H // 128))
@@ -152,7 +168,8 @@ def test_megatron_in_fp8() -> None:
         ({"fp8_recipe": "tensorwise", "kernels": "megatron", "precision": "fp32"}, "give one in bf16"),
         ({"fp8_param_gather": True}, "without a recipe"),
         ({"fp8_recipe": "rowwise", "fp8_param_gather": True}, "for tensorwise alone"),
-        ({"fp8_recipe": "tensorwise", "lora": "16"}, "no description has both"),
+        ({"fp8_recipe": "tensorwise", "lora": "r=16"}, "TransformerEngine's products alone are described with both"),
+        ({"fp8_recipe": "mxfp8", **TE, "lora": "r=16", "base": "nf4"}, "got --base nf4 with --lora and --fp8-recipe"),
         ({"fp8_recipe": "mxfp8", **TE, "recompute_modules": "layernorm"}, "layernorm"),
     ],
 )

@@ -12,7 +12,7 @@ if not torch.distributed.is_available():
 
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_request import RunRequest, run_of
-from jettison.spec.layout import Layout, Reshard
+from jettison.spec.layout import Layout, Reshard, Schedule
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Recompute
 from support import formula_cases
@@ -30,6 +30,21 @@ CASES = (
     # fullest before the first backward
     ShardedCase(family="llama", stage_layers=(3, 2), mixed=True, micro_batches=2),
     ShardedCase(family="llama", stage_layers=(2, 1, 2, 1), mixed=True, micro_batches=2),
+    # fullest when one chunk has been reduced
+    ShardedCase(family="llama", stage_layers=(2, 1, 2, 1), full=True, micro_batches=2),
+    ShardedCase(family="llama", stage_layers=(2, 1, 2, 1), full=True, mixed=True, micro_batches=4),
+    ShardedCase(family="llama", stage_layers=(2, 1, 2, 1, 1, 1), full=True, micro_batches=2, batch=1),
+    # backward is split
+    ShardedCase(family="llama", stage_layers=(3, 2), schedule="zero-bubble"),
+    ShardedCase(family="llama", stage_layers=(2, 1, 2, 1), schedule="zero-bubble"),
+    # weights are whole from a backward to the next forward
+    ShardedCase(family="llama", stage_layers=(3, 2), reshard=True),
+    ShardedCase(family="llama", stage_layers=(3, 2), reshard=True, mixed=True, full=True),
+    ShardedCase(family="llama", stage_layers=(2, 1, 2, 1), reshard=True),
+    ShardedCase(family="llama", stage_layers=(2, 1, 2, 1), reshard=True, mixed=True, full=True, micro_batches=2),
+    ShardedCase(
+        family="llama", stage_layers=(2, 1, 1, 1, 1, 1, 1, 1), reshard=True, full=True, micro_batches=2, batch=1
+    ),
 )
 
 
@@ -42,7 +57,8 @@ def said(case: ShardedCase) -> Forecast:
         virtual_stages=len(case.stage_layers) // 2,
         stage_layers=case.stage_layers,
         stage_buffers=True,
-        reshard=Reshard.TORCHTITAN,
+        reshard=Reshard.ALWAYS if case.reshard else Reshard.TORCHTITAN,
+        schedule=Schedule(case.schedule),
     )
     recompute = Recompute.parse("full" if case.full else "none", layers=run.model.depth)
     precision = PRECISIONS["bf16-autocast" if case.mixed else "fp32"]

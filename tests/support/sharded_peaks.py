@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -118,12 +119,21 @@ def _peak(case: Case) -> dict[str, Any]:
 
 
 def lowest_of_three(
-    step: Callable[[], None], there: Sequence[Tensor], small: int, *, events: bool = False
+    step: Callable[[], None],
+    there: Sequence[Tensor],
+    small: int,
+    *,
+    events: bool = False,
+    passing: Callable[[], Iterable[Tensor]] = tuple,
 ) -> dict[str, Any]:
-    """Bytes between steps and at the highest, less ``small``: what gloo still holds may be in one step, not in all."""
+    """Bytes between steps and at the highest, less ``small``: what gloo still holds may be in one step, not in all.
+
+    Args:
+        passing: what is there between steps and goes within the next: nobody else may hold it.
+    """
     lowest = 0
     for _ in range(3):
-        with AllocationCounter(there, record_events=events) as counter:
+        with AllocationCounter(chain(there, passing()), record_events=events) as counter:
             before = counter.live_bytes
             step()
         lowest = min(lowest or counter.peak_bytes, counter.peak_bytes)

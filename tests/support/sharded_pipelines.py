@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from jettison.measure.tensors import static_tensors
 from support.formula_cases import VOCABULARY
@@ -21,9 +27,10 @@ SHARDS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedCase(Case):
-    """Args: mixed: products in bf16, gradients reduced in fp32."""
+    """Args: mixed: products in bf16, gradients reduced in fp32. reshard: weights are sharded again after a forward."""
 
     mixed: bool = False
+    reshard: bool = False
 
     def told(self) -> dict[str, Any]:
         """As ranks are given it."""
@@ -47,7 +54,9 @@ def _peak(case: ShardedCase, mesh: DeviceMesh) -> dict[str, Any]:
         for m, (number, _) in zip(modules, own, strict=True)
     ]
     schedule: Any
-    if len(stages) > 1:
+    if case.schedule == "zero-bubble":
+        schedule = ScheduleInterleavedZeroBubble(stages, case.micro_batches, loss_fn=loss_of)
+    elif len(stages) > 1:
         schedule = ScheduleInterleaved1F1B(stages, case.micro_batches, loss_fn=loss_of)
     else:
         schedule = Schedule1F1B(stages[0], case.micro_batches, loss_fn=loss_of)
@@ -72,12 +81,18 @@ def _peak(case: ShardedCase, mesh: DeviceMesh) -> dict[str, Any]:
     state = [local(t) for s in optimizer.state.values() for t in s.values()]
     counters = sum(local(s["step"]).nbytes for s in optimizer.state.values())
     static = [local(t) for m in modules for t in static_tensors(m, ids)]
-    return lowest_of_three(step, [*static, *state, *buffers], ids.nbytes + counters, events=case.events)
+
+    def left() -> Iterator[Tensor]:
+        """Gradients of inputs, which a split backward leaves until the next step begins."""
+        yield from (buffer.grad for buffer in buffers if buffer.grad is not None)
+
+    there = [*static, *state, *buffers]
+    return lowest_of_three(step, there, ids.nbytes + counters, events=case.events, passing=left)
 
 
 def _sharded(module: Cut, case: ShardedCase, mesh: DeviceMesh) -> nn.Module:
-    """Embedding, each layer, and norm with head are groups of their own, and stay whole after a forward."""
-    options: dict[str, Any] = {"mesh": mesh["dp"], "reshard_after_forward": False}
+    """Embedding, each layer, and norm with head are groups of their own."""
+    options: dict[str, Any] = {"mesh": mesh["dp"], "reshard_after_forward": case.reshard}
     if case.mixed:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     ends = [module.inner.embed_tokens] if module.first else []

@@ -97,7 +97,7 @@ class NarrowKernels:
         return self.recipe is None or (bool(step.weights) and self._narrowed(step.weights[0]))
 
     def _narrowed(self, weight: Weight) -> bool:
-        return weight.product and (self.head or not weight.head) and weight.shape[0] > 1
+        return weight.product and (self.head or not weight.head) and weight.shape[0] > 1 and not weight.adapter
 
     def _experts(self, step: TapeOp) -> bool:
         return self.product is not None and step.name == GROUPED and bool(step.weights)

@@ -1,9 +1,9 @@
 """Running one kernel on made-up values: its seconds, and the bytes that it takes and gives back inside the call.
 
 Floats are random, integers are zeros (a valid index everywhere), offsets of grouped matmuls split the rows evenly,
-packed sequences are as long as they can be. A price therefore knows nothing of values: a gather with all indices equal
-is kinder to caches than a real one. What a grouped matmul takes inside hangs on its largest group, on the CPU: there
-the most of several splits counts.
+packed sequences are as long as they can be, a mask that rows are put by has as many places as there are rows. A price
+therefore knows nothing of values: a gather with all indices equal is kinder to caches than a real one. What a grouped
+matmul takes inside hangs on its largest group, on the CPU: there the most of several splits counts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from jettison.measure.peak import ALLOCATION_EVENT
 REPEATS = 3
 OPERATOR_BUDGET_SECONDS = 0.006
 TOGETHER = 256  # kernels in one profiler session
+_PUTS = (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default)
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,23 @@ def _stand_ins(request: OpRequest) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args = (*args[:7], *(seed.cpu() for seed in args[7:9]), *args[9:])  # the kernel's caller reads them
     if request.func is torch.ops.aten._pack_padded_sequence.default:
         args[1].fill_(args[0].shape[1 if args[2] else 0])
+    if request.func in _PUTS:
+        _fill_mask(*args[:3])
     return args, kwargs
+
+
+def _fill_mask(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> None:
+    """A mask that is the only index is true at as many places as there are values for; at all, where one value goes to
+    each. With fewer, aten/src/ATen/native/TensorAdvancedIndexing.cpp refuses the values.
+    """
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or given[0][1].dtype not in (torch.bool, torch.uint8):
+        return
+    ((dim, mask),) = given
+    places = values.dim() - (x.dim() - dim - mask.dim()) - 1  # values are aligned at their last dim
+    count = values.shape[places] if places >= 0 else 1
+    flat = torch.arange(mask.numel(), device=mask.device) < (mask.numel() if count == 1 else count)
+    mask.copy_(flat.view(mask.shape))
 
 
 def _stand_in(leaf: Any) -> Any:

@@ -96,7 +96,9 @@ def static(
         at = [owned if layout.zero >= stage else w.numel for stage in (1, 2, 3)]
         if w.frozen:  # whoever shards trains in full shards what is frozen as well
             shared = layout.zero == 3 and ranks > 1
-            parameters += -(-w.held_bytes // ranks) if shared else w.held_bytes
+            alone = bool(w.narrow_bytes) and precision.recipe is not None and precision.recipe.parameters
+            held_bytes = 0 if alone else w.held_bytes
+            parameters += (-(-held_bytes // ranks) if shared else held_bytes) + w.narrow_bytes
             gathered += (w.packed_bytes or w.numel * DTYPE_BYTES[precision.compute]) if shared else 0
             continue
         held = _wide(precision) if w.wide else precision

@@ -60,6 +60,7 @@ class Weight:
     ``wide``: it is held in fp32 whatever the others are, with its gradient and its state.
     ``packed_bytes``: on one rank, where it is held in fewer bits than it is read with; 0: it is not.
     ``narrow_bytes``: of copies for narrow products that are held for good, on one rank.
+    ``adapter``: it belongs to an adapter, whose products are as wide as activations.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Weight:
     packed_bytes: int = 0
     wide: bool = False
     narrow_bytes: int = 0
+    adapter: bool = False
 
     @property
     def held_bytes(self) -> int:
@@ -196,13 +198,14 @@ class Tape:
         packed_bytes: int = 0,
         wide: bool = False,
         narrow_bytes: int = 0,
+        adapter: bool = False,
     ) -> Weight:
         """Declare a parameter of the region."""
         local = self.local_shape(tuple(shape), places)
         full = ".".join([*self._scope, name])
         nbytes = prod(local) * DTYPE_BYTES[dtype]
         kind = (expert, tied, product, head, frozen)
-        made = Weight(full, tuple(shape), places, nbytes, prod(local), *kind, packed_bytes, wide, narrow_bytes)
+        made = Weight(full, tuple(shape), places, nbytes, prod(local), *kind, packed_bytes, wide, narrow_bytes, adapter)
         self.weights.append(made)
         return made
 

@@ -152,7 +152,7 @@ class Writer:
         frozen = fixed or (self.run.tuning is not None and not adapter)
         packed = copies = 0
         recipe = self.run.precision.recipe
-        if recipe is not None and self.narrows(shape[-2] if product else 1, head=head) and not frozen:
+        if recipe is not None and self.narrows(shape[-2] if product else 1, head=head) and not adapter:
             copies = recipe.weight_bytes(self.tape.local_shape(shape, tuple(sorted(places))))
         if frozen and product and not head and not expert and self.base.packed:
             local = self.tape.local_shape(shape, tuple(sorted(places)))
@@ -170,6 +170,7 @@ class Writer:
             packed_bytes=packed,
             wide=wide,
             narrow_bytes=copies,
+            adapter=adapter,
         )
 
     def narrows(self, features: int, *, head: bool) -> bool:

@@ -19,6 +19,7 @@ from functools import cache, lru_cache
 from itertools import product, takewhile
 from math import lcm
 from operator import add, ge, itemgetter
+from typing import Final
 
 from jettison.errors import UsageError
 from jettison.spec.layout import Schedule
@@ -41,6 +42,18 @@ class ScheduledPass:
     chunk: int
 
 
+class Weights(StrEnum):
+    """Of chunks whose weights a forward shards again and a backward leaves whole."""
+
+    RESIDENT = "resident"  # none does
+    GATHERED = "gathered"  # by each pass that finds shards
+    FETCHED = "fetched"  # of the next `ACTIVE` chunks at work, before they are; of others they are sharded
+
+
+ACTIVE: Final = 3
+"""``torch/distributed/pipelining/schedules.py``, ``_add_unshard_reshard``: ``max_active_stages``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Occupancy:
     """What a device holds as ``step`` starts, in micro-batches for each chunk.
@@ -52,6 +65,9 @@ class Occupancy:
         passed: outputs, of what is not alive any more, and gradients of inputs that have been sent, where they count.
         learned: by chunk, one where a backward, or a weight step of a split one, has run, so that gradients are there;
             of forwards that count apart their own chunk's. Empty where it does not matter.
+        reduced: by chunk, one where the last backward of the step has run, and what it leaves has been reduced. Empty
+            where it does not matter.
+        whole: by chunk, one where its weights are whole, if passes change that.
     """
 
     forward: tuple[int, ...]
@@ -59,6 +75,8 @@ class Occupancy:
     step: ScheduledPass | None = None
     passed: int = 0
     learned: tuple[int, ...] = ()
+    reduced: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
@@ -264,7 +282,12 @@ Sending = tuple[int, ...]
 
 
 def occupancies(
-    order: Sequence[ScheduledPass], chunks: int = 0, sending: Sending = (), learning: int = 0
+    order: Sequence[ScheduledPass],
+    chunks: int = 0,
+    sending: Sending = (),
+    learning: int = 0,
+    reducing: bool = False,
+    weights: Weights = Weights.RESIDENT,
 ) -> tuple[Occupancy, ...]:
     """The states worth pricing while a device works through ``order``, as they come.
 
@@ -278,6 +301,7 @@ def occupancies(
         chunks: of the device; left out, as many as there are in ``order``.
         sending: whose transfers count, as a price of their own; left out, none.
         learning: chunks that learn, where that matters: those from there on are the first ones' again.
+        reducing: each of them is reduced behind its last backward, and holds less from there on.
 
     Raises:
         UsageError: ``order`` has no backward, so that there is no such state.
@@ -285,13 +309,15 @@ def occupancies(
     groups: defaultdict[tuple[Work, int, int], dict[tuple[int, ...], tuple[int, Occupancy]]] = defaultdict(dict)
     backwards = 0
     count = chunks or 1 + max((step.chunk for step in order), default=0)
-    for number, state in enumerate(_replay(order, count, sending, learning)):
+    for number, state in enumerate(_replay(order, count, sending, learning, reducing, weights)):
         step = state.step
         assert step is not None
         adds = learning and state.learned[step.chunk % learning]
         backwards += step.work is not Work.FORWARD
-        counts = (*state.forward, *state.weight, state.passed, *state.learned)
-        kind = step.work, step.chunk, 0 if step.work is Work.FORWARD else adds
+        counts = (*state.forward, *state.weight, state.passed, *state.learned, *(1 - each for each in state.reduced))
+        counts = (*counts, *state.whole)
+        whole = state.whole[step.chunk % learning] if state.whole else 0
+        kind = step.work, step.chunk, whole + 2 * (0 if step.work is Work.FORWARD else adds)
         groups[kind].setdefault(counts, (number, state))
     if not backwards:
         raise UsageError(f"got an order of {len(order)} steps without a backward; expected one that `order` gives")
@@ -299,12 +325,54 @@ def occupancies(
     return tuple(state for _, state in sorted(kept, key=itemgetter(0)))
 
 
-def _replay(order: Sequence[ScheduledPass], chunks: int, sending: Sending, learning: int) -> Iterator[Occupancy]:
+def reductions(
+    order: Sequence[ScheduledPass],
+    chunks: int,
+    sending: Sending = (),
+    learning: int = 1,
+    weights: Weights = Weights.RESIDENT,
+) -> tuple[Occupancy, ...]:
+    """The state behind each chunk's last backward, before it is reduced; ``step`` is that backward.
+
+    As ``_add_reduce_grad`` of ``torch/distributed/pipelining/schedules.py`` puts REDUCE_GRAD into an order.
+    """
+    after = list(_replay([*order, order[-1]], chunks, sending, learning, False, weights))[1:]
+    found: list[Occupancy] = []
+    reduced = [0] * learning
+    for number in sorted(_last(order, learning).values()):
+        whole = tuple(has and not gone for has, gone in zip(after[number].whole, reduced, strict=False))
+        found.append(replace(after[number], step=order[number], reduced=tuple(reduced), whole=tuple(map(int, whole))))
+        reduced[order[number].chunk % learning] = 1
+    return tuple(found)
+
+
+def _last(order: Sequence[ScheduledPass], learning: int) -> dict[int, int]:
+    """By chunk, the number of the last step that makes gradients of weights."""
+    split = any(step.work is Work.WEIGHT for step in order)
+    work = Work.WEIGHT if split else Work.BACKWARD
+    return {step.chunk % learning: number for number, step in enumerate(order) if step.work is work}
+
+
+def _replay(
+    order: Sequence[ScheduledPass], chunks: int, sending: Sending, learning: int, reducing: bool, weights: Weights
+) -> Iterator[Occupancy]:
     """The state before each step."""
     split = any(step.work is Work.WEIGHT for step in order)
     forward, weight, passed, learned = [0] * chunks, [0] * chunks, 0, [0] * learning
-    for step in order:
-        yield Occupancy(tuple(forward), tuple(weight), step, passed, tuple(learned))
+    ends = _last(order, learning) if reducing else {}
+    whole = [0] * (0 if weights is Weights.RESIDENT else learning)
+    active: set[int] = set()
+    for number, step in enumerate(order):
+        reduced = tuple(int(ends[chunk] < number) for chunk in range(learning)) if reducing else ()
+        if weights is Weights.FETCHED:
+            coming = _coming(order, number, learning)
+            for chunk in active ^ coming:
+                whole[chunk] = int(chunk in coming)
+            active = coming
+        yield Occupancy(tuple(forward), tuple(weight), step, passed, tuple(learned), reduced, tuple(whole))
+        if whole:
+            own = step.chunk % learning
+            whole[own] = int(step.work is not Work.FORWARD and ends.get(own) != number)
         if step.work is Work.FORWARD:
             forward[step.chunk] += 1
             continue
@@ -317,6 +385,16 @@ def _replay(order: Sequence[ScheduledPass], chunks: int, sending: Sending, learn
             continue
         forward[step.chunk] -= 1
         weight[step.chunk] += split
+
+
+def _coming(order: Sequence[ScheduledPass], number: int, learning: int) -> set[int]:
+    """The next `ACTIVE` chunks at work, from a step on."""
+    found: set[int] = set()
+    for step in order[number:]:
+        found.add(step.chunk % learning)
+        if len(found) == min(ACTIVE, learning):
+            break
+    return found
 
 
 def _ends(states: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -334,6 +412,9 @@ def _maximal(states: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return kept
 
 
+_Marks = tuple[bool, bool, bool, Weights]  # learning, reducing; states at which chunks are reduced; weights
+
+
 def stage_occupancies(
     schedule: Schedule,
     *,
@@ -345,6 +426,8 @@ def stage_occupancies(
     whole: int = 0,
     sending: Sending = (),
     learning: bool = False,
+    reducing: bool = False,
+    weights: Weights = Weights.RESIDENT,
 ) -> tuple[Occupancy, ...]:
     """The `occupancies` of one device, without replaying thousands of micro-batches.
 
@@ -357,10 +440,49 @@ def stage_occupancies(
             own: chunk c of them is chunk v + c. Which they are repeats itself with the order and with the window.
         sending: see `occupancies`; of micro-batches that are not replayed all has passed.
         learning: it matters which chunks have learned.
+        reducing: and which have been reduced.
+        weights: what passes do to chunks' weights; where they do something, it matters which chunks have learned.
 
     Raises:
         UsageError: see `order`.
     """
+    marks = learning, reducing, False, weights
+    return _stage_states(schedule, stage, stages, micro_batches, virtual_stages, group, whole, sending, marks)
+
+
+def stage_reductions(
+    schedule: Schedule,
+    *,
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    virtual_stages: int = 1,
+    group: int = 0,
+    whole: int = 0,
+    sending: Sending = (),
+    weights: Weights = Weights.RESIDENT,
+) -> tuple[Occupancy, ...]:
+    """The `reductions` of one device; see `stage_occupancies`.
+
+    Raises:
+        UsageError: see `order`.
+    """
+    marks = True, True, True, weights
+    return _stage_states(schedule, stage, stages, micro_batches, virtual_stages, group, whole, sending, marks)
+
+
+def _stage_states(
+    schedule: Schedule,
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    virtual_stages: int,
+    group: int,
+    whole: int,
+    sending: Sending,
+    marks: _Marks,
+) -> tuple[Occupancy, ...]:
+    """Of passes, or of reductions."""
     sizes = {"stages": stages, "micro_batches": micro_batches, "virtual_stages": virtual_stages, "group": group}
     _check(schedule, stage=stage, **sizes)
     turn = group or stages
@@ -370,14 +492,14 @@ def stage_occupancies(
     else:
         replayed = min(micro_batches, 3 * turn + left)
     if not whole:
-        found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, group, 1, 0, sending, learning)
+        found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, group, 1, 0, sending, marks)
         return _later(found, (micro_batches - replayed) * sum(sending))
     size = window(schedule, stage=stage, **sizes)
     if schedule is not Schedule.GPIPE:
         periods = lcm(size, turn * virtual_stages) // (turn * virtual_stages)
         replayed = min(micro_batches, (3 + periods) * turn + left)
     kept = min(whole, size)
-    found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, group, size, kept, sending, learning)
+    found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, group, size, kept, sending, marks)
     return _later(found, (micro_batches - replayed) * sum(sending))
 
 
@@ -396,15 +518,19 @@ def _order_occupancies(
     size: int,
     whole: int,
     sending: Sending,
-    learning: bool,
+    marks: _Marks,
 ) -> tuple[Occupancy, ...]:
+    learning, reducing, at_ends, weights = marks
     steps = order(
         schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages, group=group
     )
     learns = virtual_stages if learning else 0
-    if not whole:
-        return occupancies(steps, 0, sending, learns)
-    return occupancies(tuple(apart(steps, virtual_stages, size, whole)), 2 * virtual_stages, sending, learns)
+    chunks = 2 * virtual_stages if whole else virtual_stages
+    if whole:
+        steps = tuple(apart(steps, virtual_stages, size, whole))
+    if at_ends:
+        return reductions(steps, chunks, sending, learns, weights)
+    return occupancies(steps, chunks, sending, learns, reducing, weights)
 
 
 def apart(steps: Sequence[ScheduledPass], chunks: int, size: int, whole: int) -> Iterator[ScheduledPass]:

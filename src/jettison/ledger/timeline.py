@@ -54,8 +54,9 @@ class Unit:
     Bytes are of each one, as in NOTE [ What is there when ].
     ``backward_peak`` counts its own weight gradients; ``adding_peak`` is the same where gradients are there already.
     ``frozen``: of these peaks, a frozen model's forward, before the first unit's forward or before the last one's
-    backward. ``whole``: of what is resident, weights that stay gathered. ``halves``: of a backward that is split; None:
-    it is not, or each half is taken for the whole.
+    backward. ``whole``: of what is resident, weights that stay gathered. ``weights``: those that a chunk's passes
+    gather and shard again. ``halves``: of a backward that is split; None: it is not, or each half is taken for the
+    whole.
     """
 
     names: tuple[str, ...]
@@ -68,6 +69,7 @@ class Unit:
     is_loss: bool = False
     frozen: int = 0
     whole: int = 0
+    weights: int = 0
     halves: Halves | None = None
 
     @property
@@ -90,6 +92,7 @@ class Unit:
             is_loss=self.is_loss,
             frozen=self.frozen,
             whole=self.whole,
+            weights=self.weights,
             halves=self.halves,
         )
 
@@ -123,7 +126,10 @@ class StageLoad:
     variables: int = 0
     batches: int = 0  # of all micro-batches, where a step keeps them; ``around`` has those before the one at work
     shards: int = 0  # of gradients that are whole until a step's end: what the optimizer has of them
-    reducing: int = 0  # there while they are reduced
+    reductions: tuple[Occupancy, ...] = ()  # the states in which chunks are reduced
+    reducing: tuple[int, ...] = ()  # by chunk, how far that rises above what is there before it
+    whole_chunks: tuple[tuple[Unit, ...], ...] = ()  # chunks as they are while weights are whole, if passes change that
+    freed: tuple[int, ...] = ()  # by chunk, what is gone once it is reduced: of whole gradients, and whole weights
     passed: int = 0  # of each transfer that has passed
     sending: Sending = ()
     left: int = 0  # from a split backward's first halves to the next step
@@ -158,11 +164,12 @@ class StageLoad:
             return True
         return bool(state.learned[state.step.chunk % len(state.learned)])
 
-    def learned_bytes(self, learned: Sequence[int]) -> int:
-        """Gradients that are there in a state."""
+    def learned_bytes(self, learned: Sequence[int], reduced: Sequence[int] = ()) -> int:
+        """Gradients that are there in a state, less what is gone of chunks that have been reduced."""
+        gone = sum(map(mul, reduced, self.freed)) if self.freed else 0
         if self.gradients is Gradients.UPFRONT or all(learned):
-            return self.gradient_bytes
-        return sum(_gradients(chunk) for chunk, has in zip(self.own, learned, strict=True) if has)
+            return self.gradient_bytes - gone
+        return sum(_gradients(chunk) for chunk, has in zip(self.own, learned, strict=True) if has) - gone
 
     def held(self, chunk: int) -> int:
         """What one micro-batch's forward through a chunk leaves behind."""
@@ -229,10 +236,33 @@ def _rows(stage: StageLoad, first_step: bool, each: bool) -> Iterator[_Row]:
     yield from _states(stage, base, forward, late, each)
     there = stage.fixed + stage.state + stage.copies + between + stage.batches + stage.left
     if stage.shards:
-        yield base + between + stage.reducing, Phase.BACKWARD, "", -1
+        yield from _reductions(stage, base)
         all_gradients = stage.shards
     yield there + all_gradients + stage.optimizer_transient, Phase.OPTIMIZER, "", -1
     yield there + (all_gradients if upfront else 0), Phase.AFTER, "", -1
+
+
+def _reductions(stage: StageLoad, base: int) -> Iterator[_Row]:
+    """Each chunk is reduced behind its last backward, beside what others have in flight."""
+    for state in stage.reductions:
+        assert state.step is not None
+        chunk = state.step.chunk % len(stage.own)
+        level = base + stage.around + _in_flight(stage, state) + _whole_bytes(stage, state)
+        level += stage.learned_bytes(state.learned, state.reduced)
+        yield level + stage.reducing[chunk], Phase.BACKWARD, "", -1
+
+
+def _in_flight(stage: StageLoad, state: Occupancy) -> int:
+    """What micro-batches hold in a state, and what has been sent."""
+    whole = sum(count * stage.held(chunk) for chunk, count in enumerate(state.forward) if count)
+    halves = sum(count * stage.held_half(chunk) for chunk, count in enumerate(state.weight) if count)
+    return whole + halves + state.total * stage.sent + stage.passed * state.passed
+
+
+def _whole_bytes(stage: StageLoad, state: Occupancy) -> int:
+    """Weights that are whole in a state, of chunks whose passes gather them and shard them again."""
+    whole = zip(stage.own, state.whole, strict=False)
+    return sum(len(unit.names) * unit.weights for chunk, is_whole in whole if is_whole for unit in chunk)
 
 
 def _highest(rows: Iterator[tuple[int, Phase, str]]) -> _Rows:
@@ -256,26 +286,34 @@ def _states(stage: StageLoad, base: int, forward: Sequence[_Rows], late: int, ea
     held = [stage.held(chunk) for chunk in range(len(stage.chunks))]
     half = [stage.held_half(chunk) for chunk in range(len(stage.chunks))]
     upfront = stage.gradients is Gradients.UPFRONT
-    backward: dict[tuple[int, bool, int, bool], _Rows] = {}
+    backward: dict[tuple[int, bool, int, bool, bool], _Rows] = {}
     for state in stage.occupancies:
         alive = list(map(add, state.forward, state.weight))
         begun = any(state.learned or (1,))  # backwards have
         missing = 0 if stage.micro_batches > 1 and begun else late
         level = base + sum(map(mul, state.forward, held)) + sum(map(mul, state.weight, half))
         level += sum(alive) * stage.sent + stage.passed * state.passed
-        level += (0 if upfront else stage.learned_bytes(state.learned)) + (stage.variables if begun else 0)
+        level += (0 if upfront else stage.learned_bytes(state.learned, state.reduced)) + (
+            stage.variables if begun else 0
+        )
         chunk, number = (0, 0) if state.step is None else (state.step.chunk, state.step.micro_batch)
         enters = state.step is not None and state.step.work is Work.FORWARD
         if stage.received:
             alive[chunk] += enters  # what it is sent comes in the last one's place
             level += stage.idle(alive)
+        is_whole = bool(state.whole) and bool(state.whole[chunk % len(stage.own)])
+        level += _whole_bytes(stage, state)
+        units = stage.whole_chunks[chunk] if is_whole else stage.chunks[chunk]
         if enters:
-            yield from _at(level - missing, forward[chunk], number)
+            rows = pick(_forward(units, each, lets_go=True)) if is_whole else forward[chunk]
+            yield from _at(level - missing, rows, number)
             continue
         second = state.step is not None and state.step.work is Work.WEIGHT
-        key = chunk, stage.adds(state), missing, second
+        key = chunk, stage.adds(state), missing, second, is_whole
         if key not in backward:
-            backward[key] = pick(_backward_rows(stage.chunks[chunk], not key[1], each, missing, second))
+            backward[key] = pick(
+                _backward_rows(units, not key[1], each, missing, second, bool(state.whole) and not is_whole)
+            )
         yield from _at(level, backward[key], number)
 
 
@@ -283,43 +321,48 @@ def _gradients(chunk: Sequence[Unit]) -> int:
     return sum(len(unit.names) * unit.gradient for unit in chunk)
 
 
-def _forward(chunk: Sequence[Unit], each: bool) -> Iterator[tuple[int, Phase, str]]:
+def _forward(chunk: Sequence[Unit], each: bool, lets_go: bool = False) -> Iterator[tuple[int, Phase, str]]:
+    """Args: lets_go: weights are whole, and each unit's are sharded behind it."""
     level = 0
     for unit in chunk:
         count = len(unit.names)
         phase = Phase.LOSS if unit.is_loss else Phase.FORWARD
         if unit.frozen and unit.frozen == unit.forward_peak and not unit.is_loss:
             phase = Phase.FROZEN
-        for i in range(count) if each else (count - 1,):
-            yield level + i * unit.resident + unit.forward_peak, phase, unit.names[i]
-        level += count * unit.resident
+        change = unit.resident - (unit.weights if lets_go else 0)
+        for i in range(count) if each else (0, count - 1) if lets_go else (count - 1,):
+            yield level + i * change + unit.forward_peak, phase, unit.names[i]
+        level += count * change
 
 
-def _backward(chunk: Sequence[Unit], fresh: bool, each: bool, missing: int = 0) -> Iterator[tuple[int, Phase, str]]:
+def _backward(
+    chunk: Sequence[Unit], fresh: bool, each: bool, missing: int = 0, gathers: bool = False
+) -> Iterator[tuple[int, Phase, str]]:
     """Of a chunk whose residents are there.
 
     Args:
         fresh: gradients appear now, one by one; otherwise they are there already.
         each: every unit's; otherwise, of units that are alike, the first's and the last's, which are extreme.
         missing: bytes that are not there yet when the loss is differentiated.
+        gathers: each unit's weights, which stay.
     """
     level = 0
     for unit in reversed(chunk):
         count = len(unit.names)
         rise = (unit.backward_peak if fresh else unit.adding_peak) - (missing if unit.is_loss else 0)
         phase = Phase.FROZEN if unit.is_loss and unit.frozen and unit.frozen == rise else Phase.BACKWARD
-        change = (unit.gradient if fresh else unit.pending) - unit.resident
+        change = (unit.gradient if fresh else unit.pending) - unit.resident + (unit.weights if gathers else 0)
         for i in range(count) if each else (0, count - 1):
             yield level + i * change + rise, phase, unit.names[count - 1 - i]
         level += count * change
 
 
 def _backward_rows(
-    chunk: Sequence[Unit], fresh: bool, each: bool, missing: int, second: bool
+    chunk: Sequence[Unit], fresh: bool, each: bool, missing: int, second: bool, gathers: bool = False
 ) -> Iterator[tuple[int, Phase, str]]:
     """Of a backward or, where a chunk has them, of one of its halves; see `_backward`."""
     if not any(unit.halves for unit in chunk):
-        return _backward(chunk, fresh, each, missing)
+        return _backward(chunk, fresh, each, missing, gathers)
     return _weight_half(chunk, fresh) if second else _input_half(chunk, missing)
 
 

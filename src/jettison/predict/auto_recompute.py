@@ -193,7 +193,9 @@ def _key(stage: Stage) -> tuple[object, ...]:
     groups = tuple((group.part.region, len(group.names)) for chunk in stage.groups for group in chunk)
     load = stage.load
     beside = load.fixed, load.sent, load.received, load.receives, load.around, load.variables, load.batches
-    states = tuple((o.forward, o.weight, o.learned, o.step and (o.step.work, o.step.chunk)) for o in load.occupancies)
+    states = tuple(
+        (o.forward, o.weight, o.learned, o.reduced, o.step and (o.step.work, o.step.chunk)) for o in load.occupancies
+    )
     return groups, states, beside, load.passed, load.sending, load.left
 
 

@@ -14,10 +14,10 @@ from jettison.formula.region import embedding_region
 from jettison.formula.static import Static
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import SavedTensor
-from jettison.ledger.schedule import stage_occupancies
-from jettison.ledger.timeline import Moment, StageLoad, moments, peak
+from jettison.ledger.schedule import Weights, stage_occupancies, stage_reductions
+from jettison.ledger.timeline import Moment, StageLoad, Unit, moments, peak
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.gathered import reducing, whole_in_flight
+from jettison.predict.gathered import freed, reducing, whole_in_flight
 from jettison.predict.halves import left_bytes
 from jettison.predict.set_aside import deferred_head, kept_batches, loader_mask, packed_batch, set_aside
 from jettison.predict.stage_buffers import buffer_bytes, sending, sent_last, stream_bytes
@@ -26,11 +26,13 @@ from jettison.predict.states_on_host import HostStates, device_buffer, host_stat
 from jettison.predict.timeline_units import units
 from jettison.predict.whole_tensors import muon_step_bytes, with_whole_tensors
 from jettison.spec.kernels import Device
-from jettison.spec.layout import Schedule
+from jettison.spec.layout import Reshard, Schedule
 from jettison.spec.precision import Optimizer
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Gradients, Run
 from jettison.spec.states_on_host import StatesOnHost
+
+Units = tuple[Unit, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,18 +233,27 @@ def _stage(
     kept = kept_batches(run) if run.keep_batches and ends else 0
     kept_head = deferred_head(run) if layout.deferred_head and last_place in places else 0
     whole = layout.stage_buffers and layout.keeps_whole_gradients
+    made: tuple[Units, ...] = tuple(known[key] for key in keys)
+    asked: dict[str, Any] = {
+        "schedule": layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
+        "stage": index,
+        "stages": layout.pp,
+        "micro_batches": run.micro_batches,
+        "virtual_stages": layout.virtual_stages,
+        "group": layout.micro_batch_group,
+        "whole": run.recompute.whole,
+        "sending": passes,
+    }
+    weights = Weights.RESIDENT
+    if layout.regathers:  # interleaved and split schedules are run by ``_PipelineScheduleRuntime``
+        weights = Weights.FETCHED if layout.virtual_stages > 1 or layout.schedule.splits else Weights.GATHERED
     load = StageLoad(
-        chunks=tuple(known[key] for key in keys),
+        chunks=made,
         occupancies=stage_occupancies(
-            layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
-            stage=index,
-            stages=layout.pp,
-            micro_batches=run.micro_batches,
-            virtual_stages=layout.virtual_stages,
-            group=layout.micro_batch_group,
-            whole=run.recompute.whole,
-            sending=passes,
+            **asked,
             learning=run.gradients is not Gradients.UPFRONT or (layout.keeps_received and layout.virtual_stages > 1),
+            reducing=whole,
+            weights=weights,
         ),
         micro_batches=run.micro_batches,
         fixed=total.parameters + aside + device_buffer(run, chunks) + _frozen(run),
@@ -261,12 +272,24 @@ def _stage(
         variables=_variables(run, index),
         batches=run.micro_batches * kept,
         shards=total.gradients if whole else 0,
-        reducing=reducing(run, chunks) if whole else 0,
+        reductions=stage_reductions(**asked, weights=weights) if whole else (),
+        reducing=tuple(reducing(run, chunk) for chunk in chunks) if whole else (),
+        whole_chunks=tuple(_while_whole(run, index, (*chunks, *twins), made)) if layout.regathers else (),
+        freed=tuple(freed(run, chunk) for chunk in chunks) if whole else (),
         passed=stream_bytes(run) if passes else 0,
         sending=passes,
         left=left_bytes(run, index),
     )
     return Stage(index=index, groups=chunks, load=load, static=total)
+
+
+def _while_whole(run: Run, index: int, groups: Sequence[Chunk], made: Sequence[Sequence[Unit]]) -> Iterator[Units]:
+    """Units of chunks while weights are whole, with what each of them shards again."""
+    stays = replace(run, layout=replace(run.layout, reshard=Reshard.NEVER, reshard_ranks=0))
+    beside = (*run.layout.neighbours(index),) * 2  # of twins the same
+    for chunk, gathering, near in zip(groups, made, beside, strict=False):
+        weights = {name: unit.weights for unit in gathering for name in unit.names}
+        yield tuple(replace(unit, weights=weights[unit.names[0]]) for unit in units(stays, chunk, near))
 
 
 def _frozen(run: Run) -> int:

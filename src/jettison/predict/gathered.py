@@ -30,10 +30,16 @@ weights have been copied out for backward (``to_sharded_post_forward``, ``to_uns
 weights that stay whole while any micro-batch is in flight. The loss is behind the model: where norm and head are
 sharded again, none of their weights is there while it is made and differentiated.
 
-In a pipeline of ``torch.distributed.pipelining`` (`Layout.keeps_whole_gradients`) nothing is reduced until a stage's
+In a pipeline of ``torch.distributed.pipelining`` (`Layout.keeps_whole_gradients`) nothing is reduced until a chunk's
 last backward (``stage.py``, ``backward_maybe_with_nosync``: ``set_requires_gradient_sync(False)``): gradients stay
 whole, in the dtype that is reduced in (``to_accumulated_grad_if_needed``, one parameter after the other), and are added
-to. Then group after group lets go of its weights, and of its gradients once they are copied (``post_backward``).
+to. Then group after group lets go of its weights, and of its gradients once they are copied (``post_backward``): the
+chunk has shards from there on, while others still work (``schedules.py``, ``_add_reduce_grad``).
+
+Nor are weights sharded again behind a backward there (``set_reshard_after_backward(False)``). Of stages that reshard
+after a forward (`Layout.regathers`) they are whole from a chunk's backward to its next forward, which gathers nothing
+and lets go of group after group. ``_PipelineScheduleRuntime`` gathers those of the next three chunks when they come up
+(``_add_unshard_reshard``), so that the first forward of each finds them whole, too.
 
 Where the ends of a model have no groups of their own (`has_outer_ends`) they belong to the model's: whole from
 before the first layer on, and in backward until the engine's last callback, as are the gradients of both. Nothing is
@@ -124,21 +130,25 @@ def whole_in_flight(run: Run, groups: Sequence[RegionGroup]) -> int:
     return sum(group.part.static.gathered * len(group.names) for group in groups)
 
 
-def reducing(run: Run, chunks: Sequence[Sequence[RegionGroup]]) -> int:
-    """Beside fixed bytes, the most while a stage's gradients are reduced at the end of a step, the last chunk's first.
+def reducing(run: Run, chunk: Sequence[RegionGroup]) -> int:
+    """How far a chunk's reduction, behind its last backward, rises above its whole gradients and weights.
 
-    Whole gradients and weights of groups that come later, a buffer, which gloo copies, and shards of those before.
+    Group after group: a buffer, which gloo copies, and shards of those before.
     """
-    left = [group.part for chunk in reversed(chunks) for group in chunk for _ in group.names]
-    weights = 0 if run.layout.resharded else sum(part.static.gathered for part in left)
-    there, highest = weights + sum(part.static.reduced for part in left), 0
-    for part in left:
+    there = highest = 0
+    for part in (group.part for group in chunk for _ in group.names):
         named = last_gradient(run, part) * DTYPE_BYTES[run.precision.gradient]
         copied = named + part.static.gradients + _cloned(run, part)
-        there -= 0 if run.layout.resharded else part.static.gathered
+        there -= part.static.gathered
         highest = max(highest, there + part.static.reduced, there + copied)
         there += part.static.gradients - part.static.reduced
     return highest
+
+
+def freed(run: Run, chunk: Sequence[RegionGroup]) -> int:
+    """What of a chunk is gone once it is reduced: whole weights, and of whole gradients all but the shards."""
+    parts = [group.part.static.times(len(group.names)) for group in chunk]
+    return whole_in_flight(run, chunk) + sum(part.reduced - part.gradients for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,6 +179,7 @@ class _Sharded:
             pending=unit.pending + self._reduced_again(),
             is_loss=unit.is_loss,
             frozen=unit.frozen,
+            weights=sum(part.static.gathered for part in own) if run.layout.regathers else 0,
         )
         whole = run.layout.stage_buffers and run.layout.keeps_whole_gradients
         return self._whole_gradients(found) if whole else found
@@ -185,12 +196,14 @@ class _Sharded:
     def _whole_gradients(self, unit: Unit) -> Unit:
         """With gradients that stay whole: nothing is reduced beside them, and the first become as wide as they stay."""
         run, own = self.run, self.place.own
-        rise = self.unit.backward_peak
+        rise, adding = self.unit.backward_peak, self.unit.adding_peak
+        if run.layout.regathers:
+            rise, adding = unit.backward_peak, unit.adding_peak
         before = self.place.before
         given = 0 if before is None or not before.region.output.grad else before.region.output.nbytes
         wide = sum(part.static.reduced for part in own)
         if run.precision.gradient == run.precision.compute:
-            return replace(unit, backward_peak=rise, adding_peak=self.unit.adding_peak, gradient=wide)
+            return replace(unit, backward_peak=rise, adding_peak=adding, gradient=wide)
         last = min((w.numel for part in own for w in part.region.weights if not w.frozen), default=0)
         turned = given + wide + last * DTYPE_BYTES[run.precision.compute] - unit.resident
         return replace(unit, backward_peak=max(rise, turned), adding_peak=rise, gradient=wide)
@@ -212,7 +225,7 @@ class _Sharded:
         there = gathered - after  # what stays is among residents in backward
         lingering = self.place.before.static.gathered if outer and self.place.before is not None else 0
         freed = 0 if run.layout.reshard is not Reshard.ALWAYS else outer
-        waiting = 0 if behind is None else behind.static.reduced
+        waiting = 0 if behind is None or run.layout.keeps_whole_gradients else behind.static.reduced
         entering = 2 * gathered
         if before is not None:  # what it returned, and what was gathered for it
             entering += before.region.output.nbytes + (0 if chunk.in_flight else before.static.gathered)
@@ -222,6 +235,8 @@ class _Sharded:
             differentiated - freed,
         )
         closing = self._closing(part, before) + ahead - unit.resident - (after + shard if run.layout.pp == 1 else 0)
+        if run.layout.keeps_whole_gradients:  # nothing is reduced here
+            closing = 0
         late, at_end = 0 if part.name == HEAD else chunk.late, bool(chunk.outer) and part.name == EMBEDDING
         rise = max(*rising, there + chunk.tied if at_end else 0) + waiting + late
         moved = unit.forward_peak - passes.forward_peak, unit.backward_peak - passes.backward_peak

@@ -63,7 +63,7 @@ def _rise(chunk: Sequence[Unit]) -> _Rise:
 
 def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
     """Args: known: of chunks, by the objects that their units are."""
-    if load.passed:  # what has been sent is not a sum over kinds of chunks
+    if load.passed or load.shards:  # what has been sent, or reduced, is not a sum over kinds of chunks
         return peak(load).nbytes
     kinds: dict[int, int] = {}
     pattern = tuple(kinds.setdefault(id(chunk), len(kinds)) for chunk in load.chunks)

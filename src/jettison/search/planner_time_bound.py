@@ -166,14 +166,17 @@ def _recompute(
         at_work: max(lowest, min((rise for rise, _, _ in ways), default=0)) for at_work, (lowest, ways) in above.items()
     }
 
-    gradients = {learned: load.learned_bytes(learned) for learned in {state.learned for state in states}}
+    marks = {(state.learned, state.reduced) for state in states}
+    gradients = {each: load.learned_bytes(*each) for each in marks}
 
     def level(o: Occupancy) -> int:
-        return least[_at_work(load, o)] + gradients[o.learned] + sum(map(mul, _alive(o), held))
+        return least[_at_work(load, o)] + gradients[o.learned, o.reduced] + sum(map(mul, _alive(o), held))
 
     worst = max(states, key=level)
     chunk, alive = _at_work(load, worst)[0], _alive(worst)
-    excess = load.fixed + load.state + gradients[worst.learned] - limit_bytes + sum(map(mul, alive, held))
+    excess = (
+        load.fixed + load.state + gradients[worst.learned, worst.reduced] - limit_bytes + sum(map(mul, alive, held))
+    )
     lowest, ways = above[_at_work(load, worst)]
     offers = _Offers.of(sorted(_offers(stage, alive, hulls, without=chunk if ways else -1)))
     if not ways:

@@ -190,6 +190,15 @@ class Layout:
         return self.stage_buffers and self.pp > 1 and self.shards_parameters
 
     @property
+    def regathers(self) -> bool:
+        """Do forwards of a pipeline's stage shard its weights again, and backwards leave them whole?
+
+        ``torch/distributed/pipelining/stage.py``, ``backward_maybe_with_nosync``:
+        ``set_reshard_after_backward(False)``.
+        """
+        return self.keeps_whole_gradients and self.resharded
+
+    @property
     def resharding_differs(self) -> bool:
         """Does any group keep its parameters whole after a forward?"""
         return self.reshard is not Reshard.ALWAYS or self.reshard_ranks > 0

@@ -167,7 +167,7 @@ class Run:
                 "more"
             )
         if self.tuning is not None and self.precision.product is not None:
-            raise UsageError(f"got --lora with --precision {self.precision.name}; no description has both")
+            self._check_narrow_base(self.tuning)
         if self.layout.tp > 1 and not (self.kernels.name == MEGATRON.name and self.kernels.scans is Scans.FUSED):
             scans = [layer.scan.words for layer in self.model.described if layer.scan is not None]
             if scans:
@@ -233,6 +233,23 @@ class Run:
         if self.layout.tp * self.layout.cp > 1:
             ways = f"--tp {self.layout.tp}" if self.layout.tp > 1 else f"--cp {self.layout.cp}"
             raise UsageError(f"got --loss dpo with {ways}; TRL's head is whole on each rank: give another --loss")
+
+    def _check_narrow_base(self, tuning: Tuning) -> None:
+        """Frozen matrices of TransformerEngine keep their copies, and its products no inputs; adapters are layers of
+        Megatron's own (Megatron-Bridge, ``peft/utils.py``, ``ParallelLinearAdapter``), as wide as activations.
+
+        Raises:
+            UsageError: other libraries' narrow products, whose frozen ones nobody has described.
+        """
+        recipe = self.precision.recipe
+        if recipe is None or recipe.library is not Library.TE:
+            raise UsageError(
+                f"got --lora with --precision {self.precision.name}; TransformerEngine's products alone are described "
+                "with both: give --kernels megatron and --fp8-recipe, or --precision bf16"
+            )
+        if tuning.base is not Base.PLAIN or self.layout.zero == 3:
+            what = f"--base {tuning.base}" if tuning.base is not Base.PLAIN else "--zero 3"
+            raise UsageError(f"got {what} with --lora and --fp8-recipe {recipe.name}; no description has all of them")
 
     def _check_packed(self) -> None:
         """Are documents packed in a way that somebody's code has?
