@@ -79,7 +79,9 @@ def wait_for(condition: Any, seconds: float = PATIENCE) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("asynchronous", "on_error"), [(True, "continue"), (False, "stop")])
+@pytest.mark.parametrize(
+    ("asynchronous", "on_error"), [(True, "continue"), pytest.param(False, "stop", marks=pytest.mark.slow)]
+)
 def test_a_full_disk(tmp_path: Path, asynchronous: bool, on_error: str) -> None:
     """Files may grow to 100 kB, which the log stays below and a checkpoint does not."""
     section = CheckpointSection(folder=str(tmp_path / "ck"), every=2, asynchronous=asynchronous)
