@@ -330,6 +330,7 @@ def link_of_ranks(_args: Any) -> list[float]:
     return [link.ranks, link.bytes_per_second, link.step_seconds]
 
 
+@pytest.mark.slow
 def test_collectives_of_ranks_that_are_there(tmp_path_factory: pytest.TempPathFactory) -> None:
     found = Launches(tmp_path_factory.getbasetemp(), link_of_ranks)[2]
     assert found[0] == found[1]

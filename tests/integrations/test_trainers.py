@@ -286,7 +286,7 @@ def lightning_run(folder: Path, callbacks: list[Any], **more: Any) -> tuple[list
     return [float(loss) for loss in module.losses], [p.detach().clone() for p in module.parameters()], peak
 
 
-@pytest.mark.parametrize("more", [{}, {"accumulate_grad_batches": 2}])
+@pytest.mark.parametrize("more", [{}, pytest.param({"accumulate_grad_batches": 2}, marks=pytest.mark.slow)])
 def test_lightning_keeps_its_budget(more: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     from jettison.integrations.lightning import AutoCheckpoint

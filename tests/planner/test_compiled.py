@@ -131,6 +131,7 @@ def test_evaluation_runs_compiled_and_verify_compares_with_compiled_blocks() -> 
     handle.remove()
 
 
+@pytest.mark.slow
 def test_a_larger_batch_is_compiled_and_planned_for_when_it_comes() -> None:
     model, larger = model_of(), batch(ROWS + 4)
     budget = smallest(model, larger)

@@ -93,6 +93,7 @@ def close(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
     return all(a is not None and b is not None and torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_hooks_inside_of_blocks_run_whenever_they_are_there() -> None:
     """Dynamo does not look at hooks: what it compiled before one came would leave it out."""
     model, plain, given = model_of(rate=0.0), model_of(rate=0.0), batch()
@@ -128,6 +129,7 @@ def other_forward(model: Headed) -> None:
     model.layers[1].up.forward = types.MethodType(forward, model.layers[1].up)
 
 
+@pytest.mark.slow
 def test_another_forward_of_a_part_is_compiled() -> None:
     model, given = model_of(), batch()
     with jettison.apply(model, "full", batch=given, compile="blocks"):
@@ -178,6 +180,7 @@ def test_more_blocks_that_differ_than_dynamo_compiles_by_itself() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch._dynamo hit config")
+@pytest.mark.slow
 def test_past_the_limit_of_what_is_compiled_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "MOST_VARIANTS", 2)
     model, given = numbered(4), batch()
@@ -279,6 +282,7 @@ def test_two_models_of_one_class_and_other_sizes_and_types() -> None:
         handle.remove()
 
 
+@pytest.mark.slow
 def test_autocast_is_compiled_in_and_out_of() -> None:
     model, given = model_of(), batch()
     plain = compiled_copy(model)

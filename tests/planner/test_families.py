@@ -59,10 +59,10 @@ DEFAULT = [rotation(family, NAMES.index(family))[n % 3] for n, family in enumera
 MORE = [
     Case(family="llama", cache=True),
     Case(family="gpt2", cache=True, dropout=True, attention="eager"),
-    Case(family="mixtral", router_loss=True),
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in (
+            Case(family="mixtral", router_loss=True),
             Case(family="t5", cache=True, precision="bf16"),
             Case(family="mixtral", router_loss=True, precision="bf16", attention="eager", dropout=True),
         )
@@ -116,7 +116,9 @@ def prove(case: Case, shares: tuple[float, ...] = BUDGETS) -> None:
     assert dropped[0] >= dropped[-1] == 0
 
 
-@pytest.mark.parametrize("case", DEFAULT, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if n % 2 else ()) for n, case in enumerate(DEFAULT)], ids=str
+)
 def test_same_training_under_three_budgets(case: Case) -> None:
     prove(case, QUICK)
 

@@ -40,7 +40,9 @@ def test_a_signal_stops_after_the_step(tmp_path: Path, monkeypatch: pytest.Monke
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("seconds", "code"), [(0.2, 0), (PATIENCE, -signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("seconds", "code"), [pytest.param(0.2, 0, marks=pytest.mark.slow), (PATIENCE, -signal.SIGINT)]
+)
 def test_signals_to_the_command(tmp_path: Path, seconds: float, code: int) -> None:
     """The first one ends it in order and with exit code 0, a later one at once."""
     process = subprocess.Popen(
