@@ -8,7 +8,7 @@ import pytest
 from jettison.explain.figures import Explanation, Variant
 from jettison.explain.peak import ASIDE, explain, peak_parts
 from jettison.formula.static import Static
-from jettison.ledger.schedule import stage_occupancies
+from jettison.ledger.occupancies import stage_occupancies
 from jettison.ledger.timeline import StageLoad, Unit
 from jettison.predict.forecast import Stage, forecast
 from jettison.predict.run_request import RunRequest, resolve

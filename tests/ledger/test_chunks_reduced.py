@@ -7,8 +7,9 @@ from operator import mul
 
 import pytest
 
-from jettison.ledger import schedule as module
-from jettison.ledger.schedule import Occupancy, Weights, Work, occupancies, order, stage_reductions
+from jettison.ledger import occupancies as module
+from jettison.ledger.occupancies import Occupancy, Weights, occupancies, stage_occupancies
+from jettison.ledger.schedule import ScheduledPass, Work, order
 from jettison.spec.layout import Schedule
 
 PLAIN = Schedule.ONE_F_ONE_B
@@ -16,7 +17,7 @@ PLAIN = Schedule.ONE_F_ONE_B
 
 def test_a_chunk_is_reduced_while_another_works() -> None:
     """Two micro-batches through two chunks: F0 F0 F1 F1 B1 B1, reduce 1, B0 B0, reduce 0."""
-    last, first = stage_reductions(PLAIN, stage=0, stages=2, micro_batches=2, virtual_stages=2)
+    last, first = stage_occupancies(PLAIN, stage=0, stages=2, micro_batches=2, virtual_stages=2, behind=True)
     assert (last.forward, last.learned, last.reduced) == ((2, 0), (0, 1), (0, 0))
     assert (first.forward, first.learned, first.reduced) == ((0, 0), (1, 1), (0, 1))
 
@@ -56,5 +57,5 @@ def test_the_states_that_are_left_have_the_dearest(weights: Weights, micro_batch
         assert max(map(price, every)) == max(map(price, few))
 
 
-def _all(steps: tuple[module.ScheduledPass, ...], chunks: int, weights: Weights) -> list[Occupancy]:
+def _all(steps: tuple[ScheduledPass, ...], chunks: int, weights: Weights) -> list[Occupancy]:
     return list(module._replay(steps, chunks, (), chunks, True, weights))

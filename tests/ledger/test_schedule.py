@@ -16,17 +16,8 @@ from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from jettison.errors import UsageError
-from jettison.ledger.schedule import (
-    Occupancy,
-    ScheduledPass,
-    Work,
-    in_flight,
-    occupancies,
-    order,
-    orders,
-    peak_in_flight,
-    stage_occupancies,
-)
+from jettison.ledger.occupancies import Occupancy, in_flight, occupancies, peak_in_flight, stage_occupancies
+from jettison.ledger.schedule import ScheduledPass, Work, order, orders
 from jettison.spec.layout import Schedule
 
 Order = Sequence[ScheduledPass]

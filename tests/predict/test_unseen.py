@@ -13,7 +13,8 @@ from benchmarks.unsplit_blocks import unsplit_mib
 from jettison.cost.pipeline import schedule_seconds
 from jettison.errors import UsageError
 from jettison.export.megatron_text import layout_settings, overrides_text
-from jettison.ledger.schedule import Work, order, stage_occupancies
+from jettison.ledger.occupancies import stage_occupancies
+from jettison.ledger.schedule import Work, order
 from jettison.ledger.timeline import Phase
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import RunRequest, run_of

@@ -31,7 +31,8 @@ from itertools import product
 from operator import add, itemgetter, mul
 
 from jettison.ledger.halves import Halves
-from jettison.ledger.schedule import Occupancy, Sending, Work
+from jettison.ledger.occupancies import Occupancy, Sending
+from jettison.ledger.schedule import Work
 from jettison.spec.run import Gradients
 
 

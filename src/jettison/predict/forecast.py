@@ -13,8 +13,8 @@ from jettison.formula.parameters import parameter_count
 from jettison.formula.region import embedding_region
 from jettison.formula.static import Static
 from jettison.ledger.ledger import Ledger
+from jettison.ledger.occupancies import Weights, stage_occupancies
 from jettison.ledger.record import SavedTensor
-from jettison.ledger.schedule import Weights, stage_occupancies, stage_reductions
 from jettison.ledger.timeline import Moment, StageLoad, Unit, moments, peak
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.gathered import freed, reducing, whole_in_flight
@@ -272,7 +272,7 @@ def _stage(
         variables=_variables(run, index),
         batches=run.micro_batches * kept,
         shards=total.gradients if whole else 0,
-        reductions=stage_reductions(**order, weights=weights) if whole else (),
+        reductions=stage_occupancies(**order, behind=True, weights=weights) if whole else (),
         reducing=tuple(reducing(run, chunk) for chunk in chunks) if whole else (),
         whole_chunks=tuple(_while_whole(run, index, (*chunks, *twins), made)) if layout.regathers else (),
         freed=tuple(freed(run, chunk) for chunk in chunks) if whole else (),

@@ -15,7 +15,8 @@ from operator import add, ge, mul
 from typing import Final
 
 from jettison.identity import Same
-from jettison.ledger.schedule import Occupancy, Work
+from jettison.ledger.occupancies import Occupancy
+from jettison.ledger.schedule import Work
 from jettison.ledger.timeline import StageLoad, Unit, peak
 from jettison.predict.forecast import Forecast
 from jettison.spec.run import Gradients

@@ -22,7 +22,7 @@ from typing import TypeGuard
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region
-from jettison.ledger.schedule import Sending
+from jettison.ledger.occupancies import Sending
 from jettison.ledger.timeline import Unit
 from jettison.predict.stages import RegionGroup, StageRegion
 from jettison.spec.kernels import HUGGINGFACE, AttentionKernel

@@ -3,7 +3,7 @@
 A pipeline stage has fewer micro-batches in flight the later it comes, and a plan that the first one needs leaves room
 on the others. So many of each window of micro-batches keep everything, the same number on every stage, as Megatron has
 it; later windows are shorter, and of them these are a larger share. Bytes and seconds are counted micro-batch by
-micro-batch: `ledger.schedule.stage_occupancies` and `recomputing_share`.
+micro-batch: `ledger.occupancies.stage_occupancies` and `ledger.schedule.recomputing_share`.
 """
 
 from __future__ import annotations

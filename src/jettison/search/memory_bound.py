@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
 
-from jettison.ledger.schedule import Work, stage_occupancies
+from jettison.ledger.occupancies import stage_occupancies
+from jettison.ledger.schedule import Work
 from jettison.search.space import Setup
 from jettison.spec.layout import Schedule
 

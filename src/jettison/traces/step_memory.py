@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jettison.ledger.schedule import ScheduledPass, Work, apart, window
+from jettison.ledger.occupancies import apart
+from jettison.ledger.schedule import ScheduledPass, Work, window
 from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stages import Chunk, StageRegion, kept_by

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from jettison.capture.model_trace import as_batch
 from jettison.dryrun.imagined_pipeline import SendingStage, send_nothing
 from jettison.errors import UsageError
-from jettison.ledger.schedule import in_flight, order
+from jettison.ledger.occupancies import in_flight
+from jettison.ledger.schedule import order
 from jettison.measure.tensors import unique_bytes
 from jettison.models.documents import document_numbers
 from jettison.parallel.fsdp import forget_forwards
