@@ -13,7 +13,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from jettison.predict.forecast import forecast
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Recompute
-from support.counted_steps import second_step_bytes
+from support.counted_steps import language_step, second_step_bytes
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of
 from support.pipeline_peaks import loss_of
 
@@ -31,14 +31,7 @@ def test_what_a_checkpoint_was_given_stays_until_its_backward_is_over(precision:
     ids = torch.randint(1, VOCABULARY, (CASE.batch, CASE.sequence))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 
-    def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-autocast"):
-            loss = loss_of(model(input_ids=ids).logits, ids)
-        loss.backward()
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = language_step(model, optimizer, ids, autocast=precision == "bf16-autocast")
     measured = second_step_bytes(step, model, optimizer, ids)
     run = replace(
         run_of(CASE), recompute=Recompute.parse("full", layers=3), precision=PRECISIONS[precision], micro_batches=1

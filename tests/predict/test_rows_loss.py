@@ -7,14 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from jettison.cost.execution import Execution
+from jettison.cost.launches import work
 from jettison.formula import loss
+from jettison.formula.region import head_region
 from jettison.predict.forecast import forecast
+from jettison.predict.run_request import RunRequest, resolve
 from jettison.runtime import chunked_loss
 from jettison.spec.kernels import Loss
 from jettison.spec.precision import PRECISIONS
-from support.counted_steps import second_step_bytes
+from jettison.spec.presets import preset
+from support.counted_steps import language_step, second_step_bytes
 from support.formula_cases import FormulaCase, model_of, run_of
-from support.pipeline_peaks import loss_of
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure", "bf16-autocast"])
@@ -28,14 +32,7 @@ def test_a_loss_over_rows_takes_what_the_forecast_says(precision: str, vocabular
     ids = torch.randint(1, vocabulary, (case.batch, case.sequence))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 
-    def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-autocast"):
-            found = loss_of(model(input_ids=ids).logits, ids)
-        found.backward()
-        del found
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = language_step(model, optimizer, ids, autocast=precision == "bf16-autocast")
     with chunked_loss.holding(True) as hold:
         measured = second_step_bytes(step, model, optimizer, ids)
         assert hold is not None and hold.used == (vocabulary == 16384)
@@ -43,6 +40,15 @@ def test_a_loss_over_rows_takes_what_the_forecast_says(precision: str, vocabular
     run = replace(run_of(case), precision=PRECISIONS[precision], micro_batches=1)
     run = replace(run, kernels=replace(run.kernels, loss=Loss.ROWS))
     assert forecast(run).peak_bytes == pytest.approx(measured, rel=0.001)
+
+
+def test_its_kernels_pass_over_logits_eight_times() -> None:
+    """Twice in forward and six times in backward, whatever is held meanwhile."""
+    run = resolve(preset("llama3-8b"), RunRequest(seq=4096, loss="rows")).run
+    listed = work(head_region(run.scene), Execution(), "bfloat16", None)
+    logits = 4096 * 128256 * 4
+    assert [k.nbytes for k in listed.forward].count(2 * logits) == 1
+    assert [k.nbytes for k in listed.backward].count(6 * logits) == 1
 
 
 def test_chunks_are_cut_as_the_runtime_cuts_them() -> None:

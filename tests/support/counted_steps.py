@@ -9,6 +9,23 @@ from torch import Tensor, nn
 
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
+from support.pipeline_peaks import loss_of
+
+
+def language_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, *, autocast: bool = False
+) -> Callable[[], None]:
+    """Forward and loss, perhaps under bf16 autocast, backward, update."""
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(model(input_ids=ids).logits, ids)
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def second_step_bytes(

@@ -22,7 +22,8 @@ from jettison.errors import UsageError
 from jettison.formula.region import HELD, Region, layer_region
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import forecast
-from jettison.predict.stage_time import Item, Timing
+from jettison.predict.stage_items import Item
+from jettison.predict.stage_time import Timing
 from jettison.predict.stages import RegionGroup, walk
 from jettison.predict.time import Estimate, estimate
 from jettison.predict.whole_micro_batches import most_whole

@@ -14,7 +14,7 @@ from math import prod
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.basic import WEIGHT_COPY, copy, leave, linear, weight_copies
-from jettison.formula.tape import Value
+from jettison.formula.tape import Value, Weight
 from jettison.formula.writer import Writer, saved
 from jettison.spec.mixers import GatedDelta, Mamba2
 
@@ -70,16 +70,13 @@ def fused_delta(w: Writer, mixed: Value, strength: Value, rate: Value, spec: Gat
 def fused_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
     """Convolution, scan, norm and the product behind them, whose input is worked out again in backward."""
     b, s, hidden = w.run.micro_batch, w.run.seq, w.run.model.hidden
-    weights = [w.parameter("dt_bias", spec.heads), w.parameter("D", spec.heads)]
-    with w.tape.scope("convolution"):
-        weights += [w.parameter("weight", spec.convolved, 1, spec.taps)]
-        weights += [w.parameter("bias", spec.convolved)] if spec.convolution_bias else []
+    weights = [w.parameter("dt_bias", spec.heads), w.parameter("D", spec.heads), *_convolution(w, spec)]
     with w.tape.scope("norm"):
         weights.append(w.parameter("weight", spec.inner))
     normal = w.tape.empty(w.shape(spec.inner), joint.dtype, grad=True)
     scanned = w.tape.empty((b, s, spec.heads, spec.head_dim), joint.dtype)
     roots = w.tape.empty((spec.groups, b * s), WIDE)
-    each = spec.heads * (spec.chunk * (spec.state + spec.head_dim) + 2 * spec.head_dim * spec.state)
+    flops, workspace = _dual(w, joint, spec)
     w.tape.record(
         "fused_scan",
         [joint, rate],
@@ -91,9 +88,8 @@ def fused_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
             saved(roots, "norm statistics", SPLIT),
         ],
         weights=weights,
-        flops=2 * b * s * (each + spec.convolved * spec.taps),
-        workspace=4 * 2 * _states(w, spec.chunk, spec.inner * spec.state)
-        + joint.nbytes // joint.shape[-1] * spec.convolved,
+        flops=flops,
+        workspace=workspace,
     )
     with w.tape.scope("out_proj"):
         weights = [w.parameter("weight", hidden, spec.inner, product=True)]
@@ -120,18 +116,14 @@ def megatron_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
     (``rearrange(...).contiguous()``), which for one sequence does nothing. Channels, heads and groups are shared over
     tp.
     """
-    b, s, tp = w.run.micro_batch, w.run.seq, w.tp
+    b, s = w.run.micro_batch, w.run.seq
     weights = [w.parameter("dt_bias", spec.heads, split=0), w.parameter("D", spec.heads, split=0, wide=True)]
-    with w.tape.scope("convolution"):
-        weights += [w.parameter("weight", spec.convolved, 1, spec.taps, split=0)]
-        weights += [w.parameter("bias", spec.convolved, split=0)] if spec.convolution_bias else []
+    weights += _convolution(w, spec)
     places = w.on_tp(2)
     turned = copy(w, joint, (b, s, joint.shape[-1]), places) if b > 1 else joint
     gated = w.tape.empty((b, s, spec.inner), joint.dtype, places, grad=True)
     scanned = w.tape.empty((b, s, spec.heads, spec.head_dim), joint.dtype, places)
-    each = spec.heads * (spec.chunk * (spec.state + spec.head_dim) + 2 * spec.head_dim * spec.state)
-    workspace = 4 * 2 * _states(w, spec.chunk, spec.inner * spec.state)
-    workspace += DTYPE_BYTES[joint.dtype] * b * s * spec.convolved
+    flops, workspace = _dual(w, joint, spec)
     w.tape.record(
         "fused_scan",
         [turned, rate],
@@ -142,12 +134,12 @@ def megatron_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
             saved(scanned, "scan output", SPLIT),
         ],
         weights=weights,
-        flops=2 * b * s * (each + spec.convolved * spec.taps) // tp,
-        workspace=workspace // tp,
+        flops=flops,
+        workspace=workspace,
     )
     gated = copy(w, gated, w.shape(spec.inner), places) if b > 1 else w.tape.view(gated, w.shape(spec.inner))
     normal = w.tape.empty(gated.shape, joint.dtype, places, grad=True)
-    roots = w.tape.empty((spec.groups, b * s), WIDE, (("tp", 0),) if tp > 1 else ())
+    roots = w.tape.empty((spec.groups, b * s), WIDE, (("tp", 0),) if w.tp > 1 else ())
     with w.tape.scope("norm"):
         w.tape.record(
             "aten._fused_rms_norm.default",
@@ -157,6 +149,24 @@ def megatron_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
             weights=[w.parameter("weight", spec.inner, split=0)],
         )
     return leave(w, linear(w, normal, w.run.model.hidden, "out_proj", bias=spec.bias, split="row"))
+
+
+def _convolution(w: Writer, spec: Mamba2) -> list[Weight]:
+    """Of the channels that pass it, which ranks of tp share."""
+    with w.tape.scope("convolution"):
+        weights = [w.parameter("weight", spec.convolved, 1, spec.taps, split=0)]
+        return weights + ([w.parameter("bias", spec.convolved, split=0)] if spec.convolution_bias else [])
+
+
+def _dual(w: Writer, joint: Value, spec: Mamba2) -> tuple[int, int]:
+    """FLOPs of a rank's convolution and scan, and what only their backward has: states with their gradients, and what
+    the convolution returned.
+    """
+    tokens = w.run.micro_batch * w.run.seq
+    each = spec.heads * (spec.chunk * (spec.state + spec.head_dim) + 2 * spec.head_dim * spec.state)
+    states = 4 * 2 * _states(w, spec.chunk, spec.inner * spec.state)
+    workspace = states + DTYPE_BYTES[joint.dtype] * tokens * spec.convolved
+    return 2 * tokens * (each + spec.convolved * spec.taps) // w.tp, workspace // w.tp
 
 
 def _states(w: Writer, chunk: int, each: int) -> int:

@@ -29,7 +29,7 @@ from jettison.ledger.timeline import Phase, StageLoad, Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_time import StageSeconds, Timing
 from jettison.predict.stages import Chunk, RegionGroup
-from jettison.predict.time import Estimate, works
+from jettison.predict.time import Estimate, in_halves, works
 from jettison.predict.timeline_units import moved_bytes
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Gradients, Run
@@ -253,24 +253,19 @@ def _profiles(run: Run, stage: Stage, timing: Timing, seconds: StageSeconds) -> 
         rows = list(_by_unit(run, chunk, units, timing))
         halved = any(unit.halves for unit in units)
         found.append(_forward(rows))
-        brought = [(*row[:4], 0) for row in rows] if splits(run) else rows  # the first half has had it fetched
+        brought = [(*row[:4], 0) for row in rows] if in_halves(run) else rows  # the first half has had it fetched
         for fresh in (not upfront, False):
             found.append(_second_half(rows, fresh, second) if halved else _backward(brought, fresh=fresh, again=second))
-        if splits(run):
+        if in_halves(run):
             for fresh in (not upfront, False):
                 whole = replace(_backward(rows, fresh=fresh, again=first), kept=0, made=0)
                 found.append(_first_half(rows, first) if halved else whole)
     return tuple(found)
 
 
-def splits(run: Run) -> bool:
-    """Is each backward two passes?"""
-    return run.layout.schedule.splits and run.layout.pp > 1
-
-
 def _again(run: Run, seconds: StageSeconds) -> Iterator[tuple[float, float]]:
     """By chunk, the shares of a first half and of a second one that compute again; of a backward, twice its own."""
-    if not splits(run):
+    if not in_halves(run):
         for chunk, backward in zip(seconds.chunks, seconds.backward, strict=True):
             yield (_share(chunk.again.seconds, backward),) * 2
         return

@@ -5,14 +5,13 @@ See NOTE [ A step ] in `predict.time`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import groupby, pairwise
+from functools import cached_property
+from itertools import pairwise
 
 from jettison.cost.collective import group, host_seconds, point_seconds, transfer_seconds
 from jettison.cost.execution import Execution
-from jettison.cost.flops import recompute_flops, visible_share
 from jettison.cost.layer import NOTHING, Pass, PriceModel, RegionSeconds
 from jettison.cost.matmul import memory_seconds
 from jettison.cost.recompute import everything, repeated, to_the_end
@@ -21,15 +20,13 @@ from jettison.formula.split_backward import computing_groups
 from jettison.formula.static import Static, static
 from jettison.predict.frozen_models import frozen_groups, frozen_run
 from jettison.predict.halves import by_torch, splits
+from jettison.predict.stage_items import Item, computed_share_of, in_segments, price_model, several
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, again_by, kept_by
 from jettison.predict.states_on_host import host_states
 from jettison.predict.timeline_units import moved_bytes
-from jettison.predict.weight_work import adding_seconds, optimizer_bytes, pending_share, quantised_bytes, shared_seconds
+from jettison.predict.weight_work import adding_seconds, pending_share, quantised_bytes
 from jettison.spec.hardware import Hardware
-from jettison.spec.kernels import Documents
-from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer
-from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 from jettison.spec.states_on_host import StatesOnHost
@@ -100,42 +97,6 @@ class StageSeconds:
         return total_of(self.chunks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """So many neighbouring regions that are alike; seconds and FLOPs are of one.
-
-    Args:
-        gathered: bringing ZeRO 3's shards together.
-        reduced: of the region's gradients over the ranks that share its weights.
-        offloaded: of what stays of it, to the host, one way.
-        optimizer_bytes: read and written at the end of a step.
-        prices: whose seconds they are.
-        segment: items, from this one on, that a planner has put into one segment.
-        groups: of weights, in whose second half torch's checkpoint computes everything again; 0: none does.
-    """
-
-    count: int
-    region: Region
-    seconds: RegionSeconds
-    gathered: float
-    reduced: float
-    recomputed_flops: float
-    optimizer_bytes: float
-    in_layer: bool
-    prices: PriceModel
-    offloaded: float = 0.0
-    segment: int = 1
-    groups: int = 0
-
-
-def _in_segments(items: Sequence[Item], size: int) -> Iterator[Item]:
-    """Layer by layer: of those that are alike, `Timing.items` has all but the last ones of segments before these."""
-    for _, same in groupby(items, key=lambda item: id(item.region)):
-        own = list(same)
-        for place in range(sum(item.count for item in own)):
-            yield own[-1] if size > 1 and place % size == size - 1 else own[0]
-
-
 def total_of(parts: Sequence[RegionSeconds]) -> RegionSeconds:
     """One after the other."""
     total = parts[0]
@@ -163,8 +124,8 @@ class Timing:
     def prices(self, layer: AnyLayer | None = None) -> PriceModel:
         """Of a layer's kernels, or of the embedding's and the head's."""
         run = self.run
-        visible = 1.0 if layer is None else _computed_share(run, layer)
-        return _prices(self.hardware, self.execution, run.precision, run.layout.within_stage, visible)
+        visible = 1.0 if layer is None else computed_share_of(run, layer)
+        return price_model(self.hardware, self.execution, run.precision, run.layout.within_stage, visible)
 
     # regions ----------------------------------------------------------------------------------------------------------
 
@@ -188,7 +149,7 @@ class Timing:
 
     def _item(self, part: StageRegion, count: int, again: frozenset[int], moved: int) -> Item:
         run = self.run
-        found = _several(
+        found = several(
             count,
             self.prices(part.layer),
             part.region,
@@ -268,7 +229,7 @@ class Timing:
         `formula.split_backward`. A model's first stage has no halves, and computes once.
         """
         size = self.run.recompute.number if self.run.recompute.mode is Mode.EVERY else 1
-        layers = list(_in_segments([item for item in items if item.groups], size))
+        layers = list(in_segments([item for item in items if item.groups], size))
         again, flops = Pass(), 0.0
         for at in range(0, len(layers), size):
             own = layers[at : at + size]
@@ -441,76 +402,3 @@ class Timing:
             in_layer=item.in_layer,
             on_host=run.states_on_host,
         )
-
-
-@lru_cache(maxsize=4096)
-def _prices(
-    hardware: Hardware, execution: Execution, precision: Precision, layout: Layout, visible: float
-) -> PriceModel:
-    return PriceModel(hardware=hardware, execution=execution, precision=precision, layout=layout, visible=visible)
-
-
-@lru_cache(maxsize=65536)
-def _several(
-    count: int,
-    prices: PriceModel,
-    region: Region,
-    again: frozenset[int],
-    planned: bool,
-    adds: bool,
-    sharding: Layout,
-    optimizer: Optimizer,
-    in_layer: bool,
-) -> Item:
-    """So many of `_one`."""
-    return replace(_one(prices, region, again, planned, adds, sharding, optimizer, in_layer), count=count)
-
-
-@lru_cache(maxsize=65536)
-def _one(
-    prices: PriceModel,
-    region: Region,
-    again: frozenset[int],
-    planned: bool,
-    adds: bool,
-    sharding: Layout,
-    optimizer: Optimizer,
-    in_layer: bool,
-) -> Item:
-    """One region of which nothing is offloaded.
-
-    Args:
-        adds: other micro-batches' weight gradients are there already.
-    """
-    precision, hardware = prices.precision, prices.hardware
-    seconds = prices.seconds(region, again, planned=planned)
-    if adds:
-        adding = adding_seconds(region, sharding, precision, prices.execution, hardware)
-        seconds = replace(seconds, weights=seconds.weights + Pass(compute=adding))
-    gathered, reduced = shared_seconds(region, replace(sharding, tp=prices.layout.tp), precision, hardware)
-    return Item(
-        count=1,
-        region=region,
-        seconds=seconds,
-        gathered=gathered,
-        reduced=reduced,
-        recomputed_flops=recompute_flops(region, again),
-        optimizer_bytes=optimizer_bytes(region, sharding, precision, optimizer, in_layer),
-        in_layer=in_layer,
-        prices=prices,
-    )
-
-
-def _computed_share(run: Run, layer: AnyLayer) -> float:
-    if run.packed and run.kernels.documents is Documents.MASK:
-        return 1.0
-    return computed_share(layer, run.packed or run.seq, run.kernels.tensor_masks and not run.packed)
-
-
-@lru_cache(maxsize=4096)
-def computed_share(layer: AnyLayer, seq: int, masked: bool) -> float:
-    """Share of a layer's scores that a fused kernel computes."""
-    window = layer.window
-    if masked and window is not None and window <= seq:
-        return 1.0  # the mask is a tensor, and nothing is skipped
-    return visible_share(layer, seq)

@@ -26,7 +26,8 @@ from jettison.cost.matmul import rate
 from jettison.cost.pipeline import Replay, schedule_seconds
 from jettison.cost.utilisation import utilisation
 from jettison.ledger.schedule import recomputing_share
-from jettison.predict.stage_time import Item, StageSeconds, Timing
+from jettison.predict.stage_items import Item
+from jettison.predict.stage_time import StageSeconds, Timing
 from jettison.predict.stages import Chosen, Chunk, outline
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Run
@@ -207,12 +208,17 @@ def _stages(
     return tuple(stages)
 
 
+def in_halves(run: Run) -> bool:
+    """Is each backward two passes?"""
+    return run.layout.schedule.splits and run.layout.pp > 1
+
+
 def works(
     run: Run, stages: Sequence[StageSeconds]
 ) -> tuple[list[list[float]], list[list[float]], list[list[float]] | None]:
     """By stage and chunk: seconds of forwards, of backwards and, where a schedule splits these, of second halves."""
     forward = [stage.forward for stage in stages]
-    if run.layout.pp == 1 or not run.layout.schedule.splits:
+    if not in_halves(run):
         return forward, [stage.backward for stage in stages], None
     return forward, [stage.inputs for stage in stages], [stage.weights for stage in stages]
 

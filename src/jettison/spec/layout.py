@@ -378,11 +378,13 @@ class Layout:
             raise UsageError(f"--tp {self.tp} neither divides the {kv_heads} key-value heads nor is a multiple of them")
 
     def _check_scan(self, scan: Scan, name: str) -> None:
-        shared = isinstance(scan, Mamba2)  # by Megatron-Core: `Run` looks whose kernels they are
-        if isinstance(scan, Mamba2) and (scan.heads % self.tp or scan.groups % self.tp):
-            raise UsageError(f"--tp {self.tp} does not divide {scan.heads} heads in {scan.groups} groups of a scan")
-        if (self.tp > 1 and not shared) or self.cp > 1:
-            flag = f"--tp {self.tp}" if self.tp > 1 and not shared else f"--cp {self.cp}"
+        shared = self.tp > 1
+        if isinstance(scan, Mamba2):  # by Megatron-Core: `Run` looks whose kernels they are
+            if scan.heads % self.tp or scan.groups % self.tp:
+                raise UsageError(f"--tp {self.tp} does not divide {scan.heads} heads in {scan.groups} groups of a scan")
+            shared = False
+        if shared or self.cp > 1:
+            flag = f"--tp {self.tp}" if shared else f"--cp {self.cp}"
             raise UsageError(
                 f"got {flag}; layers of {name} have a {scan.words}, and no description says how ranks would share one. "
                 "--dp, --zero, --pp, --ep, --recompute, --offload and budgets apply"

@@ -20,7 +20,8 @@ from jettison.cost.pipeline import MOST_EVENTS, TimedPass, timed_passes
 from jettison.errors import UsageError
 from jettison.ledger.schedule import ScheduledPass, Work
 from jettison.predict.forecast import Forecast, Stage
-from jettison.predict.stage_time import Item, StageSeconds, Timing
+from jettison.predict.stage_items import Item
+from jettison.predict.stage_time import StageSeconds, Timing
 from jettison.predict.stages import Chunk
 from jettison.predict.time import Estimate, recomputing, works
 from jettison.spec.layout import Schedule
