@@ -66,6 +66,9 @@ def test_what_a_scan_of_megatron_keeps(tp: int) -> None:
             ("linear input", tokens * INNER * 2 // tp): 1,
         }
     )
+    (scan,) = (step for step in region.tape.steps if step.name == "fused_scan")
+    each = HEADS * (16 * (32 + 16) + 2 * 16 * 32)  # of a token: its chunk's scores, and states
+    assert scan.flops * tp == 2 * tokens * (each + 4 * CONVOLVED)
     local = sum(w.numel for w in region.weights if w.name.startswith("mixer"))
     everything = 64 * JOINT + 4 * CONVOLVED + CONVOLVED + 3 * HEADS + INNER + 64 * INNER
     assert local * tp == everything
