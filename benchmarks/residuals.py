@@ -8,12 +8,12 @@ n + 1 gaps those between the k-th smallest and the k-th largest are n + 1 - 2 k.
 down, that is 0.8 or more. Quantiles of the values themselves are too narrow: of 14 they hold 0.69.
 
 But runs of one configuration err together, in all releases that ran it, and a further run is mostly of another one.
-Of NVIDIA's 252 runs, each held against those of all other configurations, tenths hold 190 and fifteenths 205: those
+Of NVIDIA's 272 runs, each held against those of all other configurations, tenths hold 215 and fifteenths 232: those
 are taken.
 
-Runs of one kind err together, so one of a kind that is not there is no further value of the same row. Of 411 runs, each
-held against those of all other kinds alike (dense, or with experts), tenths hold 190 of 239 dense ones and 134 of 172
-with experts; fifteenths 207 and 151.
+Runs of one kind err together, so one of a kind that is not there is no further value of the same row. Of 618 runs, each
+held against those of all other kinds alike (dense, or with experts), tenths hold 342 of 431 dense ones and 147 of 187
+with experts; fifteenths 371 and 161.
 
 Every published run whose throughput or iteration is predicted takes part: Table 5 of arXiv 2205.05198, the rows of
 `benchmarks.throughput` and those of `benchmarks.newer_runs`.
