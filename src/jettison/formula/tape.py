@@ -159,6 +159,7 @@ class Tape:
     sources: dict[int, tuple[Source, str, bool]] = field(default_factory=dict)  # storage -> kind, name, free
     sizes: list[int] = field(default_factory=list)  # bytes on one rank of the storage that a value owns, else 0
     values: list[Value] = field(default_factory=list)
+    returned: list[Value] = field(default_factory=list)  # what the model gives its caller beside the loss
     _scope: list[str] = field(default_factory=list)
 
     # values -----------------------------------------------------------------------------------------------------------

@@ -86,6 +86,8 @@ class CommonRequest:
             them, whole through both passes.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
         keep_batches: Batches of a step stay on the device until its end, as Megatron 0.18 has them.
+        holds_output: The loop has a name for the model's output, and with it for the logits, until their backward is
+            over.
         scans: How layers carry a state along the sequence: written, as transformers without further packages, or fused.
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
         packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
@@ -103,8 +105,8 @@ class CommonRequest:
             shared_experts,moe.
         offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
             expert_fc1,moe_act.
-        like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface or deepspeed does it; other flags go
-            before it.
+        like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface, deepspeed or automodel does it; other
+            flags go before it.
     """
 
     seq: Tokens | None = None
@@ -137,6 +139,7 @@ class CommonRequest:
     outer_ends: bool | None = None
     loader_masks: bool | None = None
     keep_batches: bool | None = None
+    holds_output: bool | None = None
     scans: str | None = None
     context_exchange: str | None = None
     packed: Tokens | None = None
@@ -179,7 +182,8 @@ class RunRequest(CommonRequest):
         expert_tp: Ranks that share an expert's width, fewer than --tp; --ep then takes the others: as --tp.
         zero_replicas: Groups of ranks that each hold all of what ZeRO shards, as HSDP has them: 1.
         zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
-        recompute: none, selective, selective-op[-alternate], full, every:K, block:N, interval:K, sqrt or auto.
+        recompute: none, selective, selective-op[-alternate], full, parts (attention, feed-forward block and norms, a
+            checkpoint each), every:K, block:N, interval:K, sqrt or auto.
         offload: Send what stays of each layer to the host until its backward.
         whole_micro_batches: Of the micro-batches that a stage has in flight, so many keep everything, or most, which
             is as many as fit: 0.
@@ -333,6 +337,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         workspaces=workspaces(given_or(request.workspaces, "none")),
         loader_masks=given_or(request.loader_masks, False),
         keep_batches=given_or(request.keep_batches, False),
+        holds_output=given_or(request.holds_output, False),
         packed=packed_of(request),
         tuning=tuning,
         frozen=frozen,

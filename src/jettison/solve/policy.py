@@ -117,12 +117,16 @@ class SelectiveOp:
         inputs = frozenset(b.index for b in program.buffers if b.source is Source.INPUT)
         return close(program, self.named(program) | inputs | Full().kept(program))
 
-    def named(self, program: Program) -> frozenset[int]:
-        """Outputs that the policy is to keep, whether backward asks for them or not.
+    def cached(self, program: Program) -> frozenset[int]:
+        """What torch's selective checkpoint holds where it runs eagerly: all that is listed, read or not.
 
-        torch's selective checkpoint caches all of them when it runs eagerly; a compiled region, like `kept`, leaves
-        those out that nobody reads.
+        ``torch/utils/checkpoint.py``, ``_CachingTorchDispatchMode``; a compiled region, like `kept`, leaves those out
+        that nobody reads.
         """
+        return self.kept(program) | self.named(program)
+
+    def named(self, program: Program) -> frozenset[int]:
+        """Outputs that the policy is to keep, whether backward asks for them or not."""
         found: set[int] = set()
         readers = _readers(program)
         products = 0
