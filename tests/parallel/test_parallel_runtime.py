@@ -59,7 +59,7 @@ def test_trap_14_a_budget_that_is_too_small_on_one_rank_is_refused_on_all(on_two
     """Else one would ask again, and wait for the other, which goes on to its first step."""
     zero, one = (r["agreement"] for r in on_two)
     assert zero["refused"] == one["refused"]
-    assert zero["refused"]["text"].startswith("no plan fits a budget of 1024 B (1024B)")
+    assert zero["refused"]["text"].startswith("no plan fits a budget of 1.00 KiB (1024B)")
     assert 1024 < zero["refused"]["asked"] < 1 << 20
     assert (zero["no batch"]["kind"], one["no batch"]["kind"]) == ("PlanMismatch", "UsageError")
 

@@ -7,6 +7,7 @@ one stage after the other, in the words of their agreement: a rank that fails be
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
@@ -155,15 +156,9 @@ class ImaginedSchedule:
         self._count = self._enough(args, kwargs)
         stages: Any = self._sending[0] if single else self._sending
         kind: Any = type(self.real)
-        self._made = kind(
-            stages,
-            self._count,
-            loss_fn=self.real._loss_fn,
-            args_chunk_spec=self.real._args_chunk_spec,
-            kwargs_chunk_spec=self.real._kwargs_chunk_spec,
-            output_merge_spec=self.real._output_merge_spec,
-            scale_grads=self.real.scale_grads,
-        )
+        taken = inspect.signature(kind.__init__).parameters
+        given = {name: getattr(self.real, attribute) for name, attribute in _AS_MADE.items() if name in taken}
+        self._made = kind(stages, self._count, **given)
         send_nothing(self._made, self._sending)
 
     def _enough(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -226,6 +221,14 @@ def _received_by(stage: PipelineStage) -> list[Any]:
     return [info for of_micro_batch in infos for info in of_micro_batch if hasattr(info, "buffer")]
 
 
+_AS_MADE = {
+    "loss_fn": "_loss_fn",
+    "args_chunk_spec": "_args_chunk_spec",
+    "kwargs_chunk_spec": "_kwargs_chunk_spec",
+    "output_merge_spec": "_output_merge_spec",
+    "scale_grads": "scale_grads",
+}
+"""What schedules are made with, by the names under which they keep it; `ScheduleLoopedBFS` takes no chunk specs."""
 _OF_THE_SCHEDULE = frozenset({"target", "losses", "return_outputs", "loss_kwargs"})
 
 

@@ -30,6 +30,7 @@ from jettison.planner.host import Host
 from jettison.planner.readiness import check_model, check_states
 from jettison.planner.together import Together
 from jettison.progress import Progress
+from jettison.runtime.assumptions import PARTIAL
 from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.chunked_loss import Hold
 from jettison.runtime.planned import PlannedForward
@@ -151,7 +152,8 @@ def auto_checkpoint_step(
 
     def make() -> Applied:
         made = ranks.plans(lambda: one.plans(budget.nbytes), [likeness(trace) for trace in one.traces])
-        return agreed(replace(_applied(one.parts, made, how, host), budget=budget.words), ranks.sharing)
+        applied = _applied(one.parts, made, how, host, probed=pipelined)
+        return agreed(replace(applied, budget=budget.words), ranks.sharing)
 
     applied = ranks.settled(make)
     plans = None
@@ -198,8 +200,16 @@ def _call_shape(batch: Any) -> BatchShape:
     return BatchShape.of(*as_call(batch))
 
 
-def _applied(parts: Sequence[Part], made: list[Plan] | str, how: Check, host: Host | None) -> Applied:
-    """Every model under its plan; of another rank's plans, told as text, the decisions."""
+def _applied(
+    parts: Sequence[Part], made: list[Plan] | str, how: Check, host: Host | None, *, probed: bool = False
+) -> Applied:
+    """Every model under its plan; of another rank's plans, told as text, the decisions.
+
+    Args:
+        probed: models are stages of a pipeline. Before their first step torch runs one forward through each, and asks
+            for the gradients of its inputs alone (``_backward_metadata_inference`` in
+            torch/distributed/pipelining/stage.py). That is less than one micro-batch takes, and nothing to be told of.
+    """
     if isinstance(made, str):
         texts, likes = json.loads(made)
         plans = [Plan.from_json(text) for text in texts]
@@ -218,9 +228,13 @@ def _applied(parts: Sequence[Part], made: list[Plan] | str, how: Check, host: Ho
             )
             regions += found.regions
             batches = [(call.args, call.kwargs) for call in part.use.calls]
-            use = part.use
             expect_loop(
-                found.regions, part.trace, plan, batches=batches, in_flight=use.in_flight, backwards=use.backwards
+                found.regions,
+                part.trace,
+                plan,
+                batches=batches,
+                in_flight=part.use.in_flight + probed,
+                backwards=part.use.backwards | ({PARTIAL} if probed else set()),
             )
     except BaseException:
         Applied(regions=regions).remove()
