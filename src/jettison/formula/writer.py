@@ -24,6 +24,8 @@ class Writer:
     quantised: dict[int, Value] = field(default_factory=dict)
     spread: dict[str, Value] = field(default_factory=dict)
     copies: dict[str, Value] = field(default_factory=dict)
+    repeats: bool = False
+    """Are all parameters another region's?"""
     _random: Value | None = None
 
     @classmethod
@@ -163,7 +165,7 @@ class Writer:
             "float32" if wide else self.held(frozen=frozen),
             tuple(sorted(places)),
             expert=expert,
-            tied=tied,
+            tied=tied or self.repeats,
             product=product,
             head=head,
             frozen=frozen,

@@ -210,6 +210,7 @@ class Layer:
     ``source``: it is of the encoder, and as long as what that reads. ``cross``: what its queries ask of the encoder.
     ``plain_start``: no norm before its attention, since the embedding ends with one.
     ``ahead``: it predicts a token that many places further on, after the model's own layers; 0: it is one of these.
+    ``repeats``: its weights are those of the layer before it, which it runs once more.
     """
 
     attention: Attention | LatentAttention | Scan | None
@@ -221,6 +222,7 @@ class Layer:
     source: bool = False
     cross: Attention | None = None
     ahead: int = 0
+    repeats: bool = False
 
     def __post_init__(self) -> None:
         if self.lone and (self.arrangement is not Arrangement.PRE or self.cross is not None):
