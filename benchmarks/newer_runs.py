@@ -27,12 +27,13 @@ from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.model import ModelSpec
 from jettison.spec.presets import PRESETS, preset
+from jettison.spec.products import with_products
 from jettison.spec.run import Run
 
 FACTS = Path(__file__).parent.parent / "tests" / "facts"
 GPUS = {"H100": "h100-80gb", "B200": "b200-192gb", "B300": "b300-288gb", "GB200": "gb200-192gb", "GB300": "gb300-288gb"}
 RECIPES = {"BF16": None, "FP8-CS": "tensorwise", "FP8-BLOCKS": "blockwise", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
-"""``scripts/performance/utils/precision.py`` of Megatron-Bridge, without layers in bf16."""
+"""``scripts/performance/utils/precision.py`` of Megatron-Bridge."""
 ROTATED = "NeMo 25.11"
 """The first release whose performance scripts set ``apply_rope_fusion``."""
 FUSED = "NeMo 26.06"
@@ -95,6 +96,9 @@ NEMOTRON_3_SUPER = {
 CONFIGS = {"kimi-k2": KIMI_K2, "nemotron-3-nano": NEMOTRON_3_NANO, "nemotron-3-super": NEMOTRON_3_SUPER}
 FURTHER = {"deepseek-v3": 1, "nemotron-3-super": 2}
 """Tokens that are predicted beside the next (``mtp_num_layers`` of the recipes)."""
+PRODUCTS = {("nemotron-3-super", "NVFP4"): "last:14=bf16,mtp=bf16,attention.*=bf16,latent_*=bf16,mixer.out_proj=mxfp8"}
+"""Products that a recipe leaves: ``nemotronh/te_quant.cfg`` of Megatron-Bridge, and the layers of
+``nemotron_3_super_bf16_with_nvfp4_mixed`` in its ``mixed_precision.py``."""
 ONE_DENSE = {"deepseek-v2": 1, "deepseek-v3": 1}
 """Dense layers that SimuMax's cut models begin with."""
 
@@ -175,6 +179,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         recipe += "-blackwell"
     gated = all(kind.mlp.gated for kind in model.described if kind.mlp is not None)  # fused experts are, in recipes
     described = not fsdp and "layernorm" not in row["recompute"]  # what copies stay is not, under these
+    products = PRODUCTS.get((row["model"], row["precision"]))
     request = RunRequest(
         seq=int(row["sequence"]),
         micro_batch=micro_batch,
@@ -195,6 +200,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         precision="bf16" if described or not recipe else "fp8",
         fp8_recipe=recipe if described else None,
         fp8_param_gather=bool(recipe) and described,
+        products=products if described else None,
         recompute_modules=row["recompute"].replace("+", ",") or None,
         attention="flash",
         kernels=MEGATRON.name,
@@ -206,6 +212,9 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         tp_comm_overlap=row["model"].startswith("llama") and tp > 1 and recipe != "nvfp4",
     )
     run = resolve(model, request).run
+    if products and not described:
+        narrow = fp8_recipe(str(recipe), MEGATRON.name)
+        run = replace(run, model=with_products(run.model, products, narrow))
     how = replace(
         execution_of(run),
         hides_stages=True,
