@@ -220,6 +220,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         hides_stages=True,
         adds_in_product=not fsdp,
         rotates_in_place=row["source"] >= ROTATED,
+        graphs_experts=row["graphs"] == "step",
         narrow_attention="attention" in row["narrow"],
         narrow_head="head" in row["narrow"],
     )
