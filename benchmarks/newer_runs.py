@@ -93,9 +93,16 @@ NEMOTRON_3_SUPER = {
     "routed_scaling_factor": 5.0,
 }
 """``nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16``: attention has as many heads as Nano's."""
-CONFIGS = {"kimi-k2": KIMI_K2, "nemotron-3-nano": NEMOTRON_3_NANO, "nemotron-3-super": NEMOTRON_3_SUPER}
-FURTHER = {"deepseek-v3": 1, "nemotron-3-super": 2}
+CONFIGS = {
+    "kimi-k2": KIMI_K2,
+    "nemotron-3-nano": NEMOTRON_3_NANO,
+    "nemotron-3.5-lightning": NEMOTRON_3_NANO,
+    "nemotron-3-super": NEMOTRON_3_SUPER,
+}
+FURTHER = {"deepseek-v3": 1, "nemotron-3-super": 2, "nemotron-3.5-lightning": 2}
 """Tokens that are predicted beside the next (``mtp_num_layers`` of the recipes)."""
+REPEATED = ("nemotron-3-super", "nemotron-3.5-lightning")
+"""By one layer (``mtp_use_repeated_layer`` of the recipes)."""
 PRODUCTS = {("nemotron-3-super", "NVFP4"): "last:14=bf16,mtp=bf16,attention.*=bf16,latent_*=bf16,mixer.out_proj=mxfp8"}
 """Products that a recipe leaves: ``nemotronh/te_quant.cfg`` of Megatron-Bridge, and the layers of
 ``nemotron_3_super_bf16_with_nvfp4_mixed`` in its ``mixed_precision.py``."""
@@ -195,6 +202,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         if row["model"] != "deepseek-v3"
         else _ending_early(model, pp * virtual),
         mtp_num_layers=further or None,
+        mtp_use_repeated_layer=row["model"] in REPEATED or None,
         dp=dp,
         zero=3 if fsdp else 1,
         precision="bf16" if described or not recipe else "fp8",
