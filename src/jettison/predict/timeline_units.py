@@ -67,18 +67,19 @@ def _made(run: Run, groups: Sequence[RegionGroup]) -> Sequence[Unit] | Iterator[
 @dataclass(frozen=True, slots=True)
 class _How:
     """What `_unit` asks of a run, asked once: `Run.frees_gradients`, `Run.gradients_come_whole`, `Run.gradient_rule`;
-    whether a table is tied and no group of its own.
+    whether a table is tied and no group of its own; `Run.autocast`.
     """
 
     frees: bool
     whole: bool
     rule: GradientRule
     tied: bool
+    autocast: bool
 
     @classmethod
     def of(cls, run: Run) -> _How:
         tied = run.model.tied_embeddings and run.layout.pp == 1 and not has_outer_ends(run)
-        return cls(run.frees_gradients, run.gradients_come_whole, run.gradient_rule, tied)
+        return cls(run.frees_gradients, run.gradients_come_whole, run.gradient_rule, tied, run.autocast)
 
 
 def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
@@ -109,7 +110,7 @@ def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
         pending=pending,
         is_loss=part.name == HEAD,
         frozen=_frozen(run, part.name) if run.frozen else 0,
-        cached=cached_bytes(part.region, part.kept) if run.autocast else 0,
+        cached=cached_bytes(part.region, part.kept) if how.autocast else 0,
     )
 
 
