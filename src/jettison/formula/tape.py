@@ -193,8 +193,8 @@ class Tape:
     def split(self, value: Value, widths: Sequence[int]) -> list[Value]:
         """Pieces along the last dim, which have gradients of their own until they are put together.
 
-        ``torch.split``, ``chunk``, ``unbind``: their backward is one ``cat``, where each slice's is as large as the whole
-        (``torch/csrc/autograd/FunctionsManual.cpp``, ``split_with_sizes_backward``).
+        ``torch.split``, ``chunk``, ``unbind``: their backward is one ``cat``, where that of each slice is as large as
+        the whole (``torch/csrc/autograd/FunctionsManual.cpp``, ``split_with_sizes_backward``).
         """
         views = [self.view(value, (*value.shape[:-1], width)) for width in widths]
         pieces = [replace(each, piece=each.index) for each in views]
