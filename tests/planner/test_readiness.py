@@ -182,3 +182,9 @@ def test_an_encoder_with_a_decoder_gets_the_token_that_its_labels_are_shifted_by
     model = build(config, ConfigRequest(), None)
     ids = torch.randint(96, (1, 8))
     assert model(input_ids=ids, labels=ids).loss.isfinite()
+
+
+def test_the_replicate_that_cannot_be_copied_is_refused() -> None:
+    replicate = pytest.importorskip("torch.distributed._composable.replicate").replicate
+    with pytest.raises(UnsupportedModule, match=r"the model is under torch\.distributed\._composable\.replicate, of"):
+        jettison.auto_checkpoint(replicate(Net()), batch(), "1GiB")

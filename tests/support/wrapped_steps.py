@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -35,6 +36,7 @@ TWO = (
     "nothing left for the root",
     "gathered ahead",
     "functions around",
+    "replicated",
     "ddp",
     "ddp views",
     "ddp accumulated without sync",
@@ -66,6 +68,10 @@ def wrapped(how: str) -> Any:
         options["reshard_after_forward"] = False
     if "offloaded" in how:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if how == "replicated":
+        for unit in (*model.layers, model):
+            replicate(unit, mesh=mesh)
+        return model
     if how == "two in one unit":
         for first in range(0, 6, 2):
             fully_shard([model.layers[first], model.layers[first + 1]], **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -36,6 +37,12 @@ def check_model(model: nn.Module) -> None:
 def _check_module(name: str, module: nn.Module) -> None:
     refuse_scripted(name, module)
     refuse_compiled_whole(name, module)
+    replicate = sys.modules.get("torch.distributed._composable.replicate")
+    if replicate is not None and isinstance(module, replicate.DDP):
+        raise UnsupportedModule(
+            f"{name} is under torch.distributed._composable.replicate, of which no copy can be made; wrap it in "
+            "torch.nn.parallel.DistributedDataParallel, or in replicate of replicate_with_fsdp"
+        )
     if isinstance(module.forward, PlannedForward):
         raise UnsupportedModule(f"{name} already runs under a plan; call .remove() on its handle first")
     if getattr(module, "gradient_checkpointing", False) is True:
