@@ -188,3 +188,11 @@ def test_the_replicate_that_cannot_be_copied_is_refused() -> None:
     replicate = pytest.importorskip("torch.distributed._composable.replicate").replicate
     with pytest.raises(UnsupportedModule, match=r"the model is under torch\.distributed\._composable\.replicate, of"):
         jettison.auto_checkpoint(replicate(Net()), batch(), "1GiB")
+
+
+def test_an_optimizer_that_is_spread_over_ranks_is_refused() -> None:
+    library = pytest.importorskip("torch.distributed.optim.zero_redundancy_optimizer")
+    model = Net()
+    spread = library.ZeroRedundancyOptimizer.__new__(library.ZeroRedundancyOptimizer)  # there is no process group
+    with pytest.raises(UsageError, match="ZeroRedundancyOptimizer keeps other parameters' state on every rank"):
+        jettison.auto_checkpoint(model, batch(), "1GiB", optimizer=spread)

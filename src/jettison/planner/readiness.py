@@ -56,12 +56,20 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -
     """Whether a step of it can be dry-run.
 
     Raises:
-        UsageError: it is no optimizer, holds nothing of this model, or calls the forward from inside its step.
+        UsageError: it is no optimizer, holds nothing of this model, calls the forward from inside its step, or is
+            spread over ranks.
     """
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer= is {optimizer!r}; expected a torch.optim.Optimizer over the model's parameters")
+    library = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if library is not None and isinstance(optimizer, library.ZeroRedundancyOptimizer):
+        raise UsageError(
+            "ZeroRedundancyOptimizer keeps other parameters' state on every rank and sends them inside of its step, "
+            "which no dry run follows; leave optimizer= out and lower the budget by the bytes of its state, or shard "
+            "with FSDP2"
+        )
     own = {id(p) for p in model.parameters()}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise UsageError(
