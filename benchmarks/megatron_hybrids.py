@@ -1,7 +1,7 @@
 """Megatron-LM's models of scans, attention and feed-forward blocks in layers of their own, as its tests have them.
 
-`tests/facts/megatron_hybrids.csv`: predicted, in the columns ``blind_*``, before any figure was opened. Arguments that a
-test does not give are the defaults of ``megatron/training/arguments.py`` and of ``megatron/core/ssm/mamba_mixer.py``:
+`tests/facts/megatron_hybrids.csv`: predicted, in the columns ``blind_*``, before any figure was opened. Arguments that
+a test does not give are the defaults of ``megatron/training/arguments.py`` and of ``megatron/core/ssm/mamba_mixer.py``:
 states of 128, heads of 64 that together are twice the hidden size, eight groups, four taps.
 """
 
