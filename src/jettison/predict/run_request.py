@@ -75,7 +75,8 @@ class CommonRequest:
         stack: Whose software: base, megatron, nemo or nemo-26.06; else what goes with --kernels.
         gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
-        gradients: one-by-one, as backward makes them; upfront, in buffers; in-backward, where the optimizer steps.
+        gradients: one-by-one, as backward makes them; upfront, in buffers; buckets, one by one beside those of
+            DistributedDataParallel; in-backward, where the optimizer steps.
         accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
         workspaces: Set aside for products: none, torch- or te-ampere, -hopper, or -blackwell (a torch before
             2026's pull request 175344).
@@ -91,7 +92,7 @@ class CommonRequest:
         holds_output: The loop has a name for the model's output, and with it for the logits, until their backward is
             over.
         scans: How layers carry a state along the sequence: written, as transformers without further packages, or fused.
-        context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
+        context_exchange: How attention sees a sequence that --cp shards: ring, p2p, gather or a2a.
         packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
         lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
         base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4, nf4-double (QLoRA), or int8
@@ -186,6 +187,8 @@ class RunRequest(CommonRequest):
         ep: Ranks of expert parallelism, out of dp x cp: 1.
         expert_tp: Ranks that share an expert's width, fewer than --tp; --ep then takes the others: as --tp.
         zero_replicas: Groups of ranks that each hold all of what ZeRO shards, as HSDP has them: 1.
+        zero_whole: With --zero 1, each rank has the states of some parameters, whole, as torch's
+            ZeroRedundancyOptimizer shares them out: else each has a part of every one.
         zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
         recompute: none, selective, selective-op[-alternate], full, parts (attention, feed-forward block and norms, a
             checkpoint each), every:K, block:N, interval:K, sqrt or auto.
@@ -211,6 +214,7 @@ class RunRequest(CommonRequest):
     expert_tp: int | None = None
     zero: int | None = None
     zero_replicas: int | None = None
+    zero_whole: bool | None = None
     recompute: str | None = None
     offload: bool | None = None
     whole_micro_batches: str | None = None
@@ -424,6 +428,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
         dp=given_or(request.dp, 1),
         zero=given_or(request.zero, 0),
         zero_replicas=given_or(request.zero_replicas, 1),
+        zero_whole=given_or(request.zero_whole, False),
         gathered_inputs=given_or(request.gathered_inputs, False),
         keeps_stage_outputs=given_or(request.keep_stage_outputs, False),
         keeps_received=given_or(request.keep_received, False),
@@ -487,7 +492,8 @@ def _whole(text: str) -> int:
 
 
 def _gradients(text: str) -> Gradients:
-    words = {"one-by-one": Gradients.ONE_BY_ONE, "upfront": Gradients.UPFRONT, "in-backward": Gradients.IN_BACKWARD}
+    words = {"one-by-one": Gradients.ONE_BY_ONE, "upfront": Gradients.UPFRONT, "buckets": Gradients.BUCKETS}
+    words["in-backward"] = Gradients.IN_BACKWARD
     if text not in words:
         raise UsageError(f"got --gradients {text!r}; expected one of {', '.join(words)}")
     return words[text]
