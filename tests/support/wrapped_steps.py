@@ -38,6 +38,7 @@ TWO = (
     "ddp",
     "ddp views",
     "ddp accumulated without sync",
+    "ddp views accumulated without sync",
     "tp",
 )
 FOUR = ("hsdp", "tp and fsdp")

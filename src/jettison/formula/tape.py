@@ -19,6 +19,7 @@ from math import prod
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.ledger.program import Anchor, Source
+from jettison.spec.fp8 import Fp8Recipe
 
 NAMES = "names"
 """Of a step that reads values and does nothing: `Tape.name`."""
@@ -60,7 +61,8 @@ class Weight:
     ``wide``: it is held in fp32 whatever the others are, with its gradient and its state.
     ``packed_bytes``: on one rank, where it is held in fewer bits than it is read with; 0: it is not.
     ``narrow_bytes``: of copies for narrow products that are held for good, on one rank.
-    ``adapter``: it belongs to an adapter, whose products are as wide as activations.
+    ``adapter``: it belongs to an adapter, whose products are as wide as activations. ``recipe``: of its product, where
+    that is not the run's.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Weight:
     wide: bool = False
     narrow_bytes: int = 0
     adapter: bool = False
+    recipe: Fp8Recipe | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -199,13 +202,15 @@ class Tape:
         wide: bool = False,
         narrow_bytes: int = 0,
         adapter: bool = False,
+        recipe: Fp8Recipe | None = None,
     ) -> Weight:
         """Declare a parameter of the region."""
         local = self.local_shape(tuple(shape), places)
         full = ".".join([*self._scope, name])
         nbytes = prod(local) * DTYPE_BYTES[dtype]
         kind = (expert, tied, product, head, frozen)
-        made = Weight(full, tuple(shape), places, nbytes, prod(local), *kind, packed_bytes, wide, narrow_bytes, adapter)
+        size, more = prod(local), (packed_bytes, wide, narrow_bytes, adapter, recipe)
+        made = Weight(full, tuple(shape), places, nbytes, size, *kind, *more)
         self.weights.append(made)
         return made
 
@@ -330,6 +335,11 @@ class Tape:
         if backward is not None and value.grad:
             self.collectives.append(Collective(backward, axis, larger, backward=True, step=step, copies=copies))
         return result
+
+    @property
+    def path(self) -> str:
+        """Where it is being written."""
+        return ".".join(self._scope)
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:

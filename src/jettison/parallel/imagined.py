@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -85,24 +85,54 @@ class ImaginedReplica(nn.Module):
     Once it knows in which order gradients come, it makes its buckets anew, as a forward begins. Gradients that are
     views of the old ones, and are there by then, move over: for that moment there are both.
 
+    Where gradients are freed between steps, those of a backward that averages nothing are tensors of their own beside
+    the buckets: autograd makes them, and the reducer, whose hooks do nothing then, does not know of them. In the first
+    backward that averages, each is copied into its bucket once it is complete, and becomes a view of it
+    (``mark_variable_ready_dense`` in torch/csrc/distributed/c10d/reducer.cpp).
+
     Args:
         views: gradients are views of buckets.
     """
 
     def __init__(self, module: nn.Module, *, views: bool) -> None:
         super().__init__()
-        self.module, self.views, self.gradients_wait = module, views, False
+        self.module, self.views, self.gradients_wait, self.freed = module, views, False, True
+        self._averages = self._expects = True  # from now on; in the backward of the latest forward
+        self._buckets: dict[nn.Parameter, Tensor] = {}  # of gradients that are beside them now
+        if views:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._complete)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.views and self.gradients_wait:
             anew = [torch.empty_like(p) for p in self.module.parameters() if p.grad is not None]
             del anew
+        if torch.is_grad_enabled():
+            self._expects = self._averages
+            if self.views and self.freed and not self._averages:
+                self._leave_buckets()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing is averaged in any case."""
-        yield
+        """Forwards in here average nothing in their backwards; nothing is sent in any case."""
+        before, self._averages = self._averages, False
+        try:
+            yield
+        finally:
+            self._averages = before
+
+    def _leave_buckets(self) -> None:
+        """Gradients as a step begins are what is left of the last one's: buckets, of which there is no view."""
+        for parameter in self.module.parameters():
+            held = self._buckets.get(parameter)
+            if parameter.grad is not None and (held is None or parameter.grad is held):
+                self._buckets[parameter], parameter.grad = parameter.grad, None
+
+    def _complete(self, parameter: nn.Parameter) -> None:
+        if self._expects and parameter in self._buckets:
+            parameter.grad = self._buckets.pop(parameter)
 
 
 def _shard_alike(model: nn.Module, copied: nn.Module) -> None:

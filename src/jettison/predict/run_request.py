@@ -18,7 +18,7 @@ from jettison.errors import UsageError
 from jettison.formula.parameters import refuse_idle
 from jettison.parse_units import Tokens
 from jettison.predict.fine_tuning_request import frozen_of, packed_of, states_of, tuning_of
-from jettison.predict.precision_request import precision_of
+from jettison.predict.precision_request import precision_of, with_own_products
 from jettison.predict.request_words import given_or, word
 from jettison.spec.conventions import check_scans, kernels_for
 from jettison.spec.further import with_further
@@ -58,6 +58,8 @@ class CommonRequest:
         fp8_recipe: How products are narrow, beside a --precision in bf16: TransformerEngine's delayed[:N], tensorwise
             (either -blackwell), blockwise, mxfp8 or nvfp4; torchao's tensorwise, rowwise, rowwise_with_gw_hp or mxfp8.
         fp8_param_gather: Weights are held as bytes (Megatron), or gathered so (torchao's tensorwise).
+        products: Products that --fp8-recipe does not have, as Megatron says it: last:14=bf16, first:1=bf16, mtp=bf16,
+            attention.*=bf16, out_proj=mxfp8, separated by commas; of globs the first that fits counts.
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-bf16, whose
             moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon, dist-muon-pingpong or none.
         kernels: megatron, pytorch, huggingface, torchtune or liger: whose code runs.
@@ -99,6 +101,7 @@ class CommonRequest:
         states_on_host: The optimizer's states are in the host's memory, as deepspeed (ZeRO-Offload), torchao,
             torchao-gradients or bitsandbytes (paged) have them there.
         mtp_num_layers: Layers that predict further tokens, as Megatron has them: 0.
+        mtp_use_repeated_layer: One such layer's weights serve all further tokens.
         recompute_modules: Megatron's list of what is computed again: core_attn,layernorm,mla_up_proj,mlp,moe_act,
             shared_experts,moe.
         offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
@@ -114,6 +117,7 @@ class CommonRequest:
     precision: str | None = None
     fp8_recipe: str | None = None
     fp8_param_gather: bool | None = None
+    products: str | None = None
     optimizer: str | None = None
     kernels: str | None = None
     loss: str | None = None
@@ -147,6 +151,7 @@ class CommonRequest:
     reward: str | None = None
     states_on_host: str | None = None
     mtp_num_layers: int | None = None
+    mtp_use_repeated_layer: bool | None = None
     recompute_modules: str | None = None
     offload_modules: str | None = None
     like: str | None = None
@@ -293,7 +298,9 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         model = _with_positions(model, request.positions)
     kernels = _kernels(model, request)
     tuning, frozen = tuning_of(request), tuple(frozen_of(model, request, model_spec))
-    model = with_further(model, given_or(request.mtp_num_layers, 0), kernels)
+    repeated = given_or(request.mtp_use_repeated_layer, False)
+    model = with_further(model, given_or(request.mtp_num_layers, 0), kernels, repeated=repeated)
+    model = with_own_products(model, request, kernels)
     layout = _layout(request, model)
     if layout.deferred_head and kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.DPO):
         raise UsageError(

@@ -15,7 +15,7 @@ from jettison.solve.modules import OWN, Again, computed_again, predicts_further,
 from jettison.solve.policy import policy_named
 from jettison.spec.fp8 import Fp8Recipe
 from jettison.spec.layout import Layout
-from jettison.spec.model import AnyLayer, ModelSpec
+from jettison.spec.model import AnyLayer, Layer, ModelSpec
 from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run, Scene
@@ -313,9 +313,14 @@ def _named_layer(
         name=scene.model.layer_names[scene.model.kind_numbers.index(number)],
         region=region,
         policy=policy,
-        static=_static(region, scene.precision, optimizer, sharding, True, table, on_host),
+        static=_static(region, scene.precision, optimizer, sharding, True, table and not _repeats(layer), on_host),
         layer=layer,
     )
+
+
+def _repeats(layer: AnyLayer) -> bool:
+    """Does it run weights that the layer before it, on the same stage, has?"""
+    return isinstance(layer, Layer) and layer.repeats
 
 
 def _end(run: Run, name: str) -> StageRegion:
