@@ -34,7 +34,7 @@ from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.recorded import refuse_as_built
 from jettison.spec.run import Gradients, Run, Software
-from jettison.spec.stage_layers import stage_layers
+from jettison.spec.stage_layers import cut_of
 from jettison.spec.waves import SECOND
 from jettison.spec.workspaces import workspaces
 
@@ -180,7 +180,7 @@ class RunRequest(CommonRequest):
             --microbatch-group-size-per-virtual-pipeline-stage: --pp.
         deferred_head: Micro-batches of which a pipeline's last stage keeps gradients of logits until the others wait,
             as Megatron's --defer-embedding-wgrad-compute has them (--wgrad-deferral-limit): 0.
-        stage_layers: Layers of each stage: 5,4,4,3, or first:3,last:5, or Megatron's layout string; else evenly.
+        stage_layers: Layers of each stage: 5,4,4,3, first:3,last:5, Megatron's layout string, or nanotron; else evenly.
         schedule: Order of a pipeline: gpipe, 1f1b, zero-bubble or zero-bubble-v.
         cp: Ranks of context parallelism: 1.
         dp: Data-parallel replicas: 1.
@@ -407,10 +407,9 @@ def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
 
 
 def _layout(request: RunRequest, model: ModelSpec) -> Layout:
-    depth = model.depth - model.further
     tp, pp, virtual = given_or(request.tp, 1), given_or(request.pp, 1), given_or(request.virtual_stages, 1)
     cut = request.stage_layers
-    uneven = () if cut is None else stage_layers(cut, layers=depth, chunks=pp * virtual)
+    uneven = () if cut is None else cut_of(cut, model, pp=pp, virtual=virtual)
     reshard = given_or(request.reshard_after_forward, str(Reshard.ALWAYS))
     return Layout(
         tp=tp,
