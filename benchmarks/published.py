@@ -50,7 +50,6 @@ class Row:
     """One published figure and the run that stands for it.
 
     Args:
-        caches: selective checkpointing ran eagerly, so that outputs which nobody reads were held as well.
         first_step: the figure is that of the first step.
         within: relative error that the test allows.
         why: where that is more than `CLAIMED`.
@@ -63,7 +62,6 @@ class Row:
     run: Run
     shown: str  # how to repeat it: a command, or an expression of this module
     within: float = CLAIMED
-    caches: bool = False
     first_step: bool = False
     why: str = ""
     facts: Path = FACTS
@@ -82,10 +80,11 @@ def published_gib(facts: Path = FACTS, **columns: str) -> float:
     return float(found[0]["memory_gib"])
 
 
-def described(model: str, **request: Any) -> tuple[Run, str]:
+def described(model: str, *, compiled: bool = False, **request: Any) -> tuple[Run, str]:
     """A run, and the command that describes it."""
     asked = RunRequest(**request)
-    return resolve(model_spec(model), asked).run, command(model, asked)
+    run, shown = resolve(model_spec(model), asked).run, command(model, asked)
+    return (replace(run, compiled=True), f"{shown} --compile") if compiled else (run, shown)
 
 
 def command(model: str, request: RunRequest) -> str:
@@ -136,7 +135,7 @@ _GRAPH = (
 
 
 def _titan(name: str, gib: float, model: str = "llama3-8b", *, dp: int, seq: int, **more: Any) -> Row:
-    ours = {key: more.pop(key) for key in ("within", "why", "caches", "first_step", "facts") if key in more}
+    ours = {key: more.pop(key) for key in ("within", "why", "first_step", "facts") if key in more}
     run, shown = described(model, seq=seq, dp=dp, **_SHARDED, **_WRAPPED, **more)
     framework, figure = Framework.FSDP2, Figure.RESERVED
     return Row(name=name, framework=framework, figure=figure, gib=gib, run=run, shown=shown, **ours)
@@ -155,7 +154,7 @@ def _fsdp2() -> Iterator[Row]:
                 seq=8192,
                 micro_batch=2,
                 recompute=_ALTERNATE,
-                caches=not compiled,
+                compiled=compiled,
             )
     for cp in (1, 2, 4, 8):
         gib = published_gib(source=_BENCH, sequence=str(32768 * cp), recompute="full")
@@ -175,7 +174,6 @@ def _fsdp2() -> Iterator[Row]:
         seq=8192,
         micro_batch=1,
         recompute=_ALTERNATE,
-        caches=True,
     )
     for ranks in (32, 64):
         yield _titan(
@@ -185,6 +183,7 @@ def _fsdp2() -> Iterator[Row]:
             seq=8192,
             micro_batch=2,
             recompute=_ALTERNATE,
+            compiled=True,
             loss="compiled",
             facts=MORE,
             within=0.12,
@@ -198,6 +197,7 @@ def _fsdp2() -> Iterator[Row]:
             seq=8192,
             micro_batch=2,
             recompute=_ALTERNATE,
+            compiled=True,
             first_step=first,
             within=0.12,
             why=_UNEXPLAINED,
@@ -220,6 +220,7 @@ def _fsdp2() -> Iterator[Row]:
             seq=8192,
             micro_batch=1,
             recompute=_ALTERNATE,
+            compiled=True,
             first_step=first,
         )
     for extras, more in (("", {}), (" float8 tensorwise", {"fp8_recipe": "tensorwise"}), (" float8 rowwise", _ROWWISE)):
@@ -230,6 +231,7 @@ def _fsdp2() -> Iterator[Row]:
             seq=8192,
             micro_batch=1,
             recompute=_ALTERNATE,
+            compiled=True,
             loss="compiled",
             within=0.26,
             why=_TUTORIAL,
@@ -262,6 +264,7 @@ def _graph() -> Iterator[Row]:
                 seq=8192,
                 micro_batch=1,
                 recompute=recompute,
+                compiled=recompute == _ALTERNATE,
                 gathered_inputs=True,
                 loss="vocab-parallel",
             )

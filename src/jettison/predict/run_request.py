@@ -75,7 +75,8 @@ class CommonRequest:
         stack: Whose software: base, megatron, nemo or nemo-26.06; else what goes with --kernels.
         gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
-        gradients: one-by-one, as backward makes them; upfront, in buffers; in-backward, where the optimizer steps.
+        gradients: one-by-one, as backward makes them; upfront, in buffers; buckets, one by one beside those of
+            DistributedDataParallel; in-backward, where the optimizer steps.
         accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
         workspaces: Set aside for products: none, torch- or te-ampere, -hopper, or -blackwell (a torch before
             2026's pull request 175344).
@@ -88,8 +89,10 @@ class CommonRequest:
             them, whole through both passes.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
         keep_batches: Batches of a step stay on the device until its end, as Megatron 0.18 has them.
+        holds_output: The loop has a name for the model's output, and with it for the logits, until their backward is
+            over.
         scans: How layers carry a state along the sequence: written, as transformers without further packages, or fused.
-        context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
+        context_exchange: How attention sees a sequence that --cp shards: ring, p2p, gather or a2a.
         packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
         lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
         base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4, nf4-double (QLoRA), or int8
@@ -106,8 +109,8 @@ class CommonRequest:
             shared_experts,moe.
         offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
             expert_fc1,moe_act.
-        like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface or deepspeed does it; other flags go
-            before it.
+        like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface, deepspeed or automodel does it; other
+            flags go before it.
     """
 
     seq: Tokens | None = None
@@ -141,6 +144,7 @@ class CommonRequest:
     outer_ends: bool | None = None
     loader_masks: bool | None = None
     keep_batches: bool | None = None
+    holds_output: bool | None = None
     scans: str | None = None
     context_exchange: str | None = None
     packed: Tokens | None = None
@@ -183,8 +187,11 @@ class RunRequest(CommonRequest):
         ep: Ranks of expert parallelism, out of dp x cp: 1.
         expert_tp: Ranks that share an expert's width, fewer than --tp; --ep then takes the others: as --tp.
         zero_replicas: Groups of ranks that each hold all of what ZeRO shards, as HSDP has them: 1.
+        zero_whole: With --zero 1, each rank has the states of some parameters, whole, as torch's
+            ZeroRedundancyOptimizer shares them out: else each has a part of every one.
         zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
-        recompute: none, selective, selective-op[-alternate], full, every:K, block:N, interval:K, sqrt or auto.
+        recompute: none, selective, selective-op[-alternate], full, parts (attention, feed-forward block and norms, a
+            checkpoint each), every:K, block:N, interval:K, sqrt or auto.
         offload: Send what stays of each layer to the host until its backward.
         whole_micro_batches: Of the micro-batches that a stage has in flight, so many keep everything, or most, which
             is as many as fit: 0.
@@ -207,6 +214,7 @@ class RunRequest(CommonRequest):
     expert_tp: int | None = None
     zero: int | None = None
     zero_replicas: int | None = None
+    zero_whole: bool | None = None
     recompute: str | None = None
     offload: bool | None = None
     whole_micro_batches: str | None = None
@@ -340,6 +348,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         workspaces=workspaces(given_or(request.workspaces, "none")),
         loader_masks=given_or(request.loader_masks, False),
         keep_batches=given_or(request.keep_batches, False),
+        holds_output=given_or(request.holds_output, False),
         packed=packed_of(request),
         tuning=tuning,
         frozen=frozen,
@@ -424,6 +433,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
         dp=given_or(request.dp, 1),
         zero=given_or(request.zero, 0),
         zero_replicas=given_or(request.zero_replicas, 1),
+        zero_whole=given_or(request.zero_whole, False),
         gathered_inputs=given_or(request.gathered_inputs, False),
         keeps_stage_outputs=given_or(request.keep_stage_outputs, False),
         keeps_received=given_or(request.keep_received, False),
@@ -487,7 +497,8 @@ def _whole(text: str) -> int:
 
 
 def _gradients(text: str) -> Gradients:
-    words = {"one-by-one": Gradients.ONE_BY_ONE, "upfront": Gradients.UPFRONT, "in-backward": Gradients.IN_BACKWARD}
+    words = {"one-by-one": Gradients.ONE_BY_ONE, "upfront": Gradients.UPFRONT, "buckets": Gradients.BUCKETS}
+    words["in-backward"] = Gradients.IN_BACKWARD
     if text not in words:
         raise UsageError(f"got --gradients {text!r}; expected one of {', '.join(words)}")
     return words[text]

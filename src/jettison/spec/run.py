@@ -14,7 +14,7 @@ from jettison.spec.frozen_models import FrozenModel
 from jettison.spec.inputs import Patches
 from jettison.spec.kernels import MEGATRON, PYTORCH, ContextExchange, Device, Documents, Kernels, Loss, Scans
 from jettison.spec.layout import Layout
-from jettison.spec.model import Attention, LatentAttention, ModelSpec
+from jettison.spec.model import Attention, LatentAttention, ModelSpec, Pooling
 from jettison.spec.modules import check_parts
 from jettison.spec.precision import (
     MUONS,
@@ -36,7 +36,8 @@ class Gradients(StrEnum):
     """When weight gradients are allocated."""
 
     ONE_BY_ONE = "one by one"  # as backward reaches each weight; freed again after the optimizer step
-    UPFRONT = "upfront"  # one buffer for all, for good: Megatron's and DDP's buckets
+    UPFRONT = "upfront"  # one buffer for all, for good: Megatron's, and DDP's buckets where gradients are views of them
+    BUCKETS = "buckets"  # one by one, beside buckets that are there for good: DistributedDataParallel as it comes
     IN_BACKWARD = "in backward"  # the optimizer steps within backward, and each is freed as soon as it was applied
 
 
@@ -97,6 +98,7 @@ class Run:
         stack: whose software runs it, where hardware files tell several apart; None: what goes with the kernels.
         adding: how a weight's gradient gets to the one that is there. ``workspaces``: set aside for matrix products.
         loader_masks: the batch has an s × s mask for each sequence. ``keep_batches``: those of a step stay to its end.
+        holds_output: the loop has a name for the model's logits until their backward is over.
         source_seq: tokens that the encoder of an encoder with a decoder reads; 0: there is none.
         packed: tokens of a document, where sequences are several that do not see each other; 0: they are one.
         tuning: adapters are trained beside frozen weights; None: every weight is trained.
@@ -130,6 +132,7 @@ class Run:
     workspaces: Workspaces = WORKSPACES["none"]
     loader_masks: bool = False
     keep_batches: bool = False
+    holds_output: bool = False
     packed: int = 0
     tuning: Tuning | None = None
     source_seq: int = 0
@@ -185,6 +188,10 @@ class Run:
                 f"got --base int8 with --recompute {self.recompute}; bitsandbytes holds what its products read where "
                 "no checkpoint lets go of them: give --recompute none, or --base nf4"
             )
+        if self.holds_output:
+            self._check_output()
+        if self.recompute.mode is Mode.PARTS and self.model.recorder is not None:
+            raise UsageError(f"got --recompute parts; {self.model.name}'s blocks are recorded as one: give full")
         if self.compiled:
             check_compiled(self.model, self.kernels, mode=str(self.recompute.mode), tuned=self.tuning is not None)
         if self.precision.recipe is not None:
@@ -220,6 +227,28 @@ class Run:
             why = f"where {misfit}" if misfit else ""
         if why:
             raise UsageError(f"got --fp8-recipe {recipe.name} {why}")
+
+    def _check_output(self) -> None:
+        """Are there logits that a loop could have a name for?
+
+        Raises:
+            UsageError: no.
+        """
+        model, loss, why = self.model, self.kernels.loss, ""
+        if self.layout.pp > 1:
+            why = f"--pp {self.layout.pp}, whose schedule calls the model; --stage-buffers says what it holds"
+        elif model.recorder is not None or model.waves is not None or model.pair is not None:
+            why = f"{model.name}, of which no description says what it returns"
+        elif model.head.pooling is not Pooling.NONE:
+            why = f"{model.name}, which returns one prediction a sequence"
+        elif loss in (Loss.FUSED, Loss.CHUNKED, Loss.DPO):
+            why = f"--loss {loss}, for which the model makes no logits"
+        elif loss is Loss.LISTED:
+            why = f"--loss {loss}, whose logits stay anyway"
+        elif loss is Loss.ROWS:
+            why = f"--loss {loss}, which writes over logits that nobody else has: give --loss upcast"
+        if why:
+            raise UsageError(f"got --holds-output with {why}; leave it away")
 
     def _check_pairs(self) -> None:
         """Is a micro-batch pairs of sequences, on ranks that do not share a head?
