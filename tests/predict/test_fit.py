@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from jettison.errors import UsageError
 from jettison.predict import largest as fit_module
 from jettison.predict.allowance import allowance, available_bytes
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.largest import Edge, fit
+from jettison.predict.run_request import RunRequest, run_of
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.kernels import MEGATRON, PYTORCH
 from jettison.spec.layout import Layout
