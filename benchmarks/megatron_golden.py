@@ -265,7 +265,7 @@ def run_of(row: Facts) -> Run:
             pp=stages,
             virtual_stages=virtual,
             micro_batch_group=int(more.get("microbatch-group-size-per-virtual-pipeline-stage", 0)),
-            stage_layers=stage_layers(cut, layers=own, chunks=stages * virtual) if cut else (),
+            stage_layers=(stage_layers(cut, layers=own, chunks=stages * virtual, further=model.further) if cut else ()),
             further=model.further,
             deferred_head=2 if "defer-embedding-wgrad-compute" in more else 0,  # its tests' --wgrad-deferral-limit
             cp=cp,

@@ -19,7 +19,6 @@ from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind
 from jettison.spec.precision import PRECISIONS
-from jettison.spec.presets import preset
 from jettison.spec.run import Gradients, Run
 
 _FOLDER = Path(__file__).parent.parent / "tests" / "facts"
@@ -298,21 +297,16 @@ def _nanotron() -> Iterator[Row]:
             run=run,
             shown=shown,
         )
+    stages = {"pp": 8, "micro_batches": 8, "stage_layers": "nanotron"}
+    run, shown = described("llama-8b-mha", micro_batch=1, **stages, **common)
     yield Row(
         name="llama-8b-mha, pp = 8, b = 1 (its first stage)",
         framework=Framework.NANOTRON,
         figure=Figure.UNSTATED,
         gib=published_gib(source=source, layout="pp8"),
-        run=nanotron_stages(**common),
-        shown="forecast(nanotron_stages(seq=4096, precision='bf16-grad32', gradients='upfront')).peak_bytes",
+        run=run,
+        shown=shown,
     )
-
-
-def nanotron_stages(**request: Any) -> Run:
-    """8 stages of llama-8b-mha with 5 layers each: 40 in all, so that the first stage is nanotron's first."""
-    model = preset("llama-8b-mha")
-    wider = replace(model, layers=model.layers[:1] * 40)
-    return resolve(wider, RunRequest(micro_batch=1, pp=8, micro_batches=8, **request)).run
 
 
 # torchtune ------------------------------------------------------------------------------------------------------------

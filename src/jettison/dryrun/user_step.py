@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from jettison.capture.fakes import roughly
 from jettison.capture.isolation import leaving_nothing
 from jettison.capture.model_trace import ModelTrace
+from jettison.capture.sharded import sharded_modules
 from jettison.capture.signature import as_signed, call_signature, global_signature, opaque_copy
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves, tree_map
@@ -241,7 +242,11 @@ def _on_fakes(step: Step, modules: Sequence[nn.Module], batch: Any, mode: FakeTe
         torch.enable_grad(),
         roughly(modules[0]),
     ):
-        yield
+        try:
+            yield
+        finally:
+            for module in (inner for one in modules for inner in sharded_modules(one)):
+                module.reshard()  # a frozen model's root stays whole, and what its modules hold is put back to parts
 
 
 class UserStep:

@@ -114,7 +114,7 @@ def replay(
 
 def weight_gradients(region: Region, dtype: str) -> int:
     """Bytes of the gradients of a region's own weights on one rank."""
-    return sum(w.numel for w in region.weights if not w.tied and not w.frozen) * DTYPE_BYTES[dtype]
+    return sum(w.gradient_numel for w in region.weights if not w.tied and not w.frozen) * DTYPE_BYTES[dtype]
 
 
 def _forward_peaks(region: Region, kept: frozenset[int], cut: int) -> tuple[int, int]:
@@ -249,8 +249,8 @@ class Backward:
         incoming = [self.gradient[v.storage] for v in step.outputs if v.storage in self.gradient]
         contributions = self._contributions(step, incoming)
         made = self._made(step, incoming)
-        weights = sum(w.numel for w in made) * self.weight_bytes
-        added = sum(w.numel for w in made if self.accumulates or w.name in self.learned) * self.weight_bytes
+        weights = sum(w.gradient_numel for w in made) * self.weight_bytes
+        added = sum(w.gradient_numel for w in made if self.accumulates or w.name in self.learned) * self.weight_bytes
         self.learned.update(w.name for w in made)
         self._grow(weights)
         for b in () if step.in_place else needed:

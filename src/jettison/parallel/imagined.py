@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -136,7 +137,9 @@ class ImaginedReplica(nn.Module):
 
 
 def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
-    """`fully_shard` on the copy what it was called on in the model, innermost first, with the same arguments."""
+    """`fully_shard`, or ``replicate``, on the copy what it was called on in the model, innermost first, with the same
+    arguments.
+    """
     names = {module: name for name, module in model.named_modules()}
     made: list[tuple[Any, Any]] = []  # FSDP's states of the model, and of the copy
     group: Any = None
@@ -157,18 +160,29 @@ def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
         if group is None:
             continue
         own = {p for m in modules for p in m.parameters()}
-        shard: Any = fully_shard
-        shard(
+        wrap: Any = _replicate_of(module)
+        sharding = {"reshard_after_forward": _reshards(state, group), "shard_placement_fn": placements.get}
+        (wrap or fully_shard)(
             modules if len(modules) > 1 else modules[0],
+            **({} if wrap else sharding),
             mesh=_imagined_mesh(group.mesh_info.mesh, rooted=dtensor),
-            reshard_after_forward=_reshards(state, group),
-            shard_placement_fn=placements.get,
             mp_policy=state._mp_policy,
             offload_policy=group.offload_policy,
             ignored_params={p for p in own if p not in placements and not _is_sharded(p)},
         )
         made.append((state, modules[0]._get_fsdp_state()))
     _set_alike(made)
+
+
+def _replicate_of(module: nn.Module) -> Callable[..., Any] | None:
+    """torch's ``replicate`` that is made of FSDP2, where that was called on the module: nothing is sharded then, and
+    FSDP's hooks average gradients.
+    """
+    library = sys.modules.get("torch.distributed._composable.replicate_with_fsdp")
+    if library is None or not isinstance(module, library.ReplicateModule):
+        return None
+    found: Callable[..., Any] = library.replicate
+    return found
 
 
 def _check_groups(name: str, groups: Sequence[Any]) -> None:

@@ -94,13 +94,14 @@ def expect_loop(
     batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] = (),
     in_flight: int = 1,
     backwards: Iterable[str] = (),
+    replicated: bool = False,
 ) -> None:
     """The root is to notice where the loop is not the one that was planned for.
 
     Args:
         batches: arguments of each call in a step; left out, the trace's.
         in_flight: calls that may be between forward and backward at a time.
-        backwards: as of `Assumptions`.
+        backwards, replicated: as of `Assumptions`.
     """
     root = regions[-1]
     root.assumptions = Assumptions(
@@ -111,6 +112,7 @@ def expect_loop(
         gradients_held=made.gradients_held,
         in_flight=in_flight,
         backwards=backwards,
+        replicated=replicated,
     )
 
 

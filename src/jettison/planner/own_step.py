@@ -20,7 +20,7 @@ from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
 from jettison.dryrun.user_step import Step
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.measure.device import elsewhere_bytes
-from jettison.parallel.imagined import held_by_ddp
+from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
 from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop, likeness
 from jettison.planner.batches import BatchPlans
 from jettison.planner.budget import Budget
@@ -152,7 +152,8 @@ def auto_checkpoint_step(
 
     def make() -> Applied:
         made = ranks.plans(lambda: one.plans(budget.nbytes), [likeness(trace) for trace in one.traces])
-        applied = _applied(one.parts, made, how, host, probed=pipelined)
+        replicas = [inside_of_ddp(one) for one in modules if isinstance(one, DistributedDataParallel)]
+        applied = _applied(one.parts, made, how, host, replicas=replicas, probed=pipelined)
         return agreed(replace(applied, budget=budget.words), ranks.sharing)
 
     applied = ranks.settled(make)
@@ -201,11 +202,18 @@ def _call_shape(batch: Any) -> BatchShape:
 
 
 def _applied(
-    parts: Sequence[Part], made: list[Plan] | str, how: Check, host: Host | None, *, probed: bool = False
+    parts: Sequence[Part],
+    made: list[Plan] | str,
+    how: Check,
+    host: Host | None,
+    *,
+    replicas: Sequence[nn.Module],
+    probed: bool,
 ) -> Applied:
     """Every model under its plan; of another rank's plans, told as text, the decisions.
 
     Args:
+        replicas: models that DistributedDataParallel replicates.
         probed: models are stages of a pipeline. Before their first step torch runs one forward through each, and asks
             for the gradients of its inputs alone (``_backward_metadata_inference`` in
             torch/distributed/pipelining/stage.py). That is less than one micro-batch takes, and nothing to be told of.
@@ -235,6 +243,7 @@ def _applied(
                 batches=batches,
                 in_flight=part.use.in_flight + probed,
                 backwards=part.use.backwards | ({PARTIAL} if probed else set()),
+                replicated=any(part.model is one for one in replicas),
             )
     except BaseException:
         Applied(regions=regions).remove()

@@ -34,7 +34,7 @@ from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.recorded import refuse_as_built
 from jettison.spec.run import Gradients, Run, Software
-from jettison.spec.stage_layers import stage_layers
+from jettison.spec.stage_layers import cut_of
 from jettison.spec.waves import SECOND
 from jettison.spec.workspaces import workspaces
 
@@ -75,7 +75,8 @@ class CommonRequest:
         stack: Whose software: base, megatron, nemo or nemo-26.06; else what goes with --kernels.
         gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
-        gradients: one-by-one, as backward makes them; upfront, in buffers; in-backward, where the optimizer steps.
+        gradients: one-by-one, as backward makes them; upfront, in buffers; buckets, one by one beside those of
+            DistributedDataParallel; in-backward, where the optimizer steps.
         accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
         workspaces: Set aside for products: none, torch- or te-ampere, -hopper, or -blackwell (a torch before
             2026's pull request 175344).
@@ -91,7 +92,7 @@ class CommonRequest:
         holds_output: The loop has a name for the model's output, and with it for the logits, until their backward is
             over.
         scans: How layers carry a state along the sequence: written, as transformers without further packages, or fused.
-        context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
+        context_exchange: How attention sees a sequence that --cp shards: ring, p2p, gather or a2a.
         packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
         lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
         base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4, nf4-double (QLoRA), or int8
@@ -179,13 +180,15 @@ class RunRequest(CommonRequest):
             --microbatch-group-size-per-virtual-pipeline-stage: --pp.
         deferred_head: Micro-batches of which a pipeline's last stage keeps gradients of logits until the others wait,
             as Megatron's --defer-embedding-wgrad-compute has them (--wgrad-deferral-limit): 0.
-        stage_layers: Layers of each stage: 5,4,4,3, or first:3,last:5, or Megatron's layout string; else evenly.
+        stage_layers: Layers of each stage: 5,4,4,3, first:3,last:5, Megatron's layout string, or nanotron; else evenly.
         schedule: Order of a pipeline: gpipe, 1f1b, zero-bubble or zero-bubble-v.
         cp: Ranks of context parallelism: 1.
         dp: Data-parallel replicas: 1.
         ep: Ranks of expert parallelism, out of dp x cp: 1.
         expert_tp: Ranks that share an expert's width, fewer than --tp; --ep then takes the others: as --tp.
         zero_replicas: Groups of ranks that each hold all of what ZeRO shards, as HSDP has them: 1.
+        zero_whole: With --zero 1, each rank has the states of some parameters, whole, as torch's
+            ZeroRedundancyOptimizer shares them out: else each has a part of every one.
         zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
         recompute: none, selective, selective-op[-alternate], full, parts (attention, feed-forward block and norms, a
             checkpoint each), every:K, block:N, interval:K, sqrt or auto.
@@ -211,6 +214,7 @@ class RunRequest(CommonRequest):
     expert_tp: int | None = None
     zero: int | None = None
     zero_replicas: int | None = None
+    zero_whole: bool | None = None
     recompute: str | None = None
     offload: bool | None = None
     whole_micro_batches: str | None = None
@@ -362,8 +366,14 @@ def run_of(model: str | ModelSpec, request: RunRequest | None = None) -> Run:
         request: how it is to be trained, as on the command line; what is left out gets its default.
 
     Raises:
-        UsageError: no such model, a word that is not known, or a run that is none.
+        UsageError: no such model, a word that is not known, a run that is none, or one whose recompute a planner would
+            have to decide.
     """
+    if request is not None and request.recompute == Mode.AUTO:
+        raise UsageError(
+            "got recompute='auto', which a planner decides for a budget: give another word, or ask `jettison ledger "
+            "--recompute auto --budget`, `jettison plan` or jettison.search"
+        )
     spec = model_spec(model) if isinstance(model, str) else model
     return resolve(spec, RunRequest() if request is None else request).run
 
@@ -403,10 +413,9 @@ def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
 
 
 def _layout(request: RunRequest, model: ModelSpec) -> Layout:
-    depth = model.depth - model.further
     tp, pp, virtual = given_or(request.tp, 1), given_or(request.pp, 1), given_or(request.virtual_stages, 1)
     cut = request.stage_layers
-    uneven = () if cut is None else stage_layers(cut, layers=depth, chunks=pp * virtual)
+    uneven = () if cut is None else cut_of(cut, model, pp=pp, virtual=virtual)
     reshard = given_or(request.reshard_after_forward, str(Reshard.ALWAYS))
     return Layout(
         tp=tp,
@@ -424,6 +433,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
         dp=given_or(request.dp, 1),
         zero=given_or(request.zero, 0),
         zero_replicas=given_or(request.zero_replicas, 1),
+        zero_whole=given_or(request.zero_whole, False),
         gathered_inputs=given_or(request.gathered_inputs, False),
         keeps_stage_outputs=given_or(request.keep_stage_outputs, False),
         keeps_received=given_or(request.keep_received, False),
@@ -487,7 +497,8 @@ def _whole(text: str) -> int:
 
 
 def _gradients(text: str) -> Gradients:
-    words = {"one-by-one": Gradients.ONE_BY_ONE, "upfront": Gradients.UPFRONT, "in-backward": Gradients.IN_BACKWARD}
+    words = {"one-by-one": Gradients.ONE_BY_ONE, "upfront": Gradients.UPFRONT, "buckets": Gradients.BUCKETS}
+    words["in-backward"] = Gradients.IN_BACKWARD
     if text not in words:
         raise UsageError(f"got --gradients {text!r}; expected one of {', '.join(words)}")
     return words[text]
