@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -172,10 +173,33 @@ def test_checkpointing_twice_is_refused(tmp_path: Path) -> None:
         auto_checkpoint_trainer(trainer, "1GiB")
 
 
+@pytest.mark.parametrize("switch", ["activation_checkpointing", "gradient_checkpointing", "torch_compile"])
+def test_what_a_trainer_switches_on_is_refused_with_the_line_to_change(switch: str) -> None:
+    trainer = types.SimpleNamespace(training_step=None, args=types.SimpleNamespace(**{switch: True}))
+    with pytest.raises(UnsupportedModule, match=f"say {switch}=False"):
+        auto_checkpoint_trainer(trainer, "1GiB")
+
+
 def test_a_plan_can_be_taken_back_before_it_is_made(tmp_path: Path) -> None:
     trainer = plain_trainer(tmp_path)
     TransformersPlan(trainer, "1GiB", {}).remove()
     assert "training_step" not in vars(trainer)
+
+
+def test_a_step_that_was_set_on_the_trainer_is_there_again() -> None:
+    def mine(*_: Any) -> None: ...
+
+    def later(*_: Any) -> None: ...
+
+    trainer = types.SimpleNamespace(training_step=mine)
+    planned = TransformersPlan(trainer, "1GiB", {})
+    assert trainer.training_step is not mine
+    planned.remove()
+    assert trainer.training_step is mine
+    planned = TransformersPlan(trainer, "1GiB", {})
+    trainer.training_step = later
+    planned.remove()
+    assert trainer.training_step is later
 
 
 # PEFT and Accelerate: they need nothing but `auto_checkpoint` ---------------------------------------------------------
@@ -299,3 +323,19 @@ def test_lightning_keeps_its_budget(more: dict[str, Any], tmp_path: Path) -> Non
     assert callback.applied is not None
     assert callback.applied.plan is not None
     assert peak <= int(0.9 * plain)
+
+
+def test_lightning_modules_whose_step_was_set_are_refused_and_an_interrupted_one_has_its_own() -> None:
+    lightning = pytest.importorskip("lightning")
+    from jettison.integrations.lightning import AutoCheckpoint
+
+    module, callback = lightning.LightningModule(), AutoCheckpoint("1GiB")
+    callback.on_train_start(None, module)
+    assert "training_step" in vars(module)
+    callback.on_exception(None, module, KeyboardInterrupt())
+    assert "training_step" not in vars(module)
+    mine = module.training_step = lambda *_: None
+    with pytest.raises(UnsupportedModule, match=r"training_step was set .* torch\.compile"):
+        callback.on_train_start(None, module)
+    callback.on_exception(None, module, KeyboardInterrupt())
+    assert module.training_step is mine

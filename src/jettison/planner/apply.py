@@ -107,6 +107,8 @@ def expect_loop(
         gradients_held=made.gradients_held,
         in_flight=in_flight,
         backwards=backwards,
+        returns_loss=not batches and traced.loss_fn is None,
+        room_bytes=None if traced.loop.holds_output else made.budget_bytes - made.predicted.peak_bytes,
     )
 
 

@@ -349,7 +349,14 @@ def _auto_checkpoint(
             host_budget_bytes=None if host is None else host.budget_bytes,
         )
         plans.begin(one.calls[0], one.traces, [applied.plan])
-    follow_loop(applied, replace(budget, nbytes=budget_bytes), optimizer, plans=plans, by_itself=True)
+    follow_loop(
+        applied,
+        replace(budget, nbytes=budget_bytes),
+        optimizer,
+        plans=plans,
+        by_itself=True,
+        elsewhere_bytes=loop.elsewhere_bytes,
+    )
     return applied
 
 

@@ -180,7 +180,14 @@ def auto_checkpoint_step(
         )
         plans.begin(map(plans.shape_of, batches), one.traces, applied.plans)
     by_itself = plain and not any(map(sharded_modules, modules))
-    follow_loop(applied, replace(budget, nbytes=budget_bytes), optimizer, plans=plans, by_itself=by_itself)
+    follow_loop(
+        applied,
+        replace(budget, nbytes=budget_bytes),
+        optimizer,
+        plans=plans,
+        by_itself=by_itself,
+        elsewhere_bytes=beside,
+    )
     return applied
 
 
