@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -106,7 +106,20 @@ class Cut(nn.Module):
 C = TypeVar("C", bound=Cut)
 
 
-def chunks_of(case: Case, rank: int, ranks: int, kind: type[C]) -> Iterator[tuple[int, C]]:
+class Stages(Protocol):
+    """What of a case says which stages a rank has."""
+
+    @property
+    def formula(self) -> FormulaCase: ...
+    @property
+    def stage_layers(self) -> tuple[int, ...]: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def full(self) -> bool: ...
+
+
+def chunks_of(case: Stages, rank: int, ranks: int, kind: type[C]) -> Iterator[tuple[int, C]]:
     """A rank's stages: their places in the model, and the modules."""
     starts = [0, *accumulate(case.stage_layers)]
     last = len(case.stage_layers) - 1

@@ -25,7 +25,7 @@ from jettison.formula.basic import (
     scale,
 )
 from jettison.formula.norm import norm
-from jettison.formula.tape import Places, Value
+from jettison.formula.tape import GATHER, SCATTER, Collective, Places, Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.biases import Biases
 from jettison.spec.kernels import AttentionKernel, ContextExchange, Device
@@ -54,7 +54,10 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
         if w.kernels.copied_heads:
             q, k, v = copy(w, scale(w, q)), copy(w, k), copy(w, v)
         if spec.rotary_dim:
+            given = q, k
             q, k = (rotate(w, x, spec.rotary_dim, name) for x, name in ((q, "query"), (k, "key")))
+            if not w.kernels.fused_rotary:  # one function has both, `apply_rotary_pos_emb`: names until it is over
+                w.tape.name(*given)
         if spec.qk_norm is QkNorm.HEAD and w.kernels.late_norms:
             q, k = (norm(w, x, norm_spec, f"{name}_norm") for x, name in ((q, "query"), (k, "key")))
         if spec.qk_norm is QkNorm.LENGTH:
@@ -76,8 +79,9 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             reference="arXiv 2205.05198 §4.1, linear projection: 2sbh",
             original=True,
         )
-        name_given(w, x)
-        return leave(w, out)
+        out = leave(w, out)
+        name_given(w, x, whole)
+        return out
 
 
 def head_places(w: Writer) -> Places:
@@ -319,7 +323,10 @@ def flash(
     names = ("attention query", "attention key", "attention value")
     kept = [saved(x, name, reference) for x, name in zip((q, k, v), names, strict=True)]
     kept += [saved(out, "attention output", reference), saved(rows, "attention statistics", reference)]
-    inputs = [q, k, v]
+    inputs, passing = [q, k, v], 0
+    if w.run.layout.cp > 1 and w.kernels.context_exchange is ContextExchange.GATHER and not masked:
+        gathered, passing = _gathered(w, q, k, v)
+        inputs += gathered
     if masked:
         inputs.append(_mask_tensor(w, q, keys, alibi=alibi) if added is None else added)
         kept.append(saved(inputs[-1], "attention mask"))
@@ -330,10 +337,33 @@ def flash(
         [out, rows],
         saves=kept,
         flops=flops,
-        workspace=biases_workspace(q, added),
+        workspace=biases_workspace(q, added) + passing,
         weights=[sink_weight(w, q.shape[HEADS])] if sinks else [],
     )
     return out
+
+
+def _gathered(w: Writer, q: Value, k: Value, v: Value) -> tuple[list[Value], int]:
+    """Keys and values of all ranks, which nothing keeps, and what backward has beside gradients of its own rows.
+
+    ``jettison/parallel/context.py``, ``_CausalAttention``: each is gathered and put in order. Forward works on two
+    pieces of rows, and joins them. Backward has both gathered, and of the last rows' gradients as many keys and values
+    (rank 0, whose last piece is the end of the sequence), of the first rows' one piece of 2c; they are summed, and
+    keys' stacked in the ranks' order, scattered, joined, then values'.
+    """
+    found = []
+    for x in (k, v):
+        places = tuple(p for p in x.places if p[0] != "cp")
+        stacked = w.tape.op(f"c10d.{GATHER}", [x], places=places, grad=False)
+        found.append(w.tape.op("aten.cat.default", [stacked], grad=False))
+        w.tape.collectives.append(Collective(GATHER, "cp", stacked.nbytes, backward=False, step=len(w.tape.steps)))
+        for kind in (GATHER, SCATTER):
+            w.tape.collectives.append(Collective(kind, "cp", stacked.nbytes, backward=True, step=len(w.tape.steps)))
+    found.append(w.tape.op("aten.empty.memory_format", [q], grad=False))
+    whole, own = sum(x.nbytes for x in found[:2]), k.nbytes + v.nbytes
+    working = 2 * whole + q.nbytes + own // 2
+    scattering = whole + found[0].nbytes + q.nbytes + 2 * k.nbytes
+    return found, max(working, scattering, 2 * q.nbytes + own) - q.nbytes - own
 
 
 def _mask_tensor(w: Writer, q: Value, keys: int, *, alibi: bool) -> Value:

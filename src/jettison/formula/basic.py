@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.narrow import QUANTISE, narrow
@@ -112,13 +113,15 @@ def linear(
         given, shared, x = x, keeps is None or keeps is x, for_product(w, x)
         kept = x if keeps is None or shared else for_product(w, keeps)
         inputs, workspace = [x, *copies], 0
+        if split == "column" and not shared and not weight.frozen and (x.grad or not weight.tied):
+            workspace = _gathered_again(w, x, weight)
         copy_saved = tuple(saved(c, WEIGHT_COPY) for c in copies[:1] if x.grad)
         saves: tuple[Saved, ...] = (Saved(kept, role, reference), *copy_saved)
         if w.narrows(features, head=head):
             local = w.tape.local_shape((features,), (("tp", 0),) if split == "column" else ())[0]
             found = narrow(w, x, kept, local, name, role, original=original)
             saves, workspace = found.saves, found.workspace
-        elif w.run.precision.product is not None and w.run.precision.recipe is None:
+        elif w.quantises:
             kept = quantise(w, kept)
             saves = (Saved(kept, role, reference),)
         eight = weight.packed_bytes > 0 and w.base is Base.INT8
@@ -148,6 +151,18 @@ def linear(
         if tuning is not None and tuning.adapts(name) and not head:
             out = _adapted(w, given, kept, out, features, split, packed=weight.packed_bytes > 0)
     return out
+
+
+def _gathered_again(w: Writer, x: Value, weight: Weight) -> int:
+    """What a backward gathers of its shards, beside the gradients of its input and of its weight.
+
+    ``jettison/parallel/linear.py``, ``_ColumnLinear.backward``: the product for the input's gradient, then the wait,
+    the copy that puts rows in order (`Tape`'s NOTE [ Rows of all ranks ]), and the product for the weight's.
+    """
+    if not w.kernels.batch_first:  # TransformerEngine's products, whose measured peaks have no room for it
+        return 0
+    in_order = 0 if prod(x.local_shape[: w.seq_dim]) == 1 else max(0, x.nbytes - weight.nbytes)
+    return x.nbytes + in_order
 
 
 def _packed(w: Writer, weight: Weight) -> Value:
@@ -222,11 +237,17 @@ def convolution(
     )
 
 
-def name_given(w: Writer, x: Value) -> None:
-    """Callers of a block have names for its input, which matters where its products keep copies of it instead."""
+def name_given(w: Writer, x: Value, whole: Value | None = None) -> None:
+    """Callers of a block have names for its input, which matters where its products keep copies of it instead.
+
+    Args:
+        whole: what the block was given of all ranks, which is its own argument until it returns.
+    """
     tuning = w.run.tuning
     if w.run.precision.casts or (tuning is not None and tuning.targets):
         w.tape.name(x)
+    if whole is not None and whole is not x and w.kernels.batch_first:  # Megatron's is gone within its first layer
+        w.tape.name(whole)
 
 
 def weight_copies(w: Writer, weights: Sequence[Weight]) -> list[Value]:
@@ -331,6 +352,8 @@ def enter(w: Writer, x: Value) -> tuple[Value, Value]:
     if not layout.sp:
         w.tape.collectives.append(Collective("all_reduce", "tp", x.nbytes, backward=True, step=step))
         return x, x
+    if not layout.gathered_inputs:
+        x = for_product(w, x)  # once for all that read it: `parallel.linear.gather_input`
     whole = w.tape.collective("all_gather_into_tensor", "tp", x, w.inside(), backward="reduce_scatter_tensor")
     if layout.gathered_inputs:
         return whole, whole

@@ -139,7 +139,8 @@ def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) ->
     """
     model, layout = w.run.model, w.run.layout
     ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
-    weights = [w.parameter("tokens", model.vocab, model.hidden, split=0, tied=tied)] if declared else []
+    table = w.parameter("tokens", model.vocab, model.hidden, split=0, tied=tied) if declared else None
+    weights = [] if table is None else [w.tape.declare(replace(table, gradient_ways=_whole_gradient(w)))]
     x = w.tape.op(
         "aten.embedding.default",
         [ids],
@@ -155,6 +156,15 @@ def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) ->
         back = "all_gather_into_tensor" if layout.sp else None
         x = w.tape.collective(kind, "tp", x, w.outside(), backward=back)
     return x
+
+
+def _whole_gradient(w: Writer) -> int:
+    """DTensor makes a sharded table's gradient as large as the table, and has its shard as a view of that.
+
+    ``torch/distributed/tensor/_ops/_embedding_ops.py``, ``embedding_dense_backward_strategy``: there is no rule that
+    shards rows, so every rank has the whole, of which ``Shard._split_tensor`` takes a part without a copy.
+    """
+    return w.tp if w.run.layout.gathered_inputs else 1
 
 
 def _masks(w: Writer) -> None:

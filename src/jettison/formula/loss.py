@@ -67,6 +67,7 @@ def _from_logits(w: Writer, x: Value, weight: Weight | None = None) -> Value:
     )
     if model.head.softcap:
         logits = _softcap(w, logits)
+    w.tape.returned.append(logits)
     return _LOSSES[w.kernels.loss](w, logits, _labels(w))
 
 
@@ -124,7 +125,7 @@ def _softcap(w: Writer, logits: Value) -> Value:
 def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     """torch's cross_entropy, on fp32 logits: the log-softmax stays, 4sbV. Sharded logits are gathered first."""
     if w.tp > 1:
-        logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward="reduce_scatter_tensor")
+        logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward=None)
     wide = cast(w, logits, "float32") if w.kernels.loss_float32 or w.run.precision.casts else logits
     rows = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=True)
     w.tape.record(
@@ -134,6 +135,7 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     weight = w.tape.empty((), wide.dtype)
     kept = [saved(rows, "log-softmax output"), saved(labels, "labels"), saved(weight, "loss weight")]
     w.tape.record("aten.nll_loss_forward.default", [rows, labels], [loss, weight], saves=kept)
+    w.tape.name(logits)  # an argument of whoever casts them
     return loss
 
 
@@ -149,7 +151,7 @@ def _rows(w: Writer, logits: Value, labels: Value) -> Value:
     and its gradient a chunk at a time, and writes the gradient of the logits over them.
     """
     if w.tp > 1:
-        logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward="reduce_scatter_tensor")
+        logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward=None)
     wide = cast(w, logits, "float32") if w.kernels.loss_float32 or w.run.precision.casts else logits
     if wide.nbytes < SMALLEST_BYTES:
         return _upcast(w, wide, labels)
@@ -229,7 +231,7 @@ def _compiled(w: Writer, logits: Value, labels: Value) -> Value:
     Sharded logits are gathered first, as without it.
     """
     if w.tp > 1:
-        logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward="reduce_scatter_tensor")
+        logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward=None)
     rows = [w.tape.empty((*logits.shape[:-1], 1), "float32", labels.places) for _ in range(2)]
     loss = w.tape.empty((), "float32", grad=True)
     kept = [saved(logits, "logits"), saved(labels, "labels"), *(saved(row, "softmax statistics") for row in rows)]

@@ -27,8 +27,9 @@ def mlp(w: Writer, x: Value, spec: Mlp, name: str = "mlp") -> Value:
         if w.kernels.widened_down and w.run.precision.casts:
             hidden = cast(w, hidden, w.held(frozen=w.run.tuning is not None))
         out = linear(w, hidden, w.run.model.hidden, "down", bias=spec.bias, split="row", reference=f"{PAPER}: 8sbh")
-        name_given(w, x)
-        return leave(w, out)
+        out = leave(w, out)
+        name_given(w, x, whole)
+        return out
 
 
 def _plain(w: Writer, x: Value, kept: Value, spec: Mlp, routed: bool) -> Value:

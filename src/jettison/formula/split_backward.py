@@ -261,7 +261,7 @@ def _step(step: TapeOp, rule: GradientRule, *, rise: int, released: int, compute
 
 
 def _made_bytes(step: TapeOp, dtype: str) -> int:
-    return sum(w.numel for w in step.learned) * DTYPE_BYTES[dtype]
+    return sum(w.gradient_numel for w in step.learned) * DTYPE_BYTES[dtype]
 
 
 @dataclass(slots=True)

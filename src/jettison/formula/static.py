@@ -1,4 +1,9 @@
-"""What lives all through training: parameters, gradients and optimizer state, by precision and as ZeRO shards them."""
+"""What lives all through training: parameters, gradients and optimizer state, by precision and as ZeRO shards them.
+
+NOTE [ A loop's names ]
+``torch/optim/adam.py``, ``_single_tensor_adam``: ``denom = (exp_avg_sq.sqrt() / ...)`` makes two tensors as large as a
+parameter, while ``denom`` is still the one before's. Parameters are taken in the order of the forward, by region.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,7 @@ class Static:
     ``copies``: of gradients, which the optimizer makes for its masters.
     ``host_state``: states in the host's memory, of ``host_elements`` numbers of parameters.
     ``reduced``: its gradients before they are sharded, under ZeRO 2 and 3; ``largest``: its biggest weight, in
-    the dtype of moments.
+    the dtype of moments. ``stepping``: what a loop of AdamW has of its own at the most: NOTE [ A loop's names ].
     """
 
     parameters: int = 0
@@ -37,6 +42,7 @@ class Static:
     gathered: int = 0
     reduced: int = 0
     largest: int = 0
+    stepping: int = 0
     host_state: int = 0
     host_elements: int = 0
 
@@ -53,6 +59,7 @@ class Static:
             gathered=count * self.gathered,
             reduced=count * self.reduced,
             largest=self.largest,
+            stepping=self.stepping,
             host_state=count * self.host_state,
             host_elements=count * self.host_elements,
         )
@@ -68,6 +75,7 @@ class Static:
             gathered=self.gathered + other.gathered,
             reduced=self.reduced + other.reduced,
             largest=max(self.largest, other.largest),
+            stepping=max(self.stepping, other.stepping),
             host_state=self.host_state + other.host_state,
             host_elements=self.host_elements + other.host_elements,
         )
@@ -87,7 +95,7 @@ def static(
     Args:
         in_layer: they belong to a transformer layer, which is what Muon asks about.
     """
-    parameters = gradients = state = master = copies = gathered = reduced = largest = 0
+    parameters = gradients = state = master = copies = gathered = reduced = largest = before = stepping = 0
     host_state = host_elements = 0
     freed = on_host.frees_gradients
     for w in weights:
@@ -108,7 +116,7 @@ def static(
             parameters += at[2] * DTYPE_BYTES[held.parameter]
         accumulated = DTYPE_BYTES[held.accumulator] if held.accumulator else 0
         if not (freed and at[0] >= on_host.least_elements):
-            gradients += at[1] * (DTYPE_BYTES[held.gradient] + accumulated)
+            gradients += (at[1] if layout.zero >= 2 else w.gradient_numel) * (DTYPE_BYTES[held.gradient] + accumulated)
         copy = at[0] * (DTYPE_BYTES[held.master] if held.master else 0)
         own = state_bytes(w, at[0], held, optimizer, in_layer=in_layer and not w.tied)
         if on_host is not StatesOnHost.NONE and at[0] >= on_host.least_elements:
@@ -122,8 +130,9 @@ def static(
         if layout.zero == 3 and ranks > 1:
             gathered += w.numel * (1 if _travels_narrow(w, precision) else DTYPE_BYTES[precision.compute])
         if layout.zero >= 2 and ranks > 1:
-            reduced += w.numel * DTYPE_BYTES[precision.gradient]
-        largest = max(largest, at[0] * DTYPE_BYTES[held.moment or held.master or held.parameter])
+            reduced += w.gradient_numel * DTYPE_BYTES[precision.gradient]
+        size = at[0] * DTYPE_BYTES[held.moment or held.master or held.parameter]
+        largest, stepping, before = max(largest, size), max(stepping, before + 2 * size), size
     return Static(
         parameters=parameters,
         gradients=gradients,
@@ -133,6 +142,7 @@ def static(
         gathered=gathered,
         reduced=reduced,
         largest=largest,
+        stepping=stepping,
         host_state=host_state,
         host_elements=host_elements,
     )

@@ -8,6 +8,12 @@ program (`ledger.program`) can be decided here as well.
 
 Shapes are logical, the whole tensor's; a placement says which mesh axis shards which dim, and what one rank holds
 follows from it and from the mesh. A view shares the storage of what it views.
+
+NOTE [ Rows of all ranks ]
+A gather returns what ranks have one after the other. Where the dim that it joins is not the outermost (b × s × h), they
+are put in order by a copy, beside it: ``torch/distributed/_functional_collectives.py``, ``all_gather_tensor``
+(``torch.cat(torch.chunk(...), dim=gather_dim)``); before a scatter it is the other way round
+(``reduce_scatter_tensor``), and what was given has a name until it is over.
 """
 
 from __future__ import annotations
@@ -19,7 +25,9 @@ from math import prod
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.ledger.program import Anchor, Source
+from jettison.spec.fp8 import Fp8Recipe
 
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 NAMES = "names"
 """Of a step that reads values and does nothing: `Tape.name`."""
 Places = tuple[tuple[str, int], ...]
@@ -60,7 +68,8 @@ class Weight:
     ``wide``: it is held in fp32 whatever the others are, with its gradient and its state.
     ``packed_bytes``: on one rank, where it is held in fewer bits than it is read with; 0: it is not.
     ``narrow_bytes``: of copies for narrow products that are held for good, on one rank.
-    ``adapter``: it belongs to an adapter, whose products are as wide as activations.
+    ``adapter``: it belongs to an adapter, whose products are as wide as activations. ``recipe``: of its product, where
+    that is not the run's. ``gradient_ways``: its gradient takes so many times what a rank has of it.
     """
 
     name: str
@@ -77,6 +86,13 @@ class Weight:
     wide: bool = False
     narrow_bytes: int = 0
     adapter: bool = False
+    recipe: Fp8Recipe | None = None
+    gradient_ways: int = 1
+
+    @property
+    def gradient_numel(self) -> int:
+        """Elements of its gradient on one rank, whatever is looked at of them."""
+        return self.numel * self.gradient_ways
 
     @property
     def held_bytes(self) -> int:
@@ -159,6 +175,7 @@ class Tape:
     sources: dict[int, tuple[Source, str, bool]] = field(default_factory=dict)  # storage -> kind, name, free
     sizes: list[int] = field(default_factory=list)  # bytes on one rank of the storage that a value owns, else 0
     values: list[Value] = field(default_factory=list)
+    returned: list[Value] = field(default_factory=list)  # what the model gives its caller beside the loss
     _scope: list[str] = field(default_factory=list)
 
     # values -----------------------------------------------------------------------------------------------------------
@@ -199,15 +216,23 @@ class Tape:
         wide: bool = False,
         narrow_bytes: int = 0,
         adapter: bool = False,
+        recipe: Fp8Recipe | None = None,
     ) -> Weight:
         """Declare a parameter of the region."""
         local = self.local_shape(tuple(shape), places)
         full = ".".join([*self._scope, name])
         nbytes = prod(local) * DTYPE_BYTES[dtype]
         kind = (expert, tied, product, head, frozen)
-        made = Weight(full, tuple(shape), places, nbytes, prod(local), *kind, packed_bytes, wide, narrow_bytes, adapter)
+        size, more = prod(local), (packed_bytes, wide, narrow_bytes, adapter, recipe)
+        made = Weight(full, tuple(shape), places, nbytes, size, *kind, *more)
         self.weights.append(made)
         return made
+
+    def declare(self, weight: Weight) -> Weight:
+        """Another form of the parameter that was declared last."""
+        assert self.weights[-1].name == weight.name, "only of the last one"
+        self.weights[-1] = weight
+        return weight
 
     # ops --------------------------------------------------------------------------------------------------------------
 
@@ -324,12 +349,17 @@ class Tape:
         if self.mesh.get(axis, 1) == 1:
             return value
         step = len(self.steps)
-        result = self.op(f"c10d.{kind}", [value], places=places)
+        result = self._moved(kind, axis, value, places)
         larger = max(value.nbytes, result.nbytes)
         self.collectives.append(Collective(kind, axis, larger, backward=False, step=step, copies=copies))
         if backward is not None and value.grad:
             self.collectives.append(Collective(backward, axis, larger, backward=True, step=step, copies=copies))
         return result
+
+    @property
+    def path(self) -> str:
+        """Where it is being written."""
+        return ".".join(self._scope)
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -337,6 +367,21 @@ class Tape:
         self._scope.append(name)
         yield
         self._scope.pop()
+
+    def _moved(self, kind: str, axis: str, value: Value, places: Places) -> Value:
+        """NOTE [ Rows of all ranks ]."""
+        name, larger = f"c10d.{kind}", places if kind == GATHER else value.places
+        dim = next((dim for each, dim in {*value.places} ^ {*places} if each == axis), 0)
+        outer = prod(self.local_shape(value.shape, larger)[:dim])
+        if kind not in (GATHER, SCATTER) or outer == 1:
+            return self.op(name, [value], places=places)
+        if kind == GATHER:
+            stacked = self.op(name, [value], places=places, workspace=value.nbytes * self.mesh[axis])
+            return self.op("aten.cat.default", [stacked])
+        stacked = self.op("aten.cat.default", [value], workspace=value.nbytes // self.mesh[axis])
+        result = self.op(name, [stacked], places=places)
+        self.name(value)
+        return result
 
     # ------------------------------------------------------------------------------------------------------------------
 

@@ -178,10 +178,12 @@ class _CausalAttention(torch.autograd.Function):
         dq_1, *dkv = causal_rows_backward(dy_1, q_1, *whole, out_1, sums_1, last, ctx.scale)
         dq_0, *dkv_0 = causal_rows_backward(dy_0, q_0, *whole, out_0, sums_0, first, ctx.scale)
         del whole
-        for more, into in zip(dkv_0, dkv, strict=True):  # the first rows read a part of what the last ones read
-            into.narrow(2, 0, more.shape[2]).add_(more)
-        del dkv_0
-        dk, dv = (context.scatter(_pieces(x, context)) for x in dkv)
+        while dkv_0:  # the first rows read a part of what the last ones read
+            more = dkv_0.pop()
+            dkv[len(dkv_0)].narrow(2, 0, more.shape[2]).add_(more)
+        del more
+        dk = context.scatter(_pieces(dkv.pop(0), context))
+        dv = context.scatter(_pieces(dkv.pop(), context))
         return _joined([dq_0, dq_1], like=q), dk, dv, None, None
 
 

@@ -24,6 +24,7 @@ from jettison.predict.stage_buffers import buffer_bytes, sending, sent_last, str
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
 from jettison.predict.states_on_host import HostStates, device_buffer, host_states
 from jettison.predict.timeline_units import units
+from jettison.predict.whole_parameters import with_whole_parameters
 from jettison.predict.whole_tensors import muon_step_bytes, with_whole_tensors
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Reshard, Schedule
@@ -221,7 +222,7 @@ def _stage(
     alike = tuple(map(id, chunks))
     if alike not in known:
         even = sum((g.part.static.times(len(g.names)) for chunk in chunks for g in chunk), Static())
-        known[alike] = with_whole_tensors(run, chunks, even)
+        known[alike] = with_whole_parameters(run, chunks, with_whole_tensors(run, chunks, even))
     total: Static = known[alike]
     gathered = sum(whole_in_flight(run, chunk) for chunk in chunks) if layout.resharding_differs else 0
     before, late = set_aside(run, chunks)
@@ -256,7 +257,7 @@ def _stage(
             weights=weights,
         ),
         micro_batches=run.micro_batches,
-        fixed=total.parameters + aside + device_buffer(run, chunks) + _frozen(run),
+        fixed=total.parameters + aside + device_buffer(run, chunks) + _frozen(run) + _buckets(run, total),
         state=total.state,
         gradients=run.gradients,
         optimizer_transient=_transient(run, total, chunks),
@@ -297,6 +298,16 @@ def _frozen(run: Run) -> int:
     return sum(found.parameters for found in frozen_bytes(run))
 
 
+def _buckets(run: Run, total: Static) -> int:
+    """DistributedDataParallel's: a place for each gradient, beside which it comes.
+
+    ``torch/csrc/distributed/c10d/reducer.cpp``, ``mark_variable_ready_dense``: what autograd made is copied into its
+    bucket, and the mean is copied back (``finalize_bucket_dense``). With ``gradient_as_bucket_view`` a gradient becomes
+    its place, but those of micro-batches under ``no_sync`` come beside it after ``zero_grad(set_to_none=True)``.
+    """
+    return total.gradients if run.gradients is Gradients.BUCKETS else 0
+
+
 def _keeps_outputs(run: Run) -> bool:
     """Beside buffers, which count what a stage returns as well."""
     return run.layout.keeps_stage_outputs and not run.layout.stage_buffers
@@ -335,9 +346,9 @@ def _variables(run: Run, index: int) -> int:
 def _transient(run: Run, total: Static, chunks: tuple[Chunk, ...]) -> int:
     """What an optimizer step allocates for its own arithmetic.
 
-    On the CPU PyTorch walks through the parameters one by one and needs two tensors of each one's size; fused kernels,
-    which training on accelerators uses, need none. torch's default on CUDA is neither: ``torch/optim/adam.py``,
-    ``_multi_tensor_adam``, makes the roots of all second moments at once (``_foreach_sqrt``).
+    On the CPU PyTorch walks through the parameters one by one: NOTE [ A loop's names ] in `formula.static`; fused
+    kernels, which training on accelerators uses, need nothing. torch's default on CUDA is neither:
+    ``torch/optim/adam.py``, ``_multi_tensor_adam``, makes the roots of all second moments at once (``_foreach_sqrt``).
     """
     if run.gradients is Gradients.IN_BACKWARD:
         return 0  # it is among a backward's
@@ -348,4 +359,6 @@ def _transient(run: Run, total: Static, chunks: tuple[Chunk, ...]) -> int:
     if muon := muon_step_bytes(run, chunks):
         return muon
     adaptive = run.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
-    return 2 * total.largest if run.kernels.device is Device.CPU and adaptive else 0
+    if run.kernels.device is not Device.CPU or not adaptive:
+        return 0
+    return total.stepping if run.optimizer is Optimizer.ADAMW else 2 * total.largest

@@ -61,7 +61,7 @@ def _frozen_run(run: Run, beside: FrozenModel) -> Run:
     model = run.model if beside.model is None else beside.model
     layout = run.layout
     if not (beside.sharded and layout.zero == 3):
-        layout = replace(layout, zero=0, zero_replicas=1, reshard=Reshard.ALWAYS)
+        layout = replace(layout, zero=0, zero_replicas=1, zero_whole=False, reshard=Reshard.ALWAYS)
     compute, base = _held(run, beside)
     return replace(
         run,

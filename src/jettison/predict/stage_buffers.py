@@ -22,6 +22,7 @@ from typing import TypeGuard
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region
+from jettison.formula.tape import GATHER
 from jettison.ledger.occupancies import Sending
 from jettison.ledger.timeline import Unit
 from jettison.predict.stages import RegionGroup, StageRegion
@@ -32,7 +33,8 @@ from jettison.spec.recompute import Mode
 from jettison.spec.run import Run, Scene
 
 LOGITS = "logits"
-_CHECKPOINTS = (Mode.FULL, Mode.EVERY, Mode.BLOCK, Mode.INTERVAL, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE)
+GATHERED, JOINED = f"c10d.{GATHER}", "aten.cat.default"
+_CHECKPOINTS = frozenset(Mode) - {Mode.NONE, Mode.SELECTIVE, Mode.MODULES, Mode.AUTO}
 """Modes under which ``torch.utils.checkpoint`` is given a layer's inputs."""
 
 
@@ -181,5 +183,9 @@ def logits_returned(part: StageRegion) -> int:
     made = [v for step in region.tape.steps if step.path.startswith(LOGITS) for v in step.outputs]
     if not made:
         return 0
+    gathered = [step.outputs[0] for step in region.tape.steps if made[-1] in step.inputs and step.name == GATHERED]
+    while gathered:  # of a sharded vocabulary, and put in order
+        made += gathered
+        gathered = [step.outputs[0] for step in region.tape.steps if made[-1] in step.inputs and step.name == JOINED]
     storage = made[-1].storage
     return 0 if region.buffers[storage] in part.kept else region.tape.sizes[storage]

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.tensor_subclasses import plain
 from jettison.runtime.batch_shape import BatchShape
@@ -38,6 +39,7 @@ class Assumptions:
         room_bytes: that are left of the budget for outputs that the loop holds during backward; None: the plan counts
             them.
         returns_loss: the model itself makes the loss that backward begins at.
+        replicated: the plan knows of the buckets of a DistributedDataParallel around the model.
     """
 
     def __init__(
@@ -52,10 +54,10 @@ class Assumptions:
         backwards: Iterable[str] = (),
         room_bytes: int | None = None,
         returns_loss: bool = False,
+        replicated: bool = False,
     ) -> None:
-        self.model = model
-        self.returns_loss = returns_loss
-        self.room_bytes = room_bytes
+        self.model, self.replicated = model, replicated
+        self.room_bytes, self.returns_loss = room_bytes, returns_loss
         self.follow()
         self.planned = [BatchShape.of(*batch) for batch in batches]
         self.in_flight = in_flight
@@ -91,6 +93,15 @@ class Assumptions:
                 "are when several backwards add up or after zero_grad(set_to_none=False)",
                 "that the first backward makes them, one by one",
                 "plan with gradients_held=True, or free them with zero_grad(set_to_none=True) before each forward",
+            )
+        replica = None if self.replicated else DistributedDataParallel._get_active_ddp_module()
+        if replica is not None and replica.module is self.model:
+            self._say(
+                "replica",
+                f"the model is inside of DistributedDataParallel, whose buckets ({format_bytes(self.gradient_bytes)}) "
+                "stay from step to step",
+                "gradients alone",
+                "plan what the loop calls: auto_checkpoint(DistributedDataParallel(model), ...)",
             )
         if waiting >= self.in_flight:
             self._say(

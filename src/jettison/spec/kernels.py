@@ -50,6 +50,7 @@ class ContextExchange(StrEnum):
 
     RING = "ring"  # keys and values travel, and each rank's own stay as they are
     P2P = "p2p"  # the same by TransformerEngine: own keys and values are first joined in one buffer, which stays
+    GATHER = "gather"  # keys and values of all ranks, in each pass: Llama 3 (arXiv 2407.21783 §3.3.2), `jettison train`
     A2A = "a2a"  # all-to-all: whole sequences of a share of the heads, and back (arXiv 2309.14509)
 
 

@@ -53,6 +53,8 @@ class Layout:
         zero: 0 replicates; 1 shards optimizer state over dp x cp, 2 gradients too, 3 parameters too (FSDP).
         zero_replicas: groups of ranks that each hold all of what ZeRO shards: HSDP's replicas, Megatron's
             ``--num-distributed-optimizer-instances``.
+        zero_whole: with zero 1, a rank has the state of some parameters, whole, and of others nothing: torch's
+            ``ZeroRedundancyOptimizer``.
         gathered_inputs: what a column-parallel product saves under sequence parallelism is the gathered input, as
             stock DTensor does; otherwise its shard, gathered again in backward, as Megatron does.
         keeps_stage_outputs: a pipeline stage holds on to the output that it has sent (arXiv 2205.05198 Appendix B).
@@ -85,6 +87,7 @@ class Layout:
     dp: int = 1
     zero: int = 0
     zero_replicas: int = 1
+    zero_whole: bool = False
     gathered_inputs: bool = False
     keeps_stage_outputs: bool = False
     keeps_received: bool = False
@@ -102,6 +105,8 @@ class Layout:
                 raise UsageError(f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more")
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"got --zero {self.zero!r}; expected 0, 1, 2 or 3")
+        if self.zero_whole and self.zero != 1:
+            raise UsageError(f"got --zero-whole and --zero {self.zero}; it goes with --zero 1")
         self._check_groups()
         if self.virtual_stages > 1 and self.pp == 1:
             raise UsageError(f"got --virtual-stages {self.virtual_stages} without a pipeline; give --pp 2 or more")
