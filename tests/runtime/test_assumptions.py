@@ -224,3 +224,17 @@ def test_a_loss_outside_of_a_model_that_was_planned_with_its_own_is_noticed() ->
     model, batch = headed(True, 1 << 20)
     with pytest.warns(UserWarning, match=r"outside of the model, which returned no loss.* loss_fn="):
         nn.functional.cross_entropy(model(x=batch["x"])["logits"], batch["targets"]).backward()
+
+
+def test_parameters_that_are_trained_and_were_frozen_are_noticed_once() -> None:
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(16, HIDDEN)
+    model.layers[:2].requires_grad_(False)
+    with planned(model, x), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for trained in (False, True, True):
+            model.layers[1].requires_grad_(trained)
+            model(x).backward()
+            model.zero_grad(set_to_none=True)
+    (text,) = [str(w.message) for w in found if "that were frozen" in str(w.message)]
+    assert "6 parameters (32.88 KiB) are trained that were frozen" in text  # 2 * 32 + 2 * 32 * 128 + 128 + 32 in fp32

@@ -71,6 +71,7 @@ class Assumptions:
     def follow(self) -> None:
         """The model has the parameters that it has now."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.frozen = [p for p in self.model.parameters() if not p.requires_grad]
         self.ends = [trained[0], trained[-1]] if trained else []
         self.outputs: list[weakref.ref[Tensor]] = []  # of the latest forward
         self.gradient_bytes = sum(plain(p).nbytes for p in trained)
@@ -102,6 +103,16 @@ class Assumptions:
                 "stay from step to step",
                 "gradients alone",
                 "plan what the loop calls: auto_checkpoint(DistributedDataParallel(model), ...)",
+            )
+        if any(p.requires_grad for p in self.frozen):
+            thawed = [p for p in self.frozen if p.requires_grad]
+            nbytes = sum(plain(p).nbytes for p in thawed)
+            self.frozen = []  # once
+            self._say(
+                "thawed",
+                f"{len(thawed)} parameters ({format_bytes(nbytes)}) are trained that were frozen",
+                "that they have no gradients, no optimizer's state, and that their products keep no inputs",
+                "remove() the plan, and plan again as the model is trained now",
             )
         if waiting >= self.in_flight:
             self._say(
