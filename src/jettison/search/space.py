@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any, Final
 
 from jettison.errors import UsageError
-from jettison.spec.kernels import Kernels, Loss
+from jettison.spec.kernels import ContextExchange, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.run import Run
@@ -277,10 +277,12 @@ class Space:
                 refused[f"--micro-batch {self.axes.micro_batch[0]} does not divide the {each} of one rank"] += 1
 
     def _misfit(self, layout: Layout, micro_batch: int) -> str:
-        """Why narrow products, or a loss over pairs, refuse these sizes; empty where they do not."""
+        """Why narrow products, a loss over pairs or an exchange of heads refuse these; empty where they do not."""
         recipe, template = self.template.precision.recipe, self.template
         if template.kernels.loss is Loss.DPO and micro_batch % 2:
             return f"--loss dpo takes pairs of sequences, not --micro-batch {micro_batch}"
+        if template.kernels.context_exchange is ContextExchange.A2A and (why := layout.exchange_misfit(template.model)):
+            return why
         return (
             "" if recipe is None else recipe.misfit(template.model, layout, seq=template.seq, micro_batch=micro_batch)
         )
