@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from jettison.errors import UsageError
 from jettison.spec.kernels import ContextExchange, Kernels, Loss
-from jettison.spec.layout import Layout, Schedule
+from jettison.spec.layout import Layout, Schedule, exchange_misfit
 from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.run import Run
 from jettison.spec.stage_layers import uneven_cuts
@@ -281,7 +281,9 @@ class Space:
         recipe, template = self.template.precision.recipe, self.template
         if template.kernels.loss is Loss.DPO and micro_batch % 2:
             return f"--loss dpo takes pairs of sequences, not --micro-batch {micro_batch}"
-        if template.kernels.context_exchange is ContextExchange.A2A and (why := layout.exchange_misfit(template.model)):
+        if template.kernels.context_exchange is ContextExchange.A2A and (
+            why := exchange_misfit(layout, template.model)
+        ):
             return why
         return (
             "" if recipe is None else recipe.misfit(template.model, layout, seq=template.seq, micro_batch=micro_batch)

@@ -333,27 +333,6 @@ class Layout:
             if length % ways:
                 raise UsageError(f"a sequence of {length} does not divide over {ways} ranks (cp x tp with sp)")
 
-    def exchange_misfit(self, model: ModelSpec) -> str:
-        """Why ranks of context parallelism that exchange sequences for heads would not all have heads; empty: they do.
-
-        ``transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py``,
-        ``AttnFuncWithCPAndQKVOA2A.forward``: "The number of attention heads needs to be divisible by CP size!", of
-        queries and of keys.
-        """
-        for layer in model.described:
-            found = layer.attention
-            if not isinstance(found, Attention | LatentAttention):
-                continue
-            fewest = found.kv_heads if isinstance(found, Attention) else found.heads
-            for what, heads in (("attention", found.heads), ("key-value", fewest)):
-                each = max(1, heads // self.tp)
-                if each % self.cp:
-                    return (
-                        f"got --context-exchange a2a with --cp {self.cp}, which does not divide the {each} {what} "
-                        "heads of a rank; give a smaller --cp, or --context-exchange p2p"
-                    )
-        return ""
-
     def layers_per_chunk(self, layers: int) -> tuple[int, ...]:
         """Layers of each stage of each device, in the order of the model: pp x virtual stages of them.
 
@@ -415,3 +394,25 @@ class Layout:
                 f"got {flag}; layers of {name} have a {scan.words}, and no description says how ranks would share one. "
                 "--dp, --zero, --pp, --ep, --recompute, --offload and budgets apply"
             )
+
+
+def exchange_misfit(layout: Layout, model: ModelSpec) -> str:
+    """Why ranks of context parallelism that exchange sequences for heads would not all have heads; empty: they do.
+
+    ``transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py``,
+    ``AttnFuncWithCPAndQKVOA2A.forward``: "The number of attention heads needs to be divisible by CP size!", of
+    queries and of keys.
+    """
+    for layer in model.described:
+        found = layer.attention
+        if not isinstance(found, Attention | LatentAttention):
+            continue
+        fewest = found.kv_heads if isinstance(found, Attention) else found.heads
+        for what, heads in (("attention", found.heads), ("key-value", fewest)):
+            each = max(1, heads // layout.tp)
+            if each % layout.cp:
+                return (
+                    f"got --context-exchange a2a with --cp {layout.cp}, which does not divide the {each} {what} "
+                    "heads of a rank; give a smaller --cp, or --context-exchange p2p"
+                )
+    return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from reprlib import repr as short
 from typing import Final
 
 from jettison.errors import UsageError
@@ -13,7 +14,7 @@ from jettison.spec.fp8 import Fp8Recipe, Library, Scales
 from jettison.spec.frozen_models import FrozenModel
 from jettison.spec.inputs import Patches
 from jettison.spec.kernels import MEGATRON, PYTORCH, ContextExchange, Device, Documents, Kernels, Loss, Scans
-from jettison.spec.layout import Layout
+from jettison.spec.layout import Layout, exchange_misfit
 from jettison.spec.model import ModelSpec, Pooling
 from jettison.spec.modules import check_parts
 from jettison.spec.precision import (
@@ -160,7 +161,7 @@ class Run:
         if self.packed:
             self._check_packed()
         self._check_source()
-        if self.kernels.context_exchange is ContextExchange.A2A and (why := self.layout.exchange_misfit(self.model)):
+        if self.kernels.context_exchange is ContextExchange.A2A and (why := exchange_misfit(self.layout, self.model)):
             raise UsageError(why)
         if self.model.patches is not None:
             self._check_image(self.model.patches)
@@ -468,3 +469,13 @@ class Run:
             packed=self.packed,
             again=() if self.precision.recipe is None else self.recompute.modules,
         )
+
+
+def expect_run(value: object) -> None:
+    """Public functions take runs, and people give names.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(value, Run):
+        raise UsageError(f"got {short(value)}; expected a run, such as jettison.run_of('llama3-8b') makes of a name")
