@@ -130,7 +130,10 @@ def _project(
     if spec.fused_qkv or w.kernels.fused_projections:
         joint = linear(w, x, sum(widths), "qkv", bias=spec.qkv_bias, reference=reference, **more)  # type: ignore[arg-type]
         joint = _clipped(w, joint) if spec.clipped else joint
-        parts = [w.tape.view(joint, (*joint.shape[:-1], width)) for width in widths]
+        if w.kernels.split_projections:
+            parts = w.tape.split(joint, widths)
+        else:
+            parts = [w.tape.view(joint, (*joint.shape[:-1], width)) for width in widths]
     else:
         names = ("query", "key", "value")
         biases = (spec.qkv_bias, spec.qkv_bias and spec.key_bias, spec.qkv_bias)

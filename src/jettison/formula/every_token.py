@@ -7,7 +7,7 @@ times the work of c choices a token, and as much more of everything between the 
 from __future__ import annotations
 
 from jettison.formula.basic import WEIGHT_COPY, copy, for_product, multiply, weight_copies
-from jettison.formula.mlp import gate_product
+from jettison.formula.mlp import gate_product, halves
 from jettison.formula.tape import Places, Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.model import Moe
@@ -22,7 +22,7 @@ def every_token(w: Writer, tokens: Value, scores: Value, spec: Moe) -> Value:
         column = copy(w, scores, (spec.experts, size, 1), places)
         x = multiply(w, repeated, column, ("router input", "expert weights"))
         joint = _product(w, x, 2 * spec.ffn, "gate_up", split="column")
-        gate, up = (w.tape.view(joint, (*joint.shape[:2], spec.ffn)) for _ in range(2))
+        gate, up = halves(w, joint, spec.ffn)
         out = _product(w, gate_product(w, gate, up, spec.activation), hidden, "down", split="row")
         return w.tape.op("aten.sum.dim_IntList", [out], tokens.shape, places=tokens.places)
 

@@ -184,7 +184,8 @@ class Backward:
         self.leaving = {min(f.ops): self.program.given(f.ops) & kept for f in frames} if len(frames) > 1 else {}
         self.saved: set[int]
         self.uses = self._count_uses(again)
-        self.gradient: dict[int, int] = {}  # storage -> gradient tensor
+        self.gradient: dict[int, int] = {}  # storage, or ~piece of one -> gradient tensor
+        self.pieces: dict[int, list[int]] = {}  # storage -> ~pieces that have gradients
         self.sizes: dict[int, int] = {}
         self.owners: dict[int, int] = {}  # gradient tensor -> storages that have it
         self.learned: set[str] = set()  # weights that have a gradient of this backward
@@ -233,6 +234,10 @@ class Backward:
     # what is saved, and computed again --------------------------------------------------------------------------------
 
     def _visit(self, step: TapeOp) -> None:
+        if self.pieces:
+            for v in step.outputs:
+                if v.storage in self.pieces:
+                    self._join(v.storage)
         needed = self._saved(step)
         for b in sorted(needed):
             self._fetch(b)
@@ -329,15 +334,25 @@ class Backward:
         """A gradient tensor for each differentiable input: a new one, or the incoming one passed on."""
         made: list[tuple[int, int]] = []
         for v in () if step.casts is not None else step.inputs:
-            if not v.grad or any(storage == v.storage for storage, _ in made):
+            key, size = v.storage, self.region.tape.sizes[v.storage]
+            if v.piece >= 0:
+                key, size = ~v.piece, self.region.tape.values[v.piece].nbytes
+            if not v.grad or any(before == key for before, _ in made):
                 continue
-            if step.passes and incoming and self.sizes[incoming[0]] == self.region.tape.sizes[v.storage]:
+            if step.passes and incoming and self.sizes[incoming[0]] == size:
                 tensor = incoming[0]
                 self.owners[tensor] += 1
             else:
-                tensor = self._tensor(self.region.tape.sizes[v.storage])
-            made.append((v.storage, tensor))
+                tensor = self._tensor(size)
+            made.append((key, tensor))
         return made
+
+    def _join(self, storage: int) -> None:
+        """Gradients of pieces become one of the whole: `Tape.split`."""
+        whole = self._tensor(self.region.tape.sizes[storage])
+        for key in self.pieces.pop(storage):
+            self._drop(key)
+        self._accept(storage, whole)
 
     def _tensor(self, nbytes: int) -> int:
         tensor = len(self.sizes)
@@ -354,6 +369,8 @@ class Backward:
         before = self.gradient.get(storage)
         if before is None:
             self.gradient[storage] = tensor
+            if storage < 0:
+                self.pieces.setdefault(self.region.tape.values[~storage].storage, []).append(storage)
             return
         if self.owners[before] > 1 and self.owners[tensor] > 1:
             result = self._tensor(self.sizes[before])

@@ -42,11 +42,18 @@ def _gated(w: Writer, x: Value, kept: Value, spec: Mlp, routed: bool) -> Value:
     more = {"bias": spec.bias, "split": "column", "keeps": kept, "original": routed}
     if spec.fused_gate_up or w.kernels.fused_projections:
         joint = linear(w, x, 2 * spec.ffn, "gate_up", **more)  # type: ignore[arg-type]
-        gate, up = (w.tape.view(joint, (*joint.shape[:-1], spec.ffn)) for _ in range(2))
+        gate, up = halves(w, joint, spec.ffn)
     else:
         gate = linear(w, x, spec.ffn, "gate", **more)  # type: ignore[arg-type]
         up = linear(w, x, spec.ffn, "up", **more)  # type: ignore[arg-type]
     return gate_product(w, gate, up, spec.activation)
+
+
+def halves(w: Writer, joint: Value, width: int) -> list[Value]:
+    """Gate and up of one product: by ``chunk``, or as views inside of a kernel that reads both."""
+    if w.kernels.fused_gate:
+        return [w.tape.view(joint, (*joint.shape[:-1], width)) for _ in range(2)]
+    return w.tape.split(joint, (width, width))
 
 
 def gate_product(w: Writer, gate: Value, up: Value, kind: Activation) -> Value:

@@ -42,7 +42,7 @@ from math import ceil, prod
 from jettison.formula.basic import add, cast, enter, leave, linear, multiply, quantise
 from jettison.formula.every_token import every_token
 from jettison.formula.looped_experts import looped_experts
-from jettison.formula.mlp import activation, gate_product, mlp
+from jettison.formula.mlp import activation, gate_product, halves, mlp
 from jettison.formula.narrow import narrow_rows, padded, unpadded
 from jettison.formula.router import route, scores_of_all
 from jettison.formula.tape import Places, Value
@@ -258,13 +258,16 @@ def _hidden(w: Writer, x: Value, scores: Value | None, order: _Order, spec: Moe)
         hidden = activation(w, up, spec.activation)
         return hidden if scores is None else multiply(w, hidden, scores, SCORES, w.compute)
     joint = _product(w, x, 2 * spec.ffn, "gate_up", order, spec, split="column")
-    gate, up = (w.tape.view(joint, (joint.shape[0], spec.ffn)) for _ in range(2))
+    clamped = spec.activation is Activation.CLAMPED_SWIGLU
+    if clamped:  # every second column each: gpt-oss
+        gate, up = (w.tape.view(joint, (joint.shape[0], spec.ffn)) for _ in range(2))
+    else:
+        gate, up = halves(w, joint, spec.ffn)
     if w.kernels.fused_gate:
         inputs = [gate, up] if scores is None else [gate, up, scores]
         roles = ("activation input", "activation input", SCORES[1])
-        name = CLAMPED if spec.activation is Activation.CLAMPED_SWIGLU else "gated_activation"
+        name = CLAMPED if clamped else "gated_activation"
         return w.tape.op(name, inputs, saves=[saved(v, r) for v, r in zip(inputs, roles, strict=False)])
-    clamped = spec.activation is Activation.CLAMPED_SWIGLU
     hidden = _clamped(w, gate, up) if clamped else gate_product(w, gate, up, spec.activation)
     return hidden if scores is None else multiply(w, hidden, scores, SCORES, w.compute)
 

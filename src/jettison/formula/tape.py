@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from jettison.dtypes import DTYPE_BYTES
@@ -36,7 +36,9 @@ Places = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """One tensor of the forward. ``storage`` is the index of the value that owns its memory."""
+    """One tensor of the forward. ``storage`` is the index of the value that owns its memory; ``piece`` that of the
+    value which was split off it, -1 where none was.
+    """
 
     index: int
     shape: tuple[int, ...]
@@ -46,6 +48,7 @@ class Value:
     grad: bool  # backward passes a gradient through it
     local_shape: tuple[int, ...]
     nbytes: int  # that one rank holds of this view
+    piece: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +202,18 @@ class Tape:
     def view(self, value: Value, shape: Sequence[int], places: Places | None = None) -> Value:
         """The same memory under another shape."""
         return self._new(tuple(shape), value.dtype, value.places if places is None else places, value, value.grad)
+
+    def split(self, value: Value, widths: Sequence[int]) -> list[Value]:
+        """Pieces along the last dim, which have gradients of their own until they are put together.
+
+        ``torch.split``, ``chunk``, ``unbind``: their backward is one ``cat``, where that of each slice is as large as
+        the whole (``torch/csrc/autograd/FunctionsManual.cpp``, ``split_with_sizes_backward``).
+        """
+        views = [self.view(value, (*value.shape[:-1], width)) for width in widths]
+        pieces = [replace(each, piece=each.index) for each in views]
+        for each in pieces:
+            self.values[each.index] = each
+        return pieces
 
     def weight(
         self,
@@ -399,7 +414,7 @@ class Tape:
         local = self.local_shape(shape, places)
         nbytes = prod(local) * DTYPE_BYTES[dtype]
         storage = index if base is None else base.storage
-        value = Value(index, shape, dtype, places, storage, grad, local, nbytes)
+        value = Value(index, shape, dtype, places, storage, grad, local, nbytes, -1 if base is None else base.piece)
         self.values.append(value)
         self.sizes.append(nbytes if base is None else 0)
         return value

@@ -28,7 +28,7 @@ from jettison.ledger.timeline import Unit
 from jettison.predict.stages import RegionGroup, StageRegion
 from jettison.spec.kernels import HUGGINGFACE, AttentionKernel
 from jettison.spec.layout import Layout, Schedule
-from jettison.spec.model import Attention
+from jettison.spec.model import Attention, Layer
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run, Scene
 
@@ -156,9 +156,39 @@ def mask_bytes(run: Run) -> int:
         return 0
     if model.pair is not None or model.waves is not None or model.source is not None:
         return 0  # encoders mask padding alone, and a decoder beside one gets two
-    found = {each.window is None for each in (layer.attention for layer in model.described) if _adds_mask(each)}
+    return len(_masked(run)) * _mask(run)
+
+
+def _mask(run: Run) -> int:
+    """One of them."""
     each = run.micro_batch * run.seq * run.seq // run.layout.cp
-    return len(found) * each * DTYPE_BYTES[run.scene.precision.compute]
+    return each * DTYPE_BYTES[run.scene.precision.compute]
+
+
+def _masked(run: Run) -> dict[bool, int]:
+    """By kind of mask, without a window or with one, the first layer that is given it."""
+    found: dict[bool, int] = {}
+    for number, layer in enumerate(run.model.kinds):
+        if isinstance(layer, Layer) and _adds_mask(layer.attention):
+            first = run.model.kind_numbers.index(number)
+            kind = layer.attention.window is None
+            found[kind] = min(first, found.get(kind, first))
+    return found
+
+
+def without_masks(run: Run, made: Sequence[Unit]) -> Iterator[Unit]:
+    """Units of a model on one stage: a mask goes with the first layer that has it, and is not there behind it.
+
+    The model's own dict of masks (``causal_mask_mapping``) went when its forward returned.
+    """
+    firsts = sorted(_masked(run).values())
+    if run.layout.pp > 1 or len(firsts) < 2 or not mask_bytes(run):
+        yield from made
+        return
+    earlier = {EMBEDDING, *run.model.layer_names[: firsts[-1]]}
+    for unit in made:
+        gone = _mask(run) if unit.names[-1].rpartition(" to ")[2] in earlier else 0
+        yield replace(unit, backward_peak=unit.backward_peak - gone, adding_peak=unit.adding_peak - gone)
 
 
 def _adds_mask(attention: object) -> TypeGuard[Attention]:

@@ -21,7 +21,7 @@ from jettison.predict.fsdp_groups import Place, has_outer_ends
 from jettison.predict.gathered import beside, with_shards
 from jettison.predict.halves import splits, with_halves
 from jettison.predict.passes import cached_bytes, named_passes, passes_of, sums_apart
-from jettison.predict.stage_buffers import mask_bytes, with_ends
+from jettison.predict.stage_buffers import mask_bytes, with_ends, without_masks
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
 from jettison.spec.frozen_models import When
 from jettison.spec.precision import GradientRule
@@ -40,6 +40,7 @@ def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool]
     made = list(_made(run, groups))
     before, behind = neighbours
     made = list(with_ends(run, groups, made, handed_on=behind)) if run.layout.pp > 1 else made
+    made = list(without_masks(run, made)) if run.recompute.mode is not Mode.NONE else made
     made = list(_with_output(groups, made)) if run.holds_output else made
     made = with_shards(run, groups, made)
     made = list(_with_copies(run, groups, made)) if run.recompute.to_host else made

@@ -130,6 +130,7 @@ class Kernels:
             are packed, each layer looks up rows of it by position, once for queries and once for keys.
         rotary_by_window: layers with a window have rotary tables of their own.
         wide_positions: the factor of scaled queries is fp32.
+        split_projections: a joint projection is cut by split, chunk or unbind, not by slices.
         joined_rotary: rotation ends by joining what is rotated and what is not, however much that is, which leaves
             heads outermost in memory.
         fused_gate: activation and product of a gated block are one kernel that saves both halves.
@@ -199,6 +200,7 @@ class Kernels:
     rotary_by_window: bool = False
     wide_positions: bool = False
     joined_rotary: bool = False
+    split_projections: bool = False
     fused_gate: bool = False
     fused_gelu: bool = False
     byte_masks: bool = True
