@@ -26,25 +26,15 @@ from benchmarks import accuracy_megatron
 from benchmarks.page_command import page_command
 from benchmarks.published import CLAIMED, Figure, Row, rows
 from jettison.explain.peak import peak_parts
-from jettison.formula.region import head_region, layer_region
+from jettison.formula.region import head_region
 from jettison.predict.allowance import FRAGMENTS
 from jettison.predict.forecast import Forecast, Stage, forecast
-from jettison.predict.stages import Staying
-from jettison.solve.policy import SelectiveOp, policy_named
 from jettison.spec.run import Run
 from jettison.units import GIB
 
 PAGE = Path(__file__).parent.parent / "docs" / "accuracy.md"
 TEMPLATE = Path(__file__).parent / "pages" / "accuracy.md"
 EXPECTED = 1 + FRAGMENTS[1]
-
-
-def cached(run: Run) -> list[Staying]:
-    """By layer, what torch's selective checkpoint holds when it runs eagerly: see `SelectiveOp.named`."""
-    policy = policy_named(str(run.recompute))
-    assert isinstance(policy, SelectiveOp)
-    programs = [layer_region(run.scene, layer).program for layer in run.model.layers]
-    return [Staying(policy.kept(program) | policy.named(program), framed=True) for program in programs]
 
 
 def room_left_by_logits(run: Run) -> int:
@@ -78,7 +68,7 @@ def predicted_bytes(row: Row) -> int:
 
 def prediction(row: Row) -> Forecast:
     """The forecast of a row's run."""
-    return forecast(row.run, cached(row.run) if row.caches else None)
+    return forecast(row.run)
 
 
 def error(row: Row) -> float:
@@ -157,7 +147,7 @@ def _commands(found: Iterable[Row]) -> str:
         for row in chosen:
             answer = prediction(row)
             peak = answer.first_step_peak_bytes if row.first_step else answer.peak_bytes
-            lines.append(f"- {row.name}: {peak / GIB:.2f} GiB{', with the cache' if row.caches else ''}")
+            lines.append(f"- {row.name}: {peak / GIB:.2f} GiB")
             lines.append(f"  `{row.shown}`")
     return "\n".join(lines).strip()
 

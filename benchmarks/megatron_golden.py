@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from benchmarks.megatron_hybrids import PATTERN, hybrid, stages
 from benchmarks.megatron_others import BERT, PREFIXES, T5, bert, t5
 from jettison.ledger.timeline import Phase
 from jettison.predict.forecast import forecast
@@ -49,6 +50,8 @@ LATER = _FOLDER / "megatron_golden_7b.csv"
 """Read after every term had been written: of these two tests none was looked at before."""
 MORE = _FOLDER / "megatron_golden_more.csv"
 """Found when everything else stood: predicted before any was looked at (``blind_*``)."""
+HYBRIDS = _FOLDER / "megatron_hybrids.csv"
+"""The same of models with scans, which could not be described before."""
 DATES = _FOLDER / "megatron_golden_dates.csv"
 """When each file's figures were last changed in Megatron-LM's history."""
 NEW_TORCH = "2026-05-07"
@@ -160,6 +163,8 @@ def model_of(row: Facts) -> ModelSpec:
         return bert(row, name_of(row))
     if name_of(row).startswith(T5):
         return t5(row, extras(row), name_of(row))
+    if PATTERN in extras(row):
+        return hybrid(row, extras(row), name_of(row))
     more, hidden, heads = extras(row), int(row["hidden"]), int(row["heads"])
     rms, biased = more.get("normalization") == "RMSNorm", "disable-bias-linear" not in more
     norm = Norm(kind=NormKind.RMS if rms else NormKind.LAYER, bias=not rms)
@@ -260,7 +265,7 @@ def run_of(row: Facts) -> Run:
             pp=stages,
             virtual_stages=virtual,
             micro_batch_group=int(more.get("microbatch-group-size-per-virtual-pipeline-stage", 0)),
-            stage_layers=stage_layers(cut, layers=own, chunks=stages * virtual) if cut else (),
+            stage_layers=(stage_layers(cut, layers=own, chunks=stages * virtual, further=model.further) if cut else ()),
             further=model.further,
             deferred_head=2 if "defer-embedding-wgrad-compute" in more else 0,  # its tests' --wgrad-deferral-limit
             cp=cp,
@@ -294,6 +299,8 @@ def run_of(row: Facts) -> Run:
 def _cut(row: Facts) -> str:
     """Layers of stages as ``--stage-layers`` takes them; empty where they are even."""
     more, chunks = extras(row), int(row["pp"]) * int(row["vpp"] or 1)
+    if PATTERN in more:
+        return stages(more[PATTERN])
     if "account-for-embedding-in-pipeline-split" in more:  # and for the loss: a layer each
         each = (int(row["layers"]) + 2) // chunks
         return ",".join(map(str, (each - 1, *(each,) * (chunks - 2), each - 1)))
@@ -312,8 +319,12 @@ def _optimizer(row: Facts) -> Optimizer:
 
 
 def _precision(row: Facts) -> Precision:
-    """Tests with "native_fp8" in their name hold weights as bytes (``--fp8-param-gather``)."""
+    """Tests with "native_fp8" in their name hold weights as bytes (``--fp8-param-gather``). Of gradients in bf16 the
+    optimizer has fp32 copies from its step to the next (``distrib_optimizer.py``, ``_copy_model_grads_to_main_grads``).
+    """
     found = PRECISIONS["fp16-main32" if row["precision"] == "fp16" else "bf16-main32"]
+    if "grad-reduce-in-bf16" in extras(row):
+        found = replace(PRECISIONS["bf16"], optimizer_gradient="float32")
     recipe = extras(row).get("fp8-recipe")
     if recipe is None:
         return found

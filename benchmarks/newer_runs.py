@@ -27,12 +27,13 @@ from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.model import ModelSpec
 from jettison.spec.presets import PRESETS, preset
+from jettison.spec.products import with_products
 from jettison.spec.run import Run
 
 FACTS = Path(__file__).parent.parent / "tests" / "facts"
 GPUS = {"H100": "h100-80gb", "B200": "b200-192gb", "B300": "b300-288gb", "GB200": "gb200-192gb", "GB300": "gb300-288gb"}
 RECIPES = {"BF16": None, "FP8-CS": "tensorwise", "FP8-BLOCKS": "blockwise", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
-"""``scripts/performance/utils/precision.py`` of Megatron-Bridge, without layers in bf16."""
+"""``scripts/performance/utils/precision.py`` of Megatron-Bridge."""
 ROTATED = "NeMo 25.11"
 """The first release whose performance scripts set ``apply_rope_fusion``."""
 FUSED = "NeMo 26.06"
@@ -92,9 +93,19 @@ NEMOTRON_3_SUPER = {
     "routed_scaling_factor": 5.0,
 }
 """``nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16``: attention has as many heads as Nano's."""
-CONFIGS = {"kimi-k2": KIMI_K2, "nemotron-3-nano": NEMOTRON_3_NANO, "nemotron-3-super": NEMOTRON_3_SUPER}
-FURTHER = {"deepseek-v3": 1, "nemotron-3-super": 2}
+CONFIGS = {
+    "kimi-k2": KIMI_K2,
+    "nemotron-3-nano": NEMOTRON_3_NANO,
+    "nemotron-3.5-lightning": NEMOTRON_3_NANO,
+    "nemotron-3-super": NEMOTRON_3_SUPER,
+}
+FURTHER = {"deepseek-v3": 1, "nemotron-3-super": 2, "nemotron-3.5-lightning": 2}
 """Tokens that are predicted beside the next (``mtp_num_layers`` of the recipes)."""
+REPEATED = ("nemotron-3-super", "nemotron-3.5-lightning")
+"""By one layer (``mtp_use_repeated_layer`` of the recipes)."""
+PRODUCTS = {("nemotron-3-super", "NVFP4"): "last:14=bf16,mtp=bf16,attention.*=bf16,latent_*=bf16,mixer.out_proj=mxfp8"}
+"""Products that a recipe leaves: ``nemotronh/te_quant.cfg`` of Megatron-Bridge, and the layers of
+``nemotron_3_super_bf16_with_nvfp4_mixed`` in its ``mixed_precision.py``."""
 ONE_DENSE = {"deepseek-v2": 1, "deepseek-v3": 1}
 """Dense layers that SimuMax's cut models begin with."""
 
@@ -175,6 +186,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         recipe += "-blackwell"
     gated = all(kind.mlp.gated for kind in model.described if kind.mlp is not None)  # fused experts are, in recipes
     described = not fsdp and "layernorm" not in row["recompute"]  # what copies stay is not, under these
+    products = PRODUCTS.get((row["model"], row["precision"]))
     request = RunRequest(
         seq=int(row["sequence"]),
         micro_batch=micro_batch,
@@ -190,11 +202,13 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         if row["model"] != "deepseek-v3"
         else _ending_early(model, pp * virtual),
         mtp_num_layers=further or None,
+        mtp_use_repeated_layer=row["model"] in REPEATED or None,
         dp=dp,
         zero=3 if fsdp else 1,
         precision="bf16" if described or not recipe else "fp8",
         fp8_recipe=recipe if described else None,
         fp8_param_gather=bool(recipe) and described,
+        products=products if described else None,
         recompute_modules=row["recompute"].replace("+", ",") or None,
         attention="flash",
         kernels=MEGATRON.name,
@@ -206,11 +220,15 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         tp_comm_overlap=row["model"].startswith("llama") and tp > 1 and recipe != "nvfp4",
     )
     run = resolve(model, request).run
+    if products and not described:
+        narrow = fp8_recipe(str(recipe), MEGATRON.name)
+        run = replace(run, model=with_products(run.model, products, narrow))
     how = replace(
         execution_of(run),
         hides_stages=True,
         adds_in_product=not fsdp,
         rotates_in_place=row["source"] >= ROTATED,
+        graphs_experts=row["graphs"] == "step",
         narrow_attention="attention" in row["narrow"],
         narrow_head="head" in row["narrow"],
     )

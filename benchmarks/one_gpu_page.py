@@ -82,7 +82,7 @@ class Row:
 
 
 def _value(word: str) -> int | bool | str:
-    return int(word) if word.isdigit() else True if word == "yes" else word
+    return int(word) if word.isdigit() else {"yes": True, "no": False}.get(word, word)
 
 
 def rows() -> list[Row]:

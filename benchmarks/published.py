@@ -19,7 +19,6 @@ from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind
 from jettison.spec.precision import PRECISIONS
-from jettison.spec.presets import preset
 from jettison.spec.run import Gradients, Run
 
 _FOLDER = Path(__file__).parent.parent / "tests" / "facts"
@@ -51,7 +50,6 @@ class Row:
     """One published figure and the run that stands for it.
 
     Args:
-        caches: selective checkpointing ran eagerly, so that outputs which nobody reads were held as well.
         first_step: the figure is that of the first step.
         within: relative error that the test allows.
         why: where that is more than `CLAIMED`.
@@ -64,7 +62,6 @@ class Row:
     run: Run
     shown: str  # how to repeat it: a command, or an expression of this module
     within: float = CLAIMED
-    caches: bool = False
     first_step: bool = False
     why: str = ""
     facts: Path = FACTS
@@ -83,10 +80,11 @@ def published_gib(facts: Path = FACTS, **columns: str) -> float:
     return float(found[0]["memory_gib"])
 
 
-def described(model: str, **request: Any) -> tuple[Run, str]:
+def described(model: str, *, compiled: bool = False, **request: Any) -> tuple[Run, str]:
     """A run, and the command that describes it."""
     asked = RunRequest(**request)
-    return resolve(model_spec(model), asked).run, command(model, asked)
+    run, shown = resolve(model_spec(model), asked).run, command(model, asked)
+    return (replace(run, compiled=True), f"{shown} --compile") if compiled else (run, shown)
 
 
 def command(model: str, request: RunRequest) -> str:
@@ -137,7 +135,7 @@ _GRAPH = (
 
 
 def _titan(name: str, gib: float, model: str = "llama3-8b", *, dp: int, seq: int, **more: Any) -> Row:
-    ours = {key: more.pop(key) for key in ("within", "why", "caches", "first_step", "facts") if key in more}
+    ours = {key: more.pop(key) for key in ("within", "why", "first_step", "facts") if key in more}
     run, shown = described(model, seq=seq, dp=dp, **_SHARDED, **_WRAPPED, **more)
     framework, figure = Framework.FSDP2, Figure.RESERVED
     return Row(name=name, framework=framework, figure=figure, gib=gib, run=run, shown=shown, **ours)
@@ -156,7 +154,7 @@ def _fsdp2() -> Iterator[Row]:
                 seq=8192,
                 micro_batch=2,
                 recompute=_ALTERNATE,
-                caches=not compiled,
+                compiled=compiled,
             )
     for cp in (1, 2, 4, 8):
         gib = published_gib(source=_BENCH, sequence=str(32768 * cp), recompute="full")
@@ -176,7 +174,6 @@ def _fsdp2() -> Iterator[Row]:
         seq=8192,
         micro_batch=1,
         recompute=_ALTERNATE,
-        caches=True,
     )
     for ranks in (32, 64):
         yield _titan(
@@ -186,6 +183,7 @@ def _fsdp2() -> Iterator[Row]:
             seq=8192,
             micro_batch=2,
             recompute=_ALTERNATE,
+            compiled=True,
             loss="compiled",
             facts=MORE,
             within=0.12,
@@ -199,6 +197,7 @@ def _fsdp2() -> Iterator[Row]:
             seq=8192,
             micro_batch=2,
             recompute=_ALTERNATE,
+            compiled=True,
             first_step=first,
             within=0.12,
             why=_UNEXPLAINED,
@@ -221,6 +220,7 @@ def _fsdp2() -> Iterator[Row]:
             seq=8192,
             micro_batch=1,
             recompute=_ALTERNATE,
+            compiled=True,
             first_step=first,
         )
     for extras, more in (("", {}), (" float8 tensorwise", {"fp8_recipe": "tensorwise"}), (" float8 rowwise", _ROWWISE)):
@@ -231,6 +231,7 @@ def _fsdp2() -> Iterator[Row]:
             seq=8192,
             micro_batch=1,
             recompute=_ALTERNATE,
+            compiled=True,
             loss="compiled",
             within=0.26,
             why=_TUTORIAL,
@@ -263,6 +264,7 @@ def _graph() -> Iterator[Row]:
                 seq=8192,
                 micro_batch=1,
                 recompute=recompute,
+                compiled=recompute == _ALTERNATE,
                 gathered_inputs=True,
                 loss="vocab-parallel",
             )
@@ -295,21 +297,16 @@ def _nanotron() -> Iterator[Row]:
             run=run,
             shown=shown,
         )
+    stages = {"pp": 8, "micro_batches": 8, "stage_layers": "nanotron"}
+    run, shown = described("llama-8b-mha", micro_batch=1, **stages, **common)
     yield Row(
         name="llama-8b-mha, pp = 8, b = 1 (its first stage)",
         framework=Framework.NANOTRON,
         figure=Figure.UNSTATED,
         gib=published_gib(source=source, layout="pp8"),
-        run=nanotron_stages(**common),
-        shown="forecast(nanotron_stages(seq=4096, precision='bf16-grad32', gradients='upfront')).peak_bytes",
+        run=run,
+        shown=shown,
     )
-
-
-def nanotron_stages(**request: Any) -> Run:
-    """8 stages of llama-8b-mha with 5 layers each: 40 in all, so that the first stage is nanotron's first."""
-    model = preset("llama-8b-mha")
-    wider = replace(model, layers=model.layers[:1] * 40)
-    return resolve(wider, RunRequest(micro_batch=1, pp=8, micro_batches=8, **request)).run
 
 
 # torchtune ------------------------------------------------------------------------------------------------------------

@@ -309,6 +309,11 @@ def test_a_long_pipeline_is_cut_and_shows_its_worst_stage(capsys):
         (("llama3-8b", "--seq", 16384), "more than the 8192 positions"),
         (("llama3-8b", "--capacity-factor", 2), "has no experts"),
         (("llama3-8b", "--schedule", "gpipe"), "--schedule does nothing without a pipeline"),
+        (("llama3-8b", "--keep-received"), "--keep-received does nothing without a pipeline"),
+        (("llama3-8b", "--dispatcher", "flex"), "--dispatcher does nothing: llama3-8b has no experts"),
+        (("llama3-8b", "--expert-tp", 1), "--expert-tp does nothing: llama3-8b has no experts"),
+        (("llama3-8b", "--context-exchange", "a2a"), "--context-exchange does nothing without context parallelism"),
+        (("llama3-8b", "--dp", 4, "--zero-replicas", 2), "--zero-replicas does nothing where nothing is sharded"),
     ],
 )
 def test_what_is_asked_in_vain_is_said_on_stderr(capsys, flags, message):
@@ -316,6 +321,20 @@ def test_what_is_asked_in_vain_is_said_on_stderr(capsys, flags, message):
     assert code == 0
     assert message in err
     assert any(message in warning for warning in json.loads(out)["warnings"])
+
+
+def test_what_a_frameworks_rule_sets_in_vain_is_not_said(capsys):
+    for name in ("megatron-0.19", "torchtitan"):
+        assert not [w for w in document(capsys, "llama3-8b", "--dp", 2, "--like", name)["warnings"] if "nothing" in w]
+
+
+@pytest.mark.parametrize(("tp", "cp", "whose"), [(1, 16, "8 key-value"), (2, 8, "4 key-value"), (8, 16, "4 attention")])
+def test_ranks_that_exchange_heads_have_heads_each(capsys, tp, cp, whose):
+    flags = ("llama3-8b", "--tp", tp, "--cp", cp, "--context-exchange")
+    code, _, err = call(capsys, *flags, "a2a")
+    assert code == 2
+    assert f"does not divide the {whose} heads of a rank" in err
+    assert call(capsys, *flags, "p2p")[0] == 0
 
 
 def test_selective_recomputation_with_eager_attention_is_no_trap(capsys):

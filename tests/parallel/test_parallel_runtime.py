@@ -55,6 +55,15 @@ def test_trap_14_a_rank_that_fails_or_stays_away_is_named_to_the_others(on_two: 
     assert "rank 1 did not say" in absent["text"]
 
 
+def test_trap_14_a_budget_that_is_too_small_on_one_rank_is_refused_on_all(on_two: list[Any]) -> None:
+    """Else one would ask again, and wait for the other, which goes on to its first step."""
+    zero, one = (r["agreement"] for r in on_two)
+    assert zero["refused"] == one["refused"]
+    assert zero["refused"]["text"].startswith("no plan fits a budget of 1.00 KiB (1024B)")
+    assert 1024 < zero["refused"]["asked"] < 1 << 20
+    assert (zero["no batch"]["kind"], one["no batch"]["kind"]) == ("PlanMismatch", "UsageError")
+
+
 @pytest.mark.parametrize("case", ["kept graph", "used twice"])
 def test_trap_19_each_backward_of_a_tensor_parallel_model_computes_again_once(case: str, on_two: list[Any]) -> None:
     zero, one = (r["several backwards"] for r in on_two)

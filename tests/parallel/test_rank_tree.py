@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,10 +16,11 @@ if not torch.distributed.is_available():
 from benchmarks.ranks import CountingStore, Waits, Words, now, together, worlds
 from torch import distributed as dist
 
-from jettison.errors import JettisonError, PlanMismatch, UsageError
-from jettison.parallel.agree import Round
+from jettison.errors import Infeasible, JettisonError, PlanMismatch, UsageError
+from jettison.parallel.agree import Agreement, Round
 from jettison.parallel.camps import listed
 from jettison.parallel.rank_tree import FAN, RankTree, branch, children, parent
+from jettison.parallel.verdict import Verdict
 from jettison.train.ranks import RankLost, World
 from support.patience import PATIENCE
 
@@ -198,6 +199,84 @@ def test_the_least_number_and_a_plan_reach_all() -> None:
         return least, "plan" * 1000 if rank == 0 else one.told()
 
     assert set(on_threads(40, agree).values()) == {(978, "plan" * 1000)}
+
+
+def agreement(rank: int, groups: Sequence[tuple[int, ...]], store: Any) -> Agreement:
+    """As `Agreement` is on this rank, in those of the groups that it is in."""
+    one = Agreement(())
+    one.rounds = [Round(g, 300.0, rank=rank, store=store, number=1) for g in sorted(groups) if rank in g]
+    return one
+
+
+PAIRS, COLUMNS = [(0, 1), (2, 3), (4, 5)], [(0, 2, 4), (1, 3, 5)]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_ranks_in_two_groups_have_one_plan(nested: bool) -> None:
+    """Tensor parallelism in pairs, and as many replicas of each rank: two ranks are the first of their pair."""
+
+    def agree(rank: int, store: Any) -> str:
+        if not nested:
+            return agreement(rank, PAIRS + COLUMNS, store).first(lambda: f"of {rank}", lambda plan: plan)
+        pair, column = agreement(rank, PAIRS, store), agreement(rank, COLUMNS, store)
+        return pair.first(lambda: column.first(lambda: f"of {rank}", lambda plan: plan), lambda plan: plan)
+
+    assert set(on_threads(6, agree).values()) == {"of 0"}
+
+
+def test_ranks_in_two_groups_have_one_least_number() -> None:
+    def agree(rank: int, store: Any) -> int:
+        return agreement(rank, PAIRS, store).least(agreement(rank, COLUMNS, store).least(100 - rank))
+
+    assert set(on_threads(6, agree).values()) == {95}
+
+
+def refusal(needs: int, budget: int = 10) -> Infeasible:
+    return Infeasible(minimum_budget_bytes=needs, budget_bytes=budget, reason="The loss sets the peak.")
+
+
+def test_what_the_first_rank_refuses_all_refuse() -> None:
+    def agree(rank: int, store: Any) -> None:
+        def make() -> str:
+            assert rank == 0
+            raise refusal(70)
+
+        with agreement(rank, [(0, 1), (2, 3), (0, 2), (1, 3)], store) as one:
+            one.first(make, lambda plan: plan)
+
+    found = on_threads(4, agree)
+    assert {type(error) for error in found.values()} == {Infeasible}
+    assert {str(error) for error in found.values()} == {str(refusal(70))}
+
+
+@pytest.mark.parametrize("size", [2, 40])
+def test_one_refusal_is_that_of_all_with_what_all_of_them_need(size: int) -> None:
+    """Rank 1 has no plan, another one has but would need more; what is asked for next fits both."""
+
+    def agree(rank: int, store: Any) -> Verdict:
+        own = Verdict.refuses(refusal(70), rank) if rank == 1 else Verdict.fits([30, 90 if rank == size - 2 else 40])
+        with agreement(rank, [tuple(range(size))], store) as one:
+            return one.settled(own)
+
+    found = on_threads(size, agree)
+    (said,) = {str(verdict.error) for verdict in found.values()}
+    assert said.startswith("no plan fits a budget of 10 B (10B); the smallest feasible budget is 90 B. This is what ra")
+    assert {verdict.needs_bytes for verdict in found.values()} == {90}
+
+
+def test_of_two_refusals_the_larger_is_said() -> None:
+    def agree(rank: int, store: Any) -> Verdict:
+        return agreement(rank, [(0, 1, 2)], store).settled(Verdict.refuses(refusal(70 + rank, 10 + rank), rank))
+
+    for verdict in on_threads(3, agree).values():
+        assert verdict.error is not None
+        assert (verdict.error.minimum_budget_bytes, verdict.error.budget_bytes) == (72, 12)
+        assert "rank 2 says" in str(verdict.error)
+
+
+def test_ranks_that_all_have_plans_refuse_nothing() -> None:
+    found = on_threads(3, lambda rank, store: agreement(rank, [(0, 1, 2)], store).settled(Verdict.fits([rank])))
+    assert all(verdict == Verdict(needs_bytes=2) and verdict.error is None for verdict in found.values())
 
 
 # a run's words --------------------------------------------------------------------------------------------------------

@@ -92,12 +92,13 @@ def test_a_second_failure_is_the_users() -> None:
     model = Counted()
     handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 1.2)))
     tried = 0
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError) as caught:
         for attempt in handle.guard():
             with attempt:
                 tried += 1
                 raise torch.OutOfMemoryError("CUDA out of memory")
     assert tried == 2
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_other_errors_are_not_caught() -> None:
@@ -124,10 +125,11 @@ def test_a_step_that_an_optimizer_ended_is_not_repeated() -> None:
 def test_a_policy_that_was_not_planned_is_not_planned_again() -> None:
     model = Counted()
     handle = jettison.apply(model, "none", batch=(rows(ROWS),))
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError) as caught:
         for attempt in handle.guard():
             with attempt:
                 raise torch.OutOfMemoryError("CUDA out of memory")
+    assert "not repeated: no other plan can be made here" in caught.value.__notes__[0]
 
 
 # peaks of real steps --------------------------------------------------------------------------------------------------

@@ -10,8 +10,10 @@ from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import jettison
+from jettison.dryrun.imagined_pipeline import _Chain
 from jettison.errors import PlanMismatch, TraceError, UnsupportedModule, UsageError
 from jettison.measure import measured_peak
+from jettison.parallel.agree import Round
 from jettison.units import Bytes
 from support.toys import Mlp
 
@@ -85,15 +87,19 @@ def test_a_step_that_fails_is_said(alone: None) -> None:
         jettison.auto_checkpoint(schedule(), torch.randn(8, 16), "1GiB", step=fails)
 
 
-def test_a_stage_learns_why_the_one_before_it_failed(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the second of two ranks would: the first one's word is in the store already."""
-    from jettison.dryrun import imagined_pipeline
+def test_a_stage_hears_what_the_one_before_returns_or_why_it_does_not() -> None:
+    """Two ranks, one after the other: the first one's words are in the store already."""
+    store = distributed.HashStore()
 
-    chain = imagined_pipeline._Chain((0,))
-    first = schedule()._stage
-    chain.give_up([first], ValueError("it has no rows"))
-    with pytest.raises(PlanMismatch, match="stage 0 of the pipeline could not be planned: ValueError: it has no rows"):
-        chain.hear(0)
-    monkeypatch.setattr(imagined_pipeline, "TIMEOUT_SECONDS", 0.2)
-    with pytest.raises(PlanMismatch, match="stage 1 of the pipeline did not say"):
-        chain.hear(1)
+    def chain(rank: int, number: int) -> tuple[Round, _Chain]:
+        one = Round((0, 1), 0.2, rank=rank, store=store, number=number)
+        return one, _Chain(one, 0)
+
+    chain(0, 1)[1].tell(0, [torch.zeros(2, 3, requires_grad=True)])
+    (heard,) = chain(1, 1)[1].hear(0)
+    assert (heard.shape, heard.dtype, heard.requires_grad, heard.is_meta) == ((2, 3), torch.float32, True, True)
+    chain(0, 2)[0].give_up("ValueError: it has no rows")
+    with pytest.raises(PlanMismatch, match="rank 0 has no plan, so none of ranks 0, 1 starts: ValueError: it has no"):
+        chain(1, 2)[1].hear(0)
+    with pytest.raises(PlanMismatch, match=r"stage 0 of the pipeline said nothing within 0[.]2 s; all of ranks 0, 1"):
+        chain(1, 3)[1].hear(0)

@@ -182,3 +182,17 @@ def test_an_encoder_with_a_decoder_gets_the_token_that_its_labels_are_shifted_by
     model = build(config, ConfigRequest(), None)
     ids = torch.randint(96, (1, 8))
     assert model(input_ids=ids, labels=ids).loss.isfinite()
+
+
+def test_the_replicate_that_cannot_be_copied_is_refused() -> None:
+    replicate = pytest.importorskip("torch.distributed._composable.replicate").replicate
+    with pytest.raises(UnsupportedModule, match=r"the model is under torch\.distributed\._composable\.replicate, of"):
+        jettison.auto_checkpoint(replicate(Net()), batch(), "1GiB")
+
+
+def test_an_optimizer_that_is_spread_over_ranks_is_refused() -> None:
+    library = pytest.importorskip("torch.distributed.optim.zero_redundancy_optimizer")
+    model = Net()
+    spread = library.ZeroRedundancyOptimizer.__new__(library.ZeroRedundancyOptimizer)  # there is no process group
+    with pytest.raises(UsageError, match="ZeroRedundancyOptimizer keeps other parameters' state on every rank"):
+        jettison.auto_checkpoint(model, batch(), "1GiB", optimizer=spread)

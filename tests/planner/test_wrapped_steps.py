@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.ranks import Launches
-from support.wrapped_steps import FOUR, TWO, four_ranks, two_ranks
+from support.wrapped_steps import FOUR, REFERENCE, TWO, four_ranks, two_ranks
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +37,12 @@ def test_two_ranks_keep_a_budget(two: Launches, how: str) -> None:
 @pytest.mark.parametrize("how", FOUR)
 def test_four_ranks_keep_a_budget(four: Launches, how: str) -> None:
     holds([rank[how] for rank in four[4]])
+
+
+def test_a_sharded_reference_is_planned_beside(two: Launches) -> None:
+    found = [rank[REFERENCE] for rank in two[2]]
+    for rank in found:
+        assert rank["same"]
+        assert rank["measured"] <= rank["budget"]
+        assert rank["measured"] == pytest.approx(rank["predicted"], rel=0.03)
+    assert len({rank["hash"] for rank in found}) == 1

@@ -53,7 +53,7 @@ def test_other_modes_are_as_without_it() -> None:
     ("given", "words"),
     [
         ({"kernels": "megatron"}, "whose layers nobody compiles"),
-        ({"recompute": "selective-op"}, "decides within a layer as the compiler does"),
+        ({"recompute": "selective"}, "decides within a layer as the compiler does"),
         ({"lora": "8"}, "no compiled adapters"),
     ],
 )

@@ -37,10 +37,9 @@ def test_a_framework_rule_leaves_the_loss_away_where_there_is_one_alone() -> Non
     assert "--precision bf16-autocast" in found.like
 
 
-def test_a_trainer_that_patches_with_liger_is_near_with_the_logits_its_loop_holds() -> None:
-    rows = [row for row in one_gpu_page.rows() if row.framework == "Automodel" and "recompute" not in row.request]
-    logits_gib = 2 * 8 * 2048 * 128256 / 2**30
-    assert [abs((row.now() + logits_gib) / row.published - 1) < 0.015 for row in rows] == [True, True]
+def test_a_trainer_that_patches_with_liger_and_checkpoints_parts_is_near() -> None:
+    rows = [row for row in one_gpu_page.rows() if row.framework == "Automodel" and "loss=fused" not in row.request]
+    assert [abs(row.now() / row.published - 1) < 0.02 for row in rows] == [True] * 3
 
 
 def test_logits_that_a_loop_holds_stay_through_backward() -> None:

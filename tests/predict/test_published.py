@@ -44,8 +44,9 @@ def test_pages_are_what_their_generators_write(module) -> None:
     assert module.PAGE.read_text(encoding="utf-8") == module.page(), f"run python -m {module.__name__}"
 
 
-def test_the_command_beside_a_row_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
-    row = next(row for row in ROWS if row.framework is Framework.FSDP2 and not row.caches)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_command_beside_a_row_repeats_it(capsys: pytest.CaptureFixture[str], *, compiled: bool) -> None:
+    row = next(row for row in ROWS if row.framework is Framework.FSDP2 and row.run.compiled is compiled)
     assert row.shown.startswith("jettison ledger ")
     assert run([*row.shown.split()[1:], "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["peak_bytes"] == prediction(row).peak_bytes

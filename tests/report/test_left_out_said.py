@@ -13,6 +13,8 @@ from jettison.cli.main import run
 from jettison.export.registry import TARGETS
 from jettison.report.explorer import explorer_page
 from jettison.report.read_subject import read_subject
+from jettison.spec.left_out import left_out_of
+from jettison.spec.more_families import EVERY_FAMILY
 
 INNER = {
     "model_type": "qwen2",
@@ -67,3 +69,22 @@ def test_an_estimates_document_says_it(config: Path, capsys: pytest.CaptureFixtu
     assert run(["estimate", str(config), "--gpu", "h100-80gb", "--format", "json"]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert SAID in document["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("qwen2", "Qwen2ForSequenceClassification", True),
+        ("qwen2", "Qwen2Model", True),
+        ("qwen2", "Qwen2ForCausalLM", False),
+        ("gpt2", "GPT2LMHeadModel", False),
+        ("bert", "BertForPreTraining", False),
+        ("bert", "BertForTokenClassification", True),
+        ("bart", "BartForCausalLM", True),
+        ("bart", "BartForConditionalGeneration", False),
+    ],
+)
+def test_another_head_than_the_one_described_is_said(kind: str, name: str, said: bool) -> None:
+    family = EVERY_FAMILY[kind]
+    found = [remark for remark in left_out_of({"architectures": [name]}, {}, family) if name in remark]
+    assert len(found) == said

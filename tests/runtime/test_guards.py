@@ -116,6 +116,7 @@ def test_a_second_plan_is_refused_until_the_first_is_removed() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "selective-op", "every:2"])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.filterwarnings("ignore:a deep copy of the model trains without the plan")
 def test_a_copy_of_a_planned_model_trains_plainly(how: str, policy: str) -> None:
     model, plain, x = pair()
     with jettison.apply(model, policy, batch=(x,)):
@@ -144,6 +145,7 @@ class Looker:
         pass
 
 
+@pytest.mark.filterwarnings("ignore:a deep copy of the model trains without the plan")
 def test_a_hook_that_holds_the_plan_leaves_a_copy_its_own_parameters() -> None:
     """`copy.deepcopy` comes by the blocks through the hook, before it has copied them."""
     model, plain, x = pair()

@@ -89,6 +89,65 @@ def test_a_copy_with_a_forward_of_its_own_runs_what_it_would_without_a_plan() ->
     assert same(got, step(_with_other_blocks(copy.copy(patched()))))
 
 
+# deep copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_deep_copy_that_trains_says_that_it_has_no_plan() -> None:
+    model, handle = planned()
+    twins = [copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))]
+    with torch.no_grad():  # as moving averages and references run
+        got, texts = said(lambda: [twin(batch()) for twin in twins])
+    assert all(torch.equal(one, net()(batch())) for one in got)
+    assert texts == []
+    got, texts = said(lambda: step(twins[0]))
+    assert same(got, step(net()))
+    assert len(texts) == 1
+    assert "a deep copy of the model trains without the plan" in texts[0]
+    assert said(lambda: [step(twin) for twin in twins])[1] == []  # once in a plan
+    assert set(calls(handle).values()) == {0}
+    assert "forward" not in vars(twins[0])
+    assert same(step(model), step(net()))
+
+
+def test_a_deep_copy_of_a_block_says_so_too() -> None:
+    model, _ = planned()
+    block = copy.deepcopy(model.layers[1])
+    _, texts = said(lambda: block(batch()).sum().backward())
+    assert [text for text in texts if "a deep copy of layers.1" in text] == texts != []
+
+
+def test_a_deep_copy_can_be_planned() -> None:
+    model, handle = planned()
+    twin = copy.deepcopy(model)
+    got, texts = said(lambda: (jettison.apply(twin, "full", batch=(batch(),)), step(twin)))
+    assert texts == []
+    assert same(got[1], step(net()))
+    assert {region.calls for region in got[0].regions} == {1}
+    got[0].remove()
+    assert "forward" not in vars(twin)
+    assert set(calls(handle).values()) == {0}
+
+
+def test_a_deep_copy_outlives_the_plan_without_a_word() -> None:
+    model, handle = planned()
+    twin = copy.deepcopy(model)
+    handle.remove()
+    got, texts = said(lambda: step(twin))
+    assert same(got, step(net()))
+    assert texts == []
+
+
+def test_a_deep_copy_in_the_place_of_a_block_is_treated_as_that_was() -> None:
+    model, handle = planned()
+    model.layers[1] = copy.deepcopy(model.layers[2])
+    twin = net()
+    twin.layers[1] = copy.deepcopy(twin.layers[2])
+    got, texts = said(lambda: step(model))
+    assert same(got, step(twin))
+    assert [text for text in texts if "layers.1 is another Block" in text] == texts != []
+    assert next(r for r in handle.report() if r.name == "layers.1" and r.calls).slots_dropped > 0
+
+
 # torch.compile --------------------------------------------------------------------------------------------------------
 
 

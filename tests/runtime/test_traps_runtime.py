@@ -364,6 +364,14 @@ def test_trap_21_gradient_checkpointing_that_is_on_is_refused() -> None:
     ids = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(UnsupportedModule, match="gradient_checkpointing_disable"):
         jettison.auto_checkpoint(model, {"input_ids": ids, "labels": ids}, "1GiB")
+    model.transformer.gradient_checkpointing = False
+    with jettison.auto_checkpoint(model, {"input_ids": ids, "labels": ids}, "1GiB"):
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.transformer.gradient_checkpointing = True
+        with pytest.raises(UnsupportedModule, match=r"transformer.* after planning; call gradient_checkpointing_disa"):
+            model(input_ids=ids, labels=ids)
+        model.transformer.gradient_checkpointing = False
+        model(input_ids=ids, labels=ids).loss.backward()
     planned = stack()
     with apply(planned, "full", rows()), pytest.raises(UnsupportedModule, match="already runs under a plan"):
         apply(planned, "full", rows())

@@ -17,7 +17,7 @@ from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Layout
 from jettison.spec.presets import preset
-from jettison.spec.stage_layers import stage_layers, uneven_cuts
+from jettison.spec.stage_layers import cut_of, stage_layers, uneven_cuts
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,47 @@ def test_what_is_typed(text: str, layers: int, chunks: int, expected: tuple[int,
         ("tE|t|t|t", "expected the embedding E first"),
         ("Et|tm|t|tL", "layers m for further tokens"),
         ("E(t|t", "expected the embedding E first"),
+        ("Et*5|t*4|t*4|t*3mL", "1 x m, layers for further tokens, and --mtp-num-layers is 0"),
+        ("t*99999999999", "expected at most 65536 items"),
+        ("((t*999)*999)*999", "expected at most 65536 items"),
     ],
 )
 def test_what_does_not_add_up_is_said(text: str, said: str) -> None:
     with pytest.raises(UsageError) as error:
         stage_layers(text, layers=16, chunks=4)
     assert said in str(error.value)
+
+
+def test_layers_for_further_tokens_are_told_as_often_as_they_are() -> None:
+    assert stage_layers("Et*5|t*4|t*4|t*3mmL", layers=16, chunks=4, further=2) == (5, 4, 4, 3)
+    with pytest.raises(UsageError, match="2 x m, layers for further tokens, and --mtp-num-layers is 1"):
+        stage_layers("Et*5|t*4|t*4|t*3mmL", layers=16, chunks=4, further=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "expected"),
+    [
+        ("llama-8b-mha", 8, (5, 4, 4, 5, 4, 4, 4, 2)),  # the head is 2.2 layers: 4.28 a stage
+        ("llama3-8b", 4, (9, 9, 8, 6)),
+        ("llama3-8b", 2, (18, 14)),
+        ("llama3-8b", 1, (32,)),
+    ],
+)
+def test_nanotrons_rule(name: str, pp: int, expected: tuple[int, ...]) -> None:
+    assert cut_of("nanotron", preset(name), pp=pp, virtual=1) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "virtual", "said"),
+    [
+        ("llama3-8b", 16, 1, "puts the head on stage 14 of 0 to 15"),
+        ("llama3-8b", 4, 2, "--virtual-stages 2"),
+        ("mixtral-8x7b", 4, 1, "costs of dense Llamas"),
+    ],
+)
+def test_what_nanotrons_rule_is_not_for(name: str, pp: int, virtual: int, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        cut_of("nanotron", preset(name), pp=pp, virtual=virtual)
 
 
 @given(layers=st.integers(2, 130), stages=st.integers(2, 20))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import jettison
 from jettison.capture.tracer import trace_model
-from jettison.errors import StaleTensor
+from jettison.errors import Infeasible, StaleTensor
 from jettison.measure import buffer_digest
 from jettison.models.reference import Gpt, GptConfig
 from jettison.parallel import apply_tensor_parallel, seed_ranks
@@ -21,6 +21,7 @@ from jettison.planner.handle import Applied
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.policy import Full
+from jettison.units import Bytes
 from support.rank_models import Counting, Model, Ops, distance, model, same, shard, tokens, whole_gradients
 
 SEED = 5
@@ -79,6 +80,8 @@ def agreement(mesh: DeviceMesh) -> dict[str, Any]:
         "asked for": attempt(apply("none", "full", 1, group=distributed.group.WORLD)),
         "not distributed": attempt(lambda: jettison.apply(alone, ["full", "none"][rank], batch=batch).remove()),
         "budget": attempt(lambda: budget(sharded, batch)),
+        "no batch": attempt(lambda: jettison.apply(sharded, "full", batch=None if rank else batch).remove()),
+        "refused": refused(sharded, batch),
     }
     found |= sharded_later(mesh, batch)
     found["left behind"] = any(isinstance(m.forward, PlannedForward) for m in (*sharded.modules(), *alone.modules()))
@@ -124,6 +127,18 @@ def budget(module: Model, batch: Any) -> None:
         steps(module, batch, SEED)
         assert any(report.slots_dropped for report in handle.report())
         assert not any(report.recordings for report in handle.report())
+
+
+def refused(module: Model, batch: Any) -> dict[str, Any]:
+    """Rank 1 has next to no memory. What each is told, and asks for then, as scripts do."""
+    mine = Bytes(1024 if distributed.get_rank() == 1 else 1 << 30)
+    try:
+        jettison.auto_checkpoint(module, batch, mine)
+    except Infeasible as error:
+        with jettison.auto_checkpoint(module, batch, error.minimum_budget_bytes) as handle:
+            assert handle.plan is not None
+            return {"text": str(error), "asked": int(error.minimum_budget_bytes), "hash": handle.plan.hash}
+    return {}
 
 
 # DTensor --------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -35,11 +36,14 @@ TWO = (
     "nothing left for the root",
     "gathered ahead",
     "functions around",
+    "replicated",
     "ddp",
     "ddp views",
     "ddp accumulated without sync",
+    "ddp views accumulated without sync",
     "tp",
 )
+REFERENCE = "beside a reference"
 FOUR = ("hsdp", "tp and fsdp")
 
 
@@ -65,6 +69,10 @@ def wrapped(how: str) -> Any:
         options["reshard_after_forward"] = False
     if "offloaded" in how:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if how == "replicated":
+        for unit in (*model.layers, model):
+            replicate(unit, mesh=mesh)
+        return model
     if how == "two in one unit":
         for first in range(0, 6, 2):
             fully_shard([model.layers[first], model.layers[first + 1]], **options)
@@ -178,8 +186,58 @@ def check(how: str) -> dict[str, Any]:
     }
 
 
+def beside_a_reference() -> dict[str, Any]:
+    """A frozen model that is sharded as well, and has no backward after which FSDP would take it apart again."""
+    ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(distributed.get_rank()))
+    reference = wrapped("blocks")
+    for parameter in reference.parameters():
+        parameter.requires_grad_(False)
+
+    def apart(model: Any, frozen: Any, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            other = frozen(ids)
+        loss = (model(ids) - 0.5 * other).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def step(model: Any, ids: Tensor) -> Tensor:
+        return apart(model, reference, ids)
+
+    def made() -> tuple[Any, Any]:
+        model = wrapped("blocks")
+        return model, torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def high(model: Any, optimizer: Any) -> int:
+        meter = MemoryMeter(torch.device("cpu"), 1, lambda: [*alive([model, reference], optimizer), ids], storages=True)
+        gc.collect()
+        with meter.step() as peaks, meter.phase("step"):
+            result = step(model, ids)
+            optimizer.step()
+            del result
+            optimizer.zero_grad()
+        found = peaks()
+        assert found is not None
+        return found.peak_bytes
+
+    model, optimizer = made()
+    expected, plain = train(model, optimizer, step, ids), high(model, optimizer)
+    model, optimizer = made()
+    budget = int(0.8 * plain)
+    handle = jettison.auto_checkpoint(
+        model, ids, Bytes(budget), optimizer=optimizer, step=apart, models=(model, reference)
+    )
+    assert handle.plan is not None
+    return {
+        "same": all(map(torch.equal, train(model, optimizer, step, ids), expected)),
+        "budget": budget,
+        "predicted": handle.plan.predicted.peak_bytes,
+        "measured": high(model, optimizer),
+        "hash": handle.plan.hash,
+    }
+
+
 def two_ranks(_: Any) -> dict[str, Any]:
-    return {how: check(how) for how in TWO}
+    return {how: check(how) for how in TWO} | {REFERENCE: beside_a_reference()}
 
 
 def four_ranks(_: Any) -> dict[str, Any]:

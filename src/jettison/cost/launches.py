@@ -294,7 +294,7 @@ class _Listing:
             return None
         shape = step.outputs[0].local_shape
         k = step.flops // max(1, 2 * prod(shape))
-        narrow = self.narrow.dtype if self.narrow.takes(step) or step.name == GROUPED else None
+        narrow = self.narrow.dtype_of(step)
         dtype = step.inputs[0].dtype if narrow is None else narrow
         if step.name == BATCHED:
             return Product(prod(shape[:-2]), shape[-2], shape[-1], k, dtype)

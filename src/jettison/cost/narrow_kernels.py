@@ -37,7 +37,7 @@ with a scale for each row are priced as those with one a tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -45,6 +45,7 @@ from jettison.cost.kernel import Half, Kernel
 from jettison.cost.op_kinds import GROUPED, PRODUCTS, QUANTISE
 from jettison.formula.tape import Collective, Tape, TapeOp, Value, Weight
 from jettison.spec.fp8 import Fp8Recipe, Library, Scales
+from jettison.spec.products import WIDE
 
 WIDE_BYTES = 2
 LAST = "down"
@@ -92,18 +93,44 @@ class NarrowKernels:
 
     def takes(self, step: TapeOp) -> bool:
         """Is a step a product of narrow copies? With a recipe gates are none, and the head is if that is asked for."""
-        if self.product is None or step.name not in PRODUCTS:
+        if self.product is None or step.name not in PRODUCTS or self._stays_wide(step):
             return False
         return self.recipe is None or (bool(step.weights) and self._narrowed(step.weights[0]))
+
+    def dtype_of(self, step: TapeOp) -> str | None:
+        """What a product reads, as `cost.matmul` knows it; None: what it is given."""
+        if self.takes(step) or self._experts(step):
+            return self._by(step).dtype
+        return None
+
+    def _stays_wide(self, step: TapeOp) -> bool:
+        return bool(step.weights) and step.weights[0].recipe == WIDE
+
+    def _by(self, step: TapeOp) -> NarrowKernels:
+        """The same by the product's own recipe, where it has one."""
+        own = step.weights[0].recipe if step.weights else None
+        if own is None or own == WIDE or own == self.recipe:
+            return self
+        if own not in self._others:
+            self._others[own] = replace(self, recipe=own)
+        return self._others[own]
+
+    @cached_property
+    def _others(self) -> dict[Fp8Recipe, NarrowKernels]:
+        return {}
 
     def _narrowed(self, weight: Weight) -> bool:
         return weight.product and (self.head or not weight.head) and weight.shape[0] > 1 and not weight.adapter
 
     def _experts(self, step: TapeOp) -> bool:
-        return self.product is not None and step.name == GROUPED and bool(step.weights)
+        narrow = self.product is not None and step.name == GROUPED and bool(step.weights)
+        return narrow and not self._stays_wide(step)
 
     def forward(self, step: TapeOp, index: int) -> Iterator[Kernel]:
         """Before a product."""
+        if (other := self._by(step)) is not self:
+            yield from other.forward(step, index)
+            return
         if self.recipe is None:
             if self.takes(step) and not self.delayed:
                 weight, x = step.weights[0], step.inputs[0]
@@ -124,6 +151,9 @@ class NarrowKernels:
 
     def backward(self, step: TapeOp, indices: tuple[int, ...], incoming: int) -> Iterator[Kernel]:
         """Before the two products of a backward."""
+        if (other := self._by(step)) is not self:
+            yield from other.backward(step, indices, incoming)
+            return
         if not self.takes(step) and not self._experts(step):
             return
         x, y = self._source(step), step.outputs[0]
@@ -177,6 +207,8 @@ class NarrowKernels:
 
     def reads(self, step: TapeOp, incoming: int) -> tuple[int, int, int]:
         """Bytes that a product reads of its result's gradient, of its input and of its matrix."""
+        if (other := self._by(step)) is not self:
+            return other.reads(step, incoming)
         x, weight = step.inputs[0], step.weights[0]
         if self.recipe is None or not (self.takes(step) or self._experts(step)):
             return incoming, x.nbytes, weight.nbytes
@@ -203,7 +235,7 @@ class NarrowKernels:
             copies = 1 if self.recipe.rows_are_gathered else 2
         else:
             made, value, copies = self._readers.get(step.outputs[0].storage), step.outputs[0], 1
-        return 1.0 if made is None else copies * self._narrow(value) / value.nbytes
+        return 1.0 if made is None else copies * self._by(made)._narrow(value) / value.nbytes
 
     @cached_property
     def _products(self) -> dict[int, TapeOp]:

@@ -1,17 +1,15 @@
 """Schedules of `torch.distributed.pipelining` over fake copies of a rank's stages: torch's own, and nothing is sent.
 
-What a stage is called with is what the stage before returns. So when a step is first run, ranks tell each other shapes
-through the key-value store of `torch.distributed`, one stage after the other; a rank that fails before it could says
-why.
+What a stage is called with is what the stage before returns. So when a step is first run, ranks tell each other shapes,
+one stage after the other, in the words of their agreement: a rank that fails before it could is heard of there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -23,17 +21,15 @@ from torch.distributed.pipelining.stage import InferenceMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.fakes import fake_copy
-from jettison.errors import PlanMismatch, UnsupportedModule
+from jettison.errors import UnsupportedModule
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import unique_bytes
-from jettison.parallel.agree import TIMEOUT_SECONDS
+from jettison.parallel.agree import Agreement, Round, ranks_in
 from jettison.parallel.imagined import imagined_copy, imagined_group
 
 Scheduled: TypeAlias = _PipelineSchedule
 """Any schedule of torch's."""
 _REPEATING = (Schedule1F1B, ScheduleInterleaved1F1B)
-_FAILED = "failed!"
-_rounds: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
 
 def stages_of(schedule: Scheduled) -> list[PipelineStage]:
@@ -91,18 +87,24 @@ def send_nothing(schedule: Any, stages: Sequence[SendingStage]) -> None:
 class ImaginedSchedule:
     """Stands for a schedule in a step on fake tensors. The pipeline's ranks make it together.
 
+    Args:
+        words: of the pipeline's ranks; None: this rank has all stages.
+        number: of the schedule among the things that the step is given.
+
     Raises:
         UnsupportedModule: see `stages_of`.
     """
 
-    def __init__(self, schedule: Scheduled, mode: FakeTensorMode) -> None:
+    def __init__(
+        self, schedule: Scheduled, mode: FakeTensorMode, words: Agreement | None = None, *, number: int = 0
+    ) -> None:
         self.real = schedule
         self.stages = stages_of(schedule)
         self.modules = [imagined_copy(stage.submod, mode) for stage in self.stages]
         self._probes = [fake_copy(stage.submod, mode) for stage in self.stages]  # nobody watches their calls
         group = self.stages[0].group or distributed.group.WORLD
         self._group = imagined_group(group)
-        self._chain = _Chain(tuple(sorted(distributed.get_process_group_ranks(group))))
+        self._chain = _Chain(words.among(ranks_in(group)) if words is not None else None, number)
         self._made: Any = None
         self._count = 0  # of micro-batches that are run
         self._left: Tensor | None = None  # as much as the others are received into
@@ -127,10 +129,6 @@ class ImaginedSchedule:
         """What stages receive into, which stays from step to step."""
         buffers = [info.buffer for stage in self._sending for info in _received_by(stage)]
         return [t for t in (*buffers, self._left) if isinstance(t, Tensor)]
-
-    def give_up(self, error: BaseException) -> None:
-        """This rank's step failed: stages after its own are told."""
-        self._chain.give_up(self.stages, error)
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = {name: value for name, value in kwargs.items() if name not in _OF_THE_SCHEDULE}
@@ -158,15 +156,9 @@ class ImaginedSchedule:
         self._count = self._enough(args, kwargs)
         stages: Any = self._sending[0] if single else self._sending
         kind: Any = type(self.real)
-        self._made = kind(
-            stages,
-            self._count,
-            loss_fn=self.real._loss_fn,
-            args_chunk_spec=self.real._args_chunk_spec,
-            kwargs_chunk_spec=self.real._kwargs_chunk_spec,
-            output_merge_spec=self.real._output_merge_spec,
-            scale_grads=self.real.scale_grads,
-        )
+        taken = inspect.signature(kind.__init__).parameters
+        given = {name: getattr(self.real, attribute) for name, attribute in _AS_MADE.items() if name in taken}
+        self._made = kind(stages, self._count, **given)
         send_nothing(self._made, self._sending)
 
     def _enough(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -229,58 +221,52 @@ def _received_by(stage: PipelineStage) -> list[Any]:
     return [info for of_micro_batch in infos for info in of_micro_batch if hasattr(info, "buffer")]
 
 
+_AS_MADE = {
+    "loss_fn": "_loss_fn",
+    "args_chunk_spec": "_args_chunk_spec",
+    "kwargs_chunk_spec": "_kwargs_chunk_spec",
+    "output_merge_spec": "_output_merge_spec",
+    "scale_grads": "scale_grads",
+}
+"""What schedules are made with, by the names under which they keep it; `ScheduleLoopedBFS` takes no chunk specs."""
 _OF_THE_SCHEDULE = frozenset({"target", "losses", "return_outputs", "loss_kwargs"})
 
 
 class _Chain:
-    """What stages return, told from rank to rank. All ranks count their chains alike."""
+    """What stages return, told from rank to rank.
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        _rounds[ranks] += 1
-        first, last = ranks[0], ranks[-1]
-        self._key = f"jettison/stages/{first}-{last}-{len(ranks)}/{_rounds[ranks]}"
-        self._store = distributed.distributed_c10d._get_default_store()
-        self._told: set[int] = set()
+    Args:
+        round_: of the pipeline's ranks; None: there is but this one.
+        number: of the schedule.
+    """
+
+    def __init__(self, round_: Round | None, number: int) -> None:
+        self._round, self._number = round_, number
+        self._own: dict[int, bytes] = {}
 
     def tell(self, index: int, outputs: Sequence[Tensor]) -> None:
         """What a stage returns."""
         said = [[list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in outputs]
-        self._set(index, json.dumps(said))
+        self._own[index] = json.dumps(said).encode()
+        if self._round is not None:
+            with unset_fake_temporarily():
+                self._round.tell(f"{self._number}/{index}", self._own[index])
 
     def hear(self, index: int) -> tuple[Tensor, ...]:
         """Tensors without memory, like those that a stage returns.
 
         Raises:
-            PlanMismatch: its rank failed, or said nothing in time.
+            PlanMismatch: a rank failed, or that of the stage said nothing in time.
         """
-        key = f"{self._key}/{index}"
         with unset_fake_temporarily():
-            try:
-                self._store.wait([key], timedelta(seconds=TIMEOUT_SECONDS))
-            except RuntimeError:  # of a TCPStore a DistStoreError, of a FileStore any
-                raise PlanMismatch(
-                    f"stage {index} of the pipeline did not say what it returns within {TIMEOUT_SECONDS:.0f} s; all "
-                    "ranks have to call auto_checkpoint at the same place"
-                ) from None
-            found: Any = json.loads(self._store.get(key).decode())
-        if isinstance(found, Mapping):
-            raise PlanMismatch(f"stage {index} of the pipeline could not be planned: {found[_FAILED]}")
-        with unset_fake_temporarily():
+            said = self._own.get(index)
+            if said is None:
+                assert self._round is not None
+                said = self._round.hear_of(f"{self._number}/{index}", f"stage {index} of the pipeline")
             return tuple(
                 torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=grad)
-                for shape, dtype, grad in found
+                for shape, dtype, grad in json.loads(said)
             )
-
-    def give_up(self, stages: Sequence[PipelineStage], error: BaseException) -> None:
-        """Stages of this rank that have said nothing yet will say nothing."""
-        for stage in stages:
-            if stage.stage_index not in self._told:
-                self._set(stage.stage_index, json.dumps({_FAILED: f"{type(error).__name__}: {error}"}))
-
-    def _set(self, index: int, text: str) -> None:
-        self._told.add(index)
-        with unset_fake_temporarily():
-            self._store.set(f"{self._key}/{index}", text)
 
 
 def _on(device: torch.device) -> Any:

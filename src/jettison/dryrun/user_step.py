@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from jettison.capture.fakes import roughly
 from jettison.capture.isolation import leaving_nothing
 from jettison.capture.model_trace import ModelTrace
+from jettison.capture.sharded import sharded_modules
 from jettison.capture.signature import as_signed, call_signature, global_signature, opaque_copy
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves, tree_map
@@ -31,6 +32,7 @@ from jettison.dryrun.imagined_pipeline import ImaginedSchedule, Scheduled, modul
 from jettison.errors import JettisonError, TraceError, UsageError
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
+from jettison.parallel.agree import Agreement
 from jettison.parallel.imagined import imagined_copy, inside_of_ddp
 from jettison.runtime.assumptions import backward_kinds
 
@@ -109,7 +111,7 @@ def _observed(step: Step, copies: Copies, batch: Any, mode: FakeTensorMode) -> l
         hooks.append(inner.register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(inner.register_forward_hook(after))
     try:
-        with _on_fakes(step, modules, batch, mode), _without_optimizers(), _telling(copies):
+        with _on_fakes(step, modules, batch, mode), _without_optimizers():
             step(*copies, opaque_copy(batch))
         for use, copied in zip(uses, modules, strict=True):
             use.gradients = {p: p.grad for p in copied.parameters() if p.grad is not None}
@@ -136,26 +138,21 @@ def _observed(step: Step, copies: Copies, batch: Any, mode: FakeTensorMode) -> l
     return uses
 
 
-def copies_of(models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode) -> Copies:
+def copies_of(models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode, stages: Agreement | None = None) -> Copies:
     """What stands for the models of a step, and for schedules of a pipeline, on fake tensors. Ranks that share
     parameters or a pipeline call this together.
+
+    Args:
+        stages: with ranks that run other stages of the pipelines, where there are any.
     """
+
+    def copied(number: int, one: nn.Module | Scheduled) -> nn.Module | ImaginedSchedule:
+        if isinstance(one, nn.Module):
+            return imagined_copy(one, mode)
+        return ImaginedSchedule(one, mode, stages, number=number)
+
     with torch.random.fork_rng(devices=[]):
-        return [
-            imagined_copy(one, mode) if isinstance(one, nn.Module) else ImaginedSchedule(one, mode) for one in models
-        ]
-
-
-@contextlib.contextmanager
-def _telling(copies: Copies) -> Iterator[None]:
-    """Other stages of a pipeline do not wait for one that failed."""
-    try:
-        yield
-    except BaseException as error:
-        for one in copies:
-            if isinstance(one, ImaginedSchedule):
-                one.give_up(error)
-        raise
+        return [copied(number, one) for number, one in enumerate(models)]
 
 
 def _watchers(use: ModelUse, waiting: set[int]) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -245,7 +242,11 @@ def _on_fakes(step: Step, modules: Sequence[nn.Module], batch: Any, mode: FakeTe
         torch.enable_grad(),
         roughly(modules[0]),
     ):
-        yield
+        try:
+            yield
+        finally:
+            for module in (inner for one in modules for inner in sharded_modules(one)):
+                module.reshard()  # a frozen model's root stays whole, and what its modules hold is put back to parts
 
 
 class UserStep:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from jettison.predict.forecast import Forecast, forecast_sizes
-from jettison.predict.run_request import Resolved
+from jettison.predict.run_request import Resolved, flag_of
 from jettison.spec.kernels import AttentionKernel
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
@@ -23,15 +23,38 @@ def advice(asked: Resolved) -> tuple[str, ...]:
         found.append(f"--seq {run.seq} is more than the {model.max_positions} positions that {model.name} is made for")
     if layout.zero and layout.shards == 1:
         found.append(f"--zero {layout.zero} shards nothing: there is one data-parallel rank; give --dp")
-    if layout.pp == 1:
-        found += [
-            f"--{name.replace('_', '-')} does nothing without a pipeline; give --pp"
-            for name in ("schedule", "keep_stage_outputs")
-            if name not in asked.assumed
-        ]
-    if run.capacity_factor is not None and not any(layer.experts for layer in model.kinds):
-        found.append(f"--capacity-factor does nothing: {model.name} has no experts")
-    return tuple(found)
+    return (*found, *_idle(asked))
+
+
+_ALONE: Final = {
+    "without a pipeline; give --pp": ("schedule", "keep_stage_outputs", "keep_received", "stage_buffers"),
+    "where nothing is sharded; give --zero": ("zero_replicas",),
+    "without context parallelism; give --cp": ("context_exchange",),
+}
+"""Flags that need another one, by what is said."""
+_OF_EXPERTS: Final = (
+    "capacity_factor",
+    "dispatcher",
+    "expert_tp",
+    "sequential_experts",
+    "deterministic",
+    "ep_comm_overlap",
+)
+
+
+def _idle(asked: Resolved) -> Iterator[str]:
+    """What was typed and has no effect on this model or layout."""
+    run, layout = asked.run, asked.run.layout
+    lacking = dict(zip(_ALONE, (layout.pp == 1, layout.zero == 0, layout.cp == 1), strict=True))
+    for why, names in _ALONE.items():
+        yield from (f"{flag_of(name)} does nothing {why}" for name in _typed(asked, names) if lacking[why])
+    if not any(layer.experts for layer in run.model.kinds):
+        idle = _typed(asked, _OF_EXPERTS)
+        yield from (f"{flag_of(name)} does nothing: {run.model.name} has no experts" for name in idle)
+
+
+def _typed(asked: Resolved, names: tuple[str, ...]) -> Iterator[str]:
+    return (name for name in names if name not in asked.assumed)
 
 
 UNEVEN: Final = 1.25

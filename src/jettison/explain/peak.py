@@ -102,7 +102,7 @@ _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "activations in flight": frozenset({"resident", "sent", "waiting", "detached", "released"}),
         ASIDE: frozenset({"received", "around", "variables", "batches", "passed", "left"}),
         "transients": frozenset(
-            {"forward_peak", "backward_peak", "adding_peak", "optimizer_transient"}
+            {"forward_peak", "backward_peak", "adding_peak", "optimizer_transient", "cached"}
             | {"input_peak", "rise", "added", "computed"}
         ),
     }

@@ -44,6 +44,8 @@ def layout_settings(run: Run) -> dict[str, Value]:
     }
     if run.model.further:
         found["mtp_num_layers"] = run.model.further
+    if any(layer.repeats for layer in run.model.described):
+        found["mtp_use_repeated_layer"] = True
     if layout.stage_layers:
         found["pipeline_model_parallel_layout"] = layout_string(layout)
     elif layout.virtual_stages > 1:

@@ -121,7 +121,7 @@ def linear(
             local = w.tape.local_shape((features,), (("tp", 0),) if split == "column" else ())[0]
             found = narrow(w, x, kept, local, name, role, original=original)
             saves, workspace = found.saves, found.workspace
-        elif w.run.precision.product is not None and w.run.precision.recipe is None:
+        elif w.quantises:
             kept = quantise(w, kept)
             saves = (Saved(kept, role, reference),)
         eight = weight.packed_bytes > 0 and w.base is Base.INT8

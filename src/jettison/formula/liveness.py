@@ -12,18 +12,20 @@ to a gradient lives beside the first until it has been added. Weight gradients s
 than their last reader needs them, and kernels take workspace: neither is counted, except where a tape says so.
 
 NOTE [ Frames ]
-A checkpoint of torch (``torch/utils/checkpoint.py``, ``unpack_hook`` of ``_checkpoint_hook``) runs its whole function
-again when the first saved tensor is asked for, needed or not, op by op as the forward did, and holds all that is saved
-until it is asked for. It stops at the last tensor that is saved (``_StopRecomputationError``). What a planner chose is
-computed again tensor by tensor instead, each when it is needed. With torch's selective contexts
-(``_CachingTorchDispatchMode``) every output of a listed op waits, read or not; in the second forward
-(``_CachedTorchDispatchMode``) the op's turn takes it out, and it goes with its last reader. What comes behind the last
-saved tensor has no turn, and waits until the frame goes.
+A checkpoint of torch, around a layer or a part of one (``torch/utils/checkpoint.py``, ``unpack_hook`` of
+``_checkpoint_hook``), runs its whole function again when the first saved tensor is asked for, needed or not, op by op
+as the forward did, and holds all that is saved until it is asked for. It stops at the last tensor that is saved
+(``_StopRecomputationError``). What a planner chose is computed again tensor by tensor instead, each when it is needed.
+With torch's selective contexts (``_CachingTorchDispatchMode``) every output of a listed op waits, read or not; in the
+second forward (``_CachedTorchDispatchMode``) the op's turn takes it out, and it goes with its last reader. What comes
+behind the last saved tensor has no turn, and waits until the frame goes. A planner's choice, and a compiled layer, keep
+what is read and no more.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jettison.dtypes import DTYPE_BYTES
@@ -71,7 +73,13 @@ class Passes:
 
 
 def replay(
-    region: Region, kept: frozenset[int], rule: GradientRule, *, accumulates: bool = False, framed: bool = False
+    region: Region,
+    kept: frozenset[int],
+    rule: GradientRule,
+    *,
+    accumulates: bool = False,
+    frames: Sequence[frozenset[int]] = (),
+    held: frozenset[int] = frozenset(),
 ) -> Passes:
     """Play a region through.
 
@@ -79,14 +87,16 @@ def replay(
         kept: buffers of `region.program` that stay between the passes.
         rule: of weight gradients.
         accumulates: weight gradients are there already, and this backward adds to them.
-        framed: the first op that needs something runs all of the region again: NOTE [ Frames ].
+        frames: ops of each checkpoint, of which the first that needs something runs all again: NOTE [ Frames ].
+        held: buffers among ``kept`` that others have until the backward is over.
     """
     program = region.program
     resident = program.kept_bytes(kept)
-    again = program.recompute_set(kept)
-    runs = frozenset(again) if not framed else _frame(region, kept)
+    again = frozenset(program.recompute_set(kept))
+    begun = [Frame(frame, _again(region, kept, frame)) for frame in frames if again & frame]
+    runs = frozenset[int]().union(*(frame.again for frame in begun)) if frames else again
     backward = Backward(
-        region=region, kept=kept, again=runs, rule=rule, accumulates=accumulates, framed=framed and bool(again)
+        region=region, kept=kept, again=runs, rule=rule, accumulates=accumulates, frames=begun, held=held
     )
     last = region.last_read
     around = Around(forward=_forward_peaks(region, kept, last), backward=backward.run(last))
@@ -129,15 +139,23 @@ def _forward_peaks(region: Region, kept: frozenset[int], cut: int) -> tuple[int,
     return (before, peak) if 0 <= cut < len(program.ops) - 1 else (peak, 0)
 
 
-def _frame(region: Region, kept: frozenset[int]) -> frozenset[int]:
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A checkpoint's ops, and those that it runs again."""
+
+    ops: frozenset[int]
+    again: frozenset[int]
+
+
+def _again(region: Region, kept: frozenset[int], frame: frozenset[int]) -> frozenset[int]:
     """Ops that a checkpoint runs again: NOTE [ Frames ]."""
-    buffers = region.buffers
-    last = max((i for i, step in enumerate(region.tape.steps) if step.differentiable and step.saved), default=-1)
+    buffers, steps = region.buffers, region.tape.steps
+    last = max((i for i in frame if steps[i].differentiable and steps[i].saved), default=-1)
     if last >= 0:
         made = {buffers[v.storage] for v in region.tape.steps[last].outputs}
         own = {buffers[s.value.storage] for s in region.tape.steps[last].saved} & made - kept
         last -= not own
-    return frozenset(range(last + 1))
+    return frozenset(o for o in frame if o <= last)
 
 
 class Backward:
@@ -151,7 +169,8 @@ class Backward:
         again: frozenset[int],
         rule: GradientRule,
         accumulates: bool,
-        framed: bool = False,
+        frames: Sequence[Frame] = (),
+        held: frozenset[int] = frozenset(),
     ) -> None:
         self.region, self.program, self.kept = region, region.program, kept
         self.accumulates = accumulates
@@ -160,8 +179,9 @@ class Backward:
         self.weight_bytes = DTYPE_BYTES[rule.added if accumulates else rule.kept]
         self.live = self.peak = self.opening = 0
         self.pending = set(again)
-        self.framed = framed
+        self.frames, self.held = frames, held
         self.computed: set[int] = set()
+        self.leaving = {min(f.ops): self.program.given(f.ops) & kept for f in frames} if len(frames) > 1 else {}
         self.saved: set[int]
         self.uses = self._count_uses(again)
         self.gradient: dict[int, int] = {}  # storage -> gradient tensor
@@ -179,6 +199,8 @@ class Backward:
         for o in again:
             for b in set(self.program.ops[o].inputs):
                 uses[b] += 1
+        for b in (*self.held, *(b for inputs in self.leaving.values() for b in inputs)):
+            uses[b] += 1
         return uses
 
     def _saved(self, step: TapeOp) -> set[int]:
@@ -196,6 +218,8 @@ class Backward:
                     behind, self.peak = self.peak, self.live
             if self._runs(steps[number]):
                 self._visit(steps[number])
+            for b in self.leaving.get(number, ()):
+                self._release(b)
         return self.peak, behind
 
     def _runs(self, step: TapeOp) -> bool:
@@ -254,20 +278,20 @@ class Backward:
         op = self.program.ops[buffer.producer]
         if op.index not in self.pending:
             return
-        if self.framed:
-            self._run_frame()
+        if self.frames:
+            self._run_frame(next(frame for frame in self.frames if op.index in frame.again))
             return
         for i in op.inputs:
             self._fetch(i)
         self._run(op)
 
-    def _run_frame(self) -> None:
+    def _run_frame(self, frame: Frame) -> None:
         """All of it; what would be read later on stays until the frame is left."""
-        stop = max(self.pending)
-        read = [b for op in self.program.ops[stop + 1 :] for b in op.inputs]
+        stop = max(frame.again)
+        read = [b for op in self.program.ops[stop + 1 :] if op.index in frame.ops for b in op.inputs]
         for b in read:
             self.uses[b] += 1
-        for each in sorted(self.pending):
+        for each in sorted(frame.again):
             self._run(self.program.ops[each])
         for b in read:
             if b in self.saved or (self.program.buffers[b].producer or 0) <= stop:

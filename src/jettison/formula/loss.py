@@ -67,6 +67,7 @@ def _from_logits(w: Writer, x: Value, weight: Weight | None = None) -> Value:
     )
     if model.head.softcap:
         logits = _softcap(w, logits)
+    w.tape.returned.append(logits)
     return _LOSSES[w.kernels.loss](w, logits, _labels(w))
 
 
@@ -134,6 +135,7 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     weight = w.tape.empty((), wide.dtype)
     kept = [saved(rows, "log-softmax output"), saved(labels, "labels"), saved(weight, "loss weight")]
     w.tape.record("aten.nll_loss_forward.default", [rows, labels], [loss, weight], saves=kept)
+    w.tape.name(logits)  # an argument of whoever casts them
     return loss
 
 

@@ -219,11 +219,11 @@ def _product(w: Writer, x: Value, features: int, name: str, order: _Order, spec:
         if split == "column" and w.tape.mesh[axis] > 1:
             places = tuple(sorted((*places, (axis, 1))))
         saves, workspace = [saved(x, "linear input")], 0
-        if w.run.precision.recipe is not None:
+        if w.recipe is not None:
             original = split == "row" and "moe_act" in w.run.again
             found = narrow_rows(w, x, weight, spec.experts // w.run.layout.ep, "linear input", original=original)
             saves, workspace = [*found.saves], found.workspace
-        elif w.run.precision.product is not None:
+        elif w.quantises:
             saves = [saved(quantise(w, x), "linear input")]
         out = w.tape.op(
             "aten._grouped_mm.default",

@@ -36,7 +36,7 @@ def narrow(w: Writer, x: Value, kept: Value, features: int, name: str, role: str
         features: of its result on one rank.
         original: another op keeps ``kept`` as it is, too.
     """
-    recipe = w.run.precision.recipe
+    recipe = w.recipe
     assert recipe is not None
     rows, columns = prod(x.local_shape[:-1]), x.local_shape[-1]
     if recipe.library is Library.TORCHAO:
@@ -58,7 +58,7 @@ def narrow_rows(w: Writer, x: Value, weight: Weight, experts: int, role: str, *,
     Args:
         original: unless the rows are computed again, which then stay as they are.
     """
-    recipe = w.run.precision.recipe
+    recipe = w.recipe
     assert recipe is not None
     rows, columns = x.local_shape
     features = weight.numel // (experts * columns)
@@ -130,7 +130,7 @@ def torchao_bytes(recipe: Fp8Recipe, rows: int, columns: int, features: int) -> 
 
 def padded(w: Writer, x: Value, experts: int) -> Value:
     """Rows of each expert, filled up to what the recipe multiplies: Megatron's ``Fp8Padding``. Even shares."""
-    recipe = w.run.precision.recipe
+    recipe = w.recipe
     if recipe is None or recipe.library is not Library.TE:
         return x
     each = -(-x.local_shape[0] // experts)

@@ -56,6 +56,11 @@ class Region:
         return max((number for number, step in enumerate(self.tape.steps) if step.weights), default=-1)
 
     @cached_property
+    def returned(self) -> frozenset[int]:
+        """The buffer of what a model returns beside its loss: logits; none where it has none."""
+        return frozenset(self.buffers[value.storage] for value in self.tape.returned)
+
+    @cached_property
     def buffers(self) -> dict[int, int]:
         """Storage -> its buffer in the program."""
         owners = [v.index for v in self.tape.values if v.storage == v.index]
@@ -216,6 +221,7 @@ def layer_region(scene: Scene, layer: AnyLayer) -> Region:
         pair = scene.model.pair
         scene = replace(scene, seq=scene.source_seq, model=scene.model if pair is None else pair.images)
     writer = Writer.of(scene)
+    writer.repeats, writer.rules = layer.repeats, layer.products
     hidden = writer.hidden(detached=layer.detached)
     output = further(writer, hidden, layer) if layer.ahead else write_layer(writer, hidden, layer)
     return Region(output=output, tape=writer.tape)

@@ -25,6 +25,7 @@ from math import prod
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.ledger.program import Anchor, Source
+from jettison.spec.fp8 import Fp8Recipe
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 NAMES = "names"
@@ -67,8 +68,8 @@ class Weight:
     ``wide``: it is held in fp32 whatever the others are, with its gradient and its state.
     ``packed_bytes``: on one rank, where it is held in fewer bits than it is read with; 0: it is not.
     ``narrow_bytes``: of copies for narrow products that are held for good, on one rank.
-    ``adapter``: it belongs to an adapter, whose products are as wide as activations.
-    ``gradient_ways``: its gradient takes so many times what a rank has of it.
+    ``adapter``: it belongs to an adapter, whose products are as wide as activations. ``recipe``: of its product, where
+    that is not the run's. ``gradient_ways``: its gradient takes so many times what a rank has of it.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Weight:
     wide: bool = False
     narrow_bytes: int = 0
     adapter: bool = False
+    recipe: Fp8Recipe | None = None
     gradient_ways: int = 1
 
     @property
@@ -173,6 +175,7 @@ class Tape:
     sources: dict[int, tuple[Source, str, bool]] = field(default_factory=dict)  # storage -> kind, name, free
     sizes: list[int] = field(default_factory=list)  # bytes on one rank of the storage that a value owns, else 0
     values: list[Value] = field(default_factory=list)
+    returned: list[Value] = field(default_factory=list)  # what the model gives its caller beside the loss
     _scope: list[str] = field(default_factory=list)
 
     # values -----------------------------------------------------------------------------------------------------------
@@ -213,13 +216,15 @@ class Tape:
         wide: bool = False,
         narrow_bytes: int = 0,
         adapter: bool = False,
+        recipe: Fp8Recipe | None = None,
     ) -> Weight:
         """Declare a parameter of the region."""
         local = self.local_shape(tuple(shape), places)
         full = ".".join([*self._scope, name])
         nbytes = prod(local) * DTYPE_BYTES[dtype]
         kind = (expert, tied, product, head, frozen)
-        made = Weight(full, tuple(shape), places, nbytes, prod(local), *kind, packed_bytes, wide, narrow_bytes, adapter)
+        size, more = prod(local), (packed_bytes, wide, narrow_bytes, adapter, recipe)
+        made = Weight(full, tuple(shape), places, nbytes, size, *kind, *more)
         self.weights.append(made)
         return made
 
@@ -350,6 +355,11 @@ class Tape:
         if backward is not None and value.grad:
             self.collectives.append(Collective(backward, axis, larger, backward=True, step=step, copies=copies))
         return result
+
+    @property
+    def path(self) -> str:
+        """Where it is being written."""
+        return ".".join(self._scope)
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:

@@ -7,7 +7,9 @@ from math import prod
 
 from jettison.formula.tape import Places, Saved, Tape, Value, Weight
 from jettison.ledger.program import Source
+from jettison.spec.fp8 import Fp8Recipe
 from jettison.spec.kernels import Device, Kernels
+from jettison.spec.products import WIDE, Rule, rule_for
 from jettison.spec.run import Scene
 from jettison.spec.tuning import Base
 
@@ -24,6 +26,10 @@ class Writer:
     quantised: dict[int, Value] = field(default_factory=dict)
     spread: dict[str, Value] = field(default_factory=dict)
     copies: dict[str, Value] = field(default_factory=dict)
+    repeats: bool = False
+    """Are all parameters another region's?"""
+    rules: tuple[Rule, ...] = ()
+    """Recipes of products that have not the run's."""
     _random: Value | None = None
 
     @classmethod
@@ -151,7 +157,7 @@ class Writer:
             places.append(("ep", 0))
         frozen = fixed or (self.run.tuning is not None and not adapter)
         packed = copies = 0
-        recipe = self.run.precision.recipe
+        recipe, other = self.recipe, self.other_recipe if product else None
         if recipe is not None and self.narrows(shape[-2] if product else 1, head=head) and not adapter:
             copies = recipe.weight_bytes(self.tape.local_shape(shape, tuple(sorted(places))))
         if frozen and product and not head and not expert and self.base.packed:
@@ -163,7 +169,7 @@ class Writer:
             "float32" if wide else self.held(frozen=frozen),
             tuple(sorted(places)),
             expert=expert,
-            tied=tied,
+            tied=tied or self.repeats,
             product=product,
             head=head,
             frozen=frozen,
@@ -171,11 +177,31 @@ class Writer:
             wide=wide,
             narrow_bytes=copies,
             adapter=adapter,
+            recipe=other,
         )
 
     def narrows(self, features: int, *, head: bool) -> bool:
         """Is a product with so many results done with narrow copies by a recipe? The head is torch's, as are gates."""
-        return self.run.precision.recipe is not None and features > 1 and not head
+        return self.recipe is not None and features > 1 and not head
+
+    @property
+    def other_recipe(self) -> Fp8Recipe | None:
+        """Of products here, where that is not the run's."""
+        return rule_for(self.rules, self.tape.path) if self.rules else None
+
+    @property
+    def recipe(self) -> Fp8Recipe | None:
+        """Of products here; None: they are as wide as activations, or the run has none."""
+        run, other = self.run.precision.recipe, self.other_recipe
+        if run is None or other is None:
+            return run
+        return None if other == WIDE else other
+
+    @property
+    def quantises(self) -> bool:
+        """Are products here narrow, without a recipe that says how?"""
+        precision = self.run.precision
+        return precision.product is not None and precision.recipe is None and self.other_recipe != WIDE
 
     @property
     def base(self) -> Base:

@@ -19,6 +19,11 @@ from jettison.units import Bytes
 _REFERENCES = ("ref_model", "reward_model", "value_model")
 """Attributes of TRL's trainers that hold models of their own."""
 
+_SWITCHES = ("activation_checkpointing", "gradient_checkpointing")
+"""Arguments that switch checkpointing on; the second is the older name, which follows the first where there are both
+(transformers' ``training_args.py``).
+"""
+
 
 class TransformersPlan(TrainerPlan):
     """See `auto_checkpoint_trainer`."""
@@ -63,9 +68,10 @@ def auto_checkpoint_trainer(trainer: Any, memory_budget: str | Bytes, **options:
     Raises:
         UnsupportedModule: the trainer checkpoints by itself.
     """
-    if getattr(trainer.args, "gradient_checkpointing", False):
+    on = next((name for name in _SWITCHES if getattr(trainer.args, name, False)), None)
+    if on is not None:
         raise UnsupportedModule(
-            "the trainer's arguments switch gradient checkpointing on (TRL's do by default); say "
-            "gradient_checkpointing=False: Jettison would recompute inside what is recomputed"
+            f"the trainer's arguments switch {on.replace('_', ' ')} on (TRL's do by default); say "
+            f"{on}=False: Jettison would recompute inside what is recomputed"
         )
     return TransformersPlan(trainer, memory_budget, options)

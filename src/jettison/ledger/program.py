@@ -201,6 +201,12 @@ class Program:
         """Bytes that stay allocated between forward and backward because of this region."""
         return sum(self.buffers[b].nbytes for b in kept if not self.buffers[b].free)
 
+    def given(self, ops: frozenset[int]) -> frozenset[int]:
+        """Buffers that some ops read and none of them makes."""
+        made = {b for o in ops for b in self.ops[o].outputs}
+        read = {b for o in ops for b in self.ops[o].inputs}
+        return frozenset(b for b in read - made if not self.buffers[b].free)
+
     def saved_buffers(self) -> frozenset[int]:
         """Buffers that plain autograd holds for this region and that cost bytes."""
         return frozenset(b for b in self.needed_buffers() if not self.buffers[b].free)

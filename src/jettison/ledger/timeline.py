@@ -55,7 +55,8 @@ class Unit:
     Bytes are of each one, as in NOTE [ What is there when ].
     ``backward_peak`` counts its own weight gradients; ``adding_peak`` is the same where gradients are there already.
     ``frozen``: of these peaks, a frozen model's forward, before the first unit's forward or before the last one's
-    backward. ``whole``: of what is resident, weights that stay gathered. ``weights``: those that a chunk's passes
+    backward. ``cached``: what autocast's cache has beside it until the forward is over. ``whole``: of what is resident,
+    weights that stay gathered. ``weights``: those that a chunk's passes
     gather and shard again. ``halves``: of a backward that is split; None: it is not, or each half is taken for the
     whole.
     """
@@ -69,6 +70,7 @@ class Unit:
     pending: int = 0  # of it, what cannot be added before a tied weight's other use has passed
     is_loss: bool = False
     frozen: int = 0
+    cached: int = 0
     whole: int = 0
     weights: int = 0
     halves: Halves | None = None
@@ -92,6 +94,7 @@ class Unit:
             pending=self.pending,
             is_loss=self.is_loss,
             frozen=self.frozen,
+            cached=self.cached,
             whole=self.whole,
             weights=self.weights,
             halves=self.halves,
@@ -330,7 +333,7 @@ def _forward(chunk: Sequence[Unit], each: bool, lets_go: bool = False) -> Iterat
         phase = Phase.LOSS if unit.is_loss else Phase.FORWARD
         if unit.frozen and unit.frozen == unit.forward_peak and not unit.is_loss:
             phase = Phase.FROZEN
-        change = unit.resident - (unit.weights if lets_go else 0)
+        change = unit.resident + unit.cached - (unit.weights if lets_go else 0)
         for i in range(count) if each else (0, count - 1) if lets_go else (count - 1,):
             yield level + i * change + unit.forward_peak, phase, unit.names[i]
         level += count * change

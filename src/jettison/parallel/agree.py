@@ -9,7 +9,8 @@ they differ, one rank of each of the two largest camps says what its digest was 
 it is.
 
 A rank may be in several groups. It takes them in the order of their ranks, as all do, so that no two wait for each
-other.
+other. A plan goes from group to group: a rank has it from that of its groups whose first rank is the lowest, and hands
+it out in those where it is the first itself. So it comes from lower ranks only, and all have one that is handed out.
 
 FSDP2 may come after the plan. Its gathers take turns with what is computed again, so ranks whose plans differ would
 wait for each other for ever. The model's own region therefore looks once more as its first step begins, and has the
@@ -38,9 +39,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture.sharded import sharded_parameters
 from jettison.capture.tensor_subclasses import Wrapping, wrapping
-from jettison.errors import PlanMismatch
+from jettison.errors import Infeasible, PlanMismatch
+from jettison.parallel import verdict as verdicts
 from jettison.parallel.camps import DIGEST_BYTES, Camp, camps_of, listed, merged, ranks_in_words
 from jettison.parallel.rank_tree import RankFailed, RanksMissing, RankTree, Store
+from jettison.parallel.verdict import Verdict
 from jettison.runtime.planned import PlannedForward
 
 TIMEOUT_SECONDS = 300.0
@@ -50,6 +53,7 @@ Made = TypeVar("Made")
 PADDING = frozenset({"aten.constant_pad_nd.default"})
 PLAN = "the plan as a whole"
 _SAME: Final = b"same"
+_REFUSED: Final = "refused "
 
 Group: TypeAlias = Any  # a ProcessGroup or a DeviceMesh
 _rounds: defaultdict[tuple[int, ...], int] = defaultdict(int)
@@ -122,7 +126,7 @@ class Agreement:
 
     def __init__(self, groups: Iterable[tuple[int, ...]], *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.timeout_seconds = timeout_seconds
-        self.rounds = [_next_round(ranks, timeout_seconds) for ranks in groups]
+        self.rounds = [_next_round(ranks, timeout_seconds) for ranks in sorted(groups)]
 
     def __enter__(self) -> Agreement:
         return self
@@ -144,43 +148,63 @@ class Agreement:
         said.regions[-1].before_first = partial(_check_newcomers, said, known, self.timeout_seconds)
 
     def _compare(self, digests: Mapping[str, str]) -> None:
-        for each in sorted(self.rounds, key=lambda one: one.ranks):
+        for each in self.rounds:
             each.say(digests)
             each.wait()
 
-    def done(self) -> None:
-        """Wait until all ranks of every group have come so far. An agreement says this or `check`, not both.
-
-        Raises:
-            PlanMismatch: one failed, or did not come in time.
-        """
-        self._compare({PLAN: "done"})
-
-    def least(self, number: int) -> int:
-        """The smallest that any rank of the first group has.
+    def settled(self, own: Verdict) -> Verdict:
+        """What this rank's verdict and those of all others come to. An agreement says this or `check`, not both.
 
         Raises:
             PlanMismatch: a rank failed, or did not come in time.
         """
-        if not self.rounds:
-            return number
-        self.rounds[0].say_number(number)
-        return self.rounds[0].least()
+        for each in self.rounds:
+            own = each.settle(own)
+        for each in self.rounds:
+            each.over = True
+        return own
 
-    def first(self, make: Callable[[], Made], tell: Callable[[Made], str]) -> Made | str:
-        """What ``make`` returns, on the first rank of the group; on the others what ``tell`` says of it.
-
-        Of several groups the first one counts. Without a group every rank is the first.
+    def least(self, number: int) -> int:
+        """The smallest that any rank has. None of them goes on before all are there.
 
         Raises:
+            PlanMismatch: a rank failed, or did not come in time.
+        """
+        for each in self.rounds:
+            each.say_number(number)
+            number = each.least()
+        return number
+
+    def first(self, make: Callable[[], Made], tell: Callable[[Made], str]) -> Made | str:
+        """What ``make`` returns, on the first rank of the group; on the others what ``tell`` says of it. Without a
+        group every rank is the first.
+
+        Raises:
+            Infeasible: of ``make``, on all of them.
             PlanMismatch: it failed there, or took longer than the timeout.
         """
+        made: Made | None = None
         if self.rounds and not self.rounds[0].tree.leads:
-            return self.rounds[0].told()
-        made = make()
-        if self.rounds:
-            self.rounds[0].hand_out(tell(made))
-        return made
+            said = self.rounds[0].told()
+        else:
+            try:
+                made = make()
+            except Infeasible as error:
+                said = _REFUSED + Verdict.refuses(error).written().decode()
+            else:
+                said = tell(made) if self.rounds else ""
+        for each in self.rounds:
+            if each.tree.leads:
+                each.hand_out(said)
+        if said.startswith(_REFUSED):
+            for each in self.rounds:
+                each.over = True
+            raise verdicts.read(said.removeprefix(_REFUSED)).error or AssertionError
+        return said if made is None else made
+
+    def among(self, ranks: tuple[int, ...]) -> Round | None:
+        """The round of a group, if it is one of the agreement's."""
+        return next((each for each in self.rounds if each.ranks == ranks), None)
 
 
 def _check_newcomers(said: Summary, known: list[tuple[int, ...]], timeout_seconds: float) -> None:
@@ -213,7 +237,7 @@ class Round:
         key = f"jettison/{_group_key(ranks)}/{number}"
         self.tree = RankTree(store, place=ranks.index(rank), size=len(ranks), key=key, seconds=timeout_seconds)
         self._digests: Mapping[str, str] = {}
-        self._over = False
+        self.over = False
 
     def say(self, said: Mapping[str, str]) -> None:
         """A digest by region; see `summary`."""
@@ -232,7 +256,7 @@ class Round:
         """
         with self._words():
             verdict = self.tree.hear("digest")
-            self._over = True
+            self.over = True
             if verdict != _SAME:
                 raise PlanMismatch(self._difference(verdict))
 
@@ -248,6 +272,37 @@ class Round:
         with self._words():
             return int(self.tree.hear("least"))
 
+    def settle(self, own: Verdict) -> Verdict:
+        """What all verdicts come to."""
+        with self._words():
+            word = self.tree.say("verdict", own.written(), verdicts.merged)
+        if word is not None:
+            self.tree.tell("verdict", word)
+        with self._words():
+            return verdicts.read(self.tree.hear("verdict"))
+
+    def tell(self, topic: str, value: bytes) -> None:
+        """Tell the others something between what all of them say."""
+        self.tree.tell(topic, value)
+
+    def hear_of(self, topic: str, who: str) -> bytes:
+        """What a rank tells of a topic.
+
+        Args:
+            who: it is, in words.
+
+        Raises:
+            PlanMismatch: it did not in time, or some rank has failed.
+        """
+        with self._words():
+            try:
+                return self.tree.told(topic)
+            except RanksMissing:
+                raise PlanMismatch(
+                    f"{who} said nothing within {self.timeout_seconds:g} s; all of ranks {listed(self.ranks)} have to "
+                    "call auto_checkpoint at the same place"
+                ) from None
+
     def hand_out(self, text: str) -> None:
         """On the first rank."""
         self.tree.tell("text", zlib.compress(text.encode()))
@@ -259,8 +314,8 @@ class Round:
 
     def give_up(self, why: str) -> None:
         """This rank will say nothing."""
-        if not self._over:
-            self._over = True
+        if not self.over:
+            self.over = True
             self.tree.fail(
                 f"{ranks_in_words([self.rank])} has no plan, so none of ranks {listed(self.ranks)} starts: {why}"
             )
@@ -271,10 +326,10 @@ class Round:
         try:
             yield
         except RankFailed as error:
-            self._over = True
+            self.over = True
             raise PlanMismatch(str(error)) from None
         except RanksMissing as error:
-            self._over = True
+            self.over = True
             text = (
                 f"{ranks_in_words(self.ranks[place] for place in error.places)} did not say within "
                 f"{self.timeout_seconds:g} s which plan to run; every one of ranks {listed(self.ranks)} must apply "

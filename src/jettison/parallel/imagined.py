@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -85,28 +86,60 @@ class ImaginedReplica(nn.Module):
     Once it knows in which order gradients come, it makes its buckets anew, as a forward begins. Gradients that are
     views of the old ones, and are there by then, move over: for that moment there are both.
 
+    Where gradients are freed between steps, those of a backward that averages nothing are tensors of their own beside
+    the buckets: autograd makes them, and the reducer, whose hooks do nothing then, does not know of them. In the first
+    backward that averages, each is copied into its bucket once it is complete, and becomes a view of it
+    (``mark_variable_ready_dense`` in torch/csrc/distributed/c10d/reducer.cpp).
+
     Args:
         views: gradients are views of buckets.
     """
 
     def __init__(self, module: nn.Module, *, views: bool) -> None:
         super().__init__()
-        self.module, self.views, self.gradients_wait = module, views, False
+        self.module, self.views, self.gradients_wait, self.freed = module, views, False, True
+        self._averages = self._expects = True  # from now on; in the backward of the latest forward
+        self._buckets: dict[nn.Parameter, Tensor] = {}  # of gradients that are beside them now
+        if views:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._complete)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.views and self.gradients_wait:
             anew = [torch.empty_like(p) for p in self.module.parameters() if p.grad is not None]
             del anew
+        if torch.is_grad_enabled():
+            self._expects = self._averages
+            if self.views and self.freed and not self._averages:
+                self._leave_buckets()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing is averaged in any case."""
-        yield
+        """Forwards in here average nothing in their backwards; nothing is sent in any case."""
+        before, self._averages = self._averages, False
+        try:
+            yield
+        finally:
+            self._averages = before
+
+    def _leave_buckets(self) -> None:
+        """Gradients as a step begins are what is left of the last one's: buckets, of which there is no view."""
+        for parameter in self.module.parameters():
+            held = self._buckets.get(parameter)
+            if parameter.grad is not None and (held is None or parameter.grad is held):
+                self._buckets[parameter], parameter.grad = parameter.grad, None
+
+    def _complete(self, parameter: nn.Parameter) -> None:
+        if self._expects and parameter in self._buckets:
+            parameter.grad = self._buckets.pop(parameter)
 
 
 def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
-    """`fully_shard` on the copy what it was called on in the model, innermost first, with the same arguments."""
+    """`fully_shard`, or ``replicate``, on the copy what it was called on in the model, innermost first, with the same
+    arguments.
+    """
     names = {module: name for name, module in model.named_modules()}
     made: list[tuple[Any, Any]] = []  # FSDP's states of the model, and of the copy
     group: Any = None
@@ -127,18 +160,29 @@ def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
         if group is None:
             continue
         own = {p for m in modules for p in m.parameters()}
-        shard: Any = fully_shard
-        shard(
+        wrap: Any = _replicate_of(module)
+        sharding = {"reshard_after_forward": _reshards(state, group), "shard_placement_fn": placements.get}
+        (wrap or fully_shard)(
             modules if len(modules) > 1 else modules[0],
+            **({} if wrap else sharding),
             mesh=_imagined_mesh(group.mesh_info.mesh, rooted=dtensor),
-            reshard_after_forward=_reshards(state, group),
-            shard_placement_fn=placements.get,
             mp_policy=state._mp_policy,
             offload_policy=group.offload_policy,
             ignored_params={p for p in own if p not in placements and not _is_sharded(p)},
         )
         made.append((state, modules[0]._get_fsdp_state()))
     _set_alike(made)
+
+
+def _replicate_of(module: nn.Module) -> Callable[..., Any] | None:
+    """torch's ``replicate`` that is made of FSDP2, where that was called on the module: nothing is sharded then, and
+    FSDP's hooks average gradients.
+    """
+    library = sys.modules.get("torch.distributed._composable.replicate_with_fsdp")
+    if library is None or not isinstance(module, library.ReplicateModule):
+        return None
+    found: Callable[..., Any] = library.replicate
+    return found
 
 
 def _check_groups(name: str, groups: Sequence[Any]) -> None:

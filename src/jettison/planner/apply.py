@@ -56,7 +56,11 @@ def apply_from_another_rank(
         PlanMismatch: this rank's model is another one.
     """
     if likeness(traced) != like:
-        raise PlanMismatch("this rank's model runs other ops than that of the rank that made the plan")
+        raise PlanMismatch(
+            "this rank's model runs other ops than that of the rank that made the plan, or on tensors of other shapes. "
+            "Ranks that share parameters follow one plan: give all of them the largest batch of the run, with "
+            "auto_checkpoint(..., shapes=[largest])"
+        )
     digests = {call.name: traced.program(call).digest() for call in traced.calls}
     layers = tuple(replace(entry, digest=digests[entry.layer]) for entry in plan.layers)
     own = replace(plan, layers=layers, root=replace(plan.root, digest=traced.root.program.digest()))
@@ -90,13 +94,14 @@ def expect_loop(
     batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] = (),
     in_flight: int = 1,
     backwards: Iterable[str] = (),
+    replicated: bool = False,
 ) -> None:
     """The root is to notice where the loop is not the one that was planned for.
 
     Args:
         batches: arguments of each call in a step; left out, the trace's.
         in_flight: calls that may be between forward and backward at a time.
-        backwards: as of `Assumptions`.
+        backwards, replicated: as of `Assumptions`.
     """
     root = regions[-1]
     root.assumptions = Assumptions(
@@ -107,6 +112,7 @@ def expect_loop(
         gradients_held=made.gradients_held,
         in_flight=in_flight,
         backwards=backwards,
+        replicated=replicated,
     )
 
 
@@ -150,23 +156,24 @@ def apply(
             where they could be moved from.
         HostBudgetExceeded: what moves to the host needs more of its memory than it may have, or there is.
     """
-    if (policy is None) == (plan is None):
-        raise UsageError("give either policy= or plan=, not both and not neither")
-    how = check_of(check)
-    host_bytes = None if host_budget is None else parse_budget(host_budget)
-    check_model(model)
-    if batch is None:
-        raise UsageError("apply() needs batch=: one training batch, to record what the model saves")
-    with holding(plan is not None and plan.chunked_loss) as losses, Agreement(groups_for(model, group)) as agreement:
+    with Agreement(groups_for(model, group) if isinstance(model, nn.Module) else ()) as agreement:
+        if (policy is None) == (plan is None):
+            raise UsageError("give either policy= or plan=, not both and not neither")
+        how = check_of(check)
+        host_bytes = None if host_budget is None else parse_budget(host_budget)
+        check_model(model)
+        if batch is None:
+            raise UsageError("apply() needs batch=: one training batch, to record what the model saves")
         loop = Loop(compile=compile_settings(compile, [model]))
-        traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
-        if plan is not None:
-            applied = apply_plan(model, traced, plan, how, host_bytes, confirms=True)
-            expect_loop(applied.regions, traced, plan)
-            applied = agreed(applied, agreement)
-            if losses is not None:
-                keep_losses(applied, losses)
-            return applied
+        with holding(plan is not None and plan.chunked_loss) as losses:
+            traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
+            if plan is not None:
+                applied = apply_plan(model, traced, plan, how, host_bytes, confirms=True)
+                expect_loop(applied.regions, traced, plan)
+                applied = agreed(applied, agreement)
+                if losses is not None:
+                    keep_losses(applied, losses)
+                return applied
         assert policy is not None
         if loop.compile is not None:
             _refuse_op_words(policy)
@@ -223,7 +230,7 @@ def _confirm(part: ModulePolicy, plan: Plan) -> None:
 def agreed(applied: Applied, agreement: Agreement) -> Applied:
     try:
         agreement.check(summary(applied.regions, applied.plan))
-    except PlanMismatch:
+    except BaseException:
         applied.remove()
         raise
     return applied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Final
 
@@ -35,6 +35,13 @@ class Budget:
     nbytes: int
     words: str = ""
     reserved_bytes: int | None = None
+
+    def with_least(self, nbytes: int) -> Budget:
+        """The smallest of several ranks', which all of them keep."""
+        if nbytes == self.nbytes:
+            return self
+        own = self.words or format_bytes(self.nbytes)
+        return replace(self, nbytes=nbytes, words=f"{format_bytes(nbytes)}, the smallest of all ranks'; here {own}")
 
 
 def budget_of(

@@ -21,6 +21,7 @@ from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import ModulePolicy, OneBatch, fake_optimizer, optimizer_over
 from jettison.dryrun.user_step import Copies, ModelCall, ModelUse, Step, UserStep, copies_of, observe
 from jettison.errors import TraceError
+from jettison.parallel.agree import Agreement
 from jettison.parallel.imagined import ImaginedReplica, gradients_stay, inside_of_ddp
 from jettison.parallel.pipeline import stand_in_loss
 from jettison.planner.compile_blocks import compiled_modules, survey_blocks
@@ -186,20 +187,22 @@ def describe_step(
     regions: Iterable[str] | None,
     loop: Loop,
     progress: Progress,
+    stages: Agreement | None = None,
 ) -> OwnStep:
     """Run the step on fake tensors, and trace the models as it calls them.
 
     Args:
         blocks: of each model, where they are known; else ``regions``, or what repeats.
+        stages: with ranks that run other stages of the step's pipelines.
     """
     progress("running the step on fake tensors")
     mode = fake_mode(allow_non_fake_inputs=True)
     batches = [_without_meta(batch, models, mode) for batch in batches]
-    copies = copies_of(models, mode)
+    copies = copies_of(models, mode, stages)
     uses = observe(step, copies, batches, mode)
     for copied, use in zip(modules_of(copies), uses, strict=True):
         if isinstance(copied, ImaginedReplica):
-            copied.gradients_wait = loop.gradients_held or use.adds_up
+            copied.gradients_wait, copied.freed = loop.gradients_held or use.adds_up, not loop.gradients_held
     loop = replace(loop, gradients_held=loop.gradients_held or any(map(gradients_stay, modules_of(models))))
     progress("tracing")
     parts = [

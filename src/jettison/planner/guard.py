@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from jettison.planner.batches import BatchPlans
 
 _ON_CPU = "can't allocate memory"  # what torch's allocator on the CPU says, in a RuntimeError
+ONE_PLAN = (
+    "no other plan can be made here; ranks that share parameters would have to make it together, stages of a pipeline "
+    "too, and a policy is what it is"
+)
 LESS = 0.9
 """Of what was predicted, where nobody says what there is: so much is planned for next."""
 
@@ -38,17 +42,23 @@ def attempts(plans: BatchPlans | None, models: Sequence[nn.Module], batch: Any =
         plans: of the handle; None where no other plan can be made, and no error is caught.
         batch: of the step, where the model does not see it as it is.
     """
-    first = Attempt(plans, models, batch)
+    first = Attempt(plans, models, batch, why_last="" if plans else ONE_PLAN)
     yield first
     if first.failed:
         yield Attempt(None, models, None)
 
 
 class Attempt:
-    """``with attempt:`` around one step. ``failed``: it ran out of memory, and is to be repeated."""
+    """``with attempt:`` around one step. ``failed``: it ran out of memory, and is to be repeated.
 
-    def __init__(self, plans: BatchPlans | None, models: Sequence[nn.Module], batch: Any) -> None:
-        self.plans, self.models, self.batch = plans, models, batch
+    Args:
+        why_last: no other attempt follows, where it is the first.
+    """
+
+    def __init__(
+        self, plans: BatchPlans | None, models: Sequence[nn.Module], batch: Any, *, why_last: str = ""
+    ) -> None:
+        self.plans, self.models, self.batch, self.why_last = plans, models, batch, why_last
         self.failed = False
 
     def __enter__(self) -> Attempt:
@@ -67,6 +77,8 @@ class Attempt:
         self, _kind: type[BaseException] | None, error: BaseException | None, _where: TracebackType | None
     ) -> bool:
         if self.plans is None:
+            if self.why_last and error is not None and is_out_of_memory(error):
+                error.add_note(f"not repeated: {self.why_last}")
             return False
         self._hook.remove()
         if error is None or not is_out_of_memory(error):

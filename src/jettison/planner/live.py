@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
 from jettison.dryrun.user_step import Step
 from jettison.errors import Infeasible, UsageError
 from jettison.measure.device import elsewhere_bytes
-from jettison.parallel.agree import Agreement, Group, groups_for
+from jettison.parallel.agree import Group
 from jettison.parse_units import parse_budget
 from jettison.planner.apply import agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
 from jettison.planner.batches import BatchPlans
@@ -29,6 +29,7 @@ from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wra
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
+from jettison.planner.together import Together, together
 from jettison.progress import Progress, silent
 from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.chunked_loss import Hold
@@ -227,63 +228,68 @@ def auto_checkpoint(
         UsageError: a budget cannot be read; the optimizer is not one that a step of can be dry-run; nobody states the
             link to the host.
     """
-    how = check_of(check)
-    models, shapes = _sequence("models", models), _sequence("shapes", shapes)
-    modules = modules_of([model])
-    for one in modules:
-        check_model(one)
-    check_optimizer(optimizer, nn.ModuleList(modules))
-    settings = compile_settings(compile, modules)
-    device = hardware_of(hardware)
-    host = host_of(offload, host_budget, device, place_of(nn.ModuleList(modules)))
-    budget = budget_of(memory_budget, modules_of(models or [model]), batch, optimizer)
-    if reserved:
-        budget = of_reserved(budget, nn.ModuleList(modules))
-    if budget.words:
-        progress(f"budget {budget.words}")
+    models = _sequence("models", models)
+    given = models or (model,)
+    if isinstance(shapes, Iterator):
+        shapes = tuple(shapes)
 
     def made(losses: Hold | None) -> Applied:
-        if not isinstance(model, nn.Module) or step is not None or models or shapes or is_wrapped(model):
-            whole = checked_step(step, models, model, regions=regions, loss_fn=loss_fn, holds_output=holds_output)
-            return auto_checkpoint_step(
-                whole,
-                models or (model,),
-                [batch, *shapes],
+        with together(given, group) as ranks:
+            how = check_of(check)
+            others = _sequence("shapes", shapes)
+            modules = modules_of([model])
+            for one in modules:
+                check_model(one)
+            check_optimizer(optimizer, nn.ModuleList(modules))
+            settings = compile_settings(compile, modules)
+            device = hardware_of(hardware)
+            host = host_of(offload, host_budget, device, place_of(nn.ModuleList(modules)))
+            budget = budget_of(memory_budget, modules_of(given), batch, optimizer)
+            if reserved:
+                budget = of_reserved(budget, nn.ModuleList(modules))
+            if budget.words:
+                progress(f"budget {budget.words}")
+            if not isinstance(model, nn.Module) or step is not None or models or others or is_wrapped(model):
+                whole = checked_step(step, models, model, regions=regions, loss_fn=loss_fn, holds_output=holds_output)
+                return auto_checkpoint_step(
+                    whole,
+                    given,
+                    [batch, *others],
+                    budget,
+                    optimizer=optimizer,
+                    regions=regions,
+                    how=how,
+                    gradients_held=gradients_held,
+                    compiling=settings,
+                    ranks=ranks,
+                    hardware=device,
+                    host=host,
+                    losses=losses,
+                    progress=progress,
+                    plain=step is None,
+                )
+            now = any(p.grad is not None for p in model.parameters())
+            loop = Loop(
+                holds_output=holds_output,
+                gradients_held=now if gradients_held is None else gradients_held,
+                check=how,
+                elsewhere_bytes=elsewhere_bytes(model, batch, optimizer),
+                compile=settings,
+            )
+            return _auto_checkpoint(
+                model,
+                batch,
                 budget,
                 optimizer=optimizer,
+                loss_fn=loss_fn,
                 regions=regions,
-                how=how,
-                gradients_held=gradients_held,
-                compiling=settings,
+                loop=loop,
+                ranks=ranks,
                 hardware=device,
                 host=host,
-                group=group,
                 losses=losses,
                 progress=progress,
-                plain=step is None,
             )
-        now = any(p.grad is not None for p in model.parameters())
-        loop = Loop(
-            holds_output=holds_output,
-            gradients_held=now if gradients_held is None else gradients_held,
-            check=how,
-            elsewhere_bytes=elsewhere_bytes(model, batch, optimizer),
-            compile=settings,
-        )
-        return _auto_checkpoint(
-            model,
-            batch,
-            budget,
-            optimizer=optimizer,
-            loss_fn=loss_fn,
-            regions=regions,
-            loop=loop,
-            hardware=device,
-            host=host,
-            group=group,
-            losses=losses,
-            progress=progress,
-        )
 
     return with_losses(made, chunked=chunked_loss)
 
@@ -297,39 +303,34 @@ def _auto_checkpoint(
     loss_fn: LossFn | None,
     regions: Iterable[str] | None,
     loop: Loop,
+    ranks: Together,
     hardware: Hardware | None,
     host: Host | None,
-    group: Group | None,
     losses: Hold | None,
     progress: Progress,
 ) -> Applied:
     """See `auto_checkpoint`: a model whose step is a forward on the batch, and a backward."""
-    groups = groups_for(model, group)
     began = time.perf_counter()
-    with Agreement(groups) as agreement:
-        budget_bytes = agreement.least(budget.nbytes) if budget.words else budget.nbytes
-        progress("tracing")
-        traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
-        note_losses([traced], losses)
-        one = OneModel(model=model, traced=traced, optimizer=optimizer, progress=progress, hardware=hardware, host=host)
+    budget = budget.with_least(ranks.least(budget.nbytes))
+    progress("tracing")
+    traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
+    note_losses([traced], losses)
+    one = OneModel(model=model, traced=traced, optimizer=optimizer, progress=progress, hardware=hardware, host=host)
 
-        def make() -> Applied:
-            return apply_candidate(
-                model, one.planner, one.planner.plan(budget_bytes), budget_bytes, check_of(loop.check)
-            )
+    def make() -> Applied:
+        found = one.planner.plan(budget.nbytes)
+        return apply_candidate(model, one.planner, found, budget.nbytes, check_of(loop.check))
 
-        applied = agreement.first(make, lambda made: json.dumps([made.plan_text(), likeness(traced)]))
-        if isinstance(applied, str):
-            plan_text, like = json.loads(applied)
-            room = None if host is None else host.budget_bytes
-            applied = apply_from_another_rank(
-                model, traced, Plan.from_json(plan_text), like, check_of(loop.check), room
-            )
-            assert applied.plan is not None
-            expect_loop(applied.regions, traced, applied.plan)
-        applied = agreed(replace(applied, budget=budget.words), agreement)
+    applied = ranks.sharing.first(make, lambda made: json.dumps([made.plan_text(), likeness(traced)]))
+    if isinstance(applied, str):
+        plan_text, like = json.loads(applied)
+        room = None if host is None else host.budget_bytes
+        applied = apply_from_another_rank(model, traced, Plan.from_json(plan_text), like, check_of(loop.check), room)
+        assert applied.plan is not None
+        expect_loop(applied.regions, traced, applied.plan)
+    applied = agreed(replace(applied, budget=budget.words), ranks.sharing)
     plans = None
-    if not groups:
+    if not ranks.sharing.rounds:
         assert applied.plan is not None
         names = list(dict.fromkeys(call.name for call in traced.calls))
         seconds = time.perf_counter() - began
@@ -343,13 +344,13 @@ def _auto_checkpoint(
             regions=[applied.regions],
             describe=describe,
             shape_of=lambda batch: BatchShape.of(*as_call(batch)),
-            budget_bytes=budget_bytes,
+            budget_bytes=budget.nbytes,
             planning_seconds=seconds,
             progress=progress,
             host_budget_bytes=None if host is None else host.budget_bytes,
         )
         plans.begin(one.calls[0], one.traces, [applied.plan])
-    follow_loop(applied, replace(budget, nbytes=budget_bytes), optimizer, plans=plans, by_itself=True)
+    follow_loop(applied, budget, optimizer, plans=plans, by_itself=True)
     return applied
 
 

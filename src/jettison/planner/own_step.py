@@ -10,18 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.compiled import CompileSettings
 from jettison.capture.model_trace import Loop, LossFn, as_call, call_model, loss_of
 from jettison.capture.sharded import sharded_modules
-from jettison.dryrun.imagined_pipeline import Scheduled, modules_of, stages_of
+from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
 from jettison.dryrun.user_step import Step
-from jettison.errors import PlanMismatch, UnsupportedModule, UsageError
+from jettison.errors import UnsupportedModule, UsageError
 from jettison.measure.device import elsewhere_bytes
-from jettison.parallel.agree import Agreement, Group, groups_for, ranks_in
-from jettison.parallel.imagined import held_by_ddp
+from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
 from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop, likeness
 from jettison.planner.batches import BatchPlans
 from jettison.planner.budget import Budget
@@ -29,7 +28,9 @@ from jettison.planner.described import OwnStep, Part, describe_step, nbytes_of
 from jettison.planner.handle import Applied, follow_loop, note_losses
 from jettison.planner.host import Host
 from jettison.planner.readiness import check_model, check_states
+from jettison.planner.together import Together
 from jettison.progress import Progress
+from jettison.runtime.assumptions import PARTIAL
 from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.chunked_loss import Hold
 from jettison.runtime.planned import PlannedForward
@@ -106,7 +107,7 @@ def auto_checkpoint_step(
     how: Check,
     gradients_held: bool | None,
     compiling: CompileSettings | None,
-    group: Group | None,
+    ranks: Together,
     hardware: Hardware | None,
     host: Host | None,
     losses: Hold | None,
@@ -119,9 +120,11 @@ def auto_checkpoint_step(
         compiling: how blocks are compiled, if they are.
         host: where tensors may wait, if anywhere.
         losses: that losses go over chunks, if they do.
+        ranks: that plan together with this one.
         plain: the step is one forward and one backward of the only model, whose arguments are the batch.
 
     Raises:
+        Infeasible: no plan fits, on this rank or on another.
         UsageError: a step that does not use what it is given.
     """
     modules = modules_of(models)
@@ -133,35 +136,29 @@ def auto_checkpoint_step(
                 f"{type(one).__name__} is on meta, and a step is dry-run where its models are; move it to its device "
                 "first (to_empty), or plan without step="
             )
-    pipelines = _pipelines(models)
-    if pipelines and len(batches) > 1:
+    pipelined = any(not isinstance(one, nn.Module) for one in models)
+    if pipelined and len(batches) > 1:
         raise UsageError("got shapes= with a pipeline; its stages exchange tensors of one shape: give one batch")
-    groups = _groups(modules, group)
     began = time.perf_counter()
-    with Agreement(pipelines) as stages, Agreement(groups) as agreement:
-        budget_bytes = agreement.least(budget.nbytes) if budget.words else budget.nbytes
-        held = any(p.grad is not None for one in modules for p in one.parameters())
-        held = held if gradients_held is None else gradients_held
-        beside = elsewhere_bytes(nn.ModuleList(modules), max(batches, key=nbytes_of), optimizer)
-        beside += sum(map(held_by_ddp, modules))
-        loop = Loop(gradients_held=held, check=how, elsewhere_bytes=beside, compile=compiling)
-        one = describe_step(step, models, batches, optimizer, {}, regions, loop, progress)
-        one = replace(one, hardware=hardware, host=host)
-        note_losses(one.traces, losses)
+    budget = budget.with_least(ranks.least(budget.nbytes))
+    held = any(p.grad is not None for one in modules for p in one.parameters())
+    held = held if gradients_held is None else gradients_held
+    beside = elsewhere_bytes(nn.ModuleList(modules), max(batches, key=nbytes_of), optimizer)
+    beside += sum(map(held_by_ddp, modules))
+    loop = Loop(gradients_held=held, check=how, elsewhere_bytes=beside, compile=compiling)
+    one = describe_step(step, models, batches, optimizer, {}, regions, loop, progress, ranks.stages)
+    one = replace(one, hardware=hardware, host=host)
+    note_losses(one.traces, losses)
 
-        def tell(plans: list[Plan]) -> str:
-            likes = [likeness(trace) for trace in one.traces]
-            return json.dumps([[plan.to_json() for plan in plans], likes])
+    def make() -> Applied:
+        made = ranks.plans(lambda: one.plans(budget.nbytes), [likeness(trace) for trace in one.traces])
+        replicas = [inside_of_ddp(one) for one in modules if isinstance(one, DistributedDataParallel)]
+        applied = _applied(one.parts, made, how, host, replicas=replicas, probed=pipelined)
+        return agreed(replace(applied, budget=budget.words), ranks.sharing)
 
-        made = agreement.first(lambda: one.plans(budget_bytes), tell)
-        applied = agreed(replace(_applied(one.parts, made, how, host), budget=budget.words), agreement)
-        try:
-            stages.done()
-        except PlanMismatch:
-            applied.remove()
-            raise
+    applied = ranks.settled(make)
     plans = None
-    if not pipelines and not any(groups_for(one, group) for one in modules):
+    if not (pipelined or ranks.sharing.rounds):
         blocks = {part.number: part.blocks for part in one.parts}
 
         def describe(batch: Any) -> OwnStep:
@@ -173,14 +170,14 @@ def auto_checkpoint_step(
             regions=_by_model(applied.regions),
             describe=describe,
             shape_of=_call_shape if plain else _shape,
-            budget_bytes=budget_bytes,
+            budget_bytes=budget.nbytes,
             planning_seconds=time.perf_counter() - began,
             progress=progress,
             host_budget_bytes=None if host is None else host.shared(len(one.parts)).budget_bytes,
         )
         plans.begin(map(plans.shape_of, batches), one.traces, applied.plans)
     by_itself = plain and not any(map(sharded_modules, modules))
-    follow_loop(applied, replace(budget, nbytes=budget_bytes), optimizer, plans=plans, by_itself=by_itself)
+    follow_loop(applied, budget, optimizer, plans=plans, by_itself=by_itself)
     return applied
 
 
@@ -204,23 +201,23 @@ def _call_shape(batch: Any) -> BatchShape:
     return BatchShape.of(*as_call(batch))
 
 
-def _pipelines(models: Sequence[nn.Module | Scheduled]) -> list[tuple[int, ...]]:
-    """Ranks that run the stages of one pipeline."""
-    found = [stages_of(one)[0].group for one in models if not isinstance(one, nn.Module)]
-    return [ranks_in(group or distributed.group.WORLD) for group in found]
+def _applied(
+    parts: Sequence[Part],
+    made: list[Plan] | str,
+    how: Check,
+    host: Host | None,
+    *,
+    replicas: Sequence[nn.Module],
+    probed: bool,
+) -> Applied:
+    """Every model under its plan; of another rank's plans, told as text, the decisions.
 
-
-def _groups(models: Sequence[nn.Module], group: Group | None) -> list[tuple[int, ...]]:
-    """Ranks that run this step together."""
-    found = {ranks: None for one in models for ranks in groups_for(one, group)}
-    for one in models:
-        if isinstance(one, DistributedDataParallel) and group is None:
-            found[ranks_in(one.process_group)] = None
-    return [ranks for ranks in found if len(ranks) > 1 and not any(set(ranks) < set(other) for other in found)]
-
-
-def _applied(parts: Sequence[Part], made: list[Plan] | str, how: Check, host: Host | None) -> Applied:
-    """Every model under its plan; of another rank's plans, told as text, the decisions."""
+    Args:
+        replicas: models that DistributedDataParallel replicates.
+        probed: models are stages of a pipeline. Before their first step torch runs one forward through each, and asks
+            for the gradients of its inputs alone (``_backward_metadata_inference`` in
+            torch/distributed/pipelining/stage.py). That is less than one micro-batch takes, and nothing to be told of.
+    """
     if isinstance(made, str):
         texts, likes = json.loads(made)
         plans = [Plan.from_json(text) for text in texts]
@@ -239,9 +236,14 @@ def _applied(parts: Sequence[Part], made: list[Plan] | str, how: Check, host: Ho
             )
             regions += found.regions
             batches = [(call.args, call.kwargs) for call in part.use.calls]
-            use = part.use
             expect_loop(
-                found.regions, part.trace, plan, batches=batches, in_flight=use.in_flight, backwards=use.backwards
+                found.regions,
+                part.trace,
+                plan,
+                batches=batches,
+                in_flight=part.use.in_flight + probed,
+                backwards=part.use.backwards | ({PARTIAL} if probed else set()),
+                replicated=any(part.model is one for one in replicas),
             )
     except BaseException:
         Applied(regions=regions).remove()

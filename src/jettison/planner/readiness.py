@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -36,6 +37,12 @@ def check_model(model: nn.Module) -> None:
 def _check_module(name: str, module: nn.Module) -> None:
     refuse_scripted(name, module)
     refuse_compiled_whole(name, module)
+    replicate = sys.modules.get("torch.distributed._composable.replicate")
+    if replicate is not None and isinstance(module, replicate.DDP):
+        raise UnsupportedModule(
+            f"{name} is under torch.distributed._composable.replicate, of which no copy can be made; wrap it in "
+            "torch.nn.parallel.DistributedDataParallel, or in replicate of replicate_with_fsdp"
+        )
     if isinstance(module.forward, PlannedForward):
         raise UnsupportedModule(f"{name} already runs under a plan; call .remove() on its handle first")
     if getattr(module, "gradient_checkpointing", False) is True:
@@ -49,12 +56,20 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -
     """Whether a step of it can be dry-run.
 
     Raises:
-        UsageError: it is no optimizer, holds nothing of this model, or calls the forward from inside its step.
+        UsageError: it is no optimizer, holds nothing of this model, calls the forward from inside its step, or is
+            spread over ranks.
     """
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer= is {optimizer!r}; expected a torch.optim.Optimizer over the model's parameters")
+    library = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if library is not None and isinstance(optimizer, library.ZeroRedundancyOptimizer):
+        raise UsageError(
+            "ZeroRedundancyOptimizer keeps other parameters' state on every rank and sends them inside of its step, "
+            "which no dry run follows; leave optimizer= out and lower the budget by the bytes of its state, or shard "
+            "with FSDP2"
+        )
     own = {id(p) for p in model.parameters()}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise UsageError(

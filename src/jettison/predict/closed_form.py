@@ -24,7 +24,7 @@ from jettison.formula.tape import TapeOp, Value
 from jettison.formula.traced import Book, Guard, sum_of
 from jettison.formula.writer import Writer
 from jettison.ledger.program import Source
-from jettison.solve.policy import policy_named
+from jettison.predict.stages import kept_by
 from jettison.spec.conventions import kernels_for
 from jettison.spec.layout import Layout
 from jettison.spec.model import Layer, ModelSpec
@@ -135,7 +135,7 @@ def table_of(model: ModelSpec, layer: Layer, choices: Choices, sizes: Mapping[st
     scene, named = traced_scene(scene_of(model, choices, sizes), layer, book)
     writer = Writer.of(scene)
     region = Region(output=write_layer(writer, writer.hidden(), named), tape=writer.tape)
-    kept = {mode: policy_named(mode).kept(region.program) for mode in MODES}
+    kept = {mode: kept_by(region, mode) for mode in MODES}
     again = {mode: frozenset(region.program.recompute_set(kept[mode])) for mode in MODES}
     rerun = {mode: to_the_end(region, kept[mode]) if mode == Mode.SELECTIVE else again[mode] for mode in MODES}
     steps = region.tape.steps

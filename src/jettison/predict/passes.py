@@ -6,7 +6,8 @@ from functools import lru_cache
 
 from jettison.formula.liveness import Passes, replay
 from jettison.formula.region import Region
-from jettison.predict.stages import FULL, StageRegion, kept_by
+from jettison.predict.stages import CONTEXTS, FULL, PARTS, StageRegion, kept_by
+from jettison.solve.parts import parts
 from jettison.spec.kernels import Loss
 from jettison.spec.precision import GradientRule
 from jettison.spec.run import Run
@@ -14,21 +15,38 @@ from jettison.spec.run import Run
 
 def passes_of(part: StageRegion, rule: GradientRule, *, accumulates: bool = False) -> Passes:
     """A region's replay under its policy."""
+    if part.held:
+        return replay(part.region, part.kept, rule, accumulates=accumulates, held=part.held)
     if part.chosen is None:
         return named_passes(part.region, part.policy, rule, accumulates)
-    return chosen_passes(part.region, part.chosen.buffers, rule, accumulates, part.chosen.framed)
+    return chosen_passes(part.region, part.chosen.buffers, rule, accumulates)
 
 
 @lru_cache(maxsize=65536)
 def named_passes(region: Region, policy: str, rule: GradientRule, accumulates: bool) -> Passes:
-    return replay(region, kept_by(region, policy), rule, accumulates=accumulates, framed=policy == FULL)
+    kept, program = kept_by(region, policy), region.program
+    whole = (frozenset(range(len(program.ops))),) if policy == FULL or policy in CONTEXTS else ()
+    return replay(region, kept, rule, accumulates=accumulates, frames=parts(program) if policy == PARTS else whole)
 
 
 @lru_cache(maxsize=4096)
-def chosen_passes(
-    region: Region, kept: frozenset[int], rule: GradientRule, accumulates: bool, framed: bool = False
-) -> Passes:
-    return replay(region, kept, rule, accumulates=accumulates, framed=framed)
+def chosen_passes(region: Region, kept: frozenset[int], rule: GradientRule, accumulates: bool) -> Passes:
+    return replay(region, kept, rule, accumulates=accumulates)
+
+
+@lru_cache(maxsize=65536)
+def cached_bytes(region: Region, kept: frozenset[int]) -> int:
+    """Copies of weights that do not stay of a region and that autocast's cache has until its context is left.
+
+    ``aten/src/ATen/autocast_mode.cpp``, ``cached_cast``: of leaves that require gradients; ``clear_cache`` is called
+    when the outermost context is left (``torch/amp/autocast_mode.py``, ``__exit__``), which is behind the loss.
+    """
+    found = {
+        region.buffers[step.outputs[0].storage]
+        for step in region.tape.steps
+        if step.casts is not None and not step.casts.frozen
+    }
+    return region.program.kept_bytes(frozenset(found - kept))
 
 
 def sums_apart(run: Run) -> bool:

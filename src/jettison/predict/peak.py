@@ -175,8 +175,9 @@ def _forward_rise(chunk: Sequence[Unit]) -> int:
     """How far a forward rises above what is there before it."""
     highest = level = 0
     for unit in chunk:
-        level += len(unit.names) * unit.resident
-        highest = max(highest, level - unit.resident + unit.forward_peak)
+        change = unit.resident + unit.cached
+        level += len(unit.names) * change
+        highest = max(highest, level - change + unit.forward_peak)
     return highest
 
 

@@ -320,7 +320,7 @@ def _shares(seconds: Sequence[float]) -> list[float]:
 
 
 def _forward(rows: Sequence[_Row]) -> PassProfile:
-    units, level = [], 0
+    units, level, cached = [], 0, 0
     shares = _shares([forward for _, _, forward, _, _ in rows])
     for (name, unit, _, _, moved), share in zip(rows, shares, strict=True):
         units.append(
@@ -330,11 +330,12 @@ def _forward(rows: Sequence[_Row]) -> PassProfile:
                 share=share,
                 held=level,
                 gradients=0,
-                transient=unit.forward_peak,
+                transient=unit.forward_peak + cached,
                 moved=moved,
             )
         )
         level += unit.resident
+        cached += unit.cached
     return PassProfile(units=tuple(units), kept=level, made=0, moved=sum(row[4] for row in rows), again=0.0)
 
 

@@ -8,7 +8,9 @@ from jettison.errors import UsageError
 from jettison.predict.request_words import given_or
 from jettison.spec.fp8 import fp8_recipe
 from jettison.spec.kernels import Kernels
+from jettison.spec.model import ModelSpec
 from jettison.spec.precision import Precision, precision
+from jettison.spec.products import with_products
 
 
 class Asked(Protocol):
@@ -20,6 +22,8 @@ class Asked(Protocol):
     def fp8_recipe(self) -> str | None: ...
     @property
     def fp8_param_gather(self) -> bool | None: ...
+    @property
+    def products(self) -> str | None: ...
 
 
 def precision_of(request: Asked, kernels: Kernels, *, tuned: bool) -> Precision:
@@ -35,3 +39,17 @@ def precision_of(request: Asked, kernels: Kernels, *, tuned: bool) -> Precision:
         return found
     gathers = given_or(request.fp8_param_gather, False)
     return found.with_recipe(fp8_recipe(request.fp8_recipe, kernels.name, parameters=gathers))
+
+
+def with_own_products(model: ModelSpec, request: Asked, kernels: Kernels) -> ModelSpec:
+    """The model, its layers told which of their products the recipe has not.
+
+    Raises:
+        UsageError: there is no recipe, or what is asked for is not of that form.
+    """
+    if request.products is None:
+        return model
+    if request.fp8_recipe is None:
+        raise UsageError(f"got --products {request.products!r} without a recipe; give --fp8-recipe as well")
+    gathers = given_or(request.fp8_param_gather, False)
+    return with_products(model, request.products, fp8_recipe(request.fp8_recipe, kernels.name, parameters=gathers))

@@ -18,7 +18,7 @@ from jettison.errors import UsageError
 from jettison.formula.parameters import refuse_idle
 from jettison.parse_units import Tokens
 from jettison.predict.fine_tuning_request import frozen_of, packed_of, states_of, tuning_of
-from jettison.predict.precision_request import precision_of
+from jettison.predict.precision_request import precision_of, with_own_products
 from jettison.predict.request_words import given_or, word
 from jettison.spec.conventions import check_scans, kernels_for
 from jettison.spec.further import with_further
@@ -34,7 +34,7 @@ from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.recorded import refuse_as_built
 from jettison.spec.run import Gradients, Run, Software
-from jettison.spec.stage_layers import stage_layers
+from jettison.spec.stage_layers import cut_of
 from jettison.spec.waves import SECOND
 from jettison.spec.workspaces import workspaces
 
@@ -58,6 +58,8 @@ class CommonRequest:
         fp8_recipe: How products are narrow, beside a --precision in bf16: TransformerEngine's delayed[:N], tensorwise
             (either -blackwell), blockwise, mxfp8 or nvfp4; torchao's tensorwise, rowwise, rowwise_with_gw_hp or mxfp8.
         fp8_param_gather: Weights are held as bytes (Megatron), or gathered so (torchao's tensorwise).
+        products: Products that --fp8-recipe does not have, as Megatron says it: last:14=bf16, first:1=bf16, mtp=bf16,
+            attention.*=bf16, out_proj=mxfp8, separated by commas; of globs the first that fits counts.
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-bf16, whose
             moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon, dist-muon-pingpong or none.
         kernels: megatron, pytorch, huggingface, torchtune or liger: whose code runs.
@@ -87,6 +89,8 @@ class CommonRequest:
             them, whole through both passes.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
         keep_batches: Batches of a step stay on the device until its end, as Megatron 0.18 has them.
+        holds_output: The loop has a name for the model's output, and with it for the logits, until their backward is
+            over.
         scans: How layers carry a state along the sequence: written, as transformers without further packages, or fused.
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p, gather or a2a.
         packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
@@ -100,12 +104,13 @@ class CommonRequest:
         states_on_host: The optimizer's states are in the host's memory, as deepspeed (ZeRO-Offload), torchao,
             torchao-gradients or bitsandbytes (paged) have them there.
         mtp_num_layers: Layers that predict further tokens, as Megatron has them: 0.
+        mtp_use_repeated_layer: One such layer's weights serve all further tokens.
         recompute_modules: Megatron's list of what is computed again: core_attn,layernorm,mla_up_proj,mlp,moe_act,
             shared_experts,moe.
         offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
             expert_fc1,moe_act.
-        like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface or deepspeed does it; other flags go
-            before it.
+        like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface, deepspeed or automodel does it; other
+            flags go before it.
     """
 
     seq: Tokens | None = None
@@ -115,6 +120,7 @@ class CommonRequest:
     precision: str | None = None
     fp8_recipe: str | None = None
     fp8_param_gather: bool | None = None
+    products: str | None = None
     optimizer: str | None = None
     kernels: str | None = None
     loss: str | None = None
@@ -138,6 +144,7 @@ class CommonRequest:
     outer_ends: bool | None = None
     loader_masks: bool | None = None
     keep_batches: bool | None = None
+    holds_output: bool | None = None
     scans: str | None = None
     context_exchange: str | None = None
     packed: Tokens | None = None
@@ -148,6 +155,7 @@ class CommonRequest:
     reward: str | None = None
     states_on_host: str | None = None
     mtp_num_layers: int | None = None
+    mtp_use_repeated_layer: bool | None = None
     recompute_modules: str | None = None
     offload_modules: str | None = None
     like: str | None = None
@@ -172,7 +180,7 @@ class RunRequest(CommonRequest):
             --microbatch-group-size-per-virtual-pipeline-stage: --pp.
         deferred_head: Micro-batches of which a pipeline's last stage keeps gradients of logits until the others wait,
             as Megatron's --defer-embedding-wgrad-compute has them (--wgrad-deferral-limit): 0.
-        stage_layers: Layers of each stage: 5,4,4,3, or first:3,last:5, or Megatron's layout string; else evenly.
+        stage_layers: Layers of each stage: 5,4,4,3, first:3,last:5, Megatron's layout string, or nanotron; else evenly.
         schedule: Order of a pipeline: gpipe, 1f1b, zero-bubble or zero-bubble-v.
         cp: Ranks of context parallelism: 1.
         dp: Data-parallel replicas: 1.
@@ -182,7 +190,8 @@ class RunRequest(CommonRequest):
         zero_whole: With --zero 1, each rank has the states of some parameters, whole, as torch's
             ZeroRedundancyOptimizer shares them out: else each has a part of every one.
         zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
-        recompute: none, selective, selective-op[-alternate], full, every:K, block:N, interval:K, sqrt or auto.
+        recompute: none, selective, selective-op[-alternate], full, parts (attention, feed-forward block and norms, a
+            checkpoint each), every:K, block:N, interval:K, sqrt or auto.
         offload: Send what stays of each layer to the host until its backward.
         whole_micro_batches: Of the micro-batches that a stage has in flight, so many keep everything, or most, which
             is as many as fit: 0.
@@ -297,7 +306,9 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         model = _with_positions(model, request.positions)
     kernels = _kernels(model, request)
     tuning, frozen = tuning_of(request), tuple(frozen_of(model, request, model_spec))
-    model = with_further(model, given_or(request.mtp_num_layers, 0), kernels)
+    repeated = given_or(request.mtp_use_repeated_layer, False)
+    model = with_further(model, given_or(request.mtp_num_layers, 0), kernels, repeated=repeated)
+    model = with_own_products(model, request, kernels)
     layout = _layout(request, model)
     if layout.deferred_head and kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.DPO):
         raise UsageError(
@@ -337,6 +348,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         workspaces=workspaces(given_or(request.workspaces, "none")),
         loader_masks=given_or(request.loader_masks, False),
         keep_batches=given_or(request.keep_batches, False),
+        holds_output=given_or(request.holds_output, False),
         packed=packed_of(request),
         tuning=tuning,
         frozen=frozen,
@@ -395,10 +407,9 @@ def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
 
 
 def _layout(request: RunRequest, model: ModelSpec) -> Layout:
-    depth = model.depth - model.further
     tp, pp, virtual = given_or(request.tp, 1), given_or(request.pp, 1), given_or(request.virtual_stages, 1)
     cut = request.stage_layers
-    uneven = () if cut is None else stage_layers(cut, layers=depth, chunks=pp * virtual)
+    uneven = () if cut is None else cut_of(cut, model, pp=pp, virtual=virtual)
     reshard = given_or(request.reshard_after_forward, str(Reshard.ALWAYS))
     return Layout(
         tp=tp,

@@ -34,7 +34,7 @@ from jettison.spec.run import Run, Scene
 
 LOGITS = "logits"
 GATHERED, JOINED = f"c10d.{GATHER}", "aten.cat.default"
-_CHECKPOINTS = (Mode.FULL, Mode.EVERY, Mode.BLOCK, Mode.INTERVAL, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE)
+_CHECKPOINTS = frozenset(Mode) - {Mode.NONE, Mode.SELECTIVE, Mode.MODULES, Mode.AUTO}
 """Modes under which ``torch.utils.checkpoint`` is given a layer's inputs."""
 
 

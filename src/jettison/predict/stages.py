@@ -12,18 +12,21 @@ from jettison.formula.static import Static, static
 from jettison.solve.compiled import NARROW, Compiled
 from jettison.solve.compiled import WORD as COMPILED
 from jettison.solve.modules import OWN, Again, computed_again, predicts_further, sent
-from jettison.solve.policy import policy_named
+from jettison.solve.parts import kept_apart
+from jettison.solve.policy import SelectiveOp, policy_named
 from jettison.spec.fp8 import Fp8Recipe
 from jettison.spec.layout import Layout
-from jettison.spec.model import AnyLayer, ModelSpec
+from jettison.spec.model import AnyLayer, Layer, ModelSpec
 from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run, Scene
 from jettison.spec.states_on_host import StatesOnHost
 
-NONE, FULL, MIXED = "none", "full", "mixed"
+NONE, FULL, PARTS, MIXED = "none", "full", "parts", "mixed"
 FURTHER = "modules:mtp"
 """A checkpoint of a layer for further tokens."""
+CONTEXTS = frozenset({str(Mode.SELECTIVE_OP), str(Mode.SELECTIVE_OP_ALTERNATE)})
+"""Policies of torch's selective contexts, where no compiler sees them."""
 _BY_POSITION = (Mode.BLOCK, Mode.INTERVAL)
 """Modes under which layers of one kind are treated differently."""
 
@@ -33,15 +36,13 @@ class Staying:
     """Buffers of a layer that a planner lets stay between its passes; those that are ``moved`` are on the host.
 
     In a segment of several ``layers`` only those of the first one, at ``place`` 0, stay: NOTE [ Segments ] in
-    `timeline_units`. ``framed``: torch's own contexts have them, and all of the layer runs again at once: NOTE
-    [ Frames ] in `formula.liveness`.
+    `timeline_units`.
     """
 
     buffers: frozenset[int]
     moved: frozenset[int] = frozenset()
     place: int = 0
     layers: int = 1
-    framed: bool = False
 
 
 Chosen = Sequence[Staying | None]
@@ -56,6 +57,7 @@ class StageRegion:
         layer: of the model; None: the embedding or the head.
         policy: the policy's word.
         chosen: what a planner lets stay instead, for the policy "mixed".
+        held: buffers that whoever called the model has names for until its backward is over.
     """
 
     name: str
@@ -64,6 +66,7 @@ class StageRegion:
     static: Static
     layer: AnyLayer | None = None
     chosen: Staying | None = None
+    held: frozenset[int] = frozenset()
 
     @property
     def is_layer(self) -> bool:
@@ -73,7 +76,8 @@ class StageRegion:
     @property
     def kept(self) -> frozenset[int]:
         """Buffers that stay of it between forward and backward."""
-        return kept_by(self.region, self.policy) if self.chosen is None else self.chosen.buffers
+        kept = kept_by(self.region, self.policy) if self.chosen is None else self.chosen.buffers
+        return kept | self.held if self.held else kept
 
     @property
     def segment(self) -> int:
@@ -117,8 +121,20 @@ def kept_by(region: Region, policy: str) -> frozenset[int]:
     """Buffers that a named policy keeps."""
     if policy in (COMPILED, NARROW):
         return Compiled(word=policy).kept(region.program)
+    if policy in CONTEXTS:
+        return _selective(policy).cached(region.program)
+    if policy == PARTS:
+        return kept_apart(region.program)
+    if policy.startswith(f"{COMPILED} "):
+        return _selective(policy.removeprefix(f"{COMPILED} ")).kept(region.program)
     found = again_by(region, FURTHER if policy == FULL and predicts_further(region.program) else policy)
     return policy_named(policy).kept(region.program) if found is None else found.kept
+
+
+def _selective(policy: str) -> SelectiveOp:
+    found = policy_named(policy)
+    assert isinstance(found, SelectiveOp)
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -269,6 +285,8 @@ def _policy(run: Run, position: int) -> str:
             return compiled_word(run.precision.recipe) if run.compiled else NONE
         case Mode.MODULES:
             return f"{mode}:{'+'.join(names_of(run, run.recompute.modules))}"
+        case Mode.SELECTIVE_OP | Mode.SELECTIVE_OP_ALTERNATE if run.compiled:
+            return f"{COMPILED} {mode}"
         case _:
             return str(mode)
 
@@ -313,15 +331,21 @@ def _named_layer(
         name=scene.model.layer_names[scene.model.kind_numbers.index(number)],
         region=region,
         policy=policy,
-        static=_static(region, scene.precision, optimizer, sharding, True, table, on_host),
+        static=_static(region, scene.precision, optimizer, sharding, True, table and not _repeats(layer), on_host),
         layer=layer,
     )
+
+
+def _repeats(layer: AnyLayer) -> bool:
+    """Does it run weights that the layer before it, on the same stage, has?"""
+    return isinstance(layer, Layer) and layer.repeats
 
 
 def _end(run: Run, name: str) -> StageRegion:
     """The embedding; or final norm, head and loss, which hold a tied weight a second time on a stage of their own."""
     twice = name == EMBEDDING or run.layout.pp > 1
-    return _named_end(run.scene, name, run.optimizer, run.layout.sharding, twice, run.states_on_host)
+    found = _named_end(run.scene, name, run.optimizer, run.layout.sharding, twice, run.states_on_host)
+    return replace(found, held=found.region.returned) if run.holds_output and name == HEAD else found
 
 
 @lru_cache(maxsize=65536)

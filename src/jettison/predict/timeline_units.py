@@ -20,7 +20,7 @@ from jettison.predict.frozen_models import highest_forward
 from jettison.predict.fsdp_groups import Place, has_outer_ends
 from jettison.predict.gathered import beside, with_shards
 from jettison.predict.halves import splits, with_halves
-from jettison.predict.passes import named_passes, passes_of, sums_apart
+from jettison.predict.passes import cached_bytes, named_passes, passes_of, sums_apart
 from jettison.predict.stage_buffers import mask_bytes, with_ends
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
 from jettison.spec.frozen_models import When
@@ -40,10 +40,20 @@ def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool]
     made = list(_made(run, groups))
     before, behind = neighbours
     made = list(with_ends(run, groups, made, handed_on=behind)) if run.layout.pp > 1 else made
+    made = list(_with_output(groups, made)) if run.holds_output else made
     made = with_shards(run, groups, made)
     made = list(_with_copies(run, groups, made)) if run.recompute.to_host else made
     made = list(with_halves(run, groups, made, handed_back=before)) if splits(run) else made
     return tuple(map(_with_frozen, made) if run.frozen else made)
+
+
+def _with_output(groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[Unit]:
+    """With the logits beside every backward behind the head's: they go when the loop has no name for them any more."""
+    head = groups[-1].part
+    held = head.region.program.kept_bytes(head.held)
+    for unit in made:
+        more = 0 if unit.is_loss else held
+        yield replace(unit, backward_peak=unit.backward_peak + more, adding_peak=unit.adding_peak + more)
 
 
 def _made(run: Run, groups: Sequence[RegionGroup]) -> Sequence[Unit] | Iterator[Unit]:
@@ -57,18 +67,19 @@ def _made(run: Run, groups: Sequence[RegionGroup]) -> Sequence[Unit] | Iterator[
 @dataclass(frozen=True, slots=True)
 class _How:
     """What `_unit` asks of a run, asked once: `Run.frees_gradients`, `Run.gradients_come_whole`, `Run.gradient_rule`;
-    whether a table is tied and no group of its own.
+    whether a table is tied and no group of its own; `Run.autocast`.
     """
 
     frees: bool
     whole: bool
     rule: GradientRule
     tied: bool
+    autocast: bool
 
     @classmethod
     def of(cls, run: Run) -> _How:
         tied = run.model.tied_embeddings and run.layout.pp == 1 and not has_outer_ends(run)
-        return cls(run.frees_gradients, run.gradients_come_whole, run.gradient_rule, tied)
+        return cls(run.frees_gradients, run.gradients_come_whole, run.gradient_rule, tied, run.autocast)
 
 
 def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
@@ -99,6 +110,7 @@ def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
         pending=pending,
         is_loss=part.name == HEAD,
         frozen=_frozen(run, part.name) if run.frozen else 0,
+        cached=cached_bytes(part.region, part.kept) if how.autocast else 0,
     )
 
 
@@ -177,6 +189,9 @@ def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> 
         backward_peak=passing if freed else _segment_backward(plain, [p.static.gradients for p in parts], shared),
         adding_peak=passing,
         gradient=_left(run, parts),
+        cached=sum(cached_bytes(p.region, p.kept if i == 0 else frozenset()) for i, p in enumerate(parts))
+        if run.autocast
+        else 0,
     )
 
 

@@ -14,6 +14,7 @@ from jettison.spec.fp8 import Library
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.precision import Optimizer, Precision
+from jettison.spec.products import WIDE
 
 GRADIENT_PASSES = 3
 """Over gradients before the optimizer: read for their norm, read and written to be clipped."""
@@ -69,9 +70,13 @@ def quantised_bytes(region: Region, precision: Precision, execution: Execution) 
     if recipe is None:
         each += DTYPE_BYTES[precision.product]
         return sum(weight.numel * each for weight in region.weights if len(weight.shape) >= 2)
-    read, copies = each * (1 + recipe.looks), 1 if recipe.either_way else 2
-    matrices = [w for w in region.weights if w.product and not w.head and not w.frozen]
-    return sum(w.numel * read + (w.narrow_bytes or copies * w.numel * recipe.bits // 8) for w in matrices)
+    total = 0
+    for w in region.weights:
+        own = w.recipe or recipe
+        if w.product and not w.head and not w.frozen and not w.tied and own != WIDE:
+            copies = 1 if own.either_way else 2
+            total += each * (1 + own.looks) * w.numel + (w.narrow_bytes or copies * w.numel * own.bits // 8)
+    return total
 
 
 def optimizer_bytes(

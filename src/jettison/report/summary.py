@@ -264,6 +264,7 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "workspaces": run.workspaces.name,
         "loader_masks": run.loader_masks,
         "keep_batches": run.keep_batches,
+        "holds_output": run.holds_output,
         "packed": run.packed or None,
         "context_exchange": str(run.kernels.context_exchange),
         "scans": str(run.kernels.scans),

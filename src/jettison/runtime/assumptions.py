@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.tensor_subclasses import plain
 from jettison.runtime.batch_shape import BatchShape
@@ -35,6 +36,7 @@ class Assumptions:
         gradients_held: the plan counts gradients from the start of the forward on.
         in_flight: calls that may be between forward and backward at a time.
         backwards: what the step's backwards are like, as `backward_kinds` says it, and the plan knows.
+        replicated: the plan knows of the buckets of a DistributedDataParallel around the model.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Assumptions:
         gradients_held: bool,
         in_flight: int = 1,
         backwards: Iterable[str] = (),
+        replicated: bool = False,
     ) -> None:
-        self.model = model
+        self.model, self.replicated = model, replicated
         self.follow()
         self.planned = [BatchShape.of(*batch) for batch in batches]
         self.in_flight = in_flight
@@ -83,6 +86,15 @@ class Assumptions:
                 "are when several backwards add up or after zero_grad(set_to_none=False)",
                 "that the first backward makes them, one by one",
                 "plan with gradients_held=True, or free them with zero_grad(set_to_none=True) before each forward",
+            )
+        replica = None if self.replicated else DistributedDataParallel._get_active_ddp_module()
+        if replica is not None and replica.module is self.model:
+            self._say(
+                "replica",
+                f"the model is inside of DistributedDataParallel, whose buckets ({format_bytes(self.gradient_bytes)}) "
+                "stay from step to step",
+                "gradients alone",
+                "plan what the loop calls: auto_checkpoint(DistributedDataParallel(model), ...)",
             )
         if waiting >= self.in_flight:
             self._say(

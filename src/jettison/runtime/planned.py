@@ -24,6 +24,7 @@ from jettison.errors import TraceError
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.callers import are_hooks_foreign, is_compiled_training, is_transforming, whose_copy
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
+from jettison.runtime.copies import COPY, copied_forward, trains_plainly
 from jettison.runtime.forward_run import ActiveFrame, Listener, current_frame, running, views_replayed
 from jettison.runtime.frame import unpack
 from jettison.runtime.graph_fingerprint import bounds_of, graph_print, is_turn, next_sequence_number
@@ -56,6 +57,7 @@ class PlannedForward:
         model: nn.Module | None = None,
         how: Check = Check.ALWAYS,
     ) -> None:
+        trains_plainly(module)  # as a copy of another plan's did, with a word
         self.module = module
         self.how = how
         self.calls = 0
@@ -252,10 +254,9 @@ class PlannedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # a copied model trains plainly: the plan belongs to the original
-        # which may come by here first, through a hook that holds this
         if self.had_own:
             return copy.deepcopy(self.forward, memo)
-        return types.MethodType(type(self.module).forward, copy.deepcopy(self.module, memo))
+        return copied_forward(self.module, self.name, (self.outer or self).said, memo)
 
     def __reduce__(self) -> Any:
         return getattr, (self.module, "forward")
@@ -268,6 +269,8 @@ class PlannedForward:
             else:
                 del self.module.__dict__["forward"]
         self.retired = True
+        if self.is_root:
+            self.said.add(COPY)  # copies have nothing to miss
         self.way.link.forget()
         self._unwatch()
 

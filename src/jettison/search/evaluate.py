@@ -133,7 +133,7 @@ class Bench:
         key = layout.tp, layout.ep, layout.shards, layout.zero
         if key not in self._statics:
             alike = Layout(tp=layout.tp, ep=layout.ep, dp=layout.shards, zero=layout.zero, reshard=layout.reshard)
-            run = replace(self.question.template, layout=alike, micro_batch=1, micro_batches=1, recompute=Recompute())
+            run = replace(self.question.template, layout=alike, micro_batches=1, recompute=Recompute())
             self._statics[key] = whole_static_bytes(run)
         return self._statics[key]
 

@@ -119,6 +119,12 @@ class SearchRequest(CommonRequest):
             numbers["cp"] = numbers["cp"] or (1,)
             if numbers["cp"] != (1,):
                 raise UsageError(f"got --cp {self.cp} with --packed; documents that ranks share are not described")
+        if template.kernels.loss is Loss.DPO:  # its head is whole on each rank
+            numbers["tp"], numbers["cp"] = numbers["tp"] or (1,), numbers["cp"] or (1,)
+            if (numbers["tp"], numbers["cp"]) != ((1,), (1,)):
+                raise UsageError("got --loss dpo with more than one rank of --tp or --cp; its head is whole on each")
+            if self.micro_batch is not None and all(count % 2 for count in numbers["micro_batch"] or ()):
+                raise UsageError(f"got --loss dpo with --micro-batch {self.micro_batch}; a pair is two sequences")
         if model.recorder is not None:  # its blocks cannot be cut
             numbers.update({name: numbers[name] or (1,) for name in ("tp", "cp", "ep")})
         axes = Axes(

@@ -277,8 +277,10 @@ class Space:
                 refused[f"--micro-batch {self.axes.micro_batch[0]} does not divide the {each} of one rank"] += 1
 
     def _misfit(self, layout: Layout, micro_batch: int) -> str:
-        """Why narrow products refuse these sizes; empty where they do not."""
+        """Why narrow products, or a loss over pairs, refuse these sizes; empty where they do not."""
         recipe, template = self.template.precision.recipe, self.template
+        if template.kernels.loss is Loss.DPO and micro_batch % 2:
+            return f"--loss dpo takes pairs of sequences, not --micro-batch {micro_batch}"
         return (
             "" if recipe is None else recipe.misfit(template.model, layout, seq=template.seq, micro_batch=micro_batch)
         )

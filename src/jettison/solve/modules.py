@@ -106,8 +106,8 @@ def computed_again(program: Program, modules: tuple[str, ...]) -> Again:
     given_back = {b for m, part in parts.items() if m in WITHOUT_OUTPUT for o in part for b in program.ops[o].outputs}
     inside = {(program.ops[o].path, program.ops[o].name) for o in again}
     saved = {slot.buffer for slot in program.slots if (slot.path, slot.op) not in inside}
-    given = {b for part in parts.values() for b in _given(program, part)}
-    kept = close(program, frozenset((saved | given) - given_back))
+    inputs = {b for part in parts.values() for b in program.given(part)}
+    kept = close(program, frozenset((saved | inputs) - given_back))
     return Again(kept, again.union(program.recompute_set(kept)), tuple(parts))
 
 
@@ -122,13 +122,6 @@ def sent(program: Program, kept: frozenset[int], modules: tuple[str, ...]) -> fr
 def is_fused(program: Program) -> bool:
     """Attention is one kernel, which keeps no scores: to compute its core again frees next to nothing."""
     return any(_FUSED in op.name for op in program.ops)
-
-
-def _given(program: Program, part: frozenset[int]) -> set[int]:
-    """What a part reads and does not make."""
-    made = {b for o in part for b in program.ops[o].outputs}
-    read = {b for o in part for b in program.ops[o].inputs}
-    return {b for b in read - made if not program.buffers[b].free}
 
 
 def _core(program: Program) -> frozenset[int]:

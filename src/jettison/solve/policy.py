@@ -114,15 +114,23 @@ class SelectiveOp:
     alternate: bool = False
 
     def kept(self, program: Program) -> frozenset[int]:
+        return self._closed(program, self.named(program))
+
+    def _closed(self, program: Program, named: frozenset[int]) -> frozenset[int]:
         inputs = frozenset(b.index for b in program.buffers if b.source is Source.INPUT)
-        return close(program, self.named(program) | inputs | Full().kept(program))
+        return close(program, named | inputs | Full().kept(program))
+
+    def cached(self, program: Program) -> frozenset[int]:
+        """What torch's selective checkpoint holds where it runs eagerly: all that is listed, read or not.
+
+        ``torch/utils/checkpoint.py``, ``_CachingTorchDispatchMode``; a compiled region, like `kept`, leaves those out
+        that nobody reads.
+        """
+        named = self.named(program)
+        return self._closed(program, named) | named
 
     def named(self, program: Program) -> frozenset[int]:
-        """Outputs that the policy is to keep, whether backward asks for them or not.
-
-        torch's selective checkpoint caches all of them when it runs eagerly; a compiled region, like `kept`, leaves
-        those out that nobody reads.
-        """
+        """Outputs that the policy is to keep, whether backward asks for them or not."""
         found: set[int] = set()
         readers = _readers(program)
         products = 0

@@ -8,8 +8,8 @@ from jettison.errors import UsageError
 from jettison.spec.kernels import Kernels
 from jettison.spec.model import ModelSpec
 
-WHOLE_MODES: Final = ("none", "full", "every", "block", "interval")
-"""Recompute modes that say nothing about single tensors of a layer."""
+MODES: Final = ("none", "full", "every", "block", "interval", "selective-op", "selective-op-alternate")
+"""Recompute modes that say nothing about single tensors of a layer, or that torch's partitioner is told of."""
 
 
 def check_compiled(model: ModelSpec, kernels: Kernels, *, mode: str, tuned: bool) -> None:
@@ -31,7 +31,8 @@ def check_compiled(model: ModelSpec, kernels: Kernels, *, mode: str, tuned: bool
         why = f"and {model.name}, whose experts' layers are more than one graph"
     elif tuned:
         why = "with --lora; no compiled adapters were looked at"
-    elif mode not in WHOLE_MODES:
-        why = f"with --recompute {mode}, which decides within a layer as the compiler does; give one of them"
+    elif mode not in MODES:
+        modes = ", ".join(MODES)
+        why = f"with --recompute {mode}, which decides within a layer as the compiler does; give one of {modes}"
     if why:
         raise UsageError(f"got --compile {why}")

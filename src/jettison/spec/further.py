@@ -13,10 +13,14 @@ FURTHER_LEFT_OUT: Final = "further tokens left out"
 _WITHOUT_LOGITS: Final = (Loss.FUSED, Loss.CHUNKED, Loss.LISTED)
 
 
-def with_further(model: ModelSpec, depths: int, kernels: Kernels) -> ModelSpec:
+def with_further(model: ModelSpec, depths: int, kernels: Kernels, *, repeated: bool = False) -> ModelSpec:
     """The same with so many of them, each like the model's last layer (``get_gpt_mtp_block_spec``). Where layers are
     one block alone, each is attention and experts (``mtp_hybrid_override_pattern`` of Nemotron 3: ``*E``), which is
     what a layer of both is.
+
+    Args:
+        repeated: one layer's weights serve all depths (``mtp_use_repeated_layer``: in
+            megatron/core/transformer/multi_token_prediction.py one layer is built, and called for each).
 
     Raises:
         UsageError: nobody builds them so.
@@ -40,7 +44,7 @@ def with_further(model: ModelSpec, depths: int, kernels: Kernels) -> ModelSpec:
     if why:
         raise UsageError(f"got --mtp-num-layers {depths} {why}")
     assert isinstance(last, Layer)
-    further = tuple(replace(last, ahead=ahead) for ahead in range(1, depths + 1))
+    further = tuple(replace(last, ahead=ahead, repeats=repeated and ahead > 1) for ahead in range(1, depths + 1))
     stays = tuple(remark for remark in model.left_out if FURTHER_LEFT_OUT not in remark)
     return replace(model, layers=(*model.layers, *further), left_out=stays)
 

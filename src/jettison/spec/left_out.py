@@ -13,6 +13,20 @@ from jettison.spec.waves import LAYERDROP, skipped
 
 TOWERS: Final = ("vision", "audio")
 """What may stand beside a text model."""
+_OTHER_HEADS: Final = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForNextSentencePrediction",
+    "ForAudioClassification",
+    "ForRewardModel",
+    "ForProcessRewardModel",
+    "ForEmbedding",
+    "ForTextEncoding",
+    "EncoderModel",
+)
+"""How names of classes end whose head is not the one that is described."""
 
 
 def left_out_of(outer: Mapping[str, Any], inner: Mapping[str, Any], family: Family) -> Iterator[str]:
@@ -30,6 +44,9 @@ def left_out_of(outer: Mapping[str, Any], inner: Mapping[str, Any], family: Fami
             about = _tower_parameters(tower)
             size = f"about {about / 1e6:.0f} million parameters" if about else "a size that it does not state"
             yield f"the {key.partition('_')[0]} tower ({size}) is left out: bytes and seconds are the text model's"
+    if other := _other_head(outer, family):
+        named = ". --trace builds the class that is named" if "For" in other else ""
+        yield f"architectures says {other}; what is described is the model with the head of its pre-training{named}"
     for remark in not_built(outer, inner):
         yield f"{remark}; --mtp-num-layers counts them" if FURTHER_LEFT_OUT in remark else remark
 
@@ -48,6 +65,15 @@ def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[st
     if isinstance(quantised, Mapping) and quantised:
         method = quantised.get("quant_method", "a method that it does not name")
         yield f"quantization_config ({method}) is left out: weights are those of --precision"
+
+
+def _other_head(outer: Mapping[str, Any], family: Family) -> str:
+    """The class that the file names, where it ends in another head or in none, or is one stack of two; else empty."""
+    names = outer.get("architectures")
+    name = names[0] if isinstance(names, list | tuple) and names and isinstance(names[0], str) else ""
+    bare = name.endswith("Model") and not name.endswith(("HeadModel", "HeadsModel"))
+    alone = family.source and name.endswith("ForCausalLM")
+    return name if bare or alone or name.endswith(_OTHER_HEADS) else ""
 
 
 def _tower_parameters(tower: Mapping[str, Any]) -> int:

@@ -73,6 +73,19 @@ LIKE: Final[Mapping[str, Rule]] = MappingProxyType(
             "loss": "upcast",
             "workspaces": "torch-hopper",
         },
+        # NeMo AutoModel: weights in bf16 alone, Liger's kernels, logits that ``out`` names until backward is over
+        # (nemo_automodel/recipes/llm/train_ft.py, ``_forward_backward_step``), parts checkpointed where any is
+        # (components/distributed/activation_checkpointing.py, ``apply_submodule_checkpointing``), ``foreach`` AdamW
+        "automodel": {
+            "kernels": "liger",
+            "attention": "flash",
+            "precision": "bf16-pure",
+            "optimizer": "adamw-foreach",
+            "gradients": "one-by-one",
+            "loss": "upcast",
+            "holds_output": True,
+            "workspaces": "torch-hopper",
+        },
     }
 )
 """By name. torchtitan over tensor-parallel ranks has DTensor's loss and inputs: see `rule`."""

@@ -21,6 +21,7 @@ from jettison.spec.sizes import positive
 
 if TYPE_CHECKING:
     from jettison.spec.pair import Pair
+    from jettison.spec.products import Rule
     from jettison.spec.waves import Waves
 
 
@@ -210,6 +211,8 @@ class Layer:
     ``source``: it is of the encoder, and as long as what that reads. ``cross``: what its queries ask of the encoder.
     ``plain_start``: no norm before its attention, since the embedding ends with one.
     ``ahead``: it predicts a token that many places further on, after the model's own layers; 0: it is one of these.
+    ``repeats``: its weights are those of the layer before it, which it runs once more.
+    ``products``: globs of its products, and recipes in the place of the run's: NOTE [ Other products ] in `products`.
     """
 
     attention: Attention | LatentAttention | Scan | None
@@ -221,6 +224,8 @@ class Layer:
     source: bool = False
     cross: Attention | None = None
     ahead: int = 0
+    repeats: bool = False
+    products: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         if self.lone and (self.arrangement is not Arrangement.PRE or self.cross is not None):

@@ -22,6 +22,7 @@ class Mode(StrEnum):
     EVERY = "every"  # segments of K layers: the segment's input stays (arXiv 1604.06174)
     BLOCK = "block"  # the first N layers of a stage are full, the rest is none (Megatron's block method)
     INTERVAL = "interval"  # one layer in K is full, the rest is none (torchtitan's selective layer)
+    PARTS = "parts"  # attention, feed-forward block and norms of a layer are a checkpoint each: `solve.parts`
     MODULES = "modules"  # parts of a layer by Megatron's names: `spec.modules`
     AUTO = "auto"  # as a planner decides for a budget
 
@@ -74,7 +75,7 @@ class Recompute:
     @classmethod
     def parse(cls, text: str, *, layers: int, offload: bool = False, whole: int = 0) -> Recompute:
         """Read ``none``, ``selective``, ``selective-op``, ``selective-op-alternate``, ``full``, ``every:K``,
-        ``block:N``, ``interval:K``, ``sqrt`` (segments of √L layers), ``modules:core_attn+mlp`` or ``auto``.
+        ``block:N``, ``interval:K``, ``sqrt`` (segments of √L layers), ``parts``, ``modules:core_attn+mlp`` or ``auto``.
 
         Raises:
             UsageError: none of these.

@@ -12,9 +12,9 @@ from jettison.spec.compiled import check_compiled
 from jettison.spec.fp8 import Fp8Recipe, Library, Scales
 from jettison.spec.frozen_models import FrozenModel
 from jettison.spec.inputs import Patches
-from jettison.spec.kernels import MEGATRON, PYTORCH, Device, Documents, Kernels, Loss, Scans
+from jettison.spec.kernels import MEGATRON, PYTORCH, ContextExchange, Device, Documents, Kernels, Loss, Scans
 from jettison.spec.layout import Layout
-from jettison.spec.model import ModelSpec
+from jettison.spec.model import Attention, LatentAttention, ModelSpec, Pooling
 from jettison.spec.modules import check_parts
 from jettison.spec.precision import (
     MUONS,
@@ -98,6 +98,7 @@ class Run:
         stack: whose software runs it, where hardware files tell several apart; None: what goes with the kernels.
         adding: how a weight's gradient gets to the one that is there. ``workspaces``: set aside for matrix products.
         loader_masks: the batch has an s × s mask for each sequence. ``keep_batches``: those of a step stay to its end.
+        holds_output: the loop has a name for the model's logits until their backward is over.
         source_seq: tokens that the encoder of an encoder with a decoder reads; 0: there is none.
         packed: tokens of a document, where sequences are several that do not see each other; 0: they are one.
         tuning: adapters are trained beside frozen weights; None: every weight is trained.
@@ -131,6 +132,7 @@ class Run:
     workspaces: Workspaces = WORKSPACES["none"]
     loader_masks: bool = False
     keep_batches: bool = False
+    holds_output: bool = False
     packed: int = 0
     tuning: Tuning | None = None
     source_seq: int = 0
@@ -158,6 +160,8 @@ class Run:
         if self.packed:
             self._check_packed()
         self._check_source()
+        if self.layout.cp > 1 and self.kernels.context_exchange is ContextExchange.A2A:
+            self._check_shared_heads()
         if self.model.patches is not None:
             self._check_image(self.model.patches)
         if self.model.learned_positions and (self.packed or self.seq) > self.model.max_positions:
@@ -184,6 +188,10 @@ class Run:
                 f"got --base int8 with --recompute {self.recompute}; bitsandbytes holds what its products read where "
                 "no checkpoint lets go of them: give --recompute none, or --base nf4"
             )
+        if self.holds_output:
+            self._check_output()
+        if self.recompute.mode is Mode.PARTS and self.model.recorder is not None:
+            raise UsageError(f"got --recompute parts; {self.model.name}'s blocks are recorded as one: give full")
         if self.compiled:
             check_compiled(self.model, self.kernels, mode=str(self.recompute.mode), tuned=self.tuning is not None)
         if self.precision.recipe is not None:
@@ -220,6 +228,28 @@ class Run:
         if why:
             raise UsageError(f"got --fp8-recipe {recipe.name} {why}")
 
+    def _check_output(self) -> None:
+        """Are there logits that a loop could have a name for?
+
+        Raises:
+            UsageError: no.
+        """
+        model, loss, why = self.model, self.kernels.loss, ""
+        if self.layout.pp > 1:
+            why = f"--pp {self.layout.pp}, whose schedule calls the model; --stage-buffers says what it holds"
+        elif model.recorder is not None or model.waves is not None or model.pair is not None:
+            why = f"{model.name}, of which no description says what it returns"
+        elif model.head.pooling is not Pooling.NONE:
+            why = f"{model.name}, which returns one prediction a sequence"
+        elif loss in (Loss.FUSED, Loss.CHUNKED, Loss.DPO):
+            why = f"--loss {loss}, for which the model makes no logits"
+        elif loss is Loss.LISTED:
+            why = f"--loss {loss}, whose logits stay anyway"
+        elif loss is Loss.ROWS:
+            why = f"--loss {loss}, which writes over logits that nobody else has: give --loss upcast"
+        if why:
+            raise UsageError(f"got --holds-output with {why}; leave it away")
+
     def _check_pairs(self) -> None:
         """Is a micro-batch pairs of sequences, on ranks that do not share a head?
 
@@ -251,6 +281,28 @@ class Run:
         if tuning.base is not Base.PLAIN or self.layout.zero == 3:
             what = f"--base {tuning.base}" if tuning.base is not Base.PLAIN else "--zero 3"
             raise UsageError(f"got {what} with --lora and --fp8-recipe {recipe.name}; no description has all of them")
+
+    def _check_shared_heads(self) -> None:
+        """Has each rank of context parallelism heads of its own once sequences were exchanged for them?
+
+        ``transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py``,
+        ``AttnFuncWithCPAndQKVOA2A.forward``: "The number of attention heads needs to be divisible by CP size!", of
+        queries and of keys.
+
+        Raises:
+            UsageError: no.
+        """
+        cp, tp = self.layout.cp, self.layout.tp
+        for layer in self.model.described:
+            if not isinstance(layer.attention, Attention | LatentAttention):
+                continue
+            fewest = layer.attention.kv_heads if isinstance(layer.attention, Attention) else layer.attention.heads
+            for what, heads in (("attention", layer.attention.heads), ("key-value", fewest)):
+                if max(1, heads // tp) % cp:
+                    raise UsageError(
+                        f"got --context-exchange a2a with --cp {cp}, which does not divide the {max(1, heads // tp)} "
+                        f"{what} heads of a rank; give a smaller --cp, or --context-exchange p2p"
+                    )
 
     def _check_packed(self) -> None:
         """Are documents packed in a way that somebody's code has?

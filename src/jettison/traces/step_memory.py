@@ -141,6 +141,8 @@ class _Player:
                 label = Label(module="", role=SENT, site=site)
                 self.output[key] = self.writer.allocate(load.sent, label, offset_ns + played.begin_ns)
             self.held[key] = {name: self._forward(unit, name, chunk, site, times[name]) for unit, name in units}
+            for unit, name in units:  # autocast's cache is emptied behind the loss
+                self._transient(unit.cached, name, site, times[name][1], offset_ns + played.end_ns)
             return
         own = chunk % len(self.stage.groups)
         if any(unit.halves for unit, _ in units):

@@ -19,6 +19,7 @@ POLICIES: Final = {
     "selective-op": "outputs of matrix products and of fused attention stay, the rest is computed again",
     "selective-op-alternate": "the same, and every second product is computed again (torchtitan)",
     "full": "only a layer's input stays",
+    "parts": "attention, feed-forward block and norms of a layer are a checkpoint each (NeMo AutoModel)",
     "every:K": "segments of K layers, of which the segment's input stays (arXiv 1604.06174)",
     "block:N": "the first N layers of a stage are full, the others none (Megatron's block method)",
     "interval:K": "one layer in K is full, the others none (torchtitan's selective layers)",

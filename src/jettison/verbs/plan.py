@@ -101,7 +101,7 @@ def _described(
         UsageError: no such model, a request that makes no sense, or a recompute mode beside the budget.
     """
     if request.recompute not in (None, "auto"):
-        raise UsageError(f"got --recompute {request.recompute} and --budget: plan decides what is computed again")
+        raise UsageError(f"got --recompute {request.recompute}: plan decides what is computed again; leave it away")
     for name in ("recompute_modules", "offload_modules"):
         if getattr(request, name) is not None:
             raise UsageError(

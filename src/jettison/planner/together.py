@@ -1,0 +1,128 @@
+"""Ranks that plan a step together: which they are, and one outcome for all of them.
+
+Ranks that share parameters follow one plan (NOTE [ Agreement ]). Stages of a pipeline have plans of their own, and so
+may replicas, which only average their gradients; but none of them may begin where another has no plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from jettison.dryrun.imagined_pipeline import Scheduled, stages_of
+from jettison.errors import Infeasible
+from jettison.parallel.agree import Agreement, Group, groups_for, ranks_in
+from jettison.parallel.verdict import Verdict
+from jettison.planner.handle import Applied
+from jettison.solve.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """The words of one call of `auto_checkpoint`, before the first of which nothing waits.
+
+    Args:
+        sharing: with ranks that share parameters with this one: one plan.
+        replicas: with those that average gradients with it.
+        stages: with those that run other stages of its pipelines.
+    """
+
+    sharing: Agreement
+    replicas: Agreement
+    stages: Agreement
+
+    def least(self, budget_bytes: int) -> int:
+        """The budget of all that have one plan, or the same one. All ranks are ready to plan when this returns.
+
+        Raises:
+            PlanMismatch: one is not.
+        """
+        self.stages.least(0)
+        return self.sharing.least(self.replicas.least(budget_bytes))
+
+    def plans(self, make: Callable[[], list[Plan]], likes: list[str]) -> list[Plan] | str:
+        """Plans of this rank, or what another one says of those that it has made for the same step.
+
+        Args:
+            likes: what each model is like. A replica may have another batch, and then plans for itself.
+
+        Raises:
+            Infeasible: there are none, on all ranks that would have followed them.
+            PlanMismatch: the rank that was to make them failed.
+        """
+
+        def tell(made: list[Plan] | str) -> str:
+            return made if isinstance(made, str) else json.dumps([[plan.to_json() for plan in made], likes])
+
+        def from_a_replica() -> list[Plan] | str:
+            said = self.replicas.first(make, tell)
+            return make() if isinstance(said, str) and json.loads(said)[1] != likes else said
+
+        return self.sharing.first(from_a_replica, tell)
+
+    def settled(self, make: Callable[[], Applied]) -> Applied:
+        """What ``make`` applies, once all other ranks have plans too. See NOTE [ One refusal ].
+
+        Raises:
+            Infeasible: some rank has none.
+            PlanMismatch: a rank failed, or follows another plan than those that it shares parameters with.
+        """
+        applied: Applied | None = None
+        try:
+            applied = make()
+            verdict = Verdict.fits(plan.minimum_budget_bytes for plan in applied.plans)
+        except Infeasible as error:
+            if not (self.replicas.rounds or self.stages.rounds):
+                raise
+            verdict = Verdict.refuses(error, distributed.get_rank())
+        try:
+            verdict = self.stages.settled(self.replicas.settled(verdict))
+            if verdict.error is not None:
+                raise verdict.error
+        except BaseException:
+            if applied is not None:
+                applied.remove()
+            raise
+        assert applied is not None
+        return applied
+
+
+@contextlib.contextmanager
+def together(models: Sequence[nn.Module | Scheduled], group: Group | None) -> Iterator[Together]:
+    """Where this rank fails in here, the others learn why and do not wait.
+
+    Args:
+        models: of a step; what is neither a module nor a schedule is for others to refuse.
+        group: whose ranks follow one plan, where the models do not tell.
+
+    Raises:
+        UnsupportedModule: stages of another kind than torch's `PipelineStage`.
+    """
+    schedules = [stages_of(one) for one in models if not isinstance(one, nn.Module)]
+    modules = [one for one in models if isinstance(one, nn.Module)]
+    modules += [stage.submod for stages in schedules for stage in stages]
+    sharing = {ranks for one in modules for ranks in groups_for(one, group)}
+    copies = {ranks_in(one.process_group) for one in modules if isinstance(one, DistributedDataParallel)}
+    pipelines = {ranks_in(stages[0].group or distributed.group.WORLD) for stages in schedules if stages}
+    with (
+        Agreement(_outermost(pipelines)) as stages,
+        Agreement(_outermost(copies, sharing)) as replicas,
+        Agreement(_outermost(sharing)) as shared,
+    ):
+        yield Together(sharing=shared, replicas=replicas, stages=stages)
+
+
+def _outermost(groups: set[tuple[int, ...]], beside: Collection[tuple[int, ...]] = ()) -> list[tuple[int, ...]]:
+    """Groups of more than one rank that are inside of no larger one, nor of one of the others."""
+    return [
+        ranks
+        for ranks in groups
+        if len(ranks) > 1
+        and not any(set(ranks) < set(other) for other in groups)
+        and not any(set(ranks) <= set(other) for other in beside)
+    ]

@@ -1,0 +1,45 @@
+"""A search of preference pairs tries layouts and micro-batches that have pairs, and no others."""
+
+from __future__ import annotations
+
+import pytest
+
+from jettison.errors import UsageError
+from jettison.predict.forecast import forecast
+from jettison.predict.run_request import RunRequest, resolve
+from jettison.search.request import SearchRequest
+from jettison.search.search import search
+from jettison.spec.hardware import hardware
+from jettison.spec.huggingface_config import parse_config
+
+H100 = hardware("h100-80gb")
+LLAMA = parse_config(
+    {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_attention_heads": 8,
+        "vocab_size": 8192,
+        "max_position_embeddings": 512,
+    },
+    name="two-layers",
+)
+
+
+def test_every_micro_batch_is_pairs() -> None:
+    whole = SearchRequest(loss="dpo", reference="same").space(LLAMA, H100, gpus=4, global_batch=16)
+    assert {(s.layout.dp, s.micro_batch) for s in whole.setups} == {(4, 2), (4, 4)}
+    found = search(whole, H100).best
+    setup = found.candidate.setup
+    typed = RunRequest(
+        loss="dpo", reference="same", dp=4, zero=setup.layout.zero, micro_batch=setup.micro_batch,
+        micro_batches=setup.micro_batches, recompute=str(found.candidate.recompute),
+    )  # fmt: skip
+    assert forecast(resolve(LLAMA, typed).run).peak_bytes == found.figures.peak_bytes
+
+
+@pytest.mark.parametrize("given", [{"tp": "2"}, {"cp": "1,2"}, {"micro_batch": "1,3"}])
+def test_what_has_no_pairs_is_refused_in_words(given: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="got --loss dpo with"):
+        SearchRequest(loss="dpo", **given).space(LLAMA, H100, gpus=4, global_batch=16)
