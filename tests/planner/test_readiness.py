@@ -196,3 +196,12 @@ def test_an_optimizer_that_is_spread_over_ranks_is_refused() -> None:
     spread = library.ZeroRedundancyOptimizer.__new__(library.ZeroRedundancyOptimizer)  # there is no process group
     with pytest.raises(UsageError, match="ZeroRedundancyOptimizer keeps other parameters' state on every rank"):
         jettison.auto_checkpoint(model, batch(), "1GiB", optimizer=spread)
+
+
+def test_replicas_of_plain_parts_are_refused() -> None:
+    """What `_pre_dp_module_transform` does, which takes no process group."""
+    library = pytest.importorskip("torch.distributed.tensor.parallel.ddp")
+    model = Net()
+    library._pre_dp_module_transform(model)
+    with pytest.raises(UnsupportedModule, match=r"the model is tensor parallel, and keeps plain parts"):
+        jettison.auto_checkpoint(model, batch(), "1GiB")

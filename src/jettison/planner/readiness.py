@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from jettison.capture.tracer import trace_model
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.planner.compile_blocks import compiled_modules, refuse_compiled_whole, survey_blocks
 from jettison.runtime.planned import PlannedForward
+
+_LOCAL_PARTS: Final = "torch.distributed.tensor.parallel.ddp"
+"""Its hooks make DTensors of plain parameters as the outermost forward begins."""
 
 
 def check_model(model: nn.Module) -> None:
@@ -42,6 +45,12 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise UnsupportedModule(
             f"{name} is under torch.distributed._composable.replicate, of which no copy can be made; wrap it in "
             "torch.nn.parallel.DistributedDataParallel, or in replicate of replicate_with_fsdp"
+        )
+    if any(getattr(hook, "__module__", "") == _LOCAL_PARTS for hook in module._forward_pre_hooks.values()):
+        raise UnsupportedModule(
+            f"{name} is tensor parallel, and keeps plain parts of its parameters for DistributedDataParallel "
+            "(_pre_dp_module_transform), which its blocks do not run with by themselves; use fully_shard or "
+            "replicate_with_fsdp's replicate over the other axis of the mesh"
         )
     if isinstance(module.forward, PlannedForward):
         raise UnsupportedModule(f"{name} already runs under a plan; call .remove() on its handle first")
