@@ -73,6 +73,8 @@ NANOTRON_TOKENS = 1 << 20
 """In a step: what nanotron's scaling_benchmarks.py sets."""
 NEMO_GPT = {"gpt3-5b": (4096, 24, 32), "gpt3-20b": (6144, 44, 48)}
 """Hidden size, layers and heads."""
+NEMOTRON_4 = {"nemotron4-15b": (6144, 32, 48), "nemotron4-340b": (18432, 96, 96)}
+"""Hidden size, layers and heads; feed-forward layers four times as wide, squared ReLU."""
 NEMO_TOKENS = 1 << 22
 """In a step, where the page states no batch: a guess. Four times as much changes a prediction by less than 1 %."""
 
@@ -244,19 +246,42 @@ def _nemo(row: Mapping[str, str]) -> tuple[Run, Execution]:
         virtual_stages=int(row["virtual_stages"]),
         dp=dp,
         zero=1 if dp > 1 else 0,
-        precision="fp8",
+        precision=row.get("precision") or "fp8",
         attention="flash",
         kernels=MEGATRON.name,
+        recompute=row.get("recompute"),
         dropout=0.1 if gpt else 0.0,
         tp_comm_overlap=row["tp_comm_overlap"] == "yes",
         stack="base",
     )
     if row["model"] in NEMO_GPT:
         model = gpt2(row["model"], *NEMO_GPT[row["model"]], vocabulary=51200, positions=seq)
+    elif row["model"] in NEMOTRON_4:
+        model = nemotron_4(row["model"])
     else:
         model = preset(row["model"].replace("gpt3", "gpt"))
+        model = replace(model, layers=model.layers[: int(row.get("layers") or model.depth)])
     run = resolve(model, request).run
     return run, replace(execution_of(run), hides_stages=True, delayed_scaling=row["scaling"] == "delayed")
+
+
+def nemotron_4(name: str) -> ModelSpec:
+    """arXiv 2402.16819 and 2406.11704, as NVIDIA's recipes have them: 4096 positions, half of a head rotated."""
+    hidden, layers, heads = NEMOTRON_4[name]
+    config = {
+        "model_type": "nemotron",
+        "vocab_size": 256000,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": hidden // heads,
+        "intermediate_size": 4 * hidden,
+        "hidden_act": "relu2",
+        "max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.5,
+    }
+    return parse_config(config, name=name)
 
 
 RULES: Mapping[str, Callable[[Mapping[str, str]], tuple[Run, Execution]]] = MappingProxyType(
@@ -273,12 +298,15 @@ RULES: Mapping[str, Callable[[Mapping[str, str]], tuple[Run, Execution]]] = Mapp
 """By the first word of a source. PyTorch's pull request and torchao's tutorial ran torchtitan."""
 LISTED, FOUNDRY, NEMO = "published_runs.csv", "llm_foundry_throughput.csv", "nemo_throughput.csv"
 TITAN, MORE, FORGE = ("torchtitan_2025_throughput.csv", "llm_foundry_more.csv", "kempnerforge_2026_throughput.csv")
+CLOUD = "dgxc_throughput.csv"
+"""Seconds a step of NVIDIA/dgxc-benchmarking, tags v25.02.02 and v25.05.05; ``seen``: read before it was predicted."""
 
 
 def rows() -> list[Timed]:
     """Every published throughput of a described run on a known GPU: those listed first, then llm-foundry's others, then
-    NVIDIA's, then those of torchtitan of 2025, the rest of llm-foundry's page, and KempnerForge's."""
-    return [row for name in (LISTED, FOUNDRY, NEMO, TITAN, MORE, FORGE) for row in _read(name)]
+    NVIDIA's, then those of torchtitan of 2025, the rest of llm-foundry's page, KempnerForge's, and those of NVIDIA's
+    benchmarking recipes."""
+    return [row for name in (LISTED, FOUNDRY, NEMO, TITAN, MORE, FORGE, CLOUD) for row in _read(name)]
 
 
 def _read(name: str) -> Iterator[Timed]:
@@ -324,8 +352,9 @@ def _words(run: Run) -> str:
 def page() -> str:
     """The whole page."""
     found = rows()
-    files = (LISTED, FOUNDRY, NEMO, TITAN, MORE, FORGE)
-    listed, others, nemo, titan, more, forge = ([row for row in found if row.file == name] for name in files)
+    files = (LISTED, FOUNDRY, NEMO, TITAN, MORE, FORGE, CLOUD)
+    listed, others, nemo, titan, more, forge, cloud = ([row for row in found if row.file == name] for name in files)
+    unread = [row for row in cloud if row.columns["seen"] == "no"]
     calm = [row for row in titan if "rowwise" not in row.name]
     hopper, blackwell = ([row for row in nemo if ("H100" in row.gpu) is old] for old in (True, False))
     words = {
@@ -343,6 +372,10 @@ def page() -> str:
         "more_blind": f"{100 * median(map(abs, _blind(more).values())):.1f} %",
         "forge": _table(forge, _blind(forge)),
         "forge_summary": _summary(forge),
+        "cloud": _table(cloud, _blind(cloud)),
+        "cloud_summary": _summary(cloud),
+        "cloud_blind": f"{100 * median(map(abs, _blind(unread).values())):.1f} %",
+        "cloud_groups": _groups(cloud),
         "listed_summary": _summary(listed),
         "others_summary": _summary(others),
         "nemo_summary": _summary(hopper),

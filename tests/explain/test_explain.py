@@ -313,6 +313,20 @@ def test_the_cheapest_change_that_fits_is_named_before_the_one_that_saves_most()
     selective = forecast(replace(run, recompute=Recompute(mode=Mode.SELECTIVE))).peak_bytes
     assert "--recompute selective is the cheapest that fits" in explain(found, budget_bytes=selective).sentences[1]
     assert "lowers it most" in explain(found).sentences[1]
+    between = forecast(replace(run, recompute=Recompute.parse("sqrt", layers=run.model.depth))).peak_bytes
+    assert "--recompute full is the cheapest that fits" in explain(found, budget_bytes=between).sentences[1]
+
+
+def test_the_host_is_named_where_nothing_else_fits() -> None:
+    """As many products again for less memory: full, not segments, unless only they fit."""
+    run = resolve(preset("llama3-8b"), RunRequest(dp=8, zero=3, seq=32768)).run
+    found = forecast(run)
+    sent = forecast(replace(run, recompute=Recompute(mode=Mode.FULL, offload=True))).peak_bytes
+    said = explain(found, budget_bytes=sent).sentences[1]
+    assert "--recompute sqrt lowers it most" in said
+    assert said.endswith(f"--recompute full --offload fits: {format_bytes(sent)}.")
+    assert "--offload" not in explain(found, budget_bytes=sent - 1).sentences[1]
+    assert "--offload" not in explain(found).sentences[1]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -18,6 +18,7 @@ from jettison.models.described import described_model
 from jettison.models.huggingface import ConfigRequest, build, config_of
 from jettison.models.recorded import recorded_model
 from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.largest import fit
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.spec.encoder_families import ENCODER_WRAPPERS
 from jettison.spec.huggingface_config import parse_config
@@ -115,6 +116,12 @@ def test_zero_shares_what_is_whole_in_a_block() -> None:
 def test_what_a_recording_cannot_answer_is_refused(kind: str, asked: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         _run(_recorded(kind), **asked)
+
+
+def test_what_fits_ends_where_nothing_longer_can_be_recorded() -> None:
+    run = _run(_recorded("bitnet")).run
+    assert run.model.max_positions == 2 * SEQUENCE
+    assert fit(run, budget_bytes=1 << 20, peak=lambda one: one.seq * one.micro_batch).seq.value is None
 
 
 def test_an_image_has_the_length_of_its_configuration() -> None:

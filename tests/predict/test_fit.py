@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from jettison.errors import UsageError
 from jettison.predict import largest as fit_module
 from jettison.predict.allowance import allowance, available_bytes
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.largest import Edge, fit
+from jettison.predict.run_request import RunRequest, run_of
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.kernels import MEGATRON, PYTORCH
 from jettison.spec.layout import Layout
@@ -184,3 +186,9 @@ def test_a_small_device_has_nothing_left_and_a_cpu_has_everything() -> None:
     tiny = Hardware(name="tiny", memory_bytes=GIB // 2, usable_bytes=GIB // 2)
     assert available_bytes(tiny, SMALL) == 0
     assert available_bytes(tiny, replace(SMALL, kernels=PYTORCH.on_cpu())) == GIB // 2
+
+
+def test_a_run_that_a_planner_decides_is_none_yet() -> None:
+    """Its peak would be that of a run which keeps everything."""
+    with pytest.raises(UsageError, match="recompute='auto', which a planner decides"):
+        run_of("gpt2", RunRequest(recompute="auto"))

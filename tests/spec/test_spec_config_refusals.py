@@ -241,3 +241,8 @@ def test_nothing_heavy_is_imported() -> None:
         [sys.executable, "-c", code], env={"PYTHONPATH": str(source)}, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_path_may_be_text(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        read_config(str(tmp_path / "config.json"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from jettison.errors import UsageError
 from jettison.explain.figures import Remark, Share, Variant
 from jettison.ledger.timeline import Moment, Phase
 from jettison.predict.forecast import Forecast, Stage, forecast
-from jettison.spec.recompute import Mode
+from jettison.spec.recompute import Mode, Recompute
 from jettison.units import format_bytes, format_percent
 
 
@@ -78,7 +79,15 @@ def remedy(
     """
     fitting = [v for v in variants if budget_bytes is not None and v.peak_bytes <= budget_bytes < found.peak_bytes]
     if fitting:
-        cheapest = min(fitting, key=lambda variant: (variant.recompute_flops, -variant.peak_bytes))
+
+        def dearness(variant: Variant) -> tuple[int, int]:
+            """What frees more without a product computed again costs more of something else (transfers, passes over
+            memory); where products are computed again, as many of them for less memory is the better bargain.
+            """
+            again = variant.recompute_flops
+            return again, variant.peak_bytes if again > recompute_flops else -variant.peak_bytes
+
+        cheapest = min(fitting, key=dearness)
         more = cheapest.recompute_flops > recompute_flops
         price = f"{format_percent(cheapest.of_forward)} of a forward" if more else "nothing more"
         return (
@@ -93,8 +102,21 @@ def remedy(
         cost = f", for {format_percent(best.of_forward)} of a forward computed again"
     return (
         f"Of the changes tried, {best.change} lowers it most: to {format_bytes(best.peak_bytes)}, by "
-        f"{format_bytes(found.peak_bytes - best.peak_bytes)}{cost}."
+        f"{format_bytes(found.peak_bytes - best.peak_bytes)}{cost}.{_with_the_host(found, budget_bytes)}"
     )
+
+
+def _with_the_host(found: Forecast, budget_bytes: int | None) -> str:
+    """Does it fit where what stays of each layer goes to the host, too? Empty where it does not, or already goes."""
+    run = found.run
+    if budget_bytes is None or found.peak_bytes <= budget_bytes or run.recompute.offload or run.recompute.sent:
+        return ""
+    try:
+        sent = replace(run, recompute=Recompute(mode=Mode.FULL, offload=True))
+    except UsageError:  # of recorded and compiled layers not every mode is known
+        return ""
+    peak = forecast(sent).peak_bytes
+    return f" --recompute full --offload fits: {format_bytes(peak)}." if peak <= budget_bytes else ""
 
 
 def _place(moment: Moment) -> str:

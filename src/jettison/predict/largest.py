@@ -49,7 +49,8 @@ class FitAnswer:
     Args:
         peak_bytes: of the run as it is; where a planner decides, of its smallest plan.
         micro_batch: the largest, at the run's sequence.
-        seq: the longest, at the run's micro-batch, in multiples of ``seq_step``; learned positions end it.
+        seq: the longest, at the run's micro-batch, in multiples of ``seq_step``; learned positions end it, and those
+            of a recorded model.
         tp: the smallest tensor-parallel size, on more or fewer devices: the other axes stay.
         zero: the smallest ZeRO stage.
     """
@@ -84,7 +85,8 @@ def fit(run: Run, *, budget_bytes: int, peak: Callable[[Run], int] | None = None
     """
     peak = _peak if peak is None else peak
     step = SEQUENCE_STEP * run.layout.cp * (run.layout.tp if run.layout.sp else 1)
-    positions = run.model.max_positions if run.model.learned_positions else _MOST
+    ends = run.model.learned_positions or run.model.recorder is not None  # nothing longer can be recorded
+    positions = run.model.max_positions if ends else _MOST
     if run.model.patches is not None:  # an image is as long as it is
         step = positions = run.seq
 

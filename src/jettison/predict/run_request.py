@@ -366,8 +366,14 @@ def run_of(model: str | ModelSpec, request: RunRequest | None = None) -> Run:
         request: how it is to be trained, as on the command line; what is left out gets its default.
 
     Raises:
-        UsageError: no such model, a word that is not known, or a run that is none.
+        UsageError: no such model, a word that is not known, a run that is none, or one whose recompute a planner would
+            have to decide.
     """
+    if request is not None and request.recompute == Mode.AUTO:
+        raise UsageError(
+            "got recompute='auto', which a planner decides for a budget: give another word, or ask `jettison ledger "
+            "--recompute auto --budget`, `jettison plan` or jettison.search"
+        )
     spec = model_spec(model) if isinstance(model, str) else model
     return resolve(spec, RunRequest() if request is None else request).run
 

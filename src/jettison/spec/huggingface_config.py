@@ -34,13 +34,13 @@ _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 _FLOATS: Final = tuple(name for name in DTYPE_BYTES if "float" in name)
 
 
-def read_config(path: Path) -> ModelSpec:
+def read_config(path: Path | str) -> ModelSpec:
     """Read a ``config.json``, or the one in this folder. The model is named after the folder, or after another file.
 
     Raises:
         UsageError: no such file, not JSON, not an object, or `parse_config` refuses it.
     """
-    values, name = read_values(path)
+    values, name = read_values(Path(path))
     return parse_config(values, name=name)
 
 
