@@ -315,6 +315,7 @@ def _auto_checkpoint(
     progress("tracing")
     traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
     note_losses([traced], losses)
+    budget = budget.with_least(ranks.with_traced([traced], budget.nbytes))
     one = OneModel(model=model, traced=traced, optimizer=optimizer, progress=progress, hardware=hardware, host=host)
 
     def make() -> Applied:

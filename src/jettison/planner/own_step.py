@@ -149,6 +149,7 @@ def auto_checkpoint_step(
     one = describe_step(step, models, batches, optimizer, {}, regions, loop, progress, ranks.stages)
     one = replace(one, hardware=hardware, host=host)
     note_losses(one.traces, losses)
+    budget = budget.with_least(ranks.with_traced(one.traces, budget.nbytes))
 
     def make() -> Applied:
         made = ranks.plans(lambda: one.plans(budget.nbytes), [likeness(trace) for trace in one.traces])
