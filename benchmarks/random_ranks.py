@@ -79,7 +79,7 @@ def drawn(seed: int, ranks: int, only: Sequence[str] = ()) -> LayoutCase:
         family=chance.choice([name for name in families if name != "mistral" or not without_windows]),
         hidden=chance.choice((32, 64, 128)),
         heads=heads,
-        kv_heads=chance.choice((heads, heads // 2)),
+        kv_heads=max(axes["tp"], chance.choice((heads, heads // 2))),
         ffn=chance.choice((64, 96, 256)),
         vocabulary=chance.choice((64, 128, 512, 1024)),
         layers=layers,

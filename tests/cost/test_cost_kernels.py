@@ -42,8 +42,8 @@ def region_of(model: str = "gpt-22b", **request: object) -> Region:
 
 
 def names(region: Region, fusion: Fusion) -> list[list[str]]:
-    steps = region.tape.steps
-    return [[steps[i].name.split(".")[1] for i in group] for group in groups(steps, fusion)]
+    words = [step.name.split(".")[1] if "." in step.name else step.name for step in region.tape.steps]
+    return [[words[i] for i in group] for group in groups(region.tape.steps, fusion)]
 
 
 def test_every_step_is_in_one_group_and_groups_start_in_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -172,10 +173,33 @@ def test_checkpointing_twice_is_refused(tmp_path: Path) -> None:
         auto_checkpoint_trainer(trainer, "1GiB")
 
 
+@pytest.mark.parametrize("switch", ["activation_checkpointing", "gradient_checkpointing", "torch_compile"])
+def test_what_a_trainer_switches_on_is_refused_with_the_line_to_change(switch: str) -> None:
+    trainer = types.SimpleNamespace(training_step=None, args=types.SimpleNamespace(**{switch: True}))
+    with pytest.raises(UnsupportedModule, match=f"say {switch}=False"):
+        auto_checkpoint_trainer(trainer, "1GiB")
+
+
 def test_a_plan_can_be_taken_back_before_it_is_made(tmp_path: Path) -> None:
     trainer = plain_trainer(tmp_path)
     TransformersPlan(trainer, "1GiB", {}).remove()
     assert "training_step" not in vars(trainer)
+
+
+def test_a_step_that_was_set_on_the_trainer_is_there_again() -> None:
+    def mine(*_: Any) -> None: ...
+
+    def later(*_: Any) -> None: ...
+
+    trainer = types.SimpleNamespace(training_step=mine)
+    planned = TransformersPlan(trainer, "1GiB", {})
+    assert trainer.training_step is not mine
+    planned.remove()
+    assert trainer.training_step is mine
+    planned = TransformersPlan(trainer, "1GiB", {})
+    trainer.training_step = later
+    planned.remove()
+    assert trainer.training_step is later
 
 
 # PEFT and Accelerate: they need nothing but `auto_checkpoint` ---------------------------------------------------------
@@ -265,6 +289,17 @@ def lightning_run(folder: Path, callbacks: list[Any], **more: Any) -> tuple[list
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), 1e-3)
 
+        def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
+            def step() -> None:
+                optimizer.step(closure=closure)
+
+            if index == 0:  # planning runs within, and profiles by itself
+                step()
+                return
+            alive = static_tensors(self, torch.empty(128, 18), optimizer)  # rows, and classes of 8 bytes
+            peaks.append(measured_peak(step, static_tensors=alive).peak_bytes)
+
+    peaks: list[int] = []
     torch.manual_seed(0)
     module = Module()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -281,9 +316,9 @@ def lightning_run(folder: Path, callbacks: list[Any], **more: Any) -> tuple[list
         )
         loader = DataLoader(Numbers(), batch_size=128, shuffle=True)
         torch.manual_seed(1)
-        peak = measured_peak(lambda: trainer.fit(module, loader), static_tensors=list(module.parameters())).peak_bytes
+        trainer.fit(module, loader)
     assert "training_step" not in vars(module)
-    return [float(loss) for loss in module.losses], [p.detach().clone() for p in module.parameters()], peak
+    return [float(loss) for loss in module.losses], [p.detach().clone() for p in module.parameters()], max(peaks)
 
 
 @pytest.mark.parametrize("more", [{}, pytest.param({"accumulate_grad_batches": 2}, marks=pytest.mark.slow)])
@@ -299,3 +334,20 @@ def test_lightning_keeps_its_budget(more: dict[str, Any], tmp_path: Path) -> Non
     assert callback.applied is not None
     assert callback.applied.plan is not None
     assert peak <= int(0.9 * plain)
+    assert peak == pytest.approx(callback.applied.plan.predicted.peak_bytes, rel=0.03)
+
+
+def test_lightning_modules_whose_step_was_set_are_refused_and_an_interrupted_one_has_its_own() -> None:
+    lightning = pytest.importorskip("lightning")
+    from jettison.integrations.lightning import AutoCheckpoint
+
+    module, callback = lightning.LightningModule(), AutoCheckpoint("1GiB")
+    callback.on_train_start(None, module)
+    assert "training_step" in vars(module)
+    callback.on_exception(None, module, KeyboardInterrupt())
+    assert "training_step" not in vars(module)
+    mine = module.training_step = lambda *_: None
+    with pytest.raises(UnsupportedModule, match=r"training_step was set .* torch\.compile"):
+        callback.on_train_start(None, module)
+    callback.on_exception(None, module, KeyboardInterrupt())
+    assert module.training_step is mine

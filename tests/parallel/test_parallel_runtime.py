@@ -23,10 +23,11 @@ def test_trap_14_equal_plans_agree_and_different_ones_stop_every_rank_before_the
         assert found["same"]["kind"] == "NoneType", found["same"]
         assert found["budget"]["kind"] == "NoneType", found["budget"]
         assert found["not distributed"]["kind"] == "NoneType"
-        for case in ("other", "asked for"):
+        for case, block in (("other", "blocks.0"), ("asked for", "blocks.0"), ("talks", "layers.0")):
             assert found[case]["kind"] == PlanMismatch.__name__, (rank, found[case])
             assert "rank 1 would run another plan than rank 0" in found[case]["text"]
-            assert "blocks.0" in found[case]["text"]
+            assert block in found[case]["text"]
+        assert found["talks alike"]["kind"] == "NoneType"
         assert not found["left behind"]
 
 

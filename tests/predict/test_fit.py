@@ -1,10 +1,12 @@
 """What fits: edges against a scan of every value, and against runs that people are known to have fitted."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+import jettison
 from jettison.errors import UsageError
 from jettison.predict import largest as fit_module
 from jettison.predict.allowance import allowance, available_bytes
@@ -192,3 +194,16 @@ def test_a_run_that_a_planner_decides_is_none_yet() -> None:
     """Its peak would be that of a run which keeps everything."""
     with pytest.raises(UsageError, match="recompute='auto', which a planner decides"):
         run_of("gpt2", RunRequest(recompute="auto"))
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda: jettison.forecast("llama3-8b"), r"got 'llama3-8b'; expected a run, such as jettison.run_of"),
+        (lambda: jettison.estimate("llama3-8b", hardware("h100-80gb")), r"got 'llama3-8b'; expected a run"),
+        (lambda: jettison.estimate(run_of("gpt2"), "h100-80gb"), r"got 'h100-80gb'; expected hardware, such as"),
+    ],
+)
+def test_a_name_where_a_run_is_expected_is_said(ask: Callable[[], object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        ask()

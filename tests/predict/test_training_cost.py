@@ -11,6 +11,7 @@ from jettison.predict.run_request import RunRequest, resolve
 from jettison.predict.training_cost import Wanted, training_cost
 from jettison.report.search import training_facts
 from jettison.spec.hardware import hardware
+from jettison.spec.huggingface_config import parse_config
 from jettison.spec.presets import preset
 
 SURE = Sureness(kind="a", runs=12, low=0.5, high=2.0, of_this_kind=True)
@@ -96,7 +97,28 @@ def test_a_kind_without_runs_says_so() -> None:
     found, dense = sure_of("mixtral-8x7b", "l4-24gb"), sure_of("llama3-8b", "l4-24gb")
     assert not found.of_this_kind and not dense.of_this_kind
     assert min(found.runs, dense.runs) > 150
-    assert found.low < dense.low < 1 < dense.high < found.high
+    assert found.low < 1 < dense.high < found.high and found.high / found.low > dense.high / dense.low
     for one, others in ((found, "runs with experts"), (dense, "dense runs")):
         seconds = f"{1e3 * one.low:.1f} ms to {one.high:.2f} s"
         assert one.words(1.0) == f"{seconds}; no run of this kind compared: range from all {one.runs} {others}"
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}, "two stacks"),
+        (
+            {"model_type": "vit", "hidden_size": 64, "intermediate_size": 96, "image_size": 32, "patch_size": 8},
+            "images",
+        ),
+        ({"model_type": "mamba", "hidden_size": 64, "state_size": 8}, "scans"),
+    ],
+)
+def test_what_is_no_decoder_has_no_run_of_its_kind(config: dict[str, object], kind: str) -> None:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+    model = parse_config({**sizes, **config}, name="small")
+    run = resolve(model, RunRequest()).run
+    found = sureness(hardware("h100-80gb"), run.kernels.name, execution_of(run), model)
+    assert found.kind == f"h100-80gb, pytorch, {kind}, dense"
+    assert not found.of_this_kind and found.runs > sure_of("llama3-8b", "h100-80gb").runs
+    assert "no run of this kind compared" in found.words(1.0)

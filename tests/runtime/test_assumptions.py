@@ -169,3 +169,72 @@ def test_gradients_that_are_there_while_planning_are_counted():
     model.zero_grad(set_to_none=True)
     with jettison.auto_checkpoint(model, (x,), "1GiB") as handle:
         assert not handle.plan.gradients_held
+
+
+class Headed(Model):
+    """Returns logits, and a loss where there are targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(HIDDEN, 16 * HIDDEN)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = self.head(x)
+        loss = {} if targets is None else {"loss": nn.functional.cross_entropy(logits, targets)}
+        return loss | {"logits": logits}
+
+
+def headed(holds_output: bool, over_bytes: int) -> tuple[Any, dict[str, Tensor]]:
+    """A budget that is so much above the smallest."""
+    torch.manual_seed(0)
+    model = Headed()
+    batch = {"x": torch.randn(16, HIDDEN), "targets": torch.randint(0, HIDDEN, (16,))}
+    options: dict[str, Any] = {"loss_fn": None, "holds_output": holds_output, "check": "off"}
+    with pytest.raises(Infeasible) as refused:
+        jettison.auto_checkpoint(model, batch, Bytes(1), **options)
+    budget = Bytes(refused.value.minimum_budget_bytes + over_bytes)
+    jettison.auto_checkpoint(model, batch, budget, **options)
+    return model, batch
+
+
+@pytest.mark.parametrize(("holds_output", "over_bytes", "said"), [(True, 0, 0), (False, 0, 1), (False, 1 << 20, 0)])
+def test_outputs_that_the_loop_holds_are_noticed_where_they_do_not_fit(
+    holds_output: bool, over_bytes: int, said: int
+) -> None:
+    model, batch = headed(holds_output, over_bytes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if not holds_output:
+            model(**batch)["loss"].backward()  # as planned
+    model.zero_grad(set_to_none=True)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            output = model(**batch)
+            output["loss"].backward()
+            model.zero_grad(set_to_none=True)
+    texts = [str(w.message) for w in found]
+    assert len(texts) == said, texts
+    assert all("still holds what the model returned (32.00 KiB)" in text for text in texts)  # logits of 16 x 512
+
+
+def test_a_loss_outside_of_a_model_that_was_planned_with_its_own_is_noticed() -> None:
+    model, batch = headed(True, 1 << 20)
+    with pytest.warns(UserWarning, match=r"outside of the model, which returned no loss.* loss_fn="):
+        nn.functional.cross_entropy(model(x=batch["x"])["logits"], batch["targets"]).backward()
+
+
+def test_parameters_that_are_trained_and_were_frozen_are_noticed_once() -> None:
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(16, HIDDEN)
+    model.layers[:2].requires_grad_(False)
+    with planned(model, x), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for trained in (False, True, True):
+            model.layers[1].requires_grad_(trained)
+            model(x).backward()
+            model.zero_grad(set_to_none=True)
+    (text,) = [str(w.message) for w in found if "that were frozen" in str(w.message)]
+    assert "6 parameters (32.88 KiB) are trained that were frozen" in text  # 2 * 32 + 2 * 32 * 128 + 128 + 32 in fp32

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 
 import jettison
+from jettison.errors import UnsupportedModule
 from support.structure import BLOCKS, ROWS, WIDTH, Block, Other, batch, calls, net, planned, said, same, step
 from support.toys import Net
 
@@ -279,6 +281,25 @@ def test_a_checkpoint_around_planned_blocks_is_right() -> None:
     twin = net()
     assert same(got, step(twin, call_of(twin)))
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("wrapper", [checkpoint_wrapper, offload_wrapper])
+def test_wrappers_that_checkpoint_are_refused_before_planning_and_after(
+    wrapper: Callable[[nn.Module], nn.Module],
+) -> None:
+    model = net()
+    model.layers[1] = wrapper(model.layers[1])
+    with pytest.raises(UnsupportedModule, match=r"layers\.1 is a \w+Wrapper; leave apply_activation_checkpointing"):
+        jettison.apply(model, "full", batch=(batch(),))
+    model, handle = planned()
+    own = model.layers[1]
+    model.layers[1] = wrapper(own)
+    for _ in range(2):
+        with pytest.raises(UnsupportedModule, match=r"layers\.1 is a \w+Wrapper.* after planning"):
+            step(model)
+    model.layers[1] = own
+    assert same(step(model), step(net()))
+    assert calls(handle)["layers.1"] == 1
 
 
 # parameters -----------------------------------------------------------------------------------------------------------

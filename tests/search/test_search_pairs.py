@@ -1,4 +1,4 @@
-"""A search of preference pairs tries layouts and micro-batches that have pairs, and no others."""
+"""A search of pairs, and of exchanged heads, tries layouts and micro-batches that have them, and no others."""
 
 from __future__ import annotations
 
@@ -43,3 +43,10 @@ def test_every_micro_batch_is_pairs() -> None:
 def test_what_has_no_pairs_is_refused_in_words(given: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="got --loss dpo with"):
         SearchRequest(loss="dpo", **given).space(LLAMA, H100, gpus=4, global_batch=16)
+
+
+def test_ranks_that_exchange_heads_have_heads_each() -> None:
+    """Eight heads: over sixteen ranks not all have one."""
+    asked = SearchRequest(context_exchange="a2a", tp="1", pp="1")
+    whole = asked.space(LLAMA, H100, gpus=16, global_batch=16)
+    assert {setup.layout.cp for setup in whole.setups} == {1, 2, 4, 8}

@@ -272,13 +272,12 @@ class _OwnState:
         return self.whole.optim.state
 
 
-def _noted(buckets: list[Tensor], bucket: distributed.GradBucket) -> Any:
+def _noted(buckets, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, and these are words
     """As without a hook; whose memory buckets are is known then."""
-    buffer = bucket.buffer()
-    if bucket.is_last():
-        buckets[:] = [one for one in buckets if one.data_ptr() != buffer.data_ptr()]
-    buckets.append(buffer)
-    return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+    if bucket.index() == 0:
+        buckets.clear()
+    buckets.append(bucket.buffer())
+    return allreduce_hook(None, bucket)
 
 
 def _ends(model: Any) -> tuple[list[Any], list[Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -82,6 +83,8 @@ def agreement(mesh: DeviceMesh) -> dict[str, Any]:
         "budget": attempt(lambda: budget(sharded, batch)),
         "no batch": attempt(lambda: jettison.apply(sharded, "full", batch=None if rank else batch).remove()),
         "refused": refused(sharded, batch),
+        "talks": attempt(lambda: jettison.apply(Talking(), ["full", "none"][rank], batch=(torch.ones(2, 4),)).remove()),
+        "talks alike": attempt(lambda: jettison.apply(Talking(), "full", batch=(torch.ones(2, 4),)).remove()),
     }
     found |= sharded_later(mesh, batch)
     found["left behind"] = any(isinstance(m.forward, PlannedForward) for m in (*sharded.modules(), *alone.modules()))
@@ -127,6 +130,28 @@ def budget(module: Model, batch: Any) -> None:
         steps(module, batch, SEED)
         assert any(report.slots_dropped for report in handle.report())
         assert not any(report.recordings for report in handle.report())
+
+
+class Talking(nn.Module):
+    """Plain parameters, and blocks that average over all ranks by themselves."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            whole = functional_collectives.all_reduce(self.up(x), "sum", distributed.group.WORLD)
+            return x + self.down(nn.functional.gelu(whole))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
 
 
 def refused(module: Model, batch: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Execution:
         permutes: rows that experts are given go back as they came: NOTE [ Permuted rows ] in `expert_kernels`.
         rotates_in_place: NOTE [ Rotated in place ] in `rotary_kernels`.
         graphed: CUDA graphs replay the kernels of layers, and the host hands none over.
-        graphs_experts: they replay those of experts, too; otherwise NOTE [ Expert by expert ] of `layer` stands.
+        graphs_experts: they replay those of experts, too; otherwise NOTE [ Expert by expert ] of `host` stands.
         stack: whose figures of the hardware file hold, where it has any.
         attention: speed of its fused attention, as a multiple of what the hardware file states.
         narrow_attention: query, key and value are quantised, and so is the gradient of what comes out

@@ -6,22 +6,6 @@ column-parallel product's input is reduced beside the product for its weight, an
 product for its input, where an execution does so. A gathering in backward that mirrors a forward reduce-scatter brings
 the gradient itself and is waited for. Where products are cut into t pieces, all of these hide behind products but for
 the first piece. What hides still takes `Reached.shared` of the device while it lasts.
-
-NOTE [ Launch-bound ]
-Work that takes less than handing it over takes as long as that. For kernels it is `Delays.dispatch` each. A layer of
-experts in Megatron takes the host much longer than its kernels say: modules, quantisers and tensors of each expert are
-Python objects, and it waits for the device to say how many rows each expert has. TransformerEngine's issue 2897
-measured 1.2 ms of host time for a forward and 2.1 ms for a backward of the newest fused experts alone; fp8 costs the
-host twice what bf16 does (issue 761). `Delays.experts` is a whole layer's. CUDA graphs replay kernels without the host.
-
-NOTE [ Expert by expert ]
-TransformerEngine hands a grouped product over as a loop of cuBLASLt's (``common/gemm/cublaslt_gemm.cu``,
-``multi_stream_cublas_gemm``): a description, a search for an algorithm and a launch for each expert, two forward and
-four backward for its two matrices. And so are rows of each expert quantised (``csrc/extensions/cast.cpp``,
-``multi_tensor_quantize_impl``), but under NVFP4, which has one kernel for all (``split_quantize_nvfp4_impl``). Eight
-products of 128 × 2048 × 2048, whose arithmetic takes a few microseconds, took 267 on Blackwell (TransformerEngine's
-pull request 3134, "pure"): `Delays.product` is 33 there. Graphs that leave experts out (``moe_router`` and
-``moe_preprocess`` alone) leave that.
 """
 
 from __future__ import annotations
@@ -30,25 +14,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from math import prod
 
 from jettison.cost.collective import bandwidth, group, transfer_seconds
 from jettison.cost.execution import Execution, Fusion
+from jettison.cost.host import FORWARD_OF_EXPERTS, Host
 from jettison.cost.kernel import Half, Kernel, KernelWork
 from jettison.cost.launches import work
 from jettison.cost.matmul import kernel_seconds
 from jettison.cost.narrow_kernels import NarrowKernels
-from jettison.cost.op_kinds import BATCHED, GROUPED, PRODUCTS, TRANSFER
+from jettison.cost.op_kinds import BATCHED, IN_ORDER, PRODUCTS, TRANSFER
 from jettison.formula.region import Region
-from jettison.formula.tape import Collective, Tape, TapeOp
+from jettison.formula.tape import Collective, Tape
 from jettison.spec.fp8 import NARROW_4
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.precision import Precision
 
 NOTHING_AGAIN: frozenset[int] = frozenset()
-FORWARD_OF_EXPERTS = 1.2 / 3.3
-"""Of the host's time for experts: NOTE [ Launch-bound ]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +226,7 @@ class _Timer:
         repeated = [k for k in listed.forward if not again.isdisjoint(k.steps)]
         halves = {half: [k for k in listed.backward if k.half is half] for half in Half}
         hooks = len(self.region.program.slots) * self.hardware.delays.hook if hooked else 0.0
-        experts = self._host_of_experts()
+        experts = self._host.experts
         return RegionSeconds(
             forward=self._pass(
                 listed.forward,
@@ -260,43 +242,24 @@ class _Timer:
             weights=self._pass(halves[Half.WEIGHTS], 0.0, host=experts * (1 - FORWARD_OF_EXPERTS) / 2),
         )
 
-    def _host_of_experts(self) -> float:
-        """See NOTE [ Launch-bound ]."""
-        if self.execution.graphed or not self._loops:
-            return 0.0
-        return self.hardware.delays.experts * (1.0 if self.precision.product is not None else 0.5)
-
     def _pass(self, kernels: list[Kernel] | tuple[Kernel, ...], transfers: float, host: float = 0.0) -> Pass:
         """Args: host: seconds of it beside handing kernels over."""
         compute = sum(self.kernel(k) for k in kernels)
-        handed = 0.0 if self.execution.graphed else sum(k.launches for k in kernels) * self.hardware.delays.dispatch
-        host = (0.0 if self.execution.graphed else host) + self._one_by_one(kernels)
+        handed, host = self._host.handing(kernels), 0.0 if self.execution.graphed else host
         if self.hardware.synchronous:
             return Pass(compute=compute, transfers=transfers, dispatch=handed + host)
         return Pass(compute=compute, transfers=transfers, dispatch=max(0.0, handed + host - compute - transfers))
 
     @cached_property
-    def _loops(self) -> bool:
-        """Are there experts that are handed over one by one?"""
-        return self.execution.loops_experts and any(step.name == GROUPED for step in self.region.tape.steps)
-
-    def _one_by_one(self, kernels: Sequence[Kernel]) -> float:
-        """Seconds until the host has handed over experts: NOTE [ Expert by expert ]. Their first launch is counted."""
-        delays = self.hardware.delays
-        if not delays.product or not self._loops or (self.execution.graphed and self.execution.graphs_experts):
-            return 0.0
-        total, apart = 0.0, self._narrow.dtype != NARROW_4
-        for kernel in kernels:
-            step = self.region.tape.steps[kernel.steps[-1]]
-            if kernel.product is not None and kernel.product.grouped:
-                total += kernel.product.batch * delays.product
-            elif step.name == GROUPED and kernel.product is None and apart:
-                total += (self._local_experts(step) - 1) * kernel.launches * delays.dispatch
-        return total
-
-    def _local_experts(self, step: TapeOp) -> int:
-        weight = step.weights[0]
-        return weight.numel // prod(weight.shape[1:]) or 1
+    def _host(self) -> Host:
+        return Host(
+            tape=self.region.tape,
+            execution=self.execution,
+            delays=self.hardware.delays,
+            ep=self.layout.ep,
+            narrow=self.precision.product is not None,
+            apart=self._narrow.dtype != NARROW_4,
+        )
 
     def kernel(self, kernel: Kernel) -> float:
         """Of one kernel."""
@@ -354,6 +317,9 @@ class _Timer:
         found = {}
         for at in {c.step for c in self.region.collectives}:
             given, made = {v.storage for v in steps[at].inputs}, {v.storage for v in steps[at].outputs}
+            behind = steps[at + 1] if at + 1 < len(steps) else None
+            if behind is not None and behind.name == IN_ORDER and made & {v.storage for v in behind.inputs}:
+                made |= {v.storage for v in behind.outputs}
             found[at] = frozenset(
                 i
                 for i, step in enumerate(steps)

@@ -63,3 +63,5 @@ TILED = "tiled_log_probabilities"
 LOSSES = frozenset((CHUNKED, LISTED, FUSED, TILED))
 ALL_TO_ALL = "c10d.all_to_all"
 TRANSFER, HOLD, QUANTISE = "c10d.", "hold", "quantise.fp8"
+IN_ORDER = "aten.cat.default"
+"""Behind a gathering: NOTE [ Rows of all ranks ] in `formula.tape`."""

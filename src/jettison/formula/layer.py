@@ -25,11 +25,15 @@ def layer(w: Writer, x: Value, spec: Layer) -> Value:
     match spec.arrangement:
         case Arrangement.PRE:
             normal = x if spec.plain_start else norm(w, x, spec.norm, "attention_norm")
-            x = add(w, x, _dropped(w, _attend(w, normal, spec)))
+            attended = _dropped(w, _attend(w, normal, spec))
+            x = add(w, x, attended)
             if spec.cross is not None:
                 normal = norm(w, x, spec.norm, "cross_attention_norm")
                 x = add(w, x, _dropped(w, attention(w, normal, spec.cross, spec.norm, asks=True)))
-            return add(w, x, _dropped(w, _feed(w, norm(w, x, spec.norm, "mlp_norm"), spec)))
+            x = add(w, x, _dropped(w, _feed(w, norm(w, x, spec.norm, "mlp_norm"), spec)))
+            if w.kernels.named_attention:
+                w.tape.name(attended)
+            return x
         case Arrangement.PARALLEL:
             first = _dropped(w, _attend(w, norm(w, x, spec.norm, "attention_norm"), spec))
             second = _dropped(w, _feed(w, norm(w, x, spec.norm, "mlp_norm"), spec))

@@ -12,7 +12,7 @@ from jettison.formula.embedding import embedding
 from jettison.formula.further import further
 from jettison.formula.layer import layer as write_layer
 from jettison.formula.loss import head, score
-from jettison.formula.tape import Collective, Tape, Value, Weight
+from jettison.formula.tape import GATHER, NAMES, Collective, Tape, Value, Weight
 from jettison.formula.writer import Writer
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
 from jettison.ledger.record import Origin, Placement, SavedTensor
@@ -21,6 +21,7 @@ from jettison.spec.run import Scene
 
 EMBEDDING, HEAD = "embedding", "head"
 """Names of the two regions that are no layers."""
+_GATHERING = (f"c10d.{GATHER}", "aten.cat.default", NAMES)
 HELD = "kept for recompute"
 """Role of what no op saves and a recompute starts from."""
 
@@ -52,8 +53,13 @@ class Region:
 
     @cached_property
     def last_read(self) -> int:
-        """The last step that reads a weight; -1: none does."""
-        return max((number for number, step in enumerate(self.tape.steps) if step.weights), default=-1)
+        """The last step that reads a weight, with a gather of what it made, which its module does; -1: none does."""
+        steps = self.tape.steps
+        found = max((number for number, step in enumerate(steps) if step.weights), default=-1)
+        within = found >= 0 and steps[found + 1 :] and steps[found + 1].name == f"c10d.{GATHER}"
+        while within and found + 1 < len(steps) and steps[found + 1].name in _GATHERING:
+            found += 1
+        return found
 
     @cached_property
     def returned(self) -> frozenset[int]:

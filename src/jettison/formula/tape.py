@@ -392,7 +392,9 @@ class Tape:
             return self.op(name, [value], places=places)
         if kind == GATHER:
             stacked = self.op(name, [value], places=places, workspace=value.nbytes * self.mesh[axis])
-            return self.op("aten.cat.default", [stacked])
+            whole = self.op("aten.cat.default", [stacked])
+            self.name(value)
+            return whole
         stacked = self.op("aten.cat.default", [value], workspace=value.nbytes // self.mesh[axis])
         result = self.op(name, [stacked], places=places)
         self.name(value)

@@ -21,6 +21,7 @@ class TrainerPlan(ABC):
         self.trainer, self.memory_budget, self.options = trainer, memory_budget, options
         self.applied: Applied | None = None
         self.own = getattr(trainer, self.method)
+        self.had_own = self.method in vars(trainer)  # somebody had set one on it
         setattr(trainer, self.method, self._step)
 
     @abstractmethod
@@ -43,7 +44,12 @@ class TrainerPlan(ABC):
         """The trainer trains plainly again."""
         if self.applied is not None:
             self.applied.remove()
-        vars(self.trainer).pop(self.method, None)
+        if vars(self.trainer).get(self.method) != self._step:
+            return  # somebody has set another one meanwhile
+        if self.had_own:
+            setattr(self.trainer, self.method, self.own)
+        else:
+            delattr(self.trainer, self.method)
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ class AutoCheckpoint(Callback):
         """See Lightning's hook.
 
         Raises:
-            UnsupportedModule: the module runs backward by itself.
+            UnsupportedModule: the module runs backward by itself, or its training_step is not that of its class.
         """
         if not pl_module.automatic_optimization:
             raise UnsupportedModule(
@@ -45,13 +45,25 @@ class AutoCheckpoint(Callback):
                 "jettison.auto_checkpoint(module, batch, budget, step=...) with a function that runs its forwards and "
                 "backwards"
             )
+        own = vars(pl_module).get("training_step")
+        if own is not None and not isinstance(own, _First | _Following):
+            raise UnsupportedModule(
+                f"training_step was set on this {type(pl_module).__name__} itself (as torch.compile does to a module "
+                "that it is given), and what is planned is that of its class; give the Trainer the module as it is, "
+                "and define training_step in a subclass"
+            )
         pl_module.training_step = _First(self, trainer, pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """See Lightning's hook: what was interrupted leaves no plan behind, since Lightning ends no training then."""
+        self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning's hook."""
         if self.applied is not None:
             self.applied.remove()
-        vars(pl_module).pop("training_step", None)
+        if isinstance(vars(pl_module).get("training_step"), _First | _Following):
+            del pl_module.training_step
 
 
 class _First:

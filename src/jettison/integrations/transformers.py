@@ -66,12 +66,17 @@ def auto_checkpoint_trainer(trainer: Any, memory_budget: str | Bytes, **options:
         options: of `jettison.auto_checkpoint`: ``check``, ``shapes``, ``progress``, ...
 
     Raises:
-        UnsupportedModule: the trainer checkpoints by itself.
+        UnsupportedModule: the trainer checkpoints by itself, or compiles its model.
     """
     on = next((name for name in _SWITCHES if getattr(trainer.args, name, False)), None)
     if on is not None:
         raise UnsupportedModule(
             f"the trainer's arguments switch {on.replace('_', ' ')} on (TRL's do by default); say "
             f"{on}=False: Jettison would recompute inside what is recomputed"
+        )
+    if getattr(trainer.args, "torch_compile", False):
+        raise UnsupportedModule(
+            "the trainer's arguments compile the whole model; say torch_compile=False, and compile blocks instead: "
+            "auto_checkpoint_trainer(trainer, budget, compile='blocks')"
         )
     return TransformersPlan(trainer, memory_budget, options)

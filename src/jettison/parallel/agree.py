@@ -175,6 +175,25 @@ class Agreement:
             number = each.least()
         return number
 
+    def also(self, groups: Iterable[tuple[int, ...]], number: int = 0) -> int:
+        """Ranks of further groups, unless they are in it already: with them, too, this rank has one plan. All of them
+        have come so far when this returns.
+
+        Returns:
+            The smallest number that any of them has.
+
+        Raises:
+            PlanMismatch: a rank failed, or did not come in time.
+        """
+        known = [set(each.ranks) for each in self.rounds]
+        new = [ranks for ranks in sorted(groups) if not any(set(ranks) <= other for other in known)]
+        added = [_next_round(ranks, self.timeout_seconds) for ranks in new]
+        self.rounds = sorted([*self.rounds, *added], key=lambda one: one.ranks)
+        for each in added:
+            each.say_number(number)
+            number = each.least()
+        return number
+
     def first(self, make: Callable[[], Made], tell: Callable[[Made], str]) -> Made | str:
         """What ``make`` returns, on the first rank of the group; on the others what ``tell`` says of it. Without a
         group every rank is the first.

@@ -13,6 +13,7 @@ from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
 from jettison.dryrun.step import ModulePolicy, OneBatch, dry_run
 from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, Group, groups_for, summary
+from jettison.parallel.talking import talking_groups
 from jettison.parse_units import parse_budget
 from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.handle import Applied, keep_losses
@@ -112,6 +113,8 @@ def expect_loop(
         gradients_held=made.gradients_held,
         in_flight=in_flight,
         backwards=backwards,
+        returns_loss=not batches and traced.loss_fn is None,
+        room_bytes=None if traced.loop.holds_output else made.budget_bytes - made.predicted.peak_bytes,
         replicated=replicated,
     )
 
@@ -167,6 +170,7 @@ def apply(
         loop = Loop(compile=compile_settings(compile, [model]))
         with holding(plan is not None and plan.chunked_loss) as losses:
             traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
+            agreement.also(talking_groups([traced]))
             if plan is not None:
                 applied = apply_plan(model, traced, plan, how, host_bytes, confirms=True)
                 expect_loop(applied.regions, traced, plan)

@@ -13,6 +13,7 @@ from jettison.planner.batches import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
 from jettison.planner.guard import Attempt, attempts
 from jettison.planner.handle_report import HandleReport
+from jettison.planner.optimizer_watch import OptimizerWatch
 from jettison.planner.peak_watch import PLANNING, CudaMeter, MemoryReport, Meter, PeakWatch, phase_hooks
 from jettison.runtime.chunked_loss import Hold, holding
 from jettison.runtime.offload import OffloadEngine
@@ -96,10 +97,6 @@ class Applied:
     ) -> None:
         """Hold a device's peaks against the plan, from now on."""
 
-        def predicted() -> int:
-            now = self.batches.now if self.batches is not None else None
-            return predicted_bytes if now is None else now.peak_bytes
-
         def exceeded(nbytes: int) -> bool:
             if self.batches is not None:
                 self.batches.restrict(self.batches.budget_bytes - nbytes)
@@ -107,13 +104,13 @@ class Applied:
 
         self.watch = PeakWatch(
             meter=meter,
-            predicted=predicted,
+            predicted=_predicted(self.batches, predicted_bytes),
             budget_bytes=budget.nbytes,
             exceeded=exceeded,
             sees_steps=optimizer is not None,
             reserved_budget_bytes=budget.reserved_bytes,
         )
-        self.hooks = phase_hooks(self.watch, optimizer) if optimizer is not None else []
+        self.hooks += phase_hooks(self.watch, optimizer) if optimizer is not None else []
         self.watch.begin()
 
     @property
@@ -134,6 +131,15 @@ class Applied:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def _predicted(batches: BatchPlans | None, first_bytes: int) -> Callable[[], int]:
+    """The peak of the plan that holds when it is asked for.
+
+    Args:
+        first_bytes: of the plan that was made first, where others are not made.
+    """
+    return lambda: first_bytes if batches is None or batches.now is None else batches.now.peak_bytes
 
 
 WRITTEN_TO: Final = "modified by an inplace operation"
@@ -202,17 +208,29 @@ def follow_loop(
     *,
     plans: BatchPlans | None,
     by_itself: bool,
+    elsewhere_bytes: int,
 ) -> None:
     """From now on batches that no plan covers are planned for when they come, and real peaks are looked at.
 
     Args:
+        elsewhere_bytes: see `Loop`.
         plans: None on ranks that share parameters: there one cannot plan again without the others.
         by_itself: the model's own arguments are the batch.
     """
     made = applied.plans or ((applied.plan,) if applied.plan is not None else ())
     applied.batches = plans
+    predicted_bytes = max(plan.predicted.peak_bytes for plan in made)
     root = next(region for region in applied.regions if region.is_root)
     device = next((p.device for p in root.module.parameters() if p.device.type == "cuda"), None)
     if device is not None:
-        applied.look_at(CudaMeter(device=device), optimizer, max(p.predicted.peak_bytes for p in made), budget)
+        applied.look_at(CudaMeter(device=device), optimizer, predicted_bytes, budget)
+    applied.hooks.append(
+        OptimizerWatch(
+            [region.module for region in applied.regions if region.is_root],
+            optimizer,
+            budget_bytes=budget.nbytes,
+            predicted=_predicted(plans, predicted_bytes),
+            elsewhere_bytes=elsewhere_bytes,
+        )
+    )
     root.listener = _Listener(applied, by_itself=by_itself)

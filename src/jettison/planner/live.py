@@ -315,6 +315,7 @@ def _auto_checkpoint(
     progress("tracing")
     traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
     note_losses([traced], losses)
+    budget = budget.with_least(ranks.with_traced([traced], budget.nbytes))
     one = OneModel(model=model, traced=traced, optimizer=optimizer, progress=progress, hardware=hardware, host=host)
 
     def make() -> Applied:
@@ -350,7 +351,7 @@ def _auto_checkpoint(
             host_budget_bytes=None if host is None else host.budget_bytes,
         )
         plans.begin(one.calls[0], one.traces, [applied.plan])
-    follow_loop(applied, budget, optimizer, plans=plans, by_itself=True)
+    follow_loop(applied, budget, optimizer, plans=plans, by_itself=True, elsewhere_bytes=loop.elsewhere_bytes)
     return applied
 
 

@@ -149,6 +149,7 @@ def auto_checkpoint_step(
     one = describe_step(step, models, batches, optimizer, {}, regions, loop, progress, ranks.stages)
     one = replace(one, hardware=hardware, host=host)
     note_losses(one.traces, losses)
+    budget = budget.with_least(ranks.with_traced(one.traces, budget.nbytes))
 
     def make() -> Applied:
         made = ranks.plans(lambda: one.plans(budget.nbytes), [likeness(trace) for trace in one.traces])
@@ -177,7 +178,7 @@ def auto_checkpoint_step(
         )
         plans.begin(map(plans.shape_of, batches), one.traces, applied.plans)
     by_itself = plain and not any(map(sharded_modules, modules))
-    follow_loop(applied, budget, optimizer, plans=plans, by_itself=by_itself)
+    follow_loop(applied, budget, optimizer, plans=plans, by_itself=by_itself, elsewhere_bytes=beside)
     return applied
 
 

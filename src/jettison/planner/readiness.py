@@ -18,6 +18,7 @@ from jettison.capture.model_trace import Loop, LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.planner.compile_blocks import compiled_modules, refuse_compiled_whole, survey_blocks
+from jettison.runtime.own_checkpoints import refuse_checkpointing
 from jettison.runtime.planned import PlannedForward
 
 _LOCAL_PARTS: Final = "torch.distributed.tensor.parallel.ddp"
@@ -54,11 +55,7 @@ def _check_module(name: str, module: nn.Module) -> None:
         )
     if isinstance(module.forward, PlannedForward):
         raise UnsupportedModule(f"{name} already runs under a plan; call .remove() on its handle first")
-    if getattr(module, "gradient_checkpointing", False) is True:
-        raise UnsupportedModule(
-            f"{name} has gradient checkpointing switched on; call gradient_checkpointing_disable() first: Jettison "
-            "would recompute inside what is recomputed"
-        )
+    refuse_checkpointing(name, module)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from jettison.capture.model_trace import ModelTrace
 from jettison.dryrun.imagined_pipeline import Scheduled, stages_of
 from jettison.errors import Infeasible
 from jettison.parallel.agree import Agreement, Group, groups_for, ranks_in
+from jettison.parallel.talking import talking_groups
 from jettison.parallel.verdict import Verdict
 from jettison.planner.handle import Applied
 from jettison.solve.plan import Plan
@@ -44,6 +46,14 @@ class Together:
         """
         self.stages.least(0)
         return self.sharing.least(self.replicas.least(budget_bytes))
+
+    def with_traced(self, traces: Iterable[ModelTrace], budget_bytes: int) -> int:
+        """The budget, once ranks that the models talk to by themselves plan together, too.
+
+        Raises:
+            PlanMismatch: one failed, or did not come in time.
+        """
+        return self.sharing.also(talking_groups(traces), budget_bytes)
 
     def plans(self, make: Callable[[], list[Plan]], likes: list[str]) -> list[Plan] | str:
         """Plans of this rank, or what another one says of those that it has made for the same step.

@@ -30,7 +30,7 @@ from jettison.spec.kernels import Device
 from jettison.spec.layout import Reshard, Schedule
 from jettison.spec.precision import Optimizer
 from jettison.spec.recompute import Recompute
-from jettison.spec.run import Gradients, Run
+from jettison.spec.run import Gradients, Run, expect_run
 from jettison.spec.states_on_host import StatesOnHost
 
 Units = tuple[Unit, ...]
@@ -167,8 +167,9 @@ def forecast(run: Run, chosen: Chosen | None = None) -> Forecast:
         chosen: what a planner keeps of layers.
 
     Raises:
-        UsageError: layers do not divide over the stages, or micro-batches do not suit the schedule.
+        UsageError: no run; layers do not divide over the stages, or micro-batches do not suit the schedule.
     """
+    expect_run(run)
     return _forecast(run, walk(run, chosen), walk(plain(run)) if run.recompute.whole else ())
 
 

@@ -49,6 +49,11 @@ def cached_bytes(region: Region, kept: frozenset[int]) -> int:
     return region.program.kept_bytes(frozenset(found - kept))
 
 
+def caches_copies(run: Run) -> bool:
+    """Has autocast's cache copies of weights? What `parallel.parameters.local_part` hands to a product is no leaf."""
+    return run.autocast and (run.layout.tp == 1 or run.layout.gathered_inputs)
+
+
 def sums_apart(run: Run) -> bool:
     """Are the gradients of a tied table's two uses added up in a third tensor?
 

@@ -1,11 +1,11 @@
 """How sure a predicted step time is: what published runs of the same kind took, as a share of what was predicted.
 
 `residuals.toml` is written by ``python -m benchmarks.residuals`` from the runs of docs/accuracy_time.md and
-docs/accuracy_newer.md. A kind is a device, the software whose figures are taken, and whether the model has experts. A
-range is where a further run of its kind is in eight cases of ten; of fewer than 29 runs it holds all, and of fewer than
-nine also what all dense ones, or all with experts, have. A kind without runs has the range of these, which is wider.
-Those who published had tuned their runs:
-one that is not tuned takes rather longer.
+docs/accuracy_newer.md. A kind is a device, the software whose figures are taken, whether the model has experts, and
+what else than a decoder it is. A range is where a further run of its kind is in eight cases of ten; of fewer than 29
+runs it holds all, and of fewer than nine also what all dense ones, or all with experts, have.
+A kind without runs has the range of these, which is wider. Those who published had tuned their runs: one that is not
+tuned takes rather longer.
 """
 
 from __future__ import annotations
@@ -78,7 +78,20 @@ def kind_of(hardware: Hardware, kernels: str, execution: Execution, model: Model
         stack = execution.stack.partition("-")[0]
         software = stack if stack in {"base", *(one.name for one in hardware.stacks)} and hardware.stacks else kernels
     experts = any(getattr(getattr(layer, "mlp", None), "experts", 0) for layer in model.layers)
-    return f"{hardware.name}, {software}, {EXPERTS if experts else DENSE}"
+    shape = _shape(model, kernels)
+    return f"{hardware.name}, {software}, {shape}{EXPERTS if experts else DENSE}"
+
+
+def _shape(model: ModelSpec, kernels: str) -> str:
+    """What makes a model another kind than the decoders that were compared; empty where it is one of them. Of layers
+    that carry a state, those of Megatron alone were.
+    """
+    if model.two_stacks:
+        return "two stacks, "
+    if not model.words:
+        return "images, " if model.waves is None else "sound, "
+    scans = any(layer.scan is not None for layer in model.described)
+    return "scans, " if scans and kernels != MEGATRON.name else ""
 
 
 def all_like(kind: str) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from reprlib import repr as short
 
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.flops import Counting, model_flops, tokens
@@ -25,12 +26,13 @@ from jettison.cost.layer import RegionSeconds
 from jettison.cost.matmul import rate
 from jettison.cost.pipeline import Replay, schedule_seconds
 from jettison.cost.utilisation import utilisation
+from jettison.errors import UsageError
 from jettison.ledger.schedule import recomputing_share
 from jettison.predict.stage_items import Item
 from jettison.predict.stage_time import StageSeconds, Timing
 from jettison.predict.stages import Chosen, Chunk, outline
 from jettison.spec.hardware import Hardware
-from jettison.spec.run import Run
+from jettison.spec.run import Run, expect_run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,8 +149,11 @@ def estimate(
         outlined: the run's `outline`, where it is known.
 
     Raises:
-        UsageError: the hardware lacks a figure that is needed, or the layout does not suit the run.
+        UsageError: no run or no hardware; it lacks a figure that is needed, or the layout does not suit the run.
     """
+    expect_run(run)
+    if not isinstance(hardware, Hardware):
+        raise UsageError(f"got {short(hardware)}; expected hardware, such as jettison.hardware('h100-80gb')")
     how = execution or execution_of(run)
     timing = Timing(run=run, hardware=hardware, execution=how, planned=chosen is not None)
     layout = run.layout

@@ -20,7 +20,7 @@ from jettison.predict.frozen_models import highest_forward
 from jettison.predict.fsdp_groups import Place, has_outer_ends
 from jettison.predict.gathered import beside, with_shards
 from jettison.predict.halves import splits, with_halves
-from jettison.predict.passes import cached_bytes, named_passes, passes_of, sums_apart
+from jettison.predict.passes import cached_bytes, caches_copies, named_passes, passes_of, sums_apart
 from jettison.predict.stage_buffers import mask_bytes, with_ends, without_masks
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
 from jettison.spec.frozen_models import When
@@ -80,7 +80,7 @@ class _How:
     @classmethod
     def of(cls, run: Run) -> _How:
         tied = run.model.tied_embeddings and run.layout.pp == 1 and not has_outer_ends(run)
-        return cls(run.frees_gradients, run.gradients_come_whole, run.gradient_rule, tied, run.autocast)
+        return cls(run.frees_gradients, run.gradients_come_whole, run.gradient_rule, tied, caches_copies(run))
 
 
 def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
@@ -191,7 +191,7 @@ def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> 
         adding_peak=passing,
         gradient=_left(run, parts),
         cached=sum(cached_bytes(p.region, p.kept if i == 0 else frozenset()) for i, p in enumerate(parts))
-        if run.autocast
+        if caches_copies(run)
         else 0,
     )
 

@@ -36,6 +36,9 @@ class Assumptions:
         gradients_held: the plan counts gradients from the start of the forward on.
         in_flight: calls that may be between forward and backward at a time.
         backwards: what the step's backwards are like, as `backward_kinds` says it, and the plan knows.
+        room_bytes: that are left of the budget for outputs that the loop holds during backward; None: the plan counts
+            them.
+        returns_loss: the model itself makes the loss that backward begins at.
         replicated: the plan knows of the buckets of a DistributedDataParallel around the model.
     """
 
@@ -49,9 +52,12 @@ class Assumptions:
         gradients_held: bool,
         in_flight: int = 1,
         backwards: Iterable[str] = (),
+        room_bytes: int | None = None,
+        returns_loss: bool = False,
         replicated: bool = False,
     ) -> None:
         self.model, self.replicated = model, replicated
+        self.room_bytes, self.returns_loss = room_bytes, returns_loss
         self.follow()
         self.planned = [BatchShape.of(*batch) for batch in batches]
         self.in_flight = in_flight
@@ -60,10 +66,12 @@ class Assumptions:
         self.gradients_held = gradients_held
         self.said = set(backwards)
         self.looked = False  # at the backward of the latest forward
+        self.has_loss = True  # in what the latest forward returned
 
     def follow(self) -> None:
         """The model has the parameters that it has now."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.frozen = [p for p in self.model.parameters() if not p.requires_grad]
         self.ends = [trained[0], trained[-1]] if trained else []
         self.outputs: list[weakref.ref[Tensor]] = []  # of the latest forward
         self.gradient_bytes = sum(plain(p).nbytes for p in trained)
@@ -96,6 +104,16 @@ class Assumptions:
                 "gradients alone",
                 "plan what the loop calls: auto_checkpoint(DistributedDataParallel(model), ...)",
             )
+        if any(p.requires_grad for p in self.frozen):
+            thawed = [p for p in self.frozen if p.requires_grad]
+            nbytes = sum(plain(p).nbytes for p in thawed)
+            self.frozen = []  # once
+            self._say(
+                "thawed",
+                f"{len(thawed)} parameters ({format_bytes(nbytes)}) are trained that were frozen",
+                "that they have no gradients, no optimizer's state, and that their products keep no inputs",
+                "remove() the plan, and plan again as the model is trained now",
+            )
         if waiting >= self.in_flight:
             self._say(
                 "waiting",
@@ -110,7 +128,9 @@ class Assumptions:
 
     def forward_ends(self, leaves: Iterable[Any]) -> None:
         """The forward has returned these."""
-        self.outputs = [weakref.ref(t) for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+        found = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+        self.outputs = [weakref.ref(t) for t in found]
+        self.has_loss = not found or any(t.numel() == 1 for t in found)
 
     def watched(self, unpack: Unpack) -> Unpack:
         """The same, but the first tensor that a backward asks for tells what kind of backward it is."""
@@ -128,6 +148,14 @@ class Assumptions:
         if torch._C._current_graph_task_id() == -1:
             self.looked = False  # somebody reads a saved tensor
             return
+        self._look_at_outputs()
+        if self.returns_loss and not self.has_loss:
+            self._say(
+                "loss",
+                "backward begins outside of the model, which returned no loss",
+                "the loss that the model makes, and nothing beside it",
+                "plan with the loss as it is: auto_checkpoint(..., loss_fn=...), or step=",
+            )
         kinds = backward_kinds(self.ends)
         if RETAINED in kinds:
             self._say(
@@ -149,6 +177,20 @@ class Assumptions:
                 "backward stops before all parameters are reached (backward(inputs=...) or autograd.grad)",
                 "that one backward runs through the whole model",
                 "run one whole backward, or freeze what is not trained before planning",
+            )
+
+    def _look_at_outputs(self) -> None:
+        """Whether what the model returned is still there, logits and all."""
+        if self.room_bytes is None:
+            return
+        held = [plain(t).untyped_storage() for ref in self.outputs if (t := ref()) is not None and t.dim() > 0]
+        nbytes = sum({storage._cdata: storage.nbytes() for storage in held}.values())
+        if nbytes > self.room_bytes:
+            self._say(
+                "outputs",
+                f"the loop still holds what the model returned ({format_bytes(nbytes)}) when backward begins",
+                "that it does not (holds_output=False)",
+                "plan with holds_output=True, or write model(**batch).loss.backward()",
             )
 
     def _is_partial(self) -> bool:

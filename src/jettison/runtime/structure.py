@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 
-from jettison.errors import UnsupportedModule
+from jettison.runtime.own_checkpoints import refuse_checkpointing, switches
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.way import Way
 from jettison.units import format_bytes
 
 MOST_WORDS = 4
-SWITCH: Final = "gradient_checkpointing"
-"""As transformers and diffusers name it (`modeling_utils.py`: ``_set_gradient_checkpointing``)."""
 
 
 class Structure:
@@ -41,11 +39,11 @@ class Structure:
         """Put regions where they belong now, if modules are not where they were.
 
         Raises:
-            UnsupportedModule: checkpointing was switched on.
+            UnsupportedModule: checkpointing was switched on, or wrapped around blocks.
         """
         for module in self.switches:
             if module.gradient_checkpointing is True:
-                raise self._checkpoints(module)
+                self._refuse_checkpointing()
         for table, key, there in self.places:
             if table.get(key) is not there:
                 break
@@ -76,22 +74,19 @@ class Structure:
             places[id(module), "forward"] = vars(module), "forward", region
             own = "_compiled_call_impl"
             places[id(module), own] = vars(module), own, vars(module).get(own)
-        self.switches: tuple[Any, ...] = tuple(m for m in self.root.module.modules() if hasattr(m, SWITCH))
+        self.switches = switches(self.root.module)
         self.places = tuple(places.values())
         self.sizes = tuple((table, len(table)) for table in tables.values())
-
-    def _checkpoints(self, module: Any) -> UnsupportedModule:
-        name = next((name for name, found in self.root.module.named_modules() if found is module), "")
-        return UnsupportedModule(
-            f"{name or 'the model'} has gradient checkpointing switched on, after planning; call "
-            "gradient_checkpointing_disable() on the model (a trainer's arguments: gradient_checkpointing=False), or "
-            "remove() the plan: Jettison would recompute inside what is recomputed"
-        )
 
     def _at_work(self) -> list[PlannedForward]:
         return [region for region in self.regions[:-1] if not region.retired]
 
+    def _refuse_checkpointing(self) -> None:
+        for name, module in self.root.module.named_modules():
+            refuse_checkpointing(name or "the model", module, ", which was done after planning (or remove() the plan)")
+
     def _follow(self) -> None:
+        self._refuse_checkpointing()
         compiled = next((r for r in self._at_work() if vars(r.module).get("_compiled_call_impl") is not None), None)
         if compiled is not None:
             compiled.say_compiled()

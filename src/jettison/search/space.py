@@ -15,8 +15,8 @@ from itertools import product
 from typing import Any, Final
 
 from jettison.errors import UsageError
-from jettison.spec.kernels import Kernels, Loss
-from jettison.spec.layout import Layout, Schedule
+from jettison.spec.kernels import ContextExchange, Kernels, Loss
+from jettison.spec.layout import Layout, Schedule, exchange_misfit
 from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.run import Run
 from jettison.spec.stage_layers import uneven_cuts
@@ -277,10 +277,14 @@ class Space:
                 refused[f"--micro-batch {self.axes.micro_batch[0]} does not divide the {each} of one rank"] += 1
 
     def _misfit(self, layout: Layout, micro_batch: int) -> str:
-        """Why narrow products, or a loss over pairs, refuse these sizes; empty where they do not."""
+        """Why narrow products, a loss over pairs or an exchange of heads refuse these; empty where they do not."""
         recipe, template = self.template.precision.recipe, self.template
         if template.kernels.loss is Loss.DPO and micro_batch % 2:
             return f"--loss dpo takes pairs of sequences, not --micro-batch {micro_batch}"
+        if template.kernels.context_exchange is ContextExchange.A2A and (
+            why := exchange_misfit(layout, template.model)
+        ):
+            return why
         return (
             "" if recipe is None else recipe.misfit(template.model, layout, seq=template.seq, micro_batch=micro_batch)
         )

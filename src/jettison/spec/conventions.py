@@ -53,7 +53,8 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "deepseek_v2": lambda k: replace(k, router_float32=True, complex_rotary=True),
         "deepseek_v3": lambda k: replace(k, router_float32=True),
         "gpt_oss": lambda k: replace(_plain_softmax(k), wide_norm=True, paired_rotary=True, weights_float32=False),
-        "gpt2": lambda k: replace(k, split_projections=True, scores_float32=False),
+        # modeling_gpt2.py, GPT2Block.forward: attn_output
+        "gpt2": lambda k: replace(k, split_projections=True, scores_float32=False, named_attention=True),
         "gpt_bigcode": lambda k: replace(k, split_projections=True),
         "gpt_neox": lambda k: replace(k, split_projections=True, joined_rotary=True),
         "gemma3_text": lambda k: replace(k, rotary_by_window=True, bidirectional_masks=True),

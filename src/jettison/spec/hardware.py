@@ -126,7 +126,7 @@ class Delays:
         link: for each step of a collective within a node.
         network: for each step between nodes.
         experts: for the host to hand over a layer of experts of Megatron in fp8, forward and backward, where no CUDA
-            graph does, beside ``product``: see NOTE [ Launch-bound ] in `cost.layer`.
+            graph does, beside ``product``: see NOTE [ Launch-bound ] in `cost.host`.
         product: for it to hand over the product of one expert, where a library does so expert by expert; 0: that is in
             ``experts``.
         hook: for each tensor that a planned layer saves, until Jettison's runtime has dealt with it on the host; 0: not

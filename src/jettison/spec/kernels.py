@@ -94,6 +94,7 @@ class Kernels:
             autocast a mask or biases in fp32 make wider than values.
         wide_scores: eager attention casts query and key to fp32 before their product.
         fused_softmax: scale, mask and softmax of eager attention are one kernel.
+        named_attention: a layer has a name for what its attention returned until it is over.
         filled_masks: eager attention fills scores where a boolean mask says so, which stays; otherwise a mask is added.
         copied_attention: a fused kernel takes b × s and is given copies of query, key and value; its output is copied
             back. TransformerEngine with flash-attn (``backends.py``, ``FlashAttention.forward``), which it prefers
@@ -169,6 +170,7 @@ class Kernels:
     scores_float32: bool = True
     uncast_probabilities: bool = False
     wide_scores: bool = False
+    named_attention: bool = False
     filled_masks: bool = False
     fused_softmax: bool = False
     copied_attention: bool = False

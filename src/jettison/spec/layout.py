@@ -12,7 +12,7 @@ from functools import cached_property
 
 from jettison.errors import UsageError
 from jettison.spec.mixers import Mamba2, Scan
-from jettison.spec.model import ModelSpec, Moe, RecordedLayer
+from jettison.spec.model import Attention, LatentAttention, ModelSpec, Moe, RecordedLayer
 from jettison.spec.recorded import uncut
 from jettison.spec.stage_layers import check_stage_layers
 
@@ -394,3 +394,25 @@ class Layout:
                 f"got {flag}; layers of {name} have a {scan.words}, and no description says how ranks would share one. "
                 "--dp, --zero, --pp, --ep, --recompute, --offload and budgets apply"
             )
+
+
+def exchange_misfit(layout: Layout, model: ModelSpec) -> str:
+    """Why ranks of context parallelism that exchange sequences for heads would not all have heads; empty: they do.
+
+    ``transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py``,
+    ``AttnFuncWithCPAndQKVOA2A.forward``: "The number of attention heads needs to be divisible by CP size!", of
+    queries and of keys.
+    """
+    for layer in model.described:
+        found = layer.attention
+        if not isinstance(found, Attention | LatentAttention):
+            continue
+        fewest = found.kv_heads if isinstance(found, Attention) else found.heads
+        for what, heads in (("attention", found.heads), ("key-value", fewest)):
+            each = max(1, heads // layout.tp)
+            if each % layout.cp:
+                return (
+                    f"got --context-exchange a2a with --cp {layout.cp}, which does not divide the {each} {what} "
+                    "heads of a rank; give a smaller --cp, or --context-exchange p2p"
+                )
+    return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from reprlib import repr as short
 from typing import Final
 
 from jettison.errors import UsageError
@@ -13,8 +14,8 @@ from jettison.spec.fp8 import Fp8Recipe, Library, Scales
 from jettison.spec.frozen_models import FrozenModel
 from jettison.spec.inputs import Patches
 from jettison.spec.kernels import MEGATRON, PYTORCH, ContextExchange, Device, Documents, Kernels, Loss, Scans
-from jettison.spec.layout import Layout
-from jettison.spec.model import Attention, LatentAttention, ModelSpec, Pooling
+from jettison.spec.layout import Layout, exchange_misfit
+from jettison.spec.model import ModelSpec, Pooling
 from jettison.spec.modules import check_parts
 from jettison.spec.precision import (
     MUONS,
@@ -160,8 +161,8 @@ class Run:
         if self.packed:
             self._check_packed()
         self._check_source()
-        if self.layout.cp > 1 and self.kernels.context_exchange is ContextExchange.A2A:
-            self._check_shared_heads()
+        if self.kernels.context_exchange is ContextExchange.A2A and (why := exchange_misfit(self.layout, self.model)):
+            raise UsageError(why)
         if self.model.patches is not None:
             self._check_image(self.model.patches)
         if self.model.learned_positions and (self.packed or self.seq) > self.model.max_positions:
@@ -281,28 +282,6 @@ class Run:
         if tuning.base is not Base.PLAIN or self.layout.zero == 3:
             what = f"--base {tuning.base}" if tuning.base is not Base.PLAIN else "--zero 3"
             raise UsageError(f"got {what} with --lora and --fp8-recipe {recipe.name}; no description has all of them")
-
-    def _check_shared_heads(self) -> None:
-        """Has each rank of context parallelism heads of its own once sequences were exchanged for them?
-
-        ``transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py``,
-        ``AttnFuncWithCPAndQKVOA2A.forward``: "The number of attention heads needs to be divisible by CP size!", of
-        queries and of keys.
-
-        Raises:
-            UsageError: no.
-        """
-        cp, tp = self.layout.cp, self.layout.tp
-        for layer in self.model.described:
-            if not isinstance(layer.attention, Attention | LatentAttention):
-                continue
-            fewest = layer.attention.kv_heads if isinstance(layer.attention, Attention) else layer.attention.heads
-            for what, heads in (("attention", layer.attention.heads), ("key-value", fewest)):
-                if max(1, heads // tp) % cp:
-                    raise UsageError(
-                        f"got --context-exchange a2a with --cp {cp}, which does not divide the {max(1, heads // tp)} "
-                        f"{what} heads of a rank; give a smaller --cp, or --context-exchange p2p"
-                    )
 
     def _check_packed(self) -> None:
         """Are documents packed in a way that somebody's code has?
@@ -490,3 +469,13 @@ class Run:
             packed=self.packed,
             again=() if self.precision.recipe is None else self.recompute.modules,
         )
+
+
+def expect_run(value: object) -> None:
+    """Public functions take runs, and people give names.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(value, Run):
+        raise UsageError(f"got {short(value)}; expected a run, such as jettison.run_of('llama3-8b') makes of a name")

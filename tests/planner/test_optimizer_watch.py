@@ -1,0 +1,125 @@
+"""Optimizers whose state a plan does not count are noticed, if the budget may not hold then."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from jettison.planner.optimizer_watch import OptimizerWatch
+from support.structure import said
+
+NUMBERS = 1024
+STATE_BYTES = 2 * 4 * NUMBERS + 4  # of Adam: two moments in fp32, and a count
+
+
+def model() -> nn.Module:
+    return nn.Linear(NUMBERS, 1, bias=False)
+
+
+def adam(of: nn.Module, **more: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(of.parameters(), **more)
+
+
+def watch(
+    of: nn.Module, optimizer: torch.optim.Optimizer | None, room_bytes: int, elsewhere: int = 0
+) -> OptimizerWatch:
+    return OptimizerWatch(
+        [of], optimizer, budget_bytes=100 + room_bytes, predicted=lambda: 100, elsewhere_bytes=elsewhere
+    )
+
+
+def steps(of: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    def both() -> None:
+        for _ in range(2):
+            of(torch.ones(1, NUMBERS)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return said(both)[1]
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "elsewhere", "count"),
+    [(STATE_BYTES - 1, 0, 1), (STATE_BYTES, 0, 0), (0, STATE_BYTES, 0), (0, STATE_BYTES - 1, 1)],
+)
+def test_a_state_that_nobody_counted_is_said_once_where_it_does_not_fit(
+    room_bytes: int, elsewhere: int, count: int
+) -> None:
+    of = model()
+    found = watch(of, None, room_bytes, elsewhere)
+    texts = steps(of, adam(of))
+    found.remove()
+    assert len(texts) == count
+    assert all("made with no optimizer" in text and "plan with optimizer=" in text for text in texts)
+
+
+def test_what_has_no_state_and_what_is_of_another_model_is_nothing_to_say() -> None:
+    of, other = model(), model()
+    found = watch(of, None, 0)
+    assert steps(of, torch.optim.SGD(of.parameters())) == []
+    assert steps(other, adam(other)) == []
+    assert len(steps(of, torch.optim.SGD(of.parameters(), momentum=0.9))) == 1
+    found.remove()
+
+
+def test_the_optimizer_that_was_planned_with_and_one_in_its_place_are_counted() -> None:
+    of = model()
+    planned = adam(of)
+    found = watch(of, planned, 0)
+    assert steps(of, adam(of, lr=1.0, weight_decay=0.0)) == []  # the first has no state yet
+    assert steps(of, planned) == []
+    (text,) = steps(of, adam(of))  # beside it
+    assert "8.00 KiB" in text
+    assert "made with the AdamW that it was given" in text
+    found.remove()
+
+
+def test_more_state_than_that_of_the_optimizer_that_was_planned_with() -> None:
+    of = model()
+    found = watch(of, adam(of), 0)
+    (text,) = steps(of, adam(of, amsgrad=True))
+    assert "12.00 KiB" in text  # three numbers a parameter
+    found.remove()
+
+
+class Around(torch.optim.Optimizer):
+    """As Accelerate's wrapper."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+
+def test_what_a_wrapper_steps_inside_is_known() -> None:
+    of = model()
+    inner = adam(of)
+    around = Around(inner)
+    found = watch(of, around, 0)
+    assert steps(of, inner) == []
+    found.remove()
+
+
+def test_nothing_is_held_and_what_is_left_over_goes_by_itself() -> None:
+    of, before = model(), len(_global_optimizer_post_hooks)
+    watch(of, adam(of), 0)
+    gone = weakref.ref(of)
+    del of
+    gc.collect()
+    assert gone() is None
+    assert len(_global_optimizer_post_hooks) == before + 1
+    other = model()
+    steps(other, adam(other))
+    assert len(_global_optimizer_post_hooks) == before
