@@ -413,7 +413,7 @@ class _SharedCut(Cut):
         if self.where is None:
             return super()._other(x)
         found = self.inner(**{"input_ids" if self.first else "inputs_embeds": x}, position_ids=self.where)
-        return found.last_hidden_state  # type: ignore[no-any-return]
+        return found.last_hidden_state
 
 
 class _Piped(_Step):
