@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
 from jettison.spec.presets import preset

@@ -17,7 +17,8 @@ from benchmarks.published import command
 from jettison.explain.peak import FORWARDS_OF_A_STEP, explain, recomputed_flops
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.passes import passes_of
-from jettison.predict.run_request import RunRequest, model_spec, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import model_spec, resolve
 from jettison.units import GIB
 
 PAGE = Path(__file__).parent.parent / "docs" / "contradictions.md"

@@ -37,9 +37,9 @@ from jettison.spec.model import (
     Router,
 )
 from jettison.spec.modules import listed
-from jettison.spec.precision import PRECISIONS, Adding, Optimizer, Precision
+from jettison.spec.precision import PRECISIONS, Adding, Gradients, Optimizer, Precision
 from jettison.spec.recompute import Mode, Recompute
-from jettison.spec.run import Gradients, Run
+from jettison.spec.run import Run
 from jettison.spec.stage_layers import stage_layers
 from jettison.spec.workspaces import WORKSPACES, Workspaces
 from jettison.units import GIB, MIB

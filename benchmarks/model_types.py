@@ -247,7 +247,8 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
     from jettison.models.recorded import recorded_model
     from jettison.models.towers import with_towers
     from jettison.predict.forecast import forecast
-    from jettison.predict.run_request import RunRequest, resolve
+    from jettison.predict.run_fields import RunRequest
+    from jettison.predict.run_request import resolve
     from jettison.spec.huggingface_config import parse_config
     from jettison.spec.left_out import TOWERS
 

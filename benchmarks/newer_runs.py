@@ -19,7 +19,8 @@ from functools import cached_property
 from pathlib import Path
 
 from jettison.cost.execution import Execution, execution_of
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.fp8 import fp8_recipe
 from jettison.spec.hardware import hardware

@@ -15,7 +15,8 @@ from typing import Any, Final
 from benchmarks.accuracy_megatron import signed
 from benchmarks.page_command import page_command
 from jettison.predict.forecast import forecast_sizes
-from jettison.predict.run_request import RunRequest, run_of
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import run_of
 
 ROOT: Final = Path(__file__).parent.parent
 FACTS: Final = ROOT / "tests" / "facts"

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import choose as plan_stages
-from jettison.predict.run_request import RunRequest, model_spec, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import model_spec, resolve
 from jettison.search.request import SearchRequest
 from jettison.solve import choose, minimum_budget
 from jettison.spec.hardware import hardware

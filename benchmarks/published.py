@@ -13,13 +13,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from jettison.predict.run_request import RunRequest, flag_of, model_spec, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import flag_of, model_spec, resolve
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind
-from jettison.spec.precision import PRECISIONS
-from jettison.spec.run import Gradients, Run
+from jettison.spec.precision import PRECISIONS, Gradients
+from jettison.spec.run import Run
 
 _FOLDER = Path(__file__).parent.parent / "tests" / "facts"
 FACTS = _FOLDER / "published_runs.csv"

@@ -23,9 +23,8 @@ from jettison.errors import UsageError
 from jettison.predict.forecast import Forecast, forecast
 from jettison.spec.kernels import ContextExchange, Loss
 from jettison.spec.layout import Layout, Reshard, Schedule
-from jettison.spec.precision import PRECISIONS
+from jettison.spec.precision import PRECISIONS, Gradients
 from jettison.spec.recompute import Recompute
-from jettison.spec.run import Gradients
 from support.formula_cases import run_of
 from support.layout_steps import LayoutCase, peaks
 from support.ranks import launch_ranks

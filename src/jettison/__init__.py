@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
     from jettison.measure.watch import watch
     from jettison.planner import apply, auto_checkpoint, plan, sweep, trace
     from jettison.predict.forecast import forecast
-    from jettison.predict.run_request import RunRequest, run_of
+    from jettison.predict.run_fields import RunRequest
+    from jettison.predict.run_request import run_of
     from jettison.predict.time import estimate
     from jettison.runtime.recompute_function import checkpoint, checkpointable
     from jettison.search.request import SearchRequest
@@ -78,7 +79,7 @@ _HOME_OF = MappingProxyType(
         "ModelSpec": "jettison.spec.model",
         "Plan": "jettison.solve.plan",
         "Run": "jettison.spec.run",
-        "RunRequest": "jettison.predict.run_request",
+        "RunRequest": "jettison.predict.run_fields",
         "SearchRequest": "jettison.search.request",
         "NothingFits": "jettison.search.search",
         **dict.fromkeys(_ERRORS, "jettison.errors"),

@@ -14,7 +14,8 @@ import pytest
 
 from jettison.cli.main import EXIT_USAGE, run
 from jettison.cost.flops import Counting
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
 from jettison.spec.presets import preset

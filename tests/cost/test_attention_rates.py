@@ -13,7 +13,8 @@ from jettison.cost.launches import work
 from jettison.cost.matmul import kernel_seconds
 from jettison.errors import UsageError
 from jettison.formula.region import Region, layer_region
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.spec.attention_rates import AttentionRates
 from jettison.spec.hardware import hardware
 from jettison.spec.presets import preset

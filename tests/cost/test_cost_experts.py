@@ -22,7 +22,8 @@ from jettison.cost.layer import PriceModel
 from jettison.cost.matmul import kernel_seconds
 from jettison.errors import UsageError
 from jettison.formula.region import Region, layer_region
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.spec.hardware import hardware
 from jettison.spec.presets import preset
 from jettison.spec.run import Run

@@ -9,7 +9,8 @@ import pytest
 
 from jettison.cost.flops import Counting, forward_flops, model_flops, visible_share
 from jettison.cost.utilisation import seconds_of, utilisation
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
 from jettison.spec.huggingface_config import parse_config

@@ -19,7 +19,8 @@ from jettison.cost.layer import PriceModel, RegionSeconds
 from jettison.cost.matmul import memory_seconds, product_seconds, rate
 from jettison.errors import UsageError
 from jettison.formula.region import Region, head_region, layer_region
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.spec.hardware import Edges, EdgesOf, Hardware, Throughput, hardware
 from jettison.spec.layout import Layout
 from jettison.spec.presets import preset

@@ -15,7 +15,8 @@ from jettison.cost.kernel import Half, Kernel
 from jettison.cost.launches import work
 from jettison.cost.matmul import kernel_seconds
 from jettison.formula.region import layer_region
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.spec.hardware import hardware
 from jettison.spec.huggingface_config import parse_config
 

@@ -16,7 +16,8 @@ from jettison.cost.matmul import product_seconds, rate
 from jettison.cost.narrow_kernels import copying_bytes
 from jettison.cost.op_kinds import GROUPED, PRODUCTS
 from jettison.formula.region import Region, layer_region
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.report.parts import rate_note
 from jettison.spec.fp8 import RECIPES, Fp8Recipe, Library

@@ -11,12 +11,14 @@ from jettison.formula.static import Static
 from jettison.ledger.occupancies import stage_occupancies
 from jettison.ledger.timeline import StageLoad, Unit
 from jettison.predict.forecast import Stage, forecast
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout, Schedule
+from jettison.spec.precision import Gradients
 from jettison.spec.presets import preset
 from jettison.spec.recompute import Mode, Recompute
-from jettison.spec.run import Gradients, Run
+from jettison.spec.run import Run
 from jettison.units import format_bytes
 
 S, H, A, LAYERS = 2048, 12288, 96, 96  # of gpt-175b; b = 1

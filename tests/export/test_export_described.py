@@ -24,7 +24,8 @@ from jettison.export.registry import TARGETS
 from jettison.export.result import CannotSay, Exported
 from jettison.export.targets.torchtitan import product_of
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import RunRequest, model_spec, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import model_spec, resolve
 from jettison.spec.layout import Layout
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.stage_layers import stage_layers

@@ -15,7 +15,7 @@ from jettison.export.modules import by_modules, offloading
 from jettison.export.policy import Action, LayerPolicy, kept_whole
 from jettison.export.result import Exported
 from jettison.export.targets.megatron import _offloaded_sets
-from jettison.predict.run_request import RunRequest
+from jettison.predict.run_fields import RunRequest
 from jettison.spec.modules import OFFLOADED
 from jettison.verbs.plan import plan, remade
 

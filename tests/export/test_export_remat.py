@@ -23,7 +23,7 @@ from jettison.export.targets import torch_remat
 from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
-from jettison.predict.run_request import RunRequest
+from jettison.predict.run_fields import RunRequest
 from jettison.verbs.live_model import PlanReport
 from jettison.verbs.plan import plan
 from support.export_cases import DEPTH, TOKENS, WIDTH, Stack, applied, held_bytes, remat_applied

@@ -12,7 +12,7 @@ import jettison
 from jettison.export.described import DescribedPricer, subject_of
 from jettison.export.result import Exported, losses
 from jettison.export.targets.megatron import _uniform
-from jettison.predict.run_request import RunRequest
+from jettison.predict.run_fields import RunRequest
 from jettison.units import format_bytes
 from jettison.verbs.plan import plan, remade
 

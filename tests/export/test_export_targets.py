@@ -14,7 +14,7 @@ import pytest
 
 import jettison
 from jettison.export.policy import kept_whole
-from jettison.predict.run_request import RunRequest
+from jettison.predict.run_fields import RunRequest
 from jettison.verbs.plan import plan
 from support.target_packages import MEGATRON, answered, fetched
 from support.target_plans import FLAGS, MODELS, PLANS, exported, world

@@ -16,12 +16,13 @@ from jettison.ledger import compare
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.spec.kernels import Loss
-from jettison.spec.precision import PRECISIONS
+from jettison.spec.precision import PRECISIONS, Gradients
 from jettison.spec.presets import preset
 from jettison.spec.recompute import Recompute
-from jettison.spec.run import Gradients, Run
+from jettison.spec.run import Run
 from jettison.spec.tuning import Base, Tuning
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, traced_call, written
 

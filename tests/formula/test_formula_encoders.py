@@ -13,7 +13,8 @@ from jettison.formula.region import layer_region
 from jettison.ledger.compare import compare
 from jettison.predict.forecast import forecast
 from jettison.predict.largest import Edge, fit
-from jettison.predict.run_request import RunRequest, run_of
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import run_of
 from jettison.spec.encoder_families import ENCODER_WRAPPERS, ENCODERS
 from jettison.spec.huggingface_config import parse_config
 from support.formula_cases import _PLAIN, _TOKENS, FormulaCase, TinyFamily, counts, differences, under_autocast

@@ -13,7 +13,8 @@ from jettison.errors import NotDescribed, UsageError
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import layer_region
 from jettison.ledger.record import EACH_ROUND
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.spec.conventions import kernels_for
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.hybrid_families import HYBRIDS

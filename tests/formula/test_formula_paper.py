@@ -18,9 +18,10 @@ from jettison.predict.forecast import Forecast, forecast
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind
+from jettison.spec.precision import Gradients
 from jettison.spec.presets import preset
 from jettison.spec.recompute import Recompute
-from jettison.spec.run import Gradients, Run
+from jettison.spec.run import Run
 
 FACTS = Path(__file__).parents[1] / "facts"
 EAGER = MEGATRON.with_attention("eager")

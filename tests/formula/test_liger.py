@@ -8,7 +8,8 @@ import pytest
 
 from jettison.errors import UsageError
 from jettison.formula.region import layer_region
-from jettison.predict.run_request import RunRequest, run_of
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import run_of
 from jettison.spec.conventions import kernels_for
 from jettison.spec.kernels import Loss
 from support.formula_cases import FormulaCase

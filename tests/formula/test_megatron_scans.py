@@ -9,7 +9,8 @@ import pytest
 
 from jettison.errors import UsageError
 from jettison.formula.region import layer_region
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import Attention, Layer, Moe
 from jettison.spec.run import Run

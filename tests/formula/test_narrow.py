@@ -15,7 +15,8 @@ from jettison.errors import UsageError
 from jettison.formula.narrow import torchao_bytes
 from jettison.formula.region import layer_region
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import RunRequest, run_of
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import run_of
 from jettison.search.request import SearchRequest
 from jettison.spec.fp8 import RECIPES, Library, Scales, fp8_recipe, scale_shape
 from jettison.spec.hardware import hardware

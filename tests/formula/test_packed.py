@@ -17,7 +17,8 @@ from jettison.ledger import compare
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.predict.set_aside import packed_batch
 from jettison.predict.time import estimate
 from jettison.search.request import SearchRequest

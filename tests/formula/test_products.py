@@ -12,7 +12,8 @@ from jettison.errors import UsageError
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import Region, layer_region
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import RunRequest, resolve, run_of
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve, run_of
 from jettison.spec.fp8 import NARROW_4, NARROW_MX, fp8_recipe
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.run import Run

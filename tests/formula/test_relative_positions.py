@@ -11,7 +11,8 @@ from jettison.errors import UsageError
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import layer_region
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import RunRequest, run_of
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import run_of
 from jettison.solve.policy import policy_named
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec

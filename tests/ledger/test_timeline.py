@@ -6,7 +6,7 @@ from jettison.ledger.occupancies import Occupancy
 from jettison.ledger.schedule import ScheduledPass, Work
 from jettison.ledger.timeline import Phase, StageLoad, Unit, moments, peak
 from jettison.predict.peak import stage_peak_bytes
-from jettison.spec.run import Gradients
+from jettison.spec.precision import Gradients
 
 LAYERS = Unit(
     names=("a", "b"), resident=100, forward_peak=1000, backward_peak=300, adding_peak=350, gradient=10, pending=0

@@ -19,7 +19,8 @@ from jettison.models.huggingface import ConfigRequest, build, config_of
 from jettison.models.recorded import recorded_model
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.largest import fit
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.spec.encoder_families import ENCODER_WRAPPERS
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec

@@ -12,14 +12,15 @@ from jettison.predict import largest as fit_module
 from jettison.predict.allowance import allowance, available_bytes
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.largest import Edge, fit
-from jettison.predict.run_request import RunRequest, run_of
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import run_of
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.kernels import MEGATRON, PYTORCH
 from jettison.spec.layout import Layout
-from jettison.spec.precision import PRECISIONS
+from jettison.spec.precision import PRECISIONS, Gradients
 from jettison.spec.presets import preset
 from jettison.spec.recompute import Recompute
-from jettison.spec.run import Gradients, Run
+from jettison.spec.run import Run
 from jettison.units import GIB, MIB
 
 SMALL = Run(model=preset("gpt2"), seq=256, layout=Layout(tp=2, sp=True, dp=4))

@@ -19,9 +19,10 @@ from jettison.spec.hardware import hardware
 from jettison.spec.kernels import KERNELS, MEGATRON, PYTORCH
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Moe, Norm, NormKind, Router
+from jettison.spec.precision import Gradients
 from jettison.spec.presets import PRESETS, preset
 from jettison.spec.recompute import Recompute
-from jettison.spec.run import Gradients, Run
+from jettison.spec.run import Run
 from support.work import calls
 
 SETTINGS = settings(deadline=None, max_examples=60)

@@ -14,7 +14,8 @@ from jettison.ledger.timeline import Phase
 from jettison.predict.forecast import forecast
 from jettison.predict.passes import chosen_passes
 from jettison.predict.peak import peak_bytes
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.predict.stages import NONE, kept_by
 from jettison.spec.like import LIKE
 from jettison.spec.presets import preset

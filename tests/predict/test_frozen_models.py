@@ -24,7 +24,8 @@ from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.peak import stage_peak_bytes
 from jettison.predict.played import play
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.spec.frozen_models import FrozenModel, Role, When
 from jettison.spec.hardware import hardware

@@ -10,7 +10,8 @@ from jettison.errors import UsageError
 from jettison.formula.parameters import parameter_count
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.peak import peak_bytes
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.search.request import SearchRequest
 from jettison.search.space import setup_run
 from jettison.spec.hardware import hardware

@@ -12,7 +12,8 @@ from jettison.export.modules import by_modules, offloading
 from jettison.export.subject import Decision
 from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.search.evaluate import Bench, Question, Task
 from jettison.search.request import SearchRequest

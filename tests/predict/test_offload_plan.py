@@ -14,7 +14,8 @@ from jettison.ledger.timeline import Phase
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import RunRequest, model_spec, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.stage_choice import LEAST_MOVED, Answer, StageChoice
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import Chosen, Staying

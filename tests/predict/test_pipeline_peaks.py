@@ -19,7 +19,8 @@ if not torch.distributed.is_available():
 
 from jettison.errors import UsageError
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.predict.stages import Staying
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.presets import preset

@@ -12,7 +12,8 @@ from jettison.ledger.timeline import Phase
 from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.played import PlayedStage, copies, play
-from jettison.predict.run_request import RunRequest, model_spec, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.hardware import hardware
 from jettison.units import GIB

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from jettison.predict.gathered import freed, reducing
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.predict.stages import outline
 from jettison.spec.presets import preset
 

@@ -12,7 +12,8 @@ from jettison.cost.launches import work
 from jettison.formula import loss
 from jettison.formula.region import head_region
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.runtime import chunked_loss
 from jettison.spec.kernels import Loss
 from jettison.spec.precision import PRECISIONS

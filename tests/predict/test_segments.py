@@ -15,7 +15,8 @@ from jettison.explain.layer_reasons import layer_reasons
 from jettison.predict.auto_recompute import AutoForecast, choose
 from jettison.predict.forecast import forecast, forecast_sizes
 from jettison.predict.peak import peak_bytes
-from jettison.predict.run_request import RunRequest, model_spec, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.stage_choice import layer_points
 from jettison.predict.stage_segments import StageSegments
 from jettison.predict.stage_time import Timing

@@ -14,7 +14,8 @@ pytest.importorskip("peft")
 
 from jettison.errors import UsageError
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.spec.layout import Layout, Reshard
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.presets import preset

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from jettison.ledger.schedule import Work, order
 from jettison.predict.forecast import forecast
 from jettison.predict.played import play
-from jettison.predict.run_request import RunRequest, model_spec, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.stage_time import Timing
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.hardware import hardware

@@ -13,7 +13,8 @@ from jettison.errors import UsageError
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.search.request import SearchRequest
 from jettison.spec.hardware import hardware

@@ -7,7 +7,8 @@ import pytest
 from jettison.cost.execution import execution_of
 from jettison.errors import UsageError
 from jettison.predict.residuals import Sureness, sureness
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.predict.training_cost import Wanted, training_cost
 from jettison.report.search import training_facts
 from jettison.spec.hardware import hardware

@@ -17,7 +17,8 @@ from jettison.ledger.occupancies import stage_occupancies
 from jettison.ledger.schedule import Work, order
 from jettison.ledger.timeline import Phase
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import RunRequest, run_of
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import run_of
 from jettison.report.ledger_table import layout_text
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.layout import Schedule

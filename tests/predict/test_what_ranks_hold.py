@@ -15,8 +15,8 @@ from jettison.predict.stages import outline
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Loss
 from jettison.spec.layout import Layout
-from jettison.spec.precision import PRECISIONS, Optimizer
-from jettison.spec.run import Gradients, Run
+from jettison.spec.precision import PRECISIONS, Gradients, Optimizer
+from jettison.spec.run import Run
 
 H, F, HEADS, KV, V, S, B = 64, 96, 4, 2, 512, 32, 2
 LLAMA = parse_config(

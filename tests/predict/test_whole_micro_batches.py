@@ -11,15 +11,17 @@ from jettison.ledger.schedule import Work, order, recomputing_share, window
 from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Stage, forecast, plain
 from jettison.predict.peak import peak_bytes
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.predict.whole_micro_batches import largest_window, most_whole, settled, with_whole
 from jettison.predict.whole_plan import choose_with_whole
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Schedule
+from jettison.spec.precision import Gradients
 from jettison.spec.presets import preset
 from jettison.spec.recompute import Mode, Recompute
-from jettison.spec.run import Gradients, Run
+from jettison.spec.run import Run
 from jettison.units import GIB
 
 A100 = hardware("a100-80gb")

@@ -17,7 +17,8 @@ from jettison.formula.region import layer_region
 from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import forecast
 from jettison.predict.peak import peak_bytes
-from jettison.predict.run_request import RunRequest, model_spec, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.time import estimate
 from jettison.report.search import SearchReport
 from jettison.search.bounds import SHAVED, bound, least_seconds, static_bytes

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.search.request import SearchRequest
 from jettison.search.search import search
 from jettison.search.space import Candidate, Setup, setup_run

@@ -6,7 +6,8 @@ import pytest
 
 from jettison.errors import UsageError
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.search.request import SearchRequest
 from jettison.search.search import search
 from jettison.spec.hardware import hardware

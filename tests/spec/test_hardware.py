@@ -128,7 +128,7 @@ def test_rates_are_multiprocessors_times_clock(name: str) -> None:
 
 
 def test_what_a_card_lacks_is_said_with_its_times() -> None:
-    from jettison.predict.run_request import RunRequest
+    from jettison.predict.run_fields import RunRequest
     from jettison.verbs.estimate import estimate
 
     assert any("no bf16" in line for line in estimate("gpt2", RunRequest(seq=64), gpu="t4").warnings)

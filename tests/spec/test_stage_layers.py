@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from jettison.cli.main import run as command
 from jettison.errors import UsageError
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Layout

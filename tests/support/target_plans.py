@@ -7,7 +7,7 @@ from typing import Any
 
 import jettison
 from jettison.export.result import Exported
-from jettison.predict.run_request import RunRequest
+from jettison.predict.run_fields import RunRequest
 from jettison.verbs.plan import plan
 
 GPT = {"tp": 8, "micro_batch": 4, "kernels": "megatron"}

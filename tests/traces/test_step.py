@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jettison.errors import UsageError
-from jettison.predict.run_request import RunRequest
+from jettison.predict.run_fields import RunRequest
 from jettison.report.estimate import EstimateReport
 from jettison.traces.chrome import ALLOCATED, DEVICE, FROM_HOST, ROLES, TO_HOST, chrome_events, chrome_json, step_trace
 from jettison.traces.pipeline_seconds import Kind, nanoseconds, step_slices

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jettison.errors import JettisonError, UsageError
-from jettison.predict.run_request import CommonRequest
+from jettison.predict.run_fields import CommonRequest
 from jettison.report.console import hint, show
 from jettison.report.json_text import json_text
 

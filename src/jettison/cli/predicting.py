@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from jettison.cli.output import Answered, answered, asked, deliver, refuse_to_overwrite
 from jettison.cli.parameters import Budget, Force, Format, Out, app
 from jettison.errors import Infeasible
-from jettison.predict.run_request import RunRequest
+from jettison.predict.run_fields import RunRequest
 from jettison.processors import cores
 from jettison.report.console import hint, progress
 from jettison.report.json_text import json_text

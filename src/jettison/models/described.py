@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jettison.errors import NotDescribed
-from jettison.predict.run_request import RunRequest, model_spec
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import model_spec
 from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.huggingface_config import read_values
 from jettison.spec.left_out import TOWERS

@@ -28,7 +28,8 @@ from jettison.formula.region import RecordedRegions, RegionRecorder
 from jettison.models.batches import batch_for, longest_of, takes_tokens
 from jettison.models.huggingface import ConfigRequest, build, class_for, config_of
 from jettison.models.recorded_regions import is_chain, regions_of
-from jettison.predict.run_request import LONGEST_DEFAULT, RunRequest
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import LONGEST_DEFAULT
 from jettison.spec.left_out import not_built
 from jettison.spec.model import ModelSpec, RecordedLayer
 from jettison.spec.precision import Precision, precision

@@ -13,7 +13,7 @@ from jettison.spec.states_on_host import StatesOnHost
 from jettison.spec.tuning import Base, Tuning
 
 if TYPE_CHECKING:
-    from jettison.predict.run_request import RunRequest
+    from jettison.predict.run_fields import RunRequest
 
 
 def tuning_of(request: RunRequest) -> Tuning | None:

@@ -28,9 +28,9 @@ from jettison.predict.whole_parameters import with_whole_parameters
 from jettison.predict.whole_tensors import muon_step_bytes, with_whole_tensors
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Reshard, Schedule
-from jettison.spec.precision import Optimizer
+from jettison.spec.precision import Gradients, Optimizer
 from jettison.spec.recompute import Recompute
-from jettison.spec.run import Gradients, Run, expect_run
+from jettison.spec.run import Run, expect_run
 from jettison.spec.states_on_host import StatesOnHost
 
 Units = tuple[Unit, ...]

@@ -20,9 +20,9 @@ from jettison.spec.conventions import kernels_for
 from jettison.spec.frozen_models import FrozenModel, Role, When
 from jettison.spec.kernels import Kernels, Loss
 from jettison.spec.layout import Reshard
-from jettison.spec.precision import Optimizer, Precision
+from jettison.spec.precision import Gradients, Optimizer, Precision
 from jettison.spec.recompute import Recompute
-from jettison.spec.run import Gradients, Run
+from jettison.spec.run import Run
 from jettison.spec.tuning import Base, Tuning
 from jettison.spec.workspaces import WORKSPACES
 

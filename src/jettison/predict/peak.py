@@ -19,7 +19,7 @@ from jettison.ledger.occupancies import Occupancy
 from jettison.ledger.schedule import Work
 from jettison.ledger.timeline import StageLoad, Unit, peak
 from jettison.predict.forecast import Forecast
-from jettison.spec.run import Gradients
+from jettison.spec.precision import Gradients
 
 FEW_KINDS: Final = 4
 """Of chunks on a stage, for which states are compared with each other."""

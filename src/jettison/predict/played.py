@@ -32,7 +32,8 @@ from jettison.predict.stages import Chunk, RegionGroup
 from jettison.predict.time import Estimate, in_halves, works
 from jettison.predict.timeline_units import moved_bytes
 from jettison.spec.hardware import Hardware
-from jettison.spec.run import Gradients, Run
+from jettison.spec.precision import Gradients
+from jettison.spec.run import Run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,8 @@ from jettison.solve.levels import Choice
 from jettison.solve.moves import Walk, least_of, walks
 from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption, StepProblem
 from jettison.solve.refine import fastest, refine
-from jettison.spec.run import Gradients, Run
+from jettison.spec.precision import Gradients
+from jettison.spec.run import Run
 from jettison.units import MIB
 
 LEAST_MOVED: Final = 1 * MIB

@@ -11,7 +11,8 @@ from jettison.errors import UsageError
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_request import RunRequest, model_spec, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.time import Estimate, estimate
 from jettison.predict.whole_plan import choose_with_whole
 from jettison.spec.hardware import Hardware

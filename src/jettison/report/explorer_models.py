@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from jettison.errors import UsageError
-from jettison.predict.run_request import RunRequest, model_spec, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import model_spec, resolve
 from jettison.spec.model import ModelSpec
 from jettison.spec.presets import PRESETS
 from jettison.spec.run import Run

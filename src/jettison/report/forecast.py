@@ -11,7 +11,7 @@ from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.limit import Limit
 from jettison.predict.run_request import Resolved
 from jettison.report.summary import LayerRow, LedgerReport, PhaseRow, StageBytes
-from jettison.spec.run import Gradients
+from jettison.spec.precision import Gradients
 
 if TYPE_CHECKING:
     from jettison.explain.figures import Explanation

@@ -47,9 +47,9 @@ from jettison.search.space import Setup
 from jettison.search.time_bound import PassSeconds, Pipeline, Sends, ShardSeconds, pass_seconds, shard_seconds
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Schedule
-from jettison.spec.precision import GradientRule
+from jettison.spec.precision import GradientRule, Gradients
 from jettison.spec.recompute import Mode, Recompute
-from jettison.spec.run import Gradients, Run
+from jettison.spec.run import Run
 
 SHAVED: Final = 1e-6
 _TREATMENTS: Final = (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)

@@ -10,16 +10,16 @@ from typing import Final
 
 from jettison.errors import UsageError
 from jettison.parse_units import Tokens  # noqa: F401 - annotations of the base class are resolved in this module
-from jettison.predict.run_request import CommonRequest, RunRequest, flag_of, resolve
+from jettison.predict.run_fields import CommonRequest, RunRequest
+from jettison.predict.run_request import flag_of, resolve
 from jettison.search.space import PLANS, SCHEDULES, Axes, OverTensorRanks, Space
 from jettison.spec.fp8 import Library
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.like import rule
 from jettison.spec.model import ModelSpec
-from jettison.spec.precision import MUONS
+from jettison.spec.precision import MUONS, Gradients
 from jettison.spec.recompute import Recompute
-from jettison.spec.run import Gradients
 from jettison.spec.states_on_host import StatesOnHost
 from jettison.spec.tuning import Base
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jettison.errors import Infeasible, JettisonError
-from jettison.predict.run_request import RunRequest
+from jettison.predict.run_fields import RunRequest
 from jettison.progress import Progress
 from jettison.report.json_text import json_text
 from jettison.search.request import SearchRequest

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from jettison.parse_units import Length
-from jettison.predict.run_request import RunRequest
+from jettison.predict.run_fields import RunRequest
 from jettison.search.request import MARGIN, SearchRequest
 from jettison.server.limits import Limits
 from jettison.server.problems import Problem

@@ -28,6 +28,15 @@ from jettison.errors import UsageError
 from jettison.spec.fp8 import NARROW, Fp8Recipe
 
 
+class Gradients(StrEnum):
+    """When weight gradients are allocated."""
+
+    ONE_BY_ONE = "one by one"  # as backward reaches each weight; freed again after the optimizer step
+    UPFRONT = "upfront"  # one buffer for all, for good: Megatron's, and DDP's buckets where gradients are views of them
+    BUCKETS = "buckets"  # one by one, beside buckets that are there for good: DistributedDataParallel as it comes
+    IN_BACKWARD = "in backward"  # the optimizer steps within backward, and each is freed as soon as it was applied
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
     """Dtypes of a training run.

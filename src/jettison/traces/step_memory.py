@@ -17,7 +17,8 @@ from jettison.ledger.schedule import ScheduledPass, Work, window
 from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stages import Chunk, StageRegion, kept_by
-from jettison.spec.run import Gradients, Run
+from jettison.spec.precision import Gradients
+from jettison.spec.run import Run
 from jettison.traces.pipeline_seconds import Kind, PassSlices, Slice
 from jettison.traces.timeline import Label, MemoryTimeline, TimelineWriter
 

@@ -9,7 +9,8 @@ from jettison.errors import UsageError
 from jettison.models.described import described_model
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_request import RunRequest, is_live, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import is_live, resolve
 from jettison.predict.stages import Chosen
 from jettison.predict.time import Estimate
 from jettison.predict.time import estimate as estimate_run

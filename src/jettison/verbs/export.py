@@ -16,7 +16,8 @@ from jettison.progress import Progress, silent
 from jettison.report.plan import DESCRIBED, SCHEMA
 from jettison.report.untrusted import parse_json, read_text
 from jettison.solve.plan import Plan
-from jettison.spec.run import Gradients, Run
+from jettison.spec.precision import Gradients
+from jettison.spec.run import Run
 from jettison.spec.states_on_host import StatesOnHost
 
 

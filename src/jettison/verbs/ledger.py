@@ -13,7 +13,8 @@ from jettison.ledger.ledger import Ledger
 from jettison.models.described import described_model
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.limit import limit_of
-from jettison.predict.run_request import TRACED, Resolved, RunRequest, is_live, refuse_for_trace, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import TRACED, Resolved, is_live, refuse_for_trace, resolve
 from jettison.predict.whole_micro_batches import settled
 from jettison.progress import Progress, silent
 from jettison.report.forecast import forecast_report

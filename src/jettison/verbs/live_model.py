@@ -23,7 +23,8 @@ from jettison.models.request import Loaded, ModelRequest, load, optimizer_for
 from jettison.planner import plan as plan_trace
 from jettison.planner.apply import policies_of
 from jettison.planner.planner import module_policy
-from jettison.predict.run_request import RunRequest, is_live, model_spec
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import is_live, model_spec
 from jettison.progress import Progress, silent
 from jettison.report.summary import LedgerReport, PhaseRow, StageBytes
 from jettison.report.tables import plan_table

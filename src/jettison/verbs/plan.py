@@ -13,7 +13,8 @@ from jettison.errors import UsageError
 from jettison.models.described import described_model
 from jettison.parse_units import parse_bytes
 from jettison.predict.limit import Limit, limit_of
-from jettison.predict.run_request import TRACED, RunRequest, flag_of, is_live, refuse_for_trace, resolve
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import TRACED, flag_of, is_live, refuse_for_trace, resolve
 from jettison.progress import Progress, silent
 from jettison.report.plan import ForecastPlan, LayerChoice
 from jettison.spec.hardware import Hardware, hardware, usual_hardware

@@ -9,7 +9,8 @@ from pathlib import Path
 from jettison.errors import UsageError
 from jettison.models.described import described_model
 from jettison.parse_units import parse_bytes
-from jettison.predict.run_request import RunRequest, is_live
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import is_live
 from jettison.predict.training_cost import Wanted
 from jettison.progress import Progress, silent
 from jettison.report.search import SearchReport
