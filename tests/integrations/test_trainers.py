@@ -113,6 +113,19 @@ def dpo(folder: Path) -> Any:
     )
 
 
+def grpo(folder: Path) -> Any:
+    """What it trains on is written by its model, inside of its step."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    off = {"gradient_checkpointing": False, "bf16": False}
+    made = arguments(trl.GRPOConfig, folder, num_generations=4, max_completion_length=16, beta=0.1, **off)
+    data = datasets.Dataset.from_dict({"prompt": [text(i, 40) for i in range(64)]})
+    llama().save_pretrained(folder / "start")  # its reference is read from there once more
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "start")
+    rewards = {"reward_funcs": lambda completions, **_: [float(len(set(one))) for one in completions]}
+    return measured(trl.GRPOTrainer)(model, args=made, train_dataset=data, processing_class=tokenizer(), **rewards)
+
+
 def accumulating(folder: Path) -> Any:
     return plain_trainer(folder, gradient_accumulation_steps=2)
 
@@ -134,27 +147,31 @@ def of_growing_length(folder: Path) -> Any:
     return trainer
 
 
-def trained(trainer: Any) -> tuple[list[float], list[Tensor]]:
+def trained(trainer: Any) -> tuple[list[dict[str, float]], list[Tensor]]:
+    """What was logged of each step but its time, and parameters."""
+    torch.manual_seed(5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs, of what is deprecated
         trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, [p.detach().clone() for p in trainer.model.parameters()]
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logged = [{name: value for name, value in entry.items() if name != "step_time"} for entry in steps]
+    return logged, [p.detach().clone() for p in trainer.model.parameters()]
 
 
 @pytest.mark.parametrize(
-    "make", [*(pytest.param(m, marks=pytest.mark.slow) for m in (in_bf16, of_growing_length, sft, accumulating)), dpo]
+    "make",
+    [*(pytest.param(m, marks=pytest.mark.slow) for m in (in_bf16, of_growing_length, sft, accumulating, grpo)), dpo],
 )
 def test_a_trainer_keeps_its_budget(make: Callable[[Path], Any], tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain, planned = make(tmp_path / "plain"), make(tmp_path / "planned")
-    losses, parameters = trained(plain)
+    logged, parameters = trained(plain)
     budget = Bytes(0.88 * max(plain.peaks))
     handle = auto_checkpoint_trainer(planned, budget)
     again, same = trained(planned)
-    assert len(losses) == STEPS
-    assert again == losses
+    assert len(logged) == STEPS
+    assert again == logged
     assert all(map(torch.equal, same, parameters))
     assert handle.applied is not None
     assert max(planned.peaks) <= budget

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from jettison.planner.handle import Applied
 from jettison.units import Bytes
+
+_PLAIN: Final = (int, float, complex, str, bytes, type(None))
 
 
 class TrainerPlan(ABC):
@@ -54,12 +58,39 @@ class TrainerPlan(ABC):
 
 @contextlib.contextmanager
 def holding(owner: Any, **attributes: Any) -> Iterator[None]:
-    """The owner has other attributes meanwhile."""
-    before = {name: getattr(owner, name) for name in attributes}
+    """The owner has other attributes meanwhile. What was its class's is so again."""
+    before = {name: getattr(owner, name) for name in attributes if name in vars(owner)}
     try:
         for name, value in attributes.items():
             setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+@contextlib.contextmanager
+def unmoved(owner: Any) -> Iterator[None]:
+    """The owner's attributes, and what those of numbers and words hold, are as before when this ends: a dry run is no
+    step, and none of what is logged.
+    """
+    attributes = dict(vars(owner))
+    tables = [v for v in attributes.values() if isinstance(v, dict | list | set | deque) and _is_plain(v)]
+    before = copy.deepcopy(tables)
+    try:
+        yield
+    finally:
+        vars(owner).clear()
+        vars(owner).update(attributes)
+        for table, was in zip(tables, before, strict=True):
+            table.clear()
+            (table.update if isinstance(table, dict | set) else table.extend)(was)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if isinstance(value, list | set | tuple | deque) else isinstance(value, _PLAIN)

@@ -1,7 +1,8 @@
 """The Trainer of transformers, and TRL's that are made of it: planned when the first batch comes, as that step is.
 
 What is dry-run is the trainer's own ``training_step``: its loss, its autocast, its scaler, its reference model. So a
-plan holds for whatever a subclass does there.
+plan holds for whatever a subclass does there. Trainers that write what they train on (GRPO, RLOO) do so before
+the step: a rollout has no gradients, and on fake tensors it would be made up.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from jettison.errors import UnsupportedModule
-from jettison.integrations.first_batch import TrainerPlan, holding
+from jettison.integrations.first_batch import TrainerPlan, holding, unmoved
 from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
 from jettison.units import Bytes
@@ -24,11 +25,26 @@ _SWITCHES = ("activation_checkpointing", "gradient_checkpointing")
 (transformers' ``training_args.py``).
 """
 
+_ROLLOUT = "_generate_and_score_completions"
+"""Of TRL's trainers that train on what their model writes, as ``_prepare_inputs`` calls it within ``training_step``
+(``grpo_trainer.py``, ``rloo_trainer.py``).
+"""
+
 
 class TransformersPlan(TrainerPlan):
     """See `auto_checkpoint_trainer`."""
 
     method = "training_step"
+
+    def _step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self.trainer, _ROLLOUT):
+            return super()._step(model, inputs, *args, **kwargs)
+        model.train()  # as `training_step` has both when it prepares its inputs
+        if callable(switch := getattr(self.trainer.optimizer, "train", None)):
+            switch()
+        written = self.trainer._prepare_inputs(inputs)
+        with holding(self.trainer, _prepare_inputs=lambda batch: batch):
+            return super()._step(model, written, *args, **kwargs)
 
     def batch_of(self, _model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Any:
         """See `TrainerPlan`."""
@@ -36,15 +52,16 @@ class TransformersPlan(TrainerPlan):
 
     def plan(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Applied:
         """See `TrainerPlan`."""
-        named = {name: getattr(self.trainer, name, None) for name in _REFERENCES}
+        trainer = self.trainer
+        named = {name: getattr(trainer, name, None) for name in _REFERENCES}
         others = {name: found for name, found in named.items() if isinstance(found, nn.Module)}
 
         def step(*given: Any) -> Any:
             *models, batch = given
-            with holding(self.trainer, **dict(zip(others, models[1:], strict=True))):
+            with unmoved(trainer), holding(trainer, **dict(zip(others, models[1:], strict=True))):
                 return self.own(models[0], batch, *args, **kwargs)
 
-        optimizer = self.trainer.optimizer
+        optimizer = trainer.optimizer
         return auto_checkpoint(
             model,
             inputs,
@@ -52,7 +69,7 @@ class TransformersPlan(TrainerPlan):
             optimizer=getattr(optimizer, "optimizer", optimizer),  # accelerate's wrapper has it inside
             step=step,
             models=(model, *others.values()) if others else (),
-            gradients_held=self.trainer.args.gradient_accumulation_steps > 1,
+            gradients_held=trainer.args.gradient_accumulation_steps > 1,
             **self.options,
         )
 
