@@ -59,17 +59,18 @@ class TrainerPlan(ABC):
 @contextlib.contextmanager
 def holding(owner: Any, **attributes: Any) -> Iterator[None]:
     """The owner has other attributes meanwhile. What was its class's is so again."""
-    before = {name: getattr(owner, name) for name in attributes if name in vars(owner)}
+    before = {name: getattr(owner, name) for name in attributes}
+    of_class = {name for name in attributes if name not in vars(owner) and hasattr(type(owner), name)}
     try:
         for name, value in attributes.items():
             setattr(owner, name, value)
         yield
     finally:
-        for name in attributes:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
+        for name, value in before.items():
+            if name in of_class:
                 delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 @contextlib.contextmanager
