@@ -112,14 +112,20 @@ def test_what_a_wrapper_steps_inside_is_known() -> None:
     found.remove()
 
 
-def test_nothing_is_held_and_what_is_left_over_goes_by_itself() -> None:
-    of, before = model(), len(_global_optimizer_post_hooks)
-    watch(of, adam(of), 0)
-    gone = weakref.ref(of)
+def test_nothing_is_held_and_what_is_left_over_goes_within_a_step() -> None:
+    before = len(_global_optimizer_post_hooks)
+    gone, left = [], []
+    for _ in range(2):
+        of = model()
+        left.append(watch(of, adam(of), 0))
+        gone.append(weakref.ref(of))
     del of
     gc.collect()
-    assert gone() is None
+    assert all(found() is None for found in gone)
     assert len(_global_optimizer_post_hooks) == before + 1
     other = model()
-    steps(other, adam(other))
+    last = watch(other, None, 0)
+    assert len(steps(other, adam(other))) == 1
+    for found in (*left, last, last):
+        found.remove()
     assert len(_global_optimizer_post_hooks) == before

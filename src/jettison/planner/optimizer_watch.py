@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from jettison.capture.tensor_subclasses import plain
 from jettison.units import format_bytes
@@ -44,15 +45,17 @@ class OptimizerWatch:
         self.kinds = [] if optimizer is None else [_kind(one) for one in _inside(optimizer)]
         self.budget_bytes, self.predicted, self.elsewhere_bytes = budget_bytes, predicted, elsewhere_bytes
         self.seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.hook = register_optimizer_step_post_hook(self.stepped)
+        _watching.append(self)
+        if not _hooks:
+            _hooks.append(register_optimizer_step_post_hook(_stepped))
 
-    def stepped(self, stepping: torch.optim.Optimizer, *_: Any) -> None:
+    def stepped(self, stepping: torch.optim.Optimizer) -> None:
         """An optimizer has stepped, anybody's: looked at once."""
         if stepping in self.seen:
             return
         models = [model for ref in self.models if (model := ref()) is not None]
         if not models:
-            self.hook.remove()
+            _watching.remove(self)
             return
         self.seen.add(stepping)
         own = {id(p) for model in models for p in model.parameters()}
@@ -76,12 +79,25 @@ class OptimizerWatch:
             f"a {type(stepping).__name__} steps with {format_bytes(nbytes)} of state that the plan for "
             f"{format_bytes(self.budget_bytes)} does not count: it was made with {made}, so that the peak may be above "
             "the budget (gradients are not affected). To have it held: plan with optimizer=, and that one",
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def remove(self) -> None:
         """Nothing is looked at any more."""
-        self.hook.remove()
+        if self in _watching:
+            _watching.remove(self)
+        if not _watching and _hooks:
+            _hooks.pop().remove()
+
+
+_watching: list[OptimizerWatch] = []
+_hooks: list[RemovableHandle] = []
+"""One for all: torch goes through its table of hooks while they run, so that none may take itself out."""
+
+
+def _stepped(stepping: torch.optim.Optimizer, *_: Any) -> None:
+    for watch in list(_watching):
+        watch.stepped(stepping)
 
 
 def _inside(optimizer: Any) -> list[Any]:
