@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import jettison
+from jettison.measure import independent_copy
 from support.structure import BLOCKS, WIDTH, Other, batch, calls, net, planned, said, same, step
 from support.toys import Net
 
@@ -241,3 +242,10 @@ def test_transforms_run_without_the_plan_and_say_so() -> None:
     assert set(calls(handle).values()) == {0}
     assert said(lambda: gradients(model))[1] == []
     assert same(step(model), step(net()))
+
+
+def test_a_copy_that_is_made_to_be_compared_with_trains_plainly_without_a_word() -> None:
+    model, handle = planned()
+    twin = independent_copy(model)
+    assert said(lambda: step(twin))[1] == []
+    handle.remove()

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jettison.runtime.copies import trains_plainly
+
 LossOf = Callable[[nn.Module, Any], Tensor]
 OptimizerFactory = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
@@ -54,18 +56,21 @@ class GradientReport:
 def independent_copy(model: nn.Module) -> nn.Module:
     """A deep copy that shares no storage with `model`, gradients dropped; tied parameters stay tied.
 
-    Take it before a plan is applied: hooks are copied with the module that carries them.
+    Take it before a plan is applied: hooks are copied with the module that carries them. Of a planned model it trains
+    plainly, which is what it is for: nothing warns of it.
     """
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     try:
         for parameter in gradients:
             parameter.grad = None
-        fake_model = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
     finally:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
-    _refuse_shared_storage(model, fake_model)
-    return fake_model
+    _refuse_shared_storage(model, copied)
+    for module in copied.modules():
+        trains_plainly(module)
+    return copied
 
 
 def compare_gradients(model_a: nn.Module, model_b: nn.Module) -> GradientReport:
