@@ -83,11 +83,9 @@ def _form(kinds: Sequence[tuple[Subject, Layer]]) -> Form:
     """The tables that any position of the page's controls needs for these layers, which are alike but for sizes."""
     points: list[dict[str, int]] = []
     for subject, layer in kinds:
-        windowed = getattr(layer.attention, "window", None) is not None
-        lengths = SEQUENCES if windowed else (SEQUENCES[0], SEQUENCES[-1])
         points += [
             sizes_of(subject.model, layer, s=s, b=b, t=t)
-            for s, b, t in product(lengths, MICRO_BATCHES[:2], ranks_of(subject.model))
+            for s, b, t in product(SEQUENCES, MICRO_BATCHES, ranks_of(subject.model))
         ]
     first, layer = kinds[0]
     return form_of(first.model, layer, all_choices(first.model), points)
