@@ -129,7 +129,7 @@ class TapeOp:
     """One op. ``passes``: the gradient of an input is the output's, or a view of it; otherwise it is a new tensor.
 
     ``casts``: a weight that it copies in another dtype; the gradient of its input is that weight's. ``copied``: copies
-    of its weights are among its inputs and take their gradients.
+    of its weights are among its inputs and take their gradients. ``differentiable``: backward visits it.
     """
 
     name: str
@@ -148,6 +148,10 @@ class TapeOp:
     rounds: int = 1  # kernels that follow one another, where it is a loop
     casts: Weight | None = None
     copied: bool = False
+    differentiable: bool = field(init=False, compare=False)  # asked far more often than ops are made
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "differentiable", any(v.grad for v in self.outputs))
 
     @property
     def learned(self) -> tuple[Weight, ...]:
@@ -160,11 +164,6 @@ class TapeOp:
         if self.casts is not None:
             return () if self.casts.frozen else (self.casts,)
         return () if self.copied else self.learned
-
-    @property
-    def differentiable(self) -> bool:
-        """Does backward visit it?"""
-        return True in [v.grad for v in self.outputs]  # asked too often for a generator
 
 
 @dataclass(slots=True, kw_only=True)
