@@ -40,7 +40,9 @@ def test_a_framework_rule_leaves_the_loss_away_where_there_is_one_alone() -> Non
 
 def test_a_trainer_that_patches_with_liger_and_checkpoints_parts_is_near() -> None:
     rows = [row for row in one_gpu_page.rows() if row.framework == "Automodel" and "loss=fused" not in row.request]
-    assert [abs(row.now() / row.published - 1) < 0.02 for row in rows] == [True] * 3
+    assert [
+        abs(row.now() / row.published - 1) < most for row, most in zip(rows, (0.015, 0.015, 0.02), strict=True)
+    ] == [True] * 3
 
 
 def test_logits_that_a_loop_holds_stay_through_backward() -> None:

@@ -176,19 +176,21 @@ def _masked(run: Run) -> dict[bool, int]:
     return found
 
 
-def without_masks(run: Run, made: Sequence[Unit]) -> Iterator[Unit]:
+def without_masks(run: Run, made: Sequence[Unit]) -> Sequence[Unit]:
     """Units of a model on one stage: a mask goes with the first layer that has it, and is not there behind it.
 
     The model's own dict of masks (``causal_mask_mapping``) went when its forward returned.
     """
-    firsts = sorted(_masked(run).values())
-    if run.layout.pp > 1 or len(firsts) < 2 or not mask_bytes(run):
-        yield from made
-        return
-    earlier = {EMBEDDING, *run.model.layer_names[: firsts[-1]]}
-    for unit in made:
-        gone = _mask(run) if unit.names[-1].rpartition(" to ")[2] in earlier else 0
-        yield replace(unit, backward_peak=unit.backward_peak - gone, adding_peak=unit.adding_peak - gone)
+    firsts = sorted(_masked(run).values()) if run.layout.pp == 1 else []
+    if len(firsts) < 2 or not mask_bytes(run):
+        return made
+    earlier, gone = {EMBEDDING, *run.model.layer_names[: firsts[-1]]}, _mask(run)
+    return [
+        replace(unit, backward_peak=unit.backward_peak - gone, adding_peak=unit.adding_peak - gone)
+        if unit.names[-1].rpartition(" to ")[2] in earlier
+        else unit
+        for unit in made
+    ]
 
 
 def _adds_mask(attention: object) -> TypeGuard[Attention]:

@@ -37,10 +37,10 @@ def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool]
     """
     if not groups:
         return ()
-    made = list(_made(run, groups))
+    made: Sequence[Unit] = list(_made(run, groups))
     before, behind = neighbours
     made = list(with_ends(run, groups, made, handed_on=behind)) if run.layout.pp > 1 else made
-    made = list(without_masks(run, made)) if run.recompute.mode is not Mode.NONE else made
+    made = without_masks(run, made) if run.recompute.mode is not Mode.NONE else made
     made = list(_with_output(groups, made)) if run.holds_output else made
     made = with_shards(run, groups, made)
     made = list(_with_copies(run, groups, made)) if run.recompute.to_host else made
@@ -216,7 +216,7 @@ def sent_to_host(run: Run, groups: Sequence[RegionGroup]) -> dict[str, int]:
     """Bytes that units of a chunk send to the host in a forward, by their names; those that send none are left out."""
     if not (groups and run.recompute.to_host):
         return {}
-    made = list(_made(run, groups))
+    made: Sequence[Unit] = list(_made(run, groups))
     return {name: moved for unit, moved, _ in _sending(run, groups, made) for name in unit.names if moved}
 
 
