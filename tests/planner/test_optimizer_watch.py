@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from jettison.planner.optimizer_watch import OptimizerWatch
 from support.structure import said
@@ -129,3 +129,16 @@ def test_nothing_is_held_and_what_is_left_over_goes_within_a_step() -> None:
     for found in (*left, last, last):
         found.remove()
     assert len(_global_optimizer_post_hooks) == before
+
+
+def test_a_model_that_is_gone_takes_no_hook_from_under_a_step() -> None:
+    of = model()
+    left, called = watch(of, None, 0), []
+    behind = register_optimizer_step_post_hook(lambda *_: called.append(1))
+    del of
+    gc.collect()
+    other = model()
+    assert steps(other, adam(other)) == []
+    assert called == [1, 1]
+    behind.remove()
+    left.remove()
