@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.errors import Infeasible
-from jettison.measure import measured_peak
+from jettison.measure import independent_copy, measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.units import Bytes
 from support.toys import Headed, Mlp
@@ -42,7 +41,8 @@ def batch(rows: int = ROWS) -> tuple[Tensor]:
 
 def compiled_copy(model: Headed) -> Headed:
     """The same model without a plan, block by block."""
-    made = copy.deepcopy(model)
+    made = independent_copy(model)
+    assert isinstance(made, Headed)
     for layer in made.layers:
         layer.compile(dynamic=False)
     return made
