@@ -79,6 +79,7 @@ def middle(model: nn.Module, x: Tensor) -> int:
     return (least + peak_of(independent_copy(model), x)) // 2
 
 
+@pytest.mark.filterwarnings("ignore:a AdamW steps with")  # the budget is of the step without one
 def test_what_a_fast_link_hides_is_sent_and_nothing_is_computed_again() -> None:
     model, x = line(), seeded(ROWS, WIDTH)
     plain, budget = independent_copy(model), middle(line(), x)
