@@ -5,10 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def calls(function: Callable[[], object]) -> int:
     """Of Python's functions and of built-in ones, while ``function`` runs."""
+    return worked(function)[1]
+
+
+def worked(function: Callable[[], T]) -> tuple[T, int]:
+    """What it returns, and its `calls`."""
     count = 0
 
     def counted(_frame: FrameType, event: str, _argument: object) -> None:
@@ -18,7 +26,7 @@ def calls(function: Callable[[], object]) -> int:
     before = sys.getprofile()
     sys.setprofile(counted)
     try:
-        function()
+        found = function()
     finally:
         sys.setprofile(before)
-    return count
+    return found, count

@@ -94,7 +94,11 @@ def _made(folder: Path) -> Iterator[None]:
 def _try(folder: Path, rank: int) -> None:
     probe = folder / f"probe-{rank}{PARTIAL}"
     try:
-        write_durably(probe, "can this be written?\n")
+        try:
+            write_durably(probe, "can this be written?\n")
+        except FileNotFoundError:  # the rank that made the folder cannot write to it, and took it away again
+            folder.mkdir(parents=True, exist_ok=True)
+            write_durably(probe, "can this be written?\n")
     finally:
         probe.unlink(missing_ok=True)
 
