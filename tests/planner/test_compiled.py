@@ -35,7 +35,7 @@ from support.toys import Headed, Mlp
 pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
 
 
-@pytest.mark.parametrize("budgets", [4, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budgets", [3, pytest.param(12, marks=pytest.mark.slow)])
 def test_every_budget_holds_and_gradients_are_those_of_the_compiled_blocks(budgets: int) -> None:
     model, given = model_of(), batch()
     plain = compiled_copy(model)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from support.ranks import Launches
-from support.wrapped_steps import FOUR, REFERENCE, TWO, four_ranks, two_ranks
+from support.ranks import Launches, run_ranks
+from support.wrapped_steps import FOUR, MORE, REFERENCE, TWO, four_ranks, two_ranks, two_ranks_more
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +32,13 @@ def holds(found: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("how", TWO)
 def test_two_ranks_keep_a_budget(two: Launches, how: str) -> None:
     holds([rank[how] for rank in two[2]])
+
+
+@pytest.mark.slow
+def test_two_ranks_keep_a_budget_under_other_wrappers() -> None:
+    found = run_ranks(two_ranks_more, 2)
+    for how in MORE:
+        holds([rank[how] for rank in found])
 
 
 @pytest.mark.parametrize("how", FOUR)

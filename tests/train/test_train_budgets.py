@@ -24,14 +24,12 @@ from support.ranks import run_ranks
 
 GPT = ModelSection(architecture="gpt", layers=4, hidden=64, heads=4, dropout=0.1)
 LLAMA = ModelSection(architecture="llama", layers=3, hidden=64, heads=4, kv_heads=2, code="huggingface")
-TWO: dict[str, dict[str, Any]] = {
-    "zero 2, accumulated": {"layout": {"zero": 2}, "batch": (12, 2)},
-    "zero 3, bf16": {"layout": {"zero": 3}, "precision": "bf16", "llama": True, "share": 0.75},
-}
+TWO: dict[str, dict[str, Any]] = {"zero 2, accumulated": {"layout": {"zero": 2}, "batch": (12, 2)}}
 MORE: dict[str, dict[str, Any]] = {
     "tp": {"layout": {"tp": 2}, "llama": True, "share": 0.75},  # also in test_train_ranks
     "ddp, accumulated": {"batch": (12, 2)},
     "zero 3": {"layout": {"zero": 3}},
+    "zero 3, bf16": {"layout": {"zero": 3}, "precision": "bf16", "llama": True, "share": 0.75},
 }
 PIPELINES: dict[str, dict[str, Any]] = {
     "gpipe": {"layout": {"pp": 2, "schedule": "gpipe"}},
