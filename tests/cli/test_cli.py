@@ -315,6 +315,43 @@ def test_ctrl_c_exits_130_with_a_short_line(tmp_path):
     assert err == "jettison: interrupted\n"
 
 
+def test_a_trace_of_another_head_does_not_say_that_the_closed_form_is_the_same(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "architectures": ["LlamaForSequenceClassification"]}))
+    code, out, _ = call(capsys, "ledger", str(tmp_path / "config.json"), "--trace")
+    assert code == 0
+    assert "of the same" not in out
+    assert "of another model than LlamaForSequenceClassification" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-foreach", "sgd-momentum"])
+def test_a_traced_step_has_the_states_that_are_described(capsys, tmp_path, optimizer):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    path, stages = str(tmp_path / "config.json"), []
+    for trace in (("--trace",), ("--precision", "fp32", "--kernels", "huggingface")):
+        code, out, _ = call(capsys, "ledger", path, *trace, "--optimizer", optimizer, "--format", "json")
+        assert code == 0
+        stages.append(json.loads(out)["stages"][0]["optimizer_bytes"])
+    counters = stages[0] - stages[1]  # torch's count of steps, 4 bytes a tensor
+    assert 0 <= counters < 4 * 64
+
+
+def test_an_optimizer_that_no_trace_steps_with_is_refused_in_words(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    code, _, err = call(capsys, "ledger", str(tmp_path / "config.json"), "--trace", "--optimizer", "adam8bit")
+    assert code == 2
+    assert "whose step is described and not run: a preset, or a config.json that is not traced, takes it" in err
+
+
+def test_a_model_that_casts_its_weights_in_its_forward_is_refused_in_words(capsys, tmp_path):
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "num_experts": 4, "vocab_size": 99}
+    sparse = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_decoder_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "switch_transformers", **sizes, **sparse}))
+    code, _, err = call(capsys, "ledger", str(tmp_path / "config.json"), "--seq", "16")
+    assert code != 0
+    assert "its forward moves or casts its own parameters (Module.to)" in err
+    assert "_apply()" not in err
+
+
 @pytest.mark.parametrize("flags", [(), ("--precision", "bf16", "--seq", 64, "--micro-batch", 2)])
 def test_a_trace_says_which_flags_of_the_closed_form_are_the_same(capsys, tmp_path, flags):
     """And they are: every saved tensor of every layer."""

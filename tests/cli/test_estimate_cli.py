@@ -90,6 +90,39 @@ def test_compiled_code_is_quicker(capsys: pytest.CaptureFixture[str]) -> None:
     assert (eager["fusion"], compiled["fusion"]) == ("none", "compiled")
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective-op", "full"])
+def test_a_compiled_runs_memory_is_the_ledgers(capsys: pytest.CaptureFixture[str], recompute: str) -> None:
+    flags = ("--compile", "--kernels", "huggingface", "--recompute", recompute)
+    said = document(capsys, "llama3-8b", "--gpu", "h100-80gb", *flags)
+    assert run(["ledger", "llama3-8b", *flags, "--format", "json"]) == 0
+    assert said["peak_bytes"] == json.loads(capsys.readouterr().out)["peak_bytes"]
+    eager = document(capsys, "llama3-8b", "--gpu", "h100-80gb", *flags[1:])
+    assert (said["peak_bytes"] < eager["peak_bytes"]) is (recompute != "full")
+
+
+def test_memory_of_no_compiled_form_is_said_to_be_eager(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("mixtral-8x7b", "--gpu", "h100-80gb")
+    eager, compiled = document(capsys, *flags), document(capsys, *flags, "--compile")
+    assert compiled["peak_bytes"] == eager["peak_bytes"]
+    assert any("not compiled: got --compile and mixtral-8x7b" in warning for warning in compiled["warnings"])
+
+
+@pytest.mark.parametrize("scans", ["written", "fused"])
+def test_scans_that_nobody_timed_are_said(capsys: pytest.CaptureFixture[str], tmp_path: Path, scans: str) -> None:
+    sizes = {
+        "hidden_size": 512,
+        "num_heads": 16,
+        "head_dim": 64,
+        "state_size": 16,
+        "num_hidden_layers": 2,
+        "vocab_size": 1000,
+    }
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "mamba2", **sizes}))
+    said = document(capsys, str(config), "--gpu", "h100-80gb", "--seq", "256", "--scans", scans)
+    assert any("never timed" in warning for warning in said["warnings"]) is (scans == "written")
+
+
 def test_a_planner_may_decide(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("llama2-7b", "--gpu", "a100-80gb", "--dp", "8", "--zero", "1", "--micro-batch", "4")
     auto, none, full = (document(capsys, *flags, "--recompute", word) for word in ("auto", "none", "full"))

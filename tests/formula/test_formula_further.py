@@ -34,6 +34,7 @@ TINY = {
     "granite": _tiny("Granite", {**_GROUPED, **_TOKENS}),
     "granitemoe": _tiny("GraniteMoe", _FEW),
     "granitemoeshared": _tiny("GraniteMoeShared", {**_FEW, "shared_intermediate_size": 48}),
+    "granitemoeshared none": _tiny("GraniteMoeShared", {**_FEW, "shared_intermediate_size": 0}),
     "helium": _tiny("Helium", _HEADS_16),
     "internlm3": TinyFamily(
         model="LlamaForCausalLM", config="InternLM3Config", settings={**_HEADS_16, "qkv_bias": True, "bias": True}

@@ -55,6 +55,7 @@ TINY = {
     "dots1": _tiny("Dots1", {**_HEADS_16, **_ROUTED, "first_k_dense_replace": 1}),
     "ernie4_5_moe": _tiny("Ernie4_5_Moe", _ERNIE),
     "glm4_moe": _tiny("Glm4Moe", {**_HEADS_16, **_ROUTED, "use_qk_norm": True}),
+    "glm4_moe floored": _tiny("Glm4Moe", {**_GROUPED, **_TOKENS, **_ROUTED, "num_attention_heads": 6}),
     "hunyuan_v1_moe": _tiny("HunYuanMoEV1", {**_HEADS_16, "num_experts": 4, "moe_topk": 2}),
     "llama4_text": _tiny("Llama4", _LLAMA, config="Llama4Text"),
     "llama4_text dense": _tiny(
@@ -81,7 +82,7 @@ _INT, _BOOL = 8, 1
 def _let_go(case: FormulaCase) -> list[int]:
     """What routing gives to autograd and lets go of before the layer is over; a trace counts it."""
     tokens = case.batch * case.sequence
-    if case.family in ("dots1", "glm4_moe"):  # the best two of the only group, the group, and all others
+    if case.family.startswith(("dots1", "glm4_moe")):  # the best two of the only group, the group, and all others
         return [tokens * 2 * _INT, tokens * _INT, tokens * 4 * _BOOL]
     if case.family.startswith("phimoe"):  # where the best gate of each choice is
         return [tokens * _INT] * 2 * formula_cases.LAYERS

@@ -87,7 +87,7 @@ def test_a_mask_of_blocks_takes_this(seq: int) -> None:
         f"{full}{axis}_{word}" for full in ("", "full_") for axis in ("kv", "q") for word in ("num_blocks", "indices")
     ]
     tensors = [getattr(mask, name) for name in names]
-    assert packed_batch(run_with(seq=seq, packed=128, micro_batch=2, attention="flex")) == 2 * 8 * seq + sum(
+    assert packed_batch(run_with(seq=seq, packed=128, micro_batch=2, attention="flex"), ()) == 2 * 8 * seq + sum(
         t.untyped_storage().nbytes() for t in tensors
     )
 

@@ -300,6 +300,10 @@ def test_like_sets_what_a_framework_does_and_other_flags_go_before_it(capsys: py
     assert "--loss" not in asked.like
     assert "--accumulation fused-dummy" in asked.like
     assert str(resolve(LLAMA, RunRequest(like="torchtitan", tp=2)).run.kernels.loss) == "dtensor"
+    shared = resolve(LLAMA, RunRequest(like="huggingface", dp=2))
+    assert shared.like is not None
+    assert "--gradients buckets" in shared.like
+    assert "--gradients buckets" not in (resolve(LLAMA, RunRequest(like="huggingface", dp=2, zero=3)).like or "")
     assert command(["ledger", "llama3-8b", "--like", "nanotron"]) == 0
     assert "--precision bf16-grad32" in capsys.readouterr().out
     with pytest.raises(UsageError, match="got --like 'megatron'; expected one of megatron-"):

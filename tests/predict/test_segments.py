@@ -93,6 +93,17 @@ def test_the_smallest_budget_of_a_long_sequence() -> None:
     assert smallest(auto(run, offload=True)) == mode_peak(run, "full", offload=True)
 
 
+def test_a_mask_of_documents_goes_where_no_layer_reads_it_again() -> None:
+    """All on the host: 16 MiB of booleans less than where layers compute their own mask of them again."""
+    run = run_of("llama3-8b", 0, packed=512, attention="sdpa")
+    sent = mode_peak(run, "none", offload=True)
+    assert sent == mode_peak(run, "full", offload=True) - 16 * MIB
+    least = smallest(auto(run, offload=True))
+    assert least == sent
+    found = choose(auto(run, offload=True), least, H100)
+    assert forecast(found.forecast.run, chosen_of(found)).peak_bytes == least
+
+
 def test_a_stage_of_many_alike_layers_is_cut_evenly() -> None:
     """Two stages of 64 layers: no answer of the solver's own needs as little as segments of three."""
     run = run_of("llama3-8b", 0, pp=2, micro_batches=4, seq=8192, dp=8, zero=1)

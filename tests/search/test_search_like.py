@@ -15,6 +15,7 @@ from jettison.search.space import Candidate, Setup, setup_run
 from jettison.spec.hardware import hardware
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import Loss
+from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Recompute
 
 A100 = hardware("a100-80gb")
@@ -49,6 +50,8 @@ def as_typed(setup: Setup, **common: object) -> RunRequest:
         {"like": "torchtitan", "loss": "compiled"},
         {"like": "torchtitan", "gathered_inputs": False},
         {"like": "nanotron"},
+        {"like": "huggingface"},
+        {"like": "huggingface", "gradients": "upfront"},
     ],
 )
 def test_layouts_have_what_the_rule_says_of_their_tensor_ranks(given: dict[str, object]) -> None:
@@ -59,6 +62,20 @@ def test_layouts_have_what_the_rule_says_of_their_tensor_ranks(given: dict[str, 
         ours, typed = setup_run(setup, whole.template), resolve(LLAMA, as_typed(setup, **given)).run
         assert ours == typed
         assert forecast(ours).peak_bytes == forecast(typed).peak_bytes
+
+
+def test_the_trainers_replicas_have_buckets_where_they_shard_nothing() -> None:
+    whole = SearchRequest(like="huggingface", tp="1", pp="1", cp="1").space(LLAMA, A100, gpus=2, global_batch=4)
+    runs = [setup_run(setup, whole.template) for setup in whole.setups]
+    assert {run.layout.zero for run in runs} == {0, 1, 2, 3}
+    assert all((run.gradients is Gradients.BUCKETS) is (run.layout.zero == 0) for run in runs)
+    best = search(SearchRequest(like="huggingface", zero="0", tp="1", pp="1", cp="1", micro_batch="2", recompute="none")
+                  .space(LLAMA, A100, gpus=2, global_batch=4), A100).best  # fmt: skip
+    plain = RunRequest(like="huggingface", dp=2, micro_batch=2)
+    buckets = forecast(resolve(LLAMA, plain).run)
+    assert best.figures.peak_bytes == buckets.peak_bytes
+    alone = forecast(resolve(LLAMA, replace(plain, gradients="one-by-one")).run)
+    assert buckets.peak_bytes == alone.peak_bytes + alone.worst.static.gradients
 
 
 def test_a_searched_peak_is_the_ledgers() -> None:

@@ -219,6 +219,11 @@ def recording_errors() -> Iterator[None]:
         raise
     except Exception as error:
         first = str(error).splitlines()[0][:200] if str(error) else ""
+        if "_apply(): Couldn't swap" in first:  # transformers' Switch casts its router so
+            raise TraceError(
+                "its forward moves or casts its own parameters (Module.to), which puts others in their place, and fake "
+                "ones cannot be exchanged: cast them where the model is built"
+            ) from error
         kinds = (RuntimeError, NotImplementedError, TypeError, ValueError, LookupError, AssertionError, *VALUES_WANTED)
         kind = TraceError if isinstance(error, kinds) else RecordingLeft
         raise kind(f"{type(error).__name__}: {first}") from error

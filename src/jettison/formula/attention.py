@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jettison.formula.attention_biases import as_mask, biases_workspace, made_biases
-from jettison.formula.attention_masks import document_bounds, has_mask_tensor
+from jettison.formula.attention_masks import MASK, document_bounds, has_mask_tensor
 from jettison.formula.attention_sinks import sink_weight, softmax_with_sinks
 from jettison.formula.basic import (
     add,
@@ -372,11 +372,11 @@ def _gathered(w: Writer, q: Value, k: Value, v: Value) -> tuple[list[Value], int
 def _mask_tensor(w: Writer, q: Value, keys: int, *, alibi: bool) -> Value:
     """0 and minus infinity, made of the booleans that all layers are given; or what they are given, with distances."""
     if alibi and w.kernels.made_masks:
-        given = w.table("attention mask", (*q.shape[:ROWS], q.shape[ROWS], keys), w.compute, head_places(w))
+        given = w.table(MASK, (*q.shape[:ROWS], q.shape[ROWS], keys), w.compute, head_places(w))
         return for_product(w, given)  # one of fp32 is cast by each layer's kernel
     shape = (w.run.micro_batch, 1, q.shape[ROWS], keys)
     places = tuple(p for p in q.places if p[0] == "cp")
-    given = w.table("attention mask", shape, "bool", places)
+    given = w.table(MASK, shape, "bool", places)
     return w.tape.op("aten.where.ScalarOther", [given], dtype=q.dtype)
 
 
@@ -453,11 +453,11 @@ def as_batch(w: Writer, x: Value) -> Value:
 def _mask(w: Writer, scores: Value, spec: Attention) -> Value:
     """Scores with 0 or minus infinity added, or filled with it."""
     if w.kernels.filled_masks:
-        mask = w.table("attention mask", (w.run.micro_batch, 1, *scores.shape[ROWS:]), "bool")
+        mask = w.table(MASK, (w.run.micro_batch, 1, *scores.shape[ROWS:]), "bool")
         return w.tape.op("aten.masked_fill.Scalar", [scores, mask], saves=[saved(mask, "attention mask")])
     there = w.run.precision.casts and (spec.causal or w.run.padding)
     dtype = w.compute if there else scores.dtype
-    return add(w, scores, w.table("attention mask", scores.shape[ROWS:], dtype))
+    return add(w, scores, w.table(MASK, scores.shape[ROWS:], dtype))
 
 
 def _softcap(w: Writer, scores: Value) -> Value:

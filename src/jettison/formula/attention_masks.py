@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer
 from jettison.spec.kernels import Documents
 from jettison.spec.model import Attention
+
+MASK: Final = "attention mask"
+"""What layers are given of who sees whom."""
 
 
 def has_mask_tensor(w: Writer, spec: Attention) -> bool:

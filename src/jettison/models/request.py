@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,17 @@ from jettison.errors import UsageError
 from jettison.models.batches import batch_for
 from jettison.models.huggingface import ConfigRequest, build, read_config
 from jettison.spec.hub import hub_config, is_hub_id
+from jettison.spec.precision import Optimizer
 from jettison.spec.presets import PRESETS
 
-OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adamw-foreach": partial(torch.optim.AdamW, foreach=True),
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
+    "none": None,
+}
+"""Torch's own, which step on the traced model."""
 EXPECTED = (
     "module:factory (a function that returns a model, (model, batch) or (model, batch, loss_fn)), "
     "or a path to a Hugging Face config.json or its folder"
@@ -55,7 +64,12 @@ class ModelRequest:
             if value is not None and value < 1:
                 raise UsageError(f"got {name.replace('_', '-')} {value}; expected 1 or more")
         if self.optimizer not in OPTIMIZERS:
-            raise UsageError(f"got the optimizer {self.optimizer!r}; expected one of {', '.join(OPTIMIZERS)}")
+            described = self.optimizer in set(Optimizer)
+            more = ", whose step is described and not run: a preset, or a config.json that is not traced, takes it"
+            raise UsageError(
+                f"got the optimizer {self.optimizer!r}{more if described else ''}; a traced model's step takes one of "
+                f"{', '.join(OPTIMIZERS)}"
+            )
 
     def document(self) -> dict[str, Any]:
         """How a plan says what it was made for: enough to make it again, from any folder if it is a file."""

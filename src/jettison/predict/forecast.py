@@ -270,7 +270,7 @@ def _stage(
         late=late,
         received=_received(run) if layout.keeps_received and layout.pp > 1 else 0,
         receives=1 if index == 0 else 0,
-        around=mask + packed_batch(run) + last + gathered + (run.micro_batches - 1) * kept + kept_head,
+        around=mask + packed_batch(run, chunks) + last + gathered + (run.micro_batches - 1) * kept + kept_head,
         variables=_variables(run, index),
         batches=run.micro_batches * kept,
         shards=total.gradients if whole else 0,

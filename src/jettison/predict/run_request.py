@@ -203,9 +203,10 @@ def run_of(model: str | ModelSpec, request: RunRequest | None = None) -> Run:
 
 
 def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
+    zero = given_or(request.zero, 0)
     said = {
         field: value
-        for field, value in rule(name, tp=given_or(request.tp, 1)).items()
+        for field, value in rule(name, tp=given_or(request.tp, 1), dp=given_or(request.dp, 1), zero=zero).items()
         if getattr(request, field) is None
     }
     if given_or(request.zero, said.get("zero", 0)) != 3:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import prod
 
 from jettison.dtypes import DTYPE_BYTES
+from jettison.formula.attention_masks import MASK
 from jettison.formula.region import HEAD
 from jettison.formula.tape import Weight
+from jettison.ledger.program import Program
 from jettison.predict.stages import Chunk, StageRegion
 from jettison.spec.kernels import AttentionKernel, Dispatcher, Documents
 from jettison.spec.mixers import Scan
@@ -107,13 +110,11 @@ BLOCK = 128
 """Of FlexAttention's masks: torch, ``flex_attention.py``, ``_DEFAULT_SPARSE_BLOCK_SIZE``."""
 
 
-def packed_batch(run: Run) -> int:
+def packed_batch(run: Run, chunks: Sequence[Chunk]) -> int:
     """What comes with packed documents while a micro-batch is at work: positions, and where documents end.
 
-    Masks of s × s are one for all layers, b × 1 × s × s (``transformers/masking_utils.py``): booleans, and numbers for
-    eager attention; the forward lets go of them, unless layers that are computed again hold them. FlexAttention's
-    ``BlockMask`` has two int32 for each pair of blocks and each row of them, for whole and for partial blocks, by
-    queries and by keys.
+    FlexAttention's ``BlockMask`` has two int32 for each pair of blocks and each row of them, for whole and for partial
+    blocks, by queries and by keys.
     """
     if not run.packed:
         return 0
@@ -121,14 +122,40 @@ def packed_batch(run: Run) -> int:
     positions = 0 if run.model.learned_positions else 8 * batch * seq
     match run.kernels.documents:
         case Documents.MASK:
-            eager = run.kernels.attention is AttentionKernel.EAGER
-            each = DTYPE_BYTES[run.precision.compute] if eager else 1
-            return positions + (0 if run.recompute.mode is Mode.NONE else each * batch * seq * seq)
+            parts = (group.part for chunk in chunks for group in chunk)
+            return positions + (document_mask(run) if any(map(partial(_holds_mask, run), parts)) else 0)
         case Documents.BLOCKS:
             blocks = -(-seq // BLOCK)
             return positions + 4 * 4 * batch * (blocks + blocks * blocks)
         case _:
             return positions + 4 * (batch * -(-seq // run.packed) + 1)
+
+
+def document_mask(run: Run) -> int:
+    """The mask of packed documents where there is one, b × 1 × s × s, one for all layers.
+
+    ``transformers/masking_utils.py``: booleans, and numbers for eager attention. The forward lets go of it, unless
+    layers that are computed again hold it.
+    """
+    if not run.packed or run.kernels.documents is not Documents.MASK:
+        return 0
+    eager = run.kernels.attention is AttentionKernel.EAGER
+    return (DTYPE_BYTES[run.precision.compute] if eager else 1) * run.micro_batch * run.seq * run.seq
+
+
+def reads_mask(program: Program, kept: frozenset[int]) -> bool:
+    """Does what is computed again read the mask that all layers are given?"""
+    given = {buffer.index for buffer in program.buffers if buffer.free and buffer.name == MASK}
+    return any(not given.isdisjoint(program.ops[op].inputs) for op in program.recompute_set(kept))
+
+
+def _holds_mask(run: Run, part: StageRegion) -> bool:
+    """A checkpoint holds what it is called with; of what a planner has chosen, what is computed again decides."""
+    if not part.is_layer or run.recompute.mode is Mode.NONE:
+        return False
+    if part.chosen is None or part.segment > 1:
+        return True
+    return reads_mask(part.region.program, part.kept)
 
 
 def dummy_gradients(run: Run, parts: Sequence[StageRegion]) -> int:

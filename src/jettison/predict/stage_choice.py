@@ -12,6 +12,11 @@ layer sends nothing: what comes after it is the head, another micro-batch's pass
 
 Runs of layers may be segments (NOTE [ Which segments ] in `stage_segments`). Where the host's budget binds, they are
 only asked for where layers by themselves do not fit: plans near the relaxation's vertex (`solve.rounding`) have none.
+
+NOTE [ A mask that nobody reads again ]
+The mask of packed documents is one for all layers, and goes with the forward where none of them computes again what
+reads it. The solver has no price that many layers share. So the stage is solved twice: with the mask in place, and
+without it, where layers choose among what does not read it, and the better answer is taken.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Stage, stage_sizes
 from jettison.predict.fsdp_groups import Grouped, Place
 from jettison.predict.peak import stage_peak_bytes
+from jettison.predict.set_aside import document_mask, reads_mask
 from jettison.predict.stage_segments import HELD, StageSegments
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import MIXED, RegionGroup, StageRegion, Staying
@@ -85,12 +91,14 @@ class StageChoice:
 
     Args:
         host_budget_bytes: for what the stage's micro-batches in flight offload; None: no limit.
+        mask: may layers compute again what reads the mask of packed documents?
     """
 
     run: Run
     stage: Stage
     timing: Timing
     host_budget_bytes: int | None = None
+    mask: bool = True
 
     @cached_property
     def parts(self) -> list[StageRegion]:
@@ -114,12 +122,21 @@ class StageChoice:
 
     def solve(self, budget_bytes: int) -> tuple[int, Answer | None]:
         """The fewest bytes that the stage is known to fit, and the fastest answer that fits."""
-        lowest, least = self._lowest, self._least
-        found = [least, *refine(self._ask, budget_bytes, lowest)]
-        if all(one.needs > budget_bytes for one in found):
+        least = self._least
+        found = [least, *refine(self._ask, budget_bytes, self._lowest)]
+        other = self._without_mask
+        others = [] if other is None else refine(other._ask, budget_bytes, other._lowest)
+        fewest = min(one.needs for one in (*found, *others))
+        if fewest > budget_bytes:
             return least.needs, None  # the answer that any budget leads to
-        best = fastest(found, budget_bytes)
-        return min(least.needs, *(one.needs for one in found)), best
+        bests = [fastest(each, budget_bytes) for each in (found, others) if any(o.needs <= budget_bytes for o in each)]
+        best = min(bests, key=lambda one: one.added_seconds)
+        return fewest, replace(best, gap=max(one.gap for one in bests))  # the slower one's is of a lower bound as well
+
+    @cached_property
+    def _without_mask(self) -> StageChoice | None:
+        """See NOTE [ A mask that nobody reads again ]."""
+        return replace(self, mask=False) if self.mask and document_mask(self.run) else None
 
     @property
     def smallest_budget_bytes(self) -> int:
@@ -137,7 +154,9 @@ class StageChoice:
 
         They are what recompute modes say, and what the solver has for the smallest budget that it sees.
         """
-        found = [self._fewest, self._ask(self._lowest), *self._uniform()]
+        found = [self._fewest, self._ask(self._lowest), *(self._uniform() if self.mask else ())]
+        if self._without_mask is not None:
+            found.append(self._without_mask._least)
         least = min(found, key=lambda one: (one.needs, one.added_seconds))
         plain = sum(r.forward_seconds + r.backward_seconds for r in self._problem.regions)
         step = plain + least.added_seconds
@@ -199,7 +218,8 @@ class StageChoice:
                 continue
             key = (self.timing.prices(part.layer), part.region, following and following.region)
             if key not in known:
-                known[key] = self._of_layer(part, following)
+                points, program = self._of_layer(part, following), part.region.program
+                known[key] = points if self.mask else tuple(p for p in points if not reads_mask(program, p.stays))
             found.append(known[key])
         return found
 
@@ -241,6 +261,7 @@ class StageChoice:
     def _problem(self) -> StepProblem:
         load = self.stage.load
         static = load.fixed + load.state + load.around + load.variables + self._whole_bytes
+        static -= 0 if self.mask else document_mask(self.run)
         static += 0 if self._fresh else load.gradient_bytes
         regions = tuple(self._regions())
         nothing = (0,) * len(regions)
@@ -276,7 +297,7 @@ class StageChoice:
     def _ways(self) -> tuple[_Way, ...]:
         """The problem with segments; before it without, where the host's budget binds."""
         alone = _Way.of(self._problem)
-        segments = tuple(self._segments.options(self._problem, alone.least_bytes))
+        segments = tuple(self._segments.options(self._problem, alone.least_bytes)) if self.mask else ()
         if not segments:
             return (alone,)
         together = _Way.of(replace(self._problem, segments=segments))

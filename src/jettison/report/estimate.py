@@ -23,6 +23,7 @@ from jettison.report.ledger_table import MOST_STAGES, batch_text, frozen_text, h
 from jettison.report.parts import device_notes, exact, facts_table, titled
 from jettison.report.schemas import shaped
 from jettison.report.summary import request_document
+from jettison.spec.kernels import Scans
 from jettison.units import format_bytes, format_change, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:  # asked for rarely
@@ -34,7 +35,11 @@ PARTS = ("compute", "communication", "bubble", "recompute", "other")
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateReport:
-    """An estimate, the peak of the same run, and what `--explain` adds."""
+    """An estimate, the peak of the same run, and what `--explain` adds.
+
+    Args:
+        eager_memory: why the peak is of eager layers although they are compiled; empty where it is not.
+    """
 
     model: str
     asked: Resolved
@@ -43,6 +48,7 @@ class EstimateReport:
     available_bytes: int
     trilemma: Trilemma | None = None
     wanted: Wanted = NOTHING_WANTED
+    eager_memory: str = ""
 
     @property
     def sure(self) -> Sureness:
@@ -73,6 +79,14 @@ class EstimateReport:
             yield (
                 f"this run does not fit {self.found.hardware.name}: its peak of {format_bytes(self.memory.peak_bytes)} "
                 f"is more than the {format_bytes(self.available_bytes)} left for tensors"
+            )
+        if self.eager_memory:
+            yield f"the peak is of layers that are not compiled: {self.eager_memory}"
+        run = self.found.run
+        if run.kernels.scans is Scans.WRITTEN and any(layer.scan is not None for layer in run.model.described):
+            yield (
+                "scans that are written out op by op were never timed: their part of this time is of kernels and bytes "
+                "alone, and was held against no run; --scans fused has timed ones, of Mamba 2 and the gated delta rule"
             )
         if self.found.hardware.reached_source.startswith("estimated"):
             yield f"how much of its peaks {self.found.hardware.name} reaches is estimated, not measured"

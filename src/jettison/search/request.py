@@ -145,6 +145,7 @@ class SearchRequest(CommonRequest):
             node=hardware.node,
             axes=axes,
             over_tensor_ranks=self._over_tensor_ranks(),
+            over_replicas=self._over_replicas(),
         )
 
     def _over_tensor_ranks(self) -> OverTensorRanks:
@@ -157,6 +158,13 @@ class SearchRequest(CommonRequest):
             loss=Loss(over["loss"]) if "loss" in said else None,
             gathered_inputs=over["gathered_inputs"] if "gathered_inputs" in said else None,
         )
+
+    def _over_replicas(self) -> Gradients | None:
+        """What it says of gradients over several replicas that shard nothing."""
+        if self.like is None or self.gradients is not None:
+            return None
+        alone, over = (rule(self.like, tp=1, dp=dp)["gradients"] for dp in (1, 2))
+        return None if alone == over else Gradients(over)
 
 
 def _words(text: str | None) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from typing import Any, Final
 from jettison.errors import UsageError
 from jettison.spec.kernels import ContextExchange, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule, exchange_misfit
+from jettison.spec.precision import Gradients
 from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.run import Run
 from jettison.spec.stage_layers import uneven_cuts
@@ -85,13 +86,14 @@ class Setup:
     """A layout, and the batch as it is cut for one data-parallel rank.
 
     Args:
-        loss: that goes with this layout; None: the template's.
+        loss, gradients: that go with this layout; None: the template's.
     """
 
     layout: Layout
     micro_batch: int
     micro_batches: int
     loss: Loss | None = None
+    gradients: Gradients | None = None
 
     @property
     def flags(self) -> str:
@@ -130,7 +132,8 @@ class Candidate:
     @property
     def text(self) -> str:
         """All that tells it from others of its question."""
-        return f"{self.flags} {self.setup.layout} {self.setup.loss} {self.budget_bytes}"
+        gradients = f" {self.setup.gradients}" if self.setup.gradients else ""
+        return f"{self.flags} {self.setup.layout} {self.setup.loss}{gradients} {self.budget_bytes}"
 
     def run(self, template: Run) -> Run:
         """The run that it is."""
@@ -143,6 +146,7 @@ def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -
         template,
         kernels=template.kernels if setup.loss is None else _with_loss(template.kernels, setup.loss),
         layout=setup.layout,
+        gradients=setup.gradients or template.gradients,
         micro_batch=setup.micro_batch,
         micro_batches=setup.micro_batches,
         recompute=recompute or Recompute(),
@@ -163,6 +167,7 @@ class Space:
         template: the run's model, sequence, precision, kernels and so on; its layout's flags that are no axes hold.
         node: devices of a node.
         over_tensor_ranks: what layouts with tp above 1 have instead of what the template has.
+        over_replicas: when gradients are allocated where several replicas shard nothing; None: as in the template.
 
     Raises:
         UsageError: a number below one.
@@ -174,6 +179,7 @@ class Space:
     node: int
     axes: Axes = field(default_factory=Axes)
     over_tensor_ranks: OverTensorRanks = OverTensorRanks()
+    over_replicas: Gradients | None = None
 
     def __post_init__(self) -> None:
         for name in ("gpus", "global_batch"):
@@ -272,7 +278,8 @@ class Space:
                     refused[misfit] += 1
                     continue
                 loss = self.over_tensor_ranks.loss if layout.tp > 1 else None
-                yield Setup(layout=layout, micro_batch=micro_batch, micro_batches=count, loss=loss)
+                gradients = self.over_replicas if layout.dp > 1 and not layout.zero else None
+                yield Setup(layout=layout, micro_batch=micro_batch, micro_batches=count, loss=loss, gradients=gradients)
             if self.axes.micro_batch and not set(self.axes.micro_batch) & set(_divisors(each)):
                 refused[f"--micro-batch {self.axes.micro_batch[0]} does not divide the {each} of one rank"] += 1
 

@@ -25,7 +25,7 @@ def attention_of(fields: ConfigFields) -> Attention:
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads")
     head_dim = fields.optional_size("head_dim")
-    if head_dim is None and hidden % heads:
+    if head_dim is None and hidden % heads and not (family.floored_heads and heads <= hidden):
         expected = f"a divisor of the hidden size {hidden}" + (", or a head_dim" if fields.knows("head_dim") else "")
         raise fields.error("num_attention_heads", expected)
     head_dim = hidden // heads if head_dim is None else head_dim
@@ -38,7 +38,7 @@ def attention_of(fields: ConfigFields) -> Attention:
         out_bias=family.out_bias or fields.flag(_OUT_BIAS if fields.knows(_OUT_BIAS) else "attention_bias"),
         fused_qkv=family.fused_qkv,
         qk_norm=family.qk_norm,
-        rotary_dim=int(head_dim * _rotated_share(fields, head_dim)) if family.rotary and not family.alibi else 0,
+        rotary_dim=_rotated(fields, head_dim) if family.rotary and not family.alibi else 0,
         softcap=bool(fields.number("attn_logit_softcapping")),
         sinks=family.sinks,
         alibi=family.alibi,
@@ -55,6 +55,12 @@ def _causal(fields: ConfigFields) -> bool:
     if fields.knows("is_decoder"):
         return fields.flag("is_decoder")
     return not fields.flag("use_bidirectional_attention")
+
+
+def _rotated(fields: ConfigFields, head_dim: int) -> int:
+    """How much of a head is rotated: two numbers for each frequency, of which an odd share has one more."""
+    dim = int(head_dim * _rotated_share(fields, head_dim))
+    return dim + dim % 2 if dim < head_dim else dim
 
 
 def _rotated_share(fields: ConfigFields, head_dim: int) -> float:
@@ -128,7 +134,7 @@ def experts_of(fields: ConfigFields) -> Moe:
         normalise_top_k=style.normalised or fields.flag("norm_topk_prob"),
         shared_ffn=ffn * (fields.optional_size("n_shared_experts", least=0) or 0)
         if style.shared_width is None
-        else fields.size(style.shared_width),
+        else fields.size(style.shared_width, least=0 if style.shared_fused else 1),  # Granite's may have none
         correction_frozen=style.correction_frozen,
         clamped_sum=style.clamped_sum,
         weighted_inputs=style.weighted_inputs,

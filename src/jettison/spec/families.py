@@ -99,6 +99,7 @@ class Family:
     gated_attention: bool = False  # what it returns is weighted by a part of the queries' product
     scan: ScanKind | None = None
     lone: bool = False
+    floored_heads: bool = False  # where heads do not divide the hidden size, they are as wide as it has room for
     start_norm: bool = False  # the embedding ends with a norm
     plain_where_full: bool = False  # layers without a window have no rotary positions, where some have one: EXAONE 4
     experts: Experts | None = None

@@ -29,12 +29,21 @@ _OTHER_HEADS: Final = (
 """How names of classes end whose head is not the one that is described."""
 
 
+OTHER_HEAD: Final = "architectures says "
+LEFT_OUT_TOWER: Final = " is left out: "
+
+
+def of_another_model(remark: str) -> bool:
+    """Is it about a head or a tower, which the class that is built has and the described model has not?"""
+    return remark.startswith((OTHER_HEAD, "the ")) and (OTHER_HEAD in remark or LEFT_OUT_TOWER in remark)
+
+
 def left_out_of(outer: Mapping[str, Any], inner: Mapping[str, Any], family: Family) -> Iterator[str]:
     """What a configuration has that the text model does not, one remark each."""
     if family.patches:
         if "vision_config" in outer:
             yield (
-                "the text tower is left out: an image is classified, and no text is held against it; where "
+                f"the text tower{LEFT_OUT_TOWER}an image is classified, and no text is held against it; where "
                 'architectures says "CLIPModel", both towers are counted'
             )
         return
@@ -43,10 +52,10 @@ def left_out_of(outer: Mapping[str, Any], inner: Mapping[str, Any], family: Fami
         if isinstance(tower, Mapping) and tower:
             about = _tower_parameters(tower)
             size = f"about {about / 1e6:.0f} million parameters" if about else "a size that it does not state"
-            yield f"the {key.partition('_')[0]} tower ({size}) is left out: bytes and seconds are the text model's"
+            yield f"the {key.partition('_')[0]} tower ({size}){LEFT_OUT_TOWER}bytes and seconds are the text model's"
     if other := _other_head(outer, family):
         named = ". --trace builds the class that is named" if "For" in other else ""
-        yield f"architectures says {other}; what is described is the model with the head of its pre-training{named}"
+        yield f"{OTHER_HEAD}{other}; what is described is the model with the head of its pre-training{named}"
     for remark in not_built(outer, inner):
         yield f"{remark}; --mtp-num-layers counts them" if FURTHER_LEFT_OUT in remark else remark
 

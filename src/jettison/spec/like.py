@@ -88,15 +88,17 @@ LIKE: Final[Mapping[str, Rule]] = MappingProxyType(
         },
     }
 )
-"""By name. torchtitan over tensor-parallel ranks has DTensor's loss and inputs: see `rule`."""
+"""By name. What torchtitan and Hugging Face set over several ranks: see `rule`."""
 
 
-def rule(name: str, *, tp: int) -> Rule:
+def rule(name: str, *, tp: int, dp: int = 1, zero: int = 0) -> Rule:
     """What a framework sets.
 
     Args:
         tp: ranks of tensor parallelism; over more than one, torchtitan's loss is `loss_parallel`, its default, and
             products keep gathered inputs.
+        dp: replicas; several that shard nothing, with ``zero`` 0, transformers' Trainer has in DistributedDataParallel
+            (``accelerate/accelerator.py``, ``prepare_model``), whose gradients are no views of its buckets.
 
     Raises:
         UsageError: no such framework.
@@ -104,4 +106,6 @@ def rule(name: str, *, tp: int) -> Rule:
     if name not in LIKE:
         raise UsageError(f"got --like {name!r}; expected one of {', '.join(LIKE)}")
     found = LIKE[name]
-    return {**found, "loss": "dtensor", "gathered_inputs": True} if name == "torchtitan" and tp > 1 else found
+    if name == "torchtitan" and tp > 1:
+        return {**found, "loss": "dtensor", "gathered_inputs": True}
+    return {**found, "gradients": "buckets"} if name == "huggingface" and dp > 1 and not zero else found

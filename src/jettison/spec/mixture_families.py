@@ -113,6 +113,7 @@ MIXTURES: Final[Mapping[str, Family]] = MappingProxyType(
                 "norm_topk_prob": True,
             },
             rotary_key="partial_rotary_factor",
+            floored_heads=True,
             experts=Experts(router=Router.SIGMOID_GROUPS, correction_bias=True),
         ),
         "hunyuan_v1_moe": Family(

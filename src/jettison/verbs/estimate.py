@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jettison.cost.execution import execution_of
@@ -57,6 +58,9 @@ def estimate(
     memory, chosen = _memory(run, device)
     run = memory.run
     found = estimate_run(run, device, execution=how, chosen=chosen)
+    eager = ""
+    if compiled:
+        memory, eager = _compiled(memory)
     return EstimateReport(
         model=model,
         asked=asked,
@@ -65,7 +69,16 @@ def estimate(
         available_bytes=available_bytes(device, run),
         trilemma=_explain(found) if explain else None,
         wanted=wanted,
+        eager_memory=eager,
     )
+
+
+def _compiled(memory: Forecast) -> tuple[Forecast, str]:
+    """The memory that `ledger --compile` states; where none is described, what there is, and why."""
+    try:
+        return forecast(replace(memory.run, compiled=True)), ""
+    except UsageError as error:
+        return memory, str(error)
 
 
 def _memory(run: Run, device: Hardware) -> tuple[Forecast, Chosen | None]:

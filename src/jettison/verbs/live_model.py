@@ -31,6 +31,7 @@ from jettison.report.tables import plan_table
 from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.spec.hardware import Hardware
+from jettison.spec.left_out import of_another_model
 from jettison.traces.timeline import MemoryTimeline
 from jettison.units import Bytes
 
@@ -127,11 +128,13 @@ def _built(request: ModelRequest, loaded: Loaded) -> Iterator[tuple[str, str]]:
     default = " (default)" if request.seq is None else ""
     yield "batch", f"{seq} tokens{default}, {sequences} {'sequence' if sequences == 1 else 'sequences'}"
     try:
-        model_spec(request.model)
+        described = model_spec(request.model)
     except UsageError:
         return
+    other = "; ".join(filter(of_another_model, described.left_out))
     flags = f"--precision {CLOSED_FORM[types[0]]} --kernels huggingface --attention {attention} --seq {seq}"
-    yield "closed form", f"of the same: {flags} --micro-batch {sequences}"
+    what = f"of another model than {type(loaded.model).__name__}, since {other}" if other else "of the same"
+    yield "closed form", f"{what}: {flags} --micro-batch {sequences}"
 
 
 def live_plan(
