@@ -107,7 +107,6 @@ def drawn_experts(seed: int, ranks: int) -> LayoutCase:
     chance = random.Random(f"experts, {seed} on {ranks} ranks")
     pp = 2 if ranks > 2 and chance.random() < 0.3 else 1
     data = ranks // pp
-    cp = 2 if pp == 1 and chance.random() < 0.2 else 1
     ep = chance.choice([size for size in (2, 4) if size <= data])
     ways = ["mean", "zero 3", "zero 3", "zero 1", *(("ddp",) if pp == 1 else ())]
     way = chance.choice(ways)
@@ -129,9 +128,8 @@ def drawn_experts(seed: int, ranks: int) -> LayoutCase:
         layers=layers,
         batch=chance.choice((1, 2, 4)),
         sequence=chance.choice((16, 32, 64, 128)),
-        attention=chance.choice(("sdpa", "sdpa", "eager")) if cp == 1 else "sdpa",
-        cp=cp,
-        dp=data // cp,
+        attention=chance.choice(("sdpa", "sdpa", "eager")),
+        dp=data,
         pp=pp,
         averaging=averaging,
         zero=zero,

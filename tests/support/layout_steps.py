@@ -292,6 +292,7 @@ class _Step:
         if self.spread is not None:  # torchtitan, ``apply_fsdp``: a block's experts are a group within its layer's
             for one in [m for m in module.modules() if isinstance(m, ExpertsOverRanks)]:
                 fully_shard(one, **{**options, "mesh": self.spread["edp"]})
+                one.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing on the way
                 one.set_gradient_divide_factor(self.data.size())
         for group in groups:
             fully_shard(group, **options)

@@ -100,6 +100,7 @@ def static(
     freed = on_host.frees_gradients
     for w in weights:
         ranks = layout.expert_shards if w.expert else layout.shards
+        wrapped = ranks > 1 or (w.expert and layout.shards > 1)  # see NOTE [ Groups of one rank ]
         owned = -(-w.numel // ranks)  # elements that one rank keeps of what is sharded
         at = [owned if layout.zero >= stage else w.numel for stage in (1, 2, 3)]
         if w.frozen:  # whoever shards trains in full shards what is frozen as well
@@ -127,9 +128,9 @@ def static(
         master += copy
         copies += at[0] * (DTYPE_BYTES[held.optimizer_gradient] if held.optimizer_gradient else 0)
         state += own
-        if layout.zero == 3 and ranks > 1:
+        if layout.zero == 3 and wrapped:
             gathered += w.numel * (1 if _travels_narrow(w, precision) else DTYPE_BYTES[precision.compute])
-        if layout.zero >= 2 and ranks > 1:
+        if layout.zero >= 2 and (ranks > 1 or (layout.zero == 3 and wrapped)):
             reduced += w.gradient_numel * DTYPE_BYTES[precision.gradient]
         size = at[0] * DTYPE_BYTES[held.moment or held.master or held.parameter]
         largest, stepping, before = max(largest, size), max(stepping, before + 2 * size), size
