@@ -94,7 +94,9 @@ def spread_experts(model: nn.Module, group: Any, tokens: int, *, added: bool) ->
     """
     known: dict[tuple[int, int], Even] = {}
     for block in [m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]:
-        even = known.setdefault((block.gate.top_k, block.gate.num_experts), Even(tokens, block.gate.top_k, block.gate.num_experts))
+        even = known.setdefault(
+            (block.gate.top_k, block.gate.num_experts), Even(tokens, block.gate.top_k, block.gate.num_experts)
+        )
         block.gate.register_forward_hook(even)
         block.experts = ExpertsOverRanks(block.experts, group, added=added)
     return [even.choice for even in known.values()]

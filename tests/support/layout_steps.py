@@ -1,5 +1,5 @@
-"""What ranks do for `benchmarks.random_ranks`: steps of a tiny model over tp × sp × cp × dp × ZeRO × pp × ep, every byte
-counted.
+"""What ranks do for `benchmarks.random_ranks`: steps of a tiny model over tp × sp × cp × dp × ZeRO × pp × ep, every
+byte counted.
 
 Tensor, sequence and context parallelism are Jettison's own (`apply_tensor_parallel`, `apply_context_parallel`), or
 torch's styles for `parallelize_module`; data parallelism is a mean of gradients, DistributedDataParallel, torch's
@@ -20,7 +20,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -226,6 +225,8 @@ class _Step:
         trained = [p for module in self.modules for p in module.parameters()]
         options: dict[str, Any] = {"foreach": False}
         if self.case.zero == 1:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # whose package warns of its own
+
             assert self.data is not None
             own = self.experts()
             shared = [p for p in trained if id(p) not in own]
@@ -308,7 +309,7 @@ class _Step:
 class _OwnState:
     """ZeroRedundancyOptimizers with the state of this rank's parameters where an optimizer has it."""
 
-    def __init__(self, wholes: Sequence[ZeroRedundancyOptimizer]) -> None:
+    def __init__(self, wholes: Sequence[Any]) -> None:
         self.wholes = wholes
 
     def step(self) -> None:

@@ -304,14 +304,22 @@ def _buckets(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
 
     ``torch/csrc/distributed/c10d/reducer.cpp``, ``mark_variable_ready_dense``: what autograd made is copied into its
     bucket, and the mean is copied back (``finalize_bucket_dense``). With ``gradient_as_bucket_view`` a gradient becomes
-    its place, but those of micro-batches under ``no_sync`` come beside it after ``zero_grad(set_to_none=True)``. Experts that are spread over ranks have none:
-    a mean over all ranks would mix different ones (``_set_params_and_buffers_to_ignore_for_model``).
+    its place, but those of micro-batches under ``no_sync`` come beside it after ``zero_grad(set_to_none=True)``.
+    Experts that are spread over ranks have none: a mean over all ranks would mix different ones
+    (``_set_params_and_buffers_to_ignore_for_model``).
     """
     if run.gradients is not Gradients.BUCKETS:
         return 0
     parts = [(group.part, len(group.names)) for chunk in chunks for group in chunk] if run.layout.ep > 1 else []
     apart = sum(
-        count * static([w for w in part.region.weights if w.expert], precision=run.precision, optimizer=run.optimizer, layout=run.layout, in_layer=part.is_layer).gradients
+        count
+        * static(
+            [w for w in part.region.weights if w.expert],
+            precision=run.precision,
+            optimizer=run.optimizer,
+            layout=run.layout,
+            in_layer=part.is_layer,
+        ).gradients
         for part, count in parts
     )
     return total.gradients - apart
