@@ -112,7 +112,8 @@ def drawn_experts(seed: int, ranks: int) -> LayoutCase:
     way = chance.choice(ways)
     averaging, zero = ("zero", 3) if way == "zero 3" else ("mean", 1) if way == "zero 1" else (way, 0)
     heads = chance.choice((4, 8))
-    schedule, stages = "1f1b", ()
+    schedule = "1f1b"
+    stages: tuple[int, ...] = ()
     layers, micro_batches = chance.choice((2, 3, 4)), chance.choice((1, 1, 2, 3))
     if pp > 1:
         schedule = chance.choice(("1f1b", "1f1b", "gpipe"))
