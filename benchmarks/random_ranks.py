@@ -1,6 +1,6 @@
 """Steps of tiny models on real ranks in layouts by chance, every rank's peak beside its forecast.
 
-    python -m benchmarks.random_ranks [--seed 0] [--cases 40] [--ranks 2 4] [--only tp cp] [--events FOLDER]
+    python -m benchmarks.random_ranks [--seed 0] [--cases 40] [--ranks 2 4] [--only tp cp | --experts] [--out FILE]
 
 Ranks are gloo's, on this machine's processor; `tests/support/layout_steps.py` is what they do. A case is its seed: the
 same number draws the same model and layout. Worst first is printed, and what a rank could not do, in its own words.
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from jettison.errors import UsageError
 from jettison.predict.forecast import Forecast, forecast
-from jettison.spec.kernels import ContextExchange, Loss
+from jettison.spec.kernels import Combine, ContextExchange, Loss
 from jettison.spec.layout import Layout, Reshard, Schedule
 from jettison.spec.precision import PRECISIONS, Gradients
 from jettison.spec.recompute import Recompute
@@ -102,6 +102,51 @@ def drawn(seed: int, ranks: int, only: Sequence[str] = ()) -> LayoutCase:
     )
 
 
+def drawn_experts(seed: int, ranks: int) -> LayoutCase:
+    """The case of a seed whose experts are spread over ranks."""
+    chance = random.Random(f"experts, {seed} on {ranks} ranks")
+    pp = 2 if ranks > 2 and chance.random() < 0.3 else 1
+    data = ranks // pp
+    ep = chance.choice([size for size in (2, 4) if size <= data])
+    ways = ["mean", "zero 3", "zero 3", "zero 1", *(("ddp",) if pp == 1 else ())]
+    way = chance.choice(ways)
+    averaging, zero = ("zero", 3) if way == "zero 3" else ("mean", 1) if way == "zero 1" else (way, 0)
+    heads = chance.choice((4, 8))
+    schedule = "1f1b"
+    stages: tuple[int, ...] = ()
+    layers, micro_batches = chance.choice((2, 3, 4)), chance.choice((1, 1, 2, 3))
+    if pp > 1:
+        schedule = chance.choice(("1f1b", "1f1b", "gpipe"))
+        stages = tuple(chance.choice((1, 2, 2)) for _ in range(pp))
+        layers, micro_batches = sum(stages), pp * chance.choice((1, 2))
+    return LayoutCase(
+        family=chance.choice(("mixtral", "qwen3_moe")),
+        hidden=chance.choice((32, 64, 128)),
+        heads=heads,
+        kv_heads=chance.choice((heads, heads // 2)),
+        ffn=chance.choice((32, 64, 96, 256)),
+        vocabulary=chance.choice((64, 128, 512, 1024)),
+        layers=layers,
+        batch=chance.choice((1, 2, 4)),
+        sequence=chance.choice((16, 32, 64, 128)),
+        attention=chance.choice(("sdpa", "sdpa", "eager")),
+        dp=data,
+        pp=pp,
+        averaging=averaging,
+        zero=zero,
+        stays=zero == 3 and (pp > 1 or chance.random() < 0.4),
+        mixed=chance.random() < 0.4 and zero in (0, 3),
+        full=chance.random() < 0.3,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        stage_layers=stages,
+        experts=chance.choice((4, 8)),
+        choices=chance.choice((1, 2, 4)),
+        ep=ep,
+        added=chance.random() < 0.5,
+    )
+
+
 def said(case: LayoutCase) -> Forecast:
     """What the ledger says of a case."""
     run = run_of(case.formula)
@@ -110,6 +155,7 @@ def said(case: LayoutCase) -> Forecast:
         sp=case.sp,
         cp=case.cp,
         dp=case.dp,
+        ep=case.ep,
         pp=case.pp,
         virtual_stages=len(case.stage_layers) // case.pp if case.pp > 1 else 1,
         zero=case.zero,
@@ -126,6 +172,8 @@ def said(case: LayoutCase) -> Forecast:
         gradients = Gradients.UPFRONT if views else Gradients.BUCKETS
     if case.tp > 1 and case.code == "torch":
         kernels = replace(kernels, loss=Loss.DTENSOR)
+    if case.added:
+        kernels = replace(kernels, combine=Combine.ADDED)
     if case.cp > 1:
         kernels = replace(kernels, context_exchange=ContextExchange.GATHER)
     return forecast(
@@ -160,7 +208,7 @@ def rotary_bytes(case: LayoutCase) -> int:
     """Of ``inv_freq`` and its twin in each of a rank's stages, which no configuration tells."""
     if case.family == "gpt2":
         return 0
-    dim = 24 if case.family == "qwen3" else case.hidden // case.heads
+    dim = 24 if case.family.startswith("qwen3") else case.hidden // case.heads
     return 2 * 4 * (dim // 2) * (max(1, len(case.stage_layers) // case.pp))
 
 
@@ -215,11 +263,13 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--only", nargs="+", default=[], choices=("tp", "cp", "dp", "pp"))
+    parser.add_argument("--experts", action="store_true", help="mixtures whose experts are spread over ranks")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     rows: list[tuple[LayoutCase, Beside]] = []
     for ranks in asked.ranks:
-        cases = [drawn(seed, ranks, asked.only) for seed in range(asked.seed, asked.seed + asked.cases)]
+        seeds = range(asked.seed, asked.seed + asked.cases)
+        cases = [drawn_experts(seed, ranks) if asked.experts else drawn(seed, ranks, asked.only) for seed in seeds]
         worst: dict[LayoutCase, Beside] = {}
         for found in compared(cases):
             if isinstance(found, tuple):

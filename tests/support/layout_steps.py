@@ -1,5 +1,5 @@
-"""What ranks do for `benchmarks.random_ranks`: steps of a tiny model over tp × sp × cp × dp × ZeRO × pp, every byte
-counted.
+"""What ranks do for `benchmarks.random_ranks`: steps of a tiny model over tp × sp × cp × dp × ZeRO × pp × ep, every
+byte counted.
 
 Tensor, sequence and context parallelism are Jettison's own (`apply_tensor_parallel`, `apply_context_parallel`), or
 torch's styles for `parallelize_module`; data parallelism is a mean of gradients, DistributedDataParallel, torch's
@@ -10,7 +10,7 @@ pipelines are those of `torch.distributed.pipelining`. Case by case the step is 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -48,6 +47,7 @@ from jettison.parallel.context import Context
 from jettison.parallel.known_models import Plan, tensor_parallel_plan
 from jettison.parallel.styles import ColumnParallel, Replicated, VocabularyParallel
 from support import mixtures  # noqa: F401  puts them among families
+from support.expert_steps import ExpertsOverRanks, expert_parameters, spread_experts
 from support.formula_cases import FormulaCase, model_of
 from support.pipeline_peaks import Cut, chunks_of, loss_of
 from support.sharded_peaks import _Gathers, _Reduces, local, lowest_of_three
@@ -68,6 +68,8 @@ class LayoutCase:
         mixed: products in bf16; parameters and gradients are fp32.
         full: every layer is a checkpoint of torch's.
         stage_layers: of each stage of each rank; empty: no pipeline.
+        experts: of each block, ``choices`` of them a token's, over ``ep`` of the ranks of dp and cp; 0: a dense model.
+        added: experts' outputs are added up in fp32, torchtitan's way.
     """
 
     family: str
@@ -94,6 +96,10 @@ class LayoutCase:
     micro_batches: int = 1
     schedule: str = "1f1b"
     stage_layers: tuple[int, ...] = ()
+    experts: int = 0
+    choices: int = 2
+    ep: int = 1
+    added: bool = False
     events: bool = False
 
     @property
@@ -120,6 +126,11 @@ class LayoutCase:
                 "intermediate_size": self.ffn,
             }
         more |= {"vocab_size": self.vocabulary, "tie_word_embeddings": False}
+        if self.experts:
+            more["num_experts_per_tok"] = self.choices
+            more["num_local_experts" if self.family == "mixtral" else "num_experts"] = self.experts
+        if self.family == "qwen3_moe":
+            more |= {"moe_intermediate_size": self.ffn, "intermediate_size": 2 * self.ffn}
         return FormulaCase(
             family=self.family,
             attention=self.attention,
@@ -138,12 +149,15 @@ class LayoutCase:
         return asdict(self)
 
     def __str__(self) -> str:
-        axes = [f"{name} {getattr(self, name)}" for name in ("tp", "cp", "dp", "pp") if getattr(self, name) > 1]
+        axes = [f"{name} {getattr(self, name)}" for name in ("tp", "cp", "dp", "pp", "ep") if getattr(self, name) > 1]
         words = [self.family, *axes, *(["sp"] if self.sp else []), self.averaging if self.dp * self.cp > 1 else ""]
         words += [f"zero {self.zero}" if self.zero else "", "stays" if self.stays else "", self.code]
         words += ["mixed" if self.mixed else "fp32", "full" if self.full else "", f"m {self.micro_batches}"]
         words += [f"{self.schedule} {self.stage_layers}" if self.pp > 1 else "", self.attention]
         sizes = f"{self.layers}×{self.hidden} a{self.heads}/{self.kv_heads} f{self.ffn} V{self.vocabulary}"
+        if self.experts:
+            words.append("added" if self.added else "sorted")
+            sizes += f" e{self.experts}/{self.choices}"
         return " ".join(filter(None, [*words, f"[{sizes} b{self.batch} s{self.sequence}]"]))
 
 
@@ -198,9 +212,12 @@ class _Step:
         self.case, self.mesh = case, mesh
         shards = mesh["dp", "cp"]
         self.data = shards._flatten("data") if case.dp * case.cp > 1 else None
+        sizes = (case.pp, case.dp * case.cp // case.ep, case.ep, case.tp)
+        self.spread = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "edp", "ep", "tp")) if case.experts else None
         self.modules: list[nn.Module] = []
         self.batch: list[Tensor] = []
         self.buckets: list[Tensor] = []
+        self.routing: list[Tensor] = []
         self.optimizer: Any = None
 
     def start(self) -> None:
@@ -208,11 +225,27 @@ class _Step:
         trained = [p for module in self.modules for p in module.parameters()]
         options: dict[str, Any] = {"foreach": False}
         if self.case.zero == 1:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # whose package warns of its own
+
             assert self.data is not None
-            group = self.data.get_group()
-            self.optimizer = _OwnState(ZeroRedundancyOptimizer(trained, torch.optim.AdamW, group, **options))
+            own = self.experts()
+            shared = [p for p in trained if id(p) not in own]
+            made = [ZeroRedundancyOptimizer(shared, torch.optim.AdamW, self.data.get_group(), **options)]
+            some = [p for p in trained if id(p) in own]
+            if some and self.spread is not None:
+                made.append(ZeroRedundancyOptimizer(some, torch.optim.AdamW, self.spread["edp"].get_group(), **options))
+            self.optimizer = _OwnState(made)
         else:
             self.optimizer = torch.optim.AdamW(trained, **options)
+
+    def experts(self) -> set[int]:
+        """Which parameters are experts', by identity."""
+        return {id(p) for module in self.modules for p in expert_parameters(module)}
+
+    def spread_over(self, module: nn.Module, tokens: int) -> None:
+        """A rank's experts alone, and routers whose choices are even."""
+        if self.spread is not None:
+            self.routing += spread_experts(module, self.spread["ep"].get_group(), tokens, added=self.case.added)
 
     def passes(self) -> None:
         """All forwards and backwards."""
@@ -223,11 +256,18 @@ class _Step:
         parameters = [p for module in self.modules for p in module.parameters()]
         if self.case.tp > 1 and self.case.code == "jettison" and self.case.zero != 3:
             reduce_partial_gradients(parameters)
-        if self.data is not None and self.case.averaging == "mean":
+        if self.data is not None and self.case.averaging != "zero":
+            own = self.experts()
             for parameter in parameters:
                 assert parameter.grad is not None
-                distributed.all_reduce(local(parameter.grad), group=self.data.get_group())
+                if id(parameter) in own and self.spread is not None:
+                    distributed.all_reduce(parameter.grad, group=self.spread["edp"].get_group())
+                elif self.case.averaging == "mean":
+                    distributed.all_reduce(local(parameter.grad), group=self.data.get_group())
+                else:
+                    continue
                 local(parameter.grad).div_(self.data.size())
+            del parameter
         del parameters
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -250,6 +290,11 @@ class _Step:
         options: dict[str, Any] = {"mesh": self.data, "reshard_after_forward": not self.case.stays}
         if self.case.mixed:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if self.spread is not None:  # torchtitan, ``apply_fsdp``: a block's experts are a group within its layer's
+            for one in [m for m in module.modules() if isinstance(m, ExpertsOverRanks)]:
+                fully_shard(one, **{**options, "mesh": self.spread["edp"]})
+                one.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing on the way
+                one.set_gradient_divide_factor(self.data.size())
         for group in groups:
             fully_shard(group, **options)
         if end:
@@ -262,14 +307,22 @@ class _Step:
 
 
 class _OwnState:
-    """ZeroRedundancyOptimizer with the state of this rank's parameters where an optimizer has it."""
+    """ZeroRedundancyOptimizers with the state of this rank's parameters where an optimizer has it."""
 
-    def __init__(self, whole: ZeroRedundancyOptimizer) -> None:
-        self.whole, self.step, self.zero_grad = whole, whole.step, whole.zero_grad
+    def __init__(self, wholes: Sequence[Any]) -> None:
+        self.wholes = wholes
+
+    def step(self) -> None:
+        for whole in self.wholes:
+            whole.step()
+
+    def zero_grad(self) -> None:
+        for whole in self.wholes:
+            whole.zero_grad()
 
     @property
-    def state(self) -> Any:
-        return self.whole.optim.state
+    def state(self) -> dict[Any, Any]:
+        return {parameter: state for whole in self.wholes for parameter, state in whole.optim.state.items()}
 
 
 def _noted(buckets, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, and these are words
@@ -307,6 +360,7 @@ class _Whole(_Step):
             apply_tensor_parallel(model, mesh["tp"], sequence_parallel=case.sp)
         elif case.tp > 1:
             parallelize_module(model, mesh["tp"], torch_plan(model, sp=case.sp))
+        self.spread_over(model, case.batch * case.sequence // case.cp)
         self.model: Any = model.train()
         if case.zero == 3:
             first, last = _ends(model)
@@ -314,6 +368,10 @@ class _Whole(_Step):
             self.shard(model, [first if len(first) > 1 else first[0], *_layers(model)], last)
         elif case.averaging in ("ddp", "views"):
             assert self.data is not None
+            own = {id(parameter) for parameter in expert_parameters(model)}
+            if own:
+                names = [name for name, parameter in model.named_parameters() if id(parameter) in own]
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
             self.model = DistributedDataParallel(
                 model, process_group=self.data.get_group(), gradient_as_bucket_view=case.averaging == "views"
             )
@@ -339,6 +397,7 @@ class _Whole(_Step):
                 mask = causal_rows_mask(positions, case.sequence, torch.float32)[None, None]
                 self.told["attention_mask"] = mask
                 self.batch.append(mask)
+        self.batch += self.routing
         self.start()
 
     def passes(self) -> None:
@@ -431,6 +490,7 @@ class _Piped(_Step):
                 )
                 module.where = where if case.sp else None
             module.mixed = case.mixed and case.zero != 3
+            self.spread_over(module, case.batch * case.sequence)
             if case.zero == 3:
                 first = [module.inner.embed_tokens] if module.first else []
                 self.shard(
@@ -453,6 +513,7 @@ class _Piped(_Step):
         self.schedule: Any = kind(self.stages if several else self.stages[0], case.micro_batches, loss_fn=loss_of)
         ids = torch.randint(1, case.vocabulary, (case.batch * case.micro_batches, case.sequence))
         self.batch = [ids, where] if case.sp else [ids]
+        self.batch += self.routing
         self.given = (ids,) if own[0][0] == 0 else ()
         self.wanted = {"target": ids} if own[-1][0] == count - 1 else {}
         self.start()

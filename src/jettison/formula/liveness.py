@@ -27,12 +27,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
 from jettison.formula.tape import TapeOp, Weight
 from jettison.ledger.program import Op
 from jettison.spec.precision import GradientRule
+
+B = TypeVar("B", bound="Backward")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,11 +96,7 @@ def replay(
     program = region.program
     resident = program.kept_bytes(kept)
     again = frozenset(program.recompute_set(kept))
-    begun = [Frame(frame, _again(region, kept, frame)) for frame in frames if again & frame]
-    runs = frozenset[int]().union(*(frame.again for frame in begun)) if frames else again
-    backward = Backward(
-        region=region, kept=kept, again=runs, rule=rule, accumulates=accumulates, frames=begun, held=held
-    )
+    backward = begin(Backward, region, kept, rule, accumulates=accumulates, frames=frames, held=held)
     last = region.last_read
     around = Around(forward=_forward_peaks(region, kept, last), backward=backward.run(last))
     return Passes(
@@ -110,6 +109,23 @@ def replay(
         around=around,
         opening=backward.opening,
     )
+
+
+def begin(
+    kind: type[B],
+    region: Region,
+    kept: frozenset[int],
+    rule: GradientRule,
+    *,
+    accumulates: bool = False,
+    frames: Sequence[frozenset[int]] = (),
+    held: frozenset[int] = frozenset(),
+) -> B:
+    """A backward that has not run. Arguments are those of `replay`."""
+    again = frozenset(region.program.recompute_set(kept))
+    begun = [Frame(frame, _again(region, kept, frame)) for frame in frames if again & frame]
+    runs = frozenset[int]().union(*(frame.again for frame in begun)) if frames else again
+    return kind(region=region, kept=kept, again=runs, rule=rule, accumulates=accumulates, frames=begun, held=held)
 
 
 def weight_gradients(region: Region, dtype: str) -> int:

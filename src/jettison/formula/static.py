@@ -3,6 +3,14 @@
 NOTE [ A loop's names ]
 ``torch/optim/adam.py``, ``_single_tensor_adam``: ``denom = (exp_avg_sq.sqrt() / ...)`` makes two tensors as large as a
 parameter, while ``denom`` is still the one before's. Parameters are taken in the order of the forward, by region.
+
+NOTE [ Groups of one rank ]
+Experts that are spread over all data-parallel ranks are nobody else's, and yet ``fully_shard`` has them, over a mesh of
+one rank: torchtitan keeps that mesh whenever there is expert parallelism, since products in 16 bits need it
+(``torchtitan/distributed/parallel_dims.py``, ``_mesh_exist`` of "efsdp"). Nothing travels, but whole weights are a copy
+in the dtype of products (``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, ``wait_for_unshard``,
+``world_size == 1``), and gradients are copied into a buffer and out of it (``_fsdp_collectives.py``,
+``foreach_reduce``).
 """
 
 from __future__ import annotations
@@ -100,6 +108,7 @@ def static(
     freed = on_host.frees_gradients
     for w in weights:
         ranks = layout.expert_shards if w.expert else layout.shards
+        wrapped = ranks > 1 or (w.expert and layout.shards > 1)  # NOTE [ Groups of one rank ]
         owned = -(-w.numel // ranks)  # elements that one rank keeps of what is sharded
         at = [owned if layout.zero >= stage else w.numel for stage in (1, 2, 3)]
         if w.frozen:  # whoever shards trains in full shards what is frozen as well
@@ -127,9 +136,9 @@ def static(
         master += copy
         copies += at[0] * (DTYPE_BYTES[held.optimizer_gradient] if held.optimizer_gradient else 0)
         state += own
-        if layout.zero == 3 and ranks > 1:
+        if layout.zero == 3 and wrapped:
             gathered += w.numel * (1 if _travels_narrow(w, precision) else DTYPE_BYTES[precision.compute])
-        if layout.zero >= 2 and ranks > 1:
+        if layout.zero >= 2 and (ranks > 1 or (layout.zero == 3 and wrapped)):
             reduced += w.gradient_numel * DTYPE_BYTES[precision.gradient]
         size = at[0] * DTYPE_BYTES[held.moment or held.master or held.parameter]
         largest, stepping, before = max(largest, size), max(stepping, before + 2 * size), size

@@ -11,7 +11,7 @@ from typing import Any
 
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import embedding_region
-from jettison.formula.static import Static
+from jettison.formula.static import Static, static
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.occupancies import Weights, stage_occupancies
 from jettison.ledger.record import SavedTensor
@@ -258,7 +258,7 @@ def _stage(
             weights=weights,
         ),
         micro_batches=run.micro_batches,
-        fixed=total.parameters + aside + device_buffer(run, chunks) + _frozen(run) + _buckets(run, total),
+        fixed=total.parameters + aside + device_buffer(run, chunks) + _frozen(run) + _buckets(run, total, chunks),
         state=total.state,
         gradients=run.gradients,
         optimizer_transient=_transient(run, total, chunks),
@@ -299,14 +299,30 @@ def _frozen(run: Run) -> int:
     return sum(found.parameters for found in frozen_bytes(run))
 
 
-def _buckets(run: Run, total: Static) -> int:
+def _buckets(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
     """DistributedDataParallel's: a place for each gradient, beside which it comes.
 
     ``torch/csrc/distributed/c10d/reducer.cpp``, ``mark_variable_ready_dense``: what autograd made is copied into its
     bucket, and the mean is copied back (``finalize_bucket_dense``). With ``gradient_as_bucket_view`` a gradient becomes
     its place, but those of micro-batches under ``no_sync`` come beside it after ``zero_grad(set_to_none=True)``.
+    Experts that are spread over ranks have none: a mean over all ranks would mix different ones
+    (``_set_params_and_buffers_to_ignore_for_model``).
     """
-    return total.gradients if run.gradients is Gradients.BUCKETS else 0
+    if run.gradients is not Gradients.BUCKETS:
+        return 0
+    parts = [(group.part, len(group.names)) for chunk in chunks for group in chunk] if run.layout.ep > 1 else []
+    apart = sum(
+        count
+        * static(
+            [w for w in part.region.weights if w.expert],
+            precision=run.precision,
+            optimizer=run.optimizer,
+            layout=run.layout,
+            in_layer=part.is_layer,
+        ).gradients
+        for part, count in parts
+    )
+    return total.gradients - apart
 
 
 def _keeps_outputs(run: Run) -> bool:

@@ -128,7 +128,7 @@ def last_gradient(run: Run, part: StageRegion) -> int:
     return own[-1] if own else 0
 
 
-def unsharded(run: Run, part: StageRegion) -> int:
-    """A region's whole gradients, as its backward makes them."""
+def unsharded(run: Run, part: StageRegion, apart: int = 0) -> int:
+    """A region's whole gradients, as its backward makes them, without those that are reduced ``apart``."""
     precision = run.precision
-    return part.static.reduced // DTYPE_BYTES[precision.gradient] * DTYPE_BYTES[precision.compute]
+    return (part.static.reduced - apart) // DTYPE_BYTES[precision.gradient] * DTYPE_BYTES[precision.compute]

@@ -55,6 +55,7 @@ from dataclasses import dataclass, replace
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import EMBEDDING, HEAD
 from jettison.ledger.timeline import Unit
+from jettison.predict.expert_groups import own_experts, phases_of, rise_of_experts
 from jettison.predict.fsdp_groups import Grouped, Place, last_gradient, unsharded
 from jettison.predict.passes import named_passes, passes_of
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
@@ -226,6 +227,9 @@ class _Sharded:
         lingering = self.place.before.static.gathered if outer and self.place.before is not None else 0
         freed = 0 if run.layout.reshard is not Reshard.ALWAYS else outer
         waiting = 0 if behind is None or run.layout.keeps_whole_gradients else behind.static.reduced
+        waiting -= own_experts(run, behind).reduced
+        ahead -= own_experts(run, before).gathered if ahead else 0
+        experts = own_experts(run, part)
         entering = 2 * gathered
         if before is not None:  # what it returned, and what was gathered for it
             entering += before.region.output.nbytes + (0 if chunk.in_flight else before.static.gathered)
@@ -239,18 +243,28 @@ class _Sharded:
             closing = 0
         late, at_end = 0 if part.name == HEAD else chunk.late, bool(chunk.outer) and part.name == EMBEDDING
         rise = max(*rising, there + chunk.tied if at_end else 0) + waiting + late
+        if experts.gathered:
+            phases = phases_of(self.treated, run.gradient_rule)
+            rise = rise_of_experts(run, part, experts, phases, there=there, ahead=ahead, waiting=waiting)
+            rise += late
         moved = unit.forward_peak - passes.forward_peak, unit.backward_peak - passes.backward_peak
+        twice = 2 * gathered
+        if experts.gathered:
+            travels = experts.gathered if run.layout.expert_shards > 1 else 0
+            twice = gathered + max(gathered - experts.gathered, travels)
         return (
-            max(forward + 2 * gathered + lingering, loss + after - freed, entering) + moved[0],
+            max(forward + twice + lingering, loss + after - freed, entering) + moved[0],
             max(rise + moved[1], closing if at_end else closing + late),
         )
 
     def _closing(self, part: StageRegion, before: StageRegion | None) -> int:
         """What there is while a group's gradients are copied and reduced, and the gradient of its input."""
         given = 0 if before is None or not before.region.output.grad else before.region.output.nbytes
-        named = self.place.chunk.named(self.run, part) * DTYPE_BYTES[self.run.precision.compute]
-        reducing = named + part.static.gradients + _cloned(self.run, part)
-        return given + part.static.reduced + max(unsharded(self.run, part), reducing)
+        run, apart = self.run, own_experts(self.run, part)
+        named = self.place.chunk.named(run, part) * DTYPE_BYTES[run.precision.compute]
+        reducing = named + part.static.gradients - apart.gradients + _cloned(run, part, apart.reduced)
+        whole = unsharded(run, part, apart.reduced)
+        return given + apart.gradients + part.static.reduced - apart.reduced + max(whole, reducing)
 
     def _segment(self) -> tuple[int, int, int]:
         """Of several, each of which is a group; the third where there are gradients already."""
@@ -298,6 +312,6 @@ class _Sharded:
         return peak
 
 
-def _cloned(run: Run, part: StageRegion) -> int:
+def _cloned(run: Run, part: StageRegion, apart: int = 0) -> int:
     """gloo reduces a copy (``ProcessGroupGloo.cpp``, ``reduce_scatter_tensor_coalesced``: ``clone``)."""
-    return part.static.reduced if run.kernels.device is Device.CPU else 0
+    return part.static.reduced - apart if run.kernels.device is Device.CPU else 0

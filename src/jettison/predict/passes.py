@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from jettison.formula.liveness import Passes, replay
@@ -24,9 +25,15 @@ def passes_of(part: StageRegion, rule: GradientRule, *, accumulates: bool = Fals
 
 @lru_cache(maxsize=65536)
 def named_passes(region: Region, policy: str, rule: GradientRule, accumulates: bool) -> Passes:
-    kept, program = kept_by(region, policy), region.program
-    whole = (frozenset(range(len(program.ops))),) if policy == FULL or policy in CONTEXTS else ()
-    return replay(region, kept, rule, accumulates=accumulates, frames=parts(program) if policy == PARTS else whole)
+    kept = kept_by(region, policy)
+    return replay(region, kept, rule, accumulates=accumulates, frames=named_frames(region, policy))
+
+
+def named_frames(region: Region, policy: str) -> Sequence[frozenset[int]]:
+    """Ops of each checkpoint."""
+    if policy == PARTS:
+        return parts(region.program)
+    return (frozenset(range(len(region.program.ops))),) if policy == FULL or policy in CONTEXTS else ()
 
 
 @lru_cache(maxsize=4096)
