@@ -36,7 +36,7 @@ def with_names(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) ->
     if run.model.source is not None and run.scene.precision.casts:
         made = _with_read(run, groups, made)
     leaf = _leaf(run, groups)
-    named = _named(run, groups[0].part.region, leaf) if run.kernels.named_embeddings else 0
+    named = _named(groups[0].part.region, leaf) if run.kernels.named_embeddings else 0
     if not leaf and not named:
         return made
     return [
@@ -87,7 +87,7 @@ def _leaf_bytes(groups: Sequence[RegionGroup], leaf: frozenset[int]) -> int:
     return part.region.program.kept_bytes(leaf - part.kept)
 
 
-def _named(run: Run, region: Region, leaf: frozenset[int]) -> int:
+def _named(region: Region, leaf: frozenset[int]) -> int:
     """Rows of tables, and ids of positions, that the region keeps none of and does not hand on."""
     program = region.program
     rows = {region.buffers[v.storage] for step in region.tape.steps if step.name == ROWS for v in step.outputs}
