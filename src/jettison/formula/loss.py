@@ -37,7 +37,7 @@ def head(w: Writer, x: Value) -> Value:
     x = dropout(w, x, site=model.dropout_sites.output)
     if model.waves is not None:
         return align(w, x, model.waves)
-    x = scale(w, x) if model.head.scaled else x
+    last, x = x, scale(w, x) if model.head.scaled else x
     if model.head.transform is not None and model.embedding_norm is not None:
         x = linear(w, x, model.hidden, "transform", bias=model.head.transform_bias)
         x = norm(w, activation(w, x, model.head.transform), model.embedding_norm, "transform_norm")
@@ -45,7 +45,10 @@ def head(w: Writer, x: Value) -> Value:
         return _tiled(w, x)
     if w.kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED):
         return _without_logits(w, x)
-    return _from_logits(w, x)
+    loss = _from_logits(w, x)
+    if model.source is not None and w.run.precision.casts:  # the product reads a copy
+        w.tape.name(last, x)  # modeling_t5.py, T5ForConditionalGeneration.forward: decoder_outputs, sequence_output
+    return loss
 
 
 def _from_logits(w: Writer, x: Value, weight: Weight | None = None) -> Value:
@@ -135,7 +138,8 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     weight = w.tape.empty((), wide.dtype)
     kept = [saved(rows, "log-softmax output"), saved(labels, "labels"), saved(weight, "loss weight")]
     w.tape.record("aten.nll_loss_forward.default", [rows, labels], [loss, weight], saves=kept)
-    w.tape.name(logits)  # an argument of whoever casts them
+    if not w.kernels.biased_logits:
+        w.tape.name(logits)  # an argument of whoever casts them
     return loss
 
 

@@ -20,6 +20,7 @@ from jettison.predict.frozen_models import highest_forward
 from jettison.predict.fsdp_groups import Place, has_outer_ends
 from jettison.predict.gathered import beside, with_shards
 from jettison.predict.halves import splits, with_halves
+from jettison.predict.held_beside import with_names
 from jettison.predict.passes import cached_bytes, caches_copies, named_passes, passes_of, sums_apart
 from jettison.predict.stage_buffers import mask_bytes, with_ends, without_masks
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
@@ -41,6 +42,7 @@ def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool]
     before, behind = neighbours
     made = list(with_ends(run, groups, made, handed_on=behind)) if run.layout.pp > 1 else made
     made = without_masks(run, made) if run.recompute.mode is not Mode.NONE else made
+    made = with_names(run, groups, made)
     made = list(_with_output(groups, made)) if run.holds_output else made
     made = with_shards(run, groups, made)
     made = list(_with_copies(run, groups, made)) if run.recompute.to_host else made

@@ -53,8 +53,10 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "deepseek_v2": lambda k: replace(k, router_float32=True, complex_rotary=True),
         "deepseek_v3": lambda k: replace(k, router_float32=True),
         "gpt_oss": lambda k: replace(_plain_softmax(k), wide_norm=True, paired_rotary=True, weights_float32=False),
-        # modeling_gpt2.py, GPT2Block.forward: attn_output
-        "gpt2": lambda k: replace(k, split_projections=True, scores_float32=False, named_attention=True),
+        # modeling_gpt2.py, GPT2Block.forward: attn_output; GPT2Model.forward: inputs_embeds, position_embeds
+        "gpt2": lambda k: replace(
+            k, split_projections=True, scores_float32=False, named_attention=True, named_embeddings=True
+        ),
         "gpt_bigcode": lambda k: replace(k, split_projections=True),
         "gpt_neox": lambda k: replace(k, split_projections=True, joined_rotary=True),
         "gemma3_text": lambda k: replace(k, rotary_by_window=True, bidirectional_masks=True),
@@ -88,8 +90,9 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "qwen3_5_moe_text": lambda k: replace(k, joined_rotary=True, batched_rotary=True, weights_float32=False),
         "qwen2_moe": lambda k: replace(k, weights_float32=False),
         "stablelm": lambda k: replace(k, joined_rotary=True),
-        "bart": _bart,
-        "mbart": _bart,
+        # modeling_bart.py, BartForConditionalGeneration.forward: final_logits_bias
+        "bart": lambda k: replace(_bart(k), biased_logits=True),
+        "mbart": lambda k: replace(_bart(k), biased_logits=True),
         "hubert": _plain_softmax,
         "mt5": _t5,
         "t5": _t5,

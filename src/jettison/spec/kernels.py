@@ -95,6 +95,7 @@ class Kernels:
         wide_scores: eager attention casts query and key to fp32 before their product.
         fused_softmax: scale, mask and softmax of eager attention are one kernel.
         named_attention: a layer has a name for what its attention returned until it is over.
+        named_embeddings: the model's forward has names for the rows of its tables until its layers are through.
         filled_masks: eager attention fills scores where a boolean mask says so, which stays; otherwise a mask is added.
         copied_attention: a fused kernel takes b × s and is given copies of query, key and value; its output is copied
             back. TransformerEngine with flash-attn (``backends.py``, ``FlashAttention.forward``), which it prefers
@@ -144,6 +145,7 @@ class Kernels:
         batched_positions: ids of positions and segments are made for each sequence of a batch.
         stored_positions: position ids are a buffer of the model.
         shifted_labels: the model itself moves labels by one position, after padding them.
+        biased_logits: a buffer in fp32 is added to logits; what their product returned goes then.
         loss_float32: logits are cast up for the loss.
         batch_first: activations are b × s × h; otherwise s × b × h.
         combine: how a mixture of experts is weighted and summed.
@@ -171,6 +173,7 @@ class Kernels:
     uncast_probabilities: bool = False
     wide_scores: bool = False
     named_attention: bool = False
+    named_embeddings: bool = False
     filled_masks: bool = False
     fused_softmax: bool = False
     copied_attention: bool = False
@@ -212,6 +215,7 @@ class Kernels:
     batched_positions: bool = False
     stored_positions: bool = False
     shifted_labels: bool = False
+    biased_logits: bool = False
     loss_float32: bool = True
     batch_first: bool = True
     combine: Combine = Combine.ADDED

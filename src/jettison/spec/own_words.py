@@ -299,6 +299,12 @@ def _mt5(family: Family, values: Mapping[str, Any], name: str) -> Read:
     return family, {**read, "scale_decoder_outputs": False}
 
 
+def _umt5(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """The same, and always scaled: ``configuration_umt5.py`` has its head tied whatever it is told."""
+    family, read = _mt5(family, values, name)
+    return family, {**read, "scale_decoder_outputs": True}
+
+
 def _wav2vec2(family: Family, values: Mapping[str, Any], name: str) -> Read:
     """Norms before the blocks and one at the end, or after each block and before the first."""
     stable = _flag(values, "do_stable_layer_norm", False, name)
@@ -331,7 +337,7 @@ _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = Ma
         "qwen3_next": _qwen_hybrid,
         "stablelm": _stablelm,
         "t5": _t5,
-        "umt5": _mt5,
+        "umt5": _umt5,
         "wav2vec2": _wav2vec2,
     }
 )

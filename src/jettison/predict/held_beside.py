@@ -1,0 +1,96 @@
+"""Tensors of one region that Python or autograd hold while others run, of transformers' code.
+
+NOTE [ What a model's forward names ]
+What a model's own forward has a name for is there until it returns, read or not. Of GPT-2 that is the rows of both of
+its tables and their positions, beside every layer's forward (``modeling_gpt2.py``, ``GPT2Model.forward``:
+``inputs_embeds``, ``position_embeds``, ``position_ids``). Of an encoder beside a decoder it is the encoder's output, to
+the end of the loss (``modeling_t5.py``, ``T5ForConditionalGeneration.forward``: ``hidden_states``;
+``modeling_whisper.py``, ``WhisperModel.forward``: ``encoder_outputs``): without autocast the decoder's products keep it
+anyway. What ``enable_input_require_grads`` asks a gradient of, the rows of the table, becomes a leaf
+(``modeling_utils.py``, ``make_inputs_require_grads``), and the graph has it at the node that adds up its gradient
+(``torch/csrc/autograd/functions/accumulate_grad.h``, ``variable``) until its backward is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jettison.dtypes import DTYPE_BYTES
+from jettison.formula.embedding import POSITIONS
+from jettison.formula.region import EMBEDDING, Region
+from jettison.ledger.timeline import Unit
+from jettison.predict.stage_buffers import input_kept
+from jettison.predict.stages import RegionGroup
+from jettison.spec.kernels import HUGGINGFACE
+from jettison.spec.model import AnyLayer, Layer
+from jettison.spec.run import Run
+
+ROWS = "aten.embedding.default"
+
+
+def with_names(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Sequence[Unit]:
+    """Units of a chunk with what is held beside them: NOTE [ What a model's forward names ]."""
+    if run.kernels.name != HUGGINGFACE.name or run.layout.pp > 1 or run.model.recorder is not None:
+        return made
+    if run.model.source is not None and run.scene.precision.casts:
+        made = _with_read(run, groups, made)
+    leaf = _leaf(run, groups)
+    named = _named(groups[0].part.region, leaf) if run.kernels.named_embeddings else 0
+    if not leaf and not named:
+        return made
+    return [
+        replace(unit, resident=unit.resident + _leaf_bytes(groups, leaf))
+        if EMBEDDING in unit.names
+        else unit
+        if unit.is_loss
+        else replace(unit, forward_peak=unit.forward_peak + named)
+        for unit in made
+    ]
+
+
+def _with_read(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Sequence[Unit]:
+    """With the encoder's output beside each forward of the decoder, and its loss."""
+    own = {name for group in groups if _asks(group.part.layer) for name in group.names}
+    read = run.micro_batch * run.source_seq * run.model.hidden * DTYPE_BYTES[run.scene.precision.compute]
+    return [
+        replace(unit, forward_peak=unit.forward_peak + read)
+        if unit.is_loss or own.intersection(unit.names[-1].split(" to "))
+        else unit
+        for unit in made
+    ]
+
+
+def _asks(layer: AnyLayer | None) -> bool:
+    """Is it the decoder's?"""
+    return isinstance(layer, Layer) and not layer.source
+
+
+def _leaf(run: Run, groups: Sequence[RegionGroup]) -> frozenset[int]:
+    """The buffer of what a frozen table's module returns, its scale included, where a gradient of it is asked for."""
+    if run.tuning is None or not run.tuning.inputs_need_gradients:
+        return frozenset()
+    region = groups[0].part.region
+    at = next((at for at, step in enumerate(region.tape.steps) if step.name == ROWS), None)
+    if at is None:
+        return frozenset()
+    made = region.tape.steps[at + run.model.embedding_scale].outputs[0]
+    return frozenset({region.buffers[made.storage]})
+
+
+def _leaf_bytes(groups: Sequence[RegionGroup], leaf: frozenset[int]) -> int:
+    """Of it, what no layer keeps as its input."""
+    part = groups[0].part
+    handed = leaf & set(part.region.program.outputs)
+    if handed and len(groups) > 1 and input_kept(groups[1].part):
+        return 0
+    return part.region.program.kept_bytes(leaf - part.kept)
+
+
+def _named(region: Region, leaf: frozenset[int]) -> int:
+    """Rows of tables, and ids of positions, that the region keeps none of and does not hand on."""
+    program = region.program
+    rows = {region.buffers[v.storage] for step in region.tape.steps if step.name == ROWS for v in step.outputs}
+    ids = {region.buffers[at] for at, (_, name, free) in region.tape.sources.items() if name == POSITIONS and not free}
+    held = program.saved_buffers() | leaf | set(program.outputs)
+    return program.kept_bytes(frozenset((rows | ids) - held))
