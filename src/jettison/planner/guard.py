@@ -40,7 +40,7 @@ LESS = 0.9
 
 REMOVED = "the plan has been removed"
 BESIDE = (
-    "{} tensors that are not of the planned models have gradients, which a second attempt might add to; plan all that "
+    "{} tensors that are not of the planned models got gradients, which a second attempt would add to; plan all that "
     "is trained together, with models=, give optimizer= for it, or free those gradients before the step"
 )
 
@@ -110,6 +110,7 @@ class Attempt:
             for module in model.modules()
             for name, buffer in module._buffers.items()
         ]
+        self._elsewhere = {id(leaf): _mark(leaf) for leaf in _with_gradients()}
         self._hook = register_optimizer_step_pre_hook(self._note_step)
         return self
 
@@ -149,7 +150,9 @@ class Attempt:
         traceback.clear_frames(error.__traceback__)  # they hold what the step had
         gc.collect()
         known = {id(p) for p, _ in self._gradients}
-        beside = sum(id(t) not in known for t in _with_gradients())
+        beside = sum(
+            id(leaf) not in known and self._elsewhere.get(id(leaf)) != _mark(leaf) for leaf in _with_gradients()
+        )
         return BESIDE.format(beside) if beside else ""
 
     def _note_step(self, *_: Any) -> None:
@@ -181,10 +184,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _with_gradients() -> Iterator[Tensor]:
-    """Leaves that have one, of anybody's. Only looked for when a step has failed."""
+    """Leaves that have one, of anybody's."""
     for one in gc.get_objects():
         if issubclass(type(one), Tensor) and not isinstance(one, FakeTensor) and one.is_leaf and one.grad is not None:
             yield one
+
+
+def _mark(leaf: Tensor) -> tuple[int, int]:
+    """Another one once a backward has added to the gradient."""
+    assert leaf.grad is not None
+    return leaf.grad._cdata, leaf.grad._version
 
 
 def _aside(tensor: Tensor | None) -> Tensor | None:
