@@ -27,6 +27,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Counted(nn.Module):
     """Counts its forwards in a buffer; from the third on it can be made to fail once, in its backward."""
 
+    runs: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.inner = net()
@@ -130,6 +132,99 @@ def test_a_policy_that_was_not_planned_is_not_planned_again() -> None:
             with attempt:
                 raise torch.OutOfMemoryError("CUDA out of memory")
     assert "not repeated: no other plan can be made here" in caught.value.__notes__[0]
+
+
+class Replacing(Counted):
+    """Counts by another buffer each time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs = self.runs + 1
+        y: Tensor = self.inner(x)
+        return y
+
+
+def test_a_buffer_that_a_forward_replaced_is_put_back() -> None:
+    model = Replacing()
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 1.2)))
+    failing(model, torch.OutOfMemoryError("CUDA out of memory"))
+    assert guarded(handle, model, rows(ROWS)) == 2
+    assert model.runs.item() == 1
+
+
+class Doubled(nn.Module):
+    """Trained beside the model; its gradient is there before the model's backward fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+
+def test_what_the_optimizer_trains_beside_the_model_is_undone() -> None:
+    model, head = Counted(), Doubled()
+    optimizer = torch.optim.SGD([*model.parameters(), head.factor], 0.1)
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 1.3)), optimizer=optimizer)
+    failing(model, torch.OutOfMemoryError("CUDA out of memory"))
+    tried = 0
+    for attempt in handle.guard():
+        with attempt:
+            tried += 1
+            torch.manual_seed(5)
+            (head.factor * model(rows(ROWS))).backward()
+    assert tried == 2
+    torch.manual_seed(5)
+    assert torch.equal(head.factor.grad, model(rows(ROWS)).detach())
+
+
+def test_gradients_that_would_be_added_twice_are_not() -> None:
+    model, head = Counted(), Doubled()
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 1.3)))
+    failing(model, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        for attempt in handle.guard():
+            with attempt:
+                (head.factor * model(rows(ROWS))).backward()
+    assert "1 tensors that are not of the planned models got gradients" in caught.value.__notes__[0]
+
+
+def test_one_attempt_is_one_step() -> None:
+    model = Counted()
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 1.2)))
+    for attempt in handle.guard():
+        with attempt:
+            model(rows(ROWS)).backward()
+        with pytest.raises(UsageError, match="one attempt for two with blocks"), attempt:
+            pass
+
+
+def test_after_remove_nothing_is_repeated() -> None:
+    model = Counted()
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 1.2)))
+    handle.remove()
+    failing(model, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        guarded(handle, model, rows(ROWS))
+    assert caught.value.__notes__ == ["not repeated: the plan has been removed"]
+
+
+def test_a_guard_in_a_guard_repeats_for_each() -> None:
+    """Gradients are those of one step all the same."""
+    model, plain = Counted(), Counted()
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 1.2)))
+    failures, tried = [torch.OutOfMemoryError("CUDA out of memory") for _ in range(2)], 0
+    torch.manual_seed(5)
+    for outer in handle.guard():
+        with outer:
+            for inner in handle.guard():
+                with inner:
+                    tried += 1
+                    if failures:
+                        failing(model, failures.pop())
+                    model(rows(ROWS)).backward()
+    torch.manual_seed(5)
+    plain(rows(ROWS)).backward()
+    assert tried == 3
+    assert torch.equal(model.runs, plain.runs)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 # peaks of real steps --------------------------------------------------------------------------------------------------

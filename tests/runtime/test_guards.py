@@ -116,7 +116,7 @@ def test_a_second_plan_is_refused_until_the_first_is_removed() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "selective-op", "every:2"])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.filterwarnings("ignore:a deep copy of the model trains without the plan")
+@pytest.mark.filterwarnings("ignore:a (deep|pickled) copy of the model trains without the plan")
 def test_a_copy_of_a_planned_model_trains_plainly(how: str, policy: str) -> None:
     model, plain, x = pair()
     with jettison.apply(model, policy, batch=(x,)):

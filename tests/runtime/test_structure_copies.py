@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+import pickle
+import subprocess
+import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,6 +152,59 @@ def test_a_deep_copy_in_the_place_of_a_block_is_treated_as_that_was() -> None:
     assert same(got, step(twin))
     assert [text for text in texts if "layers.1 is another Block" in text] == texts != []
     assert next(r for r in handle.report() if r.name == "layers.1" and r.calls).slots_dropped > 0
+
+
+# pickles --------------------------------------------------------------------------------------------------------------
+
+
+def _read(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def test_a_model_out_of_a_pickle_that_trains_says_that_it_has_no_plan() -> None:
+    model, handle = planned()
+    twins = [_read(model), _read(_read(copy.deepcopy(model)))]
+    with torch.no_grad():
+        assert said(lambda: [twin(batch()) for twin in twins])[1] == []
+    for twin in twins:
+        got, texts = said(lambda twin=twin: step(twin))
+        assert same(got, step(net()))
+        assert len(texts) == 1  # not of each block
+        assert "a pickled copy of the model trains without the plan" in texts[0]
+        assert said(lambda twin=twin: step(twin))[1] == []
+        assert "forward" not in vars(twin)
+    assert set(calls(handle).values()) == {0}
+    assert same(step(model), step(net()))
+
+
+def test_a_pickle_of_a_planned_model_is_read_without_jettison(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    jettison.apply(model, "full", batch=(torch.ones(2, 4),), loss_fn=torch.sum, regions=["0", "1", "2"])
+    torch.save(model, tmp_path / "model.pt")
+    expected = model(torch.ones(2, 4)).sum().item()
+    program = (
+        "import sys; import torch\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name.startswith('jettison'): raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "model = torch.load(sys.argv[1], weights_only=False); loss = model(torch.ones(2, 4)).sum(); loss.backward()\n"
+        "print(loss.item(), model[0][0].weight.grad is not None)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "model.pt")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == [str(expected), "True"]
+
+
+def twice(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return 2 * Net.forward(model, x)
+
+
+def test_a_forward_that_was_set_on_a_module_is_in_its_pickle() -> None:
+    model = net()
+    model.forward = functools.partial(twice, model)
+    jettison.apply(model, "none", batch=(batch(),))
+    with torch.no_grad():
+        assert torch.equal(_read(model)(batch()), twice(net(), batch()))
 
 
 # torch.compile --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
             loss = step(model, batch)
 
 An attempt that fails is undone: gradients, buffers and random streams are what they were. The second is not caught.
+Where gradients would be added twice, since an attempt does not know what they were, it is not repeated.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jettison.capture.streams import Streams
+from jettison.errors import UsageError
 from jettison.predict.allowance import FRAGMENTS
 from jettison.units import format_bytes
 
@@ -35,14 +38,33 @@ LESS = 0.9
 """Of what was predicted, where nobody says what there is: so much is planned for next."""
 
 
-def attempts(plans: BatchPlans | None, models: Sequence[nn.Module], batch: Any = None) -> Iterator[Attempt]:
+REMOVED = "the plan has been removed"
+BESIDE = (
+    "{} tensors that are not of the planned models got gradients, which a second attempt would add to; plan all that "
+    "is trained together, with models=, give optimizer= for it, or free those gradients before the step"
+)
+
+
+def attempts(
+    plans: BatchPlans | None,
+    models: Sequence[nn.Module],
+    batch: Any = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    removed: bool = False,
+) -> Iterator[Attempt]:
     """One, and a second if the first runs out of memory.
 
     Args:
         plans: of the handle; None where no other plan can be made, and no error is caught.
         batch: of the step, where the model does not see it as it is.
+        optimizer: that was planned with; what it trains beside the models is undone as well.
+        removed: there is no plan any more.
     """
-    first = Attempt(plans, models, batch, why_last="" if plans else ONE_PLAN)
+    if removed:
+        plans = None
+    why_last = REMOVED if removed else "" if plans else ONE_PLAN
+    first = Attempt(plans, models, batch, optimizer=optimizer, why_last=why_last)
     yield first
     if first.failed:
         yield Attempt(None, models, None)
@@ -56,20 +78,39 @@ class Attempt:
     """
 
     def __init__(
-        self, plans: BatchPlans | None, models: Sequence[nn.Module], batch: Any, *, why_last: str = ""
+        self,
+        plans: BatchPlans | None,
+        models: Sequence[nn.Module],
+        batch: Any,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        why_last: str = "",
     ) -> None:
         self.plans, self.models, self.batch, self.why_last = plans, models, batch, why_last
-        self.failed = False
+        self.optimizer = optimizer
+        self.failed = self.entered = False
 
     def __enter__(self) -> Attempt:
+        if self.entered:
+            raise UsageError(
+                "got one attempt for two with blocks; expected one around all forwards and backwards of a step: what "
+                "the first has added to gradients would stay when the second is repeated"
+            )
+        self.entered = True
         if self.plans is None:
             return self
         if self.batch is not None:
             self.plans.meet(self.batch)
         self._stepped = False
         self._streams = Streams.now()
-        self._gradients = [(p, _aside(p.grad)) for model in self.models for p in model.parameters()]
-        self._buffers = [(b, _aside(b)) for model in self.models for b in model.buffers()]
+        self._gradients = [(p, _aside(p.grad)) for p in self._trained()]
+        self._buffers = [
+            (module._buffers, name, buffer, _aside(buffer))
+            for model in self.models
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+        self._elsewhere = {id(leaf): _mark(leaf) for leaf in _with_gradients()}
         self._hook = register_optimizer_step_pre_hook(self._note_step)
         return self
 
@@ -84,18 +125,35 @@ class Attempt:
         if error is None or not is_out_of_memory(error):
             self._forget()
             return False
-        if self._stepped or (distributed.is_initialized() and distributed.get_world_size() > 1):
-            error.add_note(
-                "not repeated: "
-                + ("an optimizer had stepped already" if self._stepped else "other ranks wait inside of this step")
-            )
+        why_not = self._why_not(error)
+        if why_not:
+            error.add_note(f"not repeated: {why_not}")
             self._forget()
             return False
-        traceback.clear_frames(error.__traceback__)  # they hold what the step had
         self._undo()
         self.failed = True
         self.plans.restrict(_what_is_left(self.models, self.plans))
         return True
+
+    def _trained(self) -> list[Tensor]:
+        """Parameters of the models, and what the optimizer trains beside them; each once."""
+        of_models = [p for model in self.models for p in model.parameters()]
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return list({id(p): p for p in (*of_models, *(p for group in groups for p in group["params"]))}.values())
+
+    def _why_not(self, error: BaseException) -> str:
+        """What is in the way of a second attempt."""
+        if self._stepped:
+            return "an optimizer had stepped already"
+        if distributed.is_initialized() and distributed.get_world_size() > 1:
+            return "other ranks wait inside of this step"
+        traceback.clear_frames(error.__traceback__)  # they hold what the step had
+        gc.collect()
+        known = {id(p) for p, _ in self._gradients}
+        beside = sum(
+            id(leaf) not in known and self._elsewhere.get(id(leaf)) != _mark(leaf) for leaf in _with_gradients()
+        )
+        return BESIDE.format(beside) if beside else ""
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
@@ -104,8 +162,9 @@ class Attempt:
         for parameter, gradient in self._gradients:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
         with torch.no_grad():
-            for buffer, value in self._buffers:
-                if value is not None:
+            for table, name, buffer, value in self._buffers:
+                table[name] = buffer  # a forward may have put another one there
+                if buffer is not None:
                     buffer.copy_(value)
         self._streams.restore()
         self._forget()
@@ -122,6 +181,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and _ON_CPU in str(error)
     )
+
+
+def _with_gradients() -> Iterator[Tensor]:
+    """Leaves that have one, of anybody's."""
+    for one in gc.get_objects():
+        if issubclass(type(one), Tensor) and not isinstance(one, FakeTensor) and one.is_leaf and one.grad is not None:
+            yield one
+
+
+def _mark(leaf: Tensor) -> tuple[int, int]:
+    """Another one once a backward has added to the gradient."""
+    assert leaf.grad is not None
+    return leaf.grad._cdata, leaf.grad._version
 
 
 def _aside(tensor: Tensor | None) -> Tensor | None:

@@ -76,17 +76,27 @@ class Applied:
         """``for attempt in handle.guard():`` and in it ``with attempt:`` around the forwards and backwards of a step.
 
         An attempt that runs out of memory is undone (gradients, buffers, random streams), what remains to be done is
-        planned for less, and a second attempt follows. Gradients that are there already are copied to the host.
+        planned for less, and a second attempt follows. Gradients that are there already are copied to the host. The
+        batch is taken before: what a data loader gave to the first attempt is gone in the second.
 
         Args:
             batch: of the step, where ``step=`` was given.
 
         Raises:
             torch.OutOfMemoryError: the second attempt ran out of memory too; an optimizer had stepped; or there are
-                other ranks, which wait inside of the step.
+                other ranks, which wait inside of the step; the plan was removed; or what is neither of the models nor
+                of the optimizer has gradients, which would be added twice.
+            UsageError: one attempt is entered twice.
         """
-        models = [region.module for region in self.regions if region.is_root]
-        return attempts(self.batches, models, batch)
+        roots = [region for region in self.regions if region.is_root]
+        watch = next((hook for hook in self.hooks if isinstance(hook, OptimizerWatch)), None)
+        return attempts(
+            self.batches,
+            [root.module for root in roots],
+            batch,
+            optimizer=None if watch is None or watch.planned is None else watch.planned(),
+            removed=all(root.retired for root in roots),
+        )
 
     def memory(self) -> MemoryReport | None:
         """What the device took in the steps so far, reserved memory and what of it was fragments; None on the CPU."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 import types
 import warnings
 import weakref
@@ -24,7 +25,7 @@ from jettison.errors import TraceError
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.callers import are_hooks_foreign, is_compiled_training, is_transforming, whose_copy
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
-from jettison.runtime.copies import COPY, copied_forward, trains_plainly
+from jettison.runtime.copies import COPY, copied_forward, pickled_forward, trains_plainly
 from jettison.runtime.forward_run import ActiveFrame, Listener, current_frame, running, views_replayed
 from jettison.runtime.frame import unpack
 from jettison.runtime.graph_fingerprint import bounds_of, graph_print, is_turn, next_sequence_number
@@ -259,7 +260,10 @@ class PlannedForward:
         return copied_forward(self.module, self.name, (self.outer or self).said, memo)
 
     def __reduce__(self) -> Any:
-        return getattr, (self.module, "forward")
+        # somebody's own forward (Accelerate's under mixed precision) is pickled as it is
+        if self.had_own:
+            return operator.itemgetter(0), ((self.forward,),)
+        return pickled_forward(self.module, self.name, (self.outer or self).said)
 
     def remove(self) -> None:
         """Put the module's own forward back, unless somebody has set another one meanwhile."""
