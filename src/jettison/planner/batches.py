@@ -89,7 +89,7 @@ class _Seen:
     rent_seconds: float = 0.0
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class BatchPlans:
     """Of one applied plan.
 

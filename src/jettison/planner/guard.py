@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import traceback
+import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -110,7 +111,7 @@ class Attempt:
             for module in model.modules()
             for name, buffer in module._buffers.items()
         ]
-        self._elsewhere = {id(leaf): _mark(leaf) for leaf in _with_gradients()}
+        self._elsewhere = {id(leaf): _mark(leaf) for leaf in _known_leaves(self.plans)}
         self._hook = register_optimizer_step_pre_hook(self._note_step)
         return self
 
@@ -151,7 +152,8 @@ class Attempt:
         gc.collect()
         known = {id(p) for p, _ in self._gradients}
         beside = sum(
-            id(leaf) not in known and self._elsewhere.get(id(leaf)) != _mark(leaf) for leaf in _with_gradients()
+            leaf.grad is not None and id(leaf) not in known and self._elsewhere.get(id(leaf)) != _mark(leaf)
+            for leaf in _leaves()
         )
         return BESIDE.format(beside) if beside else ""
 
@@ -183,17 +185,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _with_gradients() -> Iterator[Tensor]:
-    """Leaves that have one, of anybody's."""
+_KNOWN: weakref.WeakKeyDictionary[BatchPlans, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+
+
+def _known_leaves(plans: BatchPlans) -> list[Tensor]:
+    """Those that were there when the first step of a plan was guarded: to look through all objects takes milliseconds.
+
+    One that came later and has a gradient is taken for one that this attempt has given it.
+    """
+    if plans not in _KNOWN:
+        _KNOWN[plans] = [weakref.ref(leaf) for leaf in _leaves()]
+    return [leaf for leaf in (known() for known in _KNOWN[plans]) if leaf is not None]
+
+
+def _leaves() -> Iterator[Tensor]:
+    """Tensors that can have a gradient, anybody's."""
     for one in gc.get_objects():
-        if issubclass(type(one), Tensor) and not isinstance(one, FakeTensor) and one.is_leaf and one.grad is not None:
+        if issubclass(type(one), Tensor) and not isinstance(one, FakeTensor) and one.is_leaf and one.requires_grad:
             yield one
 
 
-def _mark(leaf: Tensor) -> tuple[int, int]:
+def _mark(leaf: Tensor) -> tuple[int, int] | None:
     """Another one once a backward has added to the gradient."""
-    assert leaf.grad is not None
-    return leaf.grad._cdata, leaf.grad._version
+    return None if leaf.grad is None else (leaf.grad._cdata, leaf.grad._version)
 
 
 def _aside(tensor: Tensor | None) -> Tensor | None:
