@@ -226,7 +226,7 @@ def test_exceptions_in_forward_and_in_backward_leave_nothing_behind() -> None:
             assert equal(gradients(model, given), expected)
 
 
-@pytest.mark.filterwarnings("ignore:a deep copy of the model trains without the plan")
+@pytest.mark.filterwarnings("ignore:a (deep|pickled) copy of the model trains without the plan")
 def test_copies_train_without_the_plan_and_states_are_those_of_the_model() -> None:
     model, given = model_of(), batch()
     names = list(model.state_dict())

@@ -96,7 +96,7 @@ def replay(
     program = region.program
     resident = program.kept_bytes(kept)
     again = frozenset(program.recompute_set(kept))
-    backward = begin(Backward, region, kept, rule, accumulates=accumulates, frames=frames, held=held)
+    backward = begin(Backward, region, kept, again, rule, accumulates=accumulates, frames=frames, held=held)
     last = region.last_read
     around = Around(forward=_forward_peaks(region, kept, last), backward=backward.run(last))
     return Passes(
@@ -115,14 +115,18 @@ def begin(
     kind: type[B],
     region: Region,
     kept: frozenset[int],
+    again: frozenset[int],
     rule: GradientRule,
     *,
     accumulates: bool = False,
     frames: Sequence[frozenset[int]] = (),
     held: frozenset[int] = frozenset(),
 ) -> B:
-    """A backward that has not run. Arguments are those of `replay`."""
-    again = frozenset(region.program.recompute_set(kept))
+    """A backward that has not run.
+
+    Args:
+        again: ops that are needed once more: `Program.recompute_set`. The others are those of `replay`.
+    """
     begun = [Frame(frame, _again(region, kept, frame)) for frame in frames if again & frame]
     runs = frozenset[int]().union(*(frame.again for frame in begun)) if frames else again
     return kind(region=region, kept=kept, again=runs, rule=rule, accumulates=accumulates, frames=begun, held=held)

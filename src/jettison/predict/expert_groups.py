@@ -29,6 +29,7 @@ from jettison.spec.precision import GradientRule
 from jettison.spec.run import Run
 
 EXPERTS = "mlp.experts"
+NOTHING = Static()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,7 @@ def own_experts(run: Run, part: StageRegion | None) -> Static:
     """What the group of a layer's experts has; nothing where there is none."""
     layout = run.layout
     if part is None or layout.ep == 1 or layout.shards == 1 or layout.zero < 3 or layout.keeps_whole_gradients:
-        return Static()
+        return NOTHING
     found = [weight for weight in part.region.weights if weight.expert]
     return static(found, precision=run.precision, optimizer=run.optimizer, layout=layout, in_layer=part.is_layer)
 
@@ -66,7 +67,9 @@ def phases_of(part: StageRegion, rule: GradientRule) -> Phases:
 def _phases(
     region: Region, kept: frozenset[int], rule: GradientRule, frames: Sequence[frozenset[int]], held: frozenset[int]
 ) -> Phases:
-    return begin(_Phased, region, kept, rule, frames=frames, held=held).phases()
+    return begin(
+        _Phased, region, kept, frozenset(region.program.recompute_set(kept)), rule, frames=frames, held=held
+    ).phases()
 
 
 class _Phased(Backward):

@@ -55,7 +55,7 @@ from dataclasses import dataclass, replace
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import EMBEDDING, HEAD
 from jettison.ledger.timeline import Unit
-from jettison.predict.expert_groups import own_experts, phases_of, rise_of_experts
+from jettison.predict.expert_groups import NOTHING, own_experts, phases_of, rise_of_experts
 from jettison.predict.fsdp_groups import Grouped, Place, last_gradient, unsharded
 from jettison.predict.passes import named_passes, passes_of
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
@@ -227,9 +227,11 @@ class _Sharded:
         lingering = self.place.before.static.gathered if outer and self.place.before is not None else 0
         freed = 0 if run.layout.reshard is not Reshard.ALWAYS else outer
         waiting = 0 if behind is None or run.layout.keeps_whole_gradients else behind.static.reduced
-        waiting -= own_experts(run, behind).reduced
-        ahead -= own_experts(run, before).gathered if ahead else 0
-        experts = own_experts(run, part)
+        experts = NOTHING
+        if run.layout.ep > 1:
+            waiting -= own_experts(run, behind).reduced
+            ahead -= own_experts(run, before).gathered if ahead else 0
+            experts = own_experts(run, part)
         entering = 2 * gathered
         if before is not None:  # what it returned, and what was gathered for it
             entering += before.region.output.nbytes + (0 if chunk.in_flight else before.static.gathered)
@@ -260,7 +262,8 @@ class _Sharded:
     def _closing(self, part: StageRegion, before: StageRegion | None) -> int:
         """What there is while a group's gradients are copied and reduced, and the gradient of its input."""
         given = 0 if before is None or not before.region.output.grad else before.region.output.nbytes
-        run, apart = self.run, own_experts(self.run, part)
+        run = self.run
+        apart = own_experts(run, part) if run.layout.ep > 1 else NOTHING
         named = self.place.chunk.named(run, part) * DTYPE_BYTES[run.precision.compute]
         reducing = named + part.static.gradients - apart.gradients + _cloned(run, part, apart.reduced)
         whole = unsharded(run, part, apart.reduced)
