@@ -216,6 +216,10 @@ def test_what_is_asked_wrongly_exits_2(capsys, live, arguments, message):
         ("[]", "has no model_type"),
         ('{"model_type": "no-such-model"}', "neither has a closed form"),
         (json.dumps(TINY | {"hidden_size": "wide"}), "transformers cannot read"),
+        (
+            json.dumps(TINY | {"num_hidden_layers": -1}),
+            "got num_hidden_layers -1; expected a whole number of 1 or more",
+        ),
     ],
 )
 def test_a_malformed_config_exits_2(capsys, tmp_path, text, message):

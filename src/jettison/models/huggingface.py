@@ -77,11 +77,14 @@ def read_config(path: Path) -> Any:
     return config_of(values, str(file))
 
 
+_COUNTS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+
 def config_of(values: Mapping[str, Any], name: str) -> Any:
     """The configuration object of a decoded ``config.json``.
 
     Raises:
-        UsageError: transformers does not know its model_type, or not its values.
+        UsageError: transformers does not know its model_type, or not its values, or a size is below 1.
     """
     transformers = _transformers()
     if values.get("model_type") not in transformers.CONFIG_MAPPING:
@@ -89,6 +92,9 @@ def config_of(values: Mapping[str, Any], name: str) -> Any:
             f"{name}: got the model_type {values.get('model_type')!r}, which neither has a closed form nor is known to "
             f"transformers {transformers.__version__}; use module:factory"
         )
+    for key in _COUNTS:  # transformers builds a model without layers of -1
+        if isinstance(values.get(key), int) and values[key] < 1:
+            raise UsageError(f"{name}: got {key} {values[key]}; expected a whole number of 1 or more")
     try:
         return transformers.AutoConfig.for_model(**values)
     except Exception as error:  # transformers validates each config in its own way
