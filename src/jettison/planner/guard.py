@@ -189,7 +189,8 @@ _KNOWN: weakref.WeakKeyDictionary[BatchPlans, list[weakref.ref[Tensor]]] = weakr
 
 
 def _known_leaves(plans: BatchPlans) -> list[Tensor]:
-    """Those that were there when the first step of a plan was guarded: to look through all objects takes milliseconds.
+    """Those that were there when the first step of a plan was guarded: a look through all objects (370,000 of
+    a process with transformers) takes 80 ms.
 
     One that came later and has a gradient is taken for one that this attempt has given it.
     """
