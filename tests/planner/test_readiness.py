@@ -154,7 +154,6 @@ def written(folder: Path, config: dict[str, Any]) -> Path:
     [
         ({"hidden_act": "nope"}, r"transformers cannot make a LlamaForCausalLM of this config: KeyError: 'nope'"),
         ({"pad_token_id": 500}, r"Padding_idx must be within num_embeddings"),
-        ({"hidden_size": -32}, r"negative dimension -32"),
         ({"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}, "cannot make a LlamaForCausalLM"),
     ],
 )
@@ -168,10 +167,19 @@ def test_a_config_that_transformers_cannot_build_is_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_a_config_that_transformers_cannot_read_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 5}, r"hidden size \(32\) is not a multiple of the number of attention"),
+        ({"hidden_size": -32}, r"got hidden_size -32; expected a whole number of 1 or more"),
+    ],
+)
+def test_a_config_that_cannot_be_read_says_what_is_wrong_with_it(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(UsageError, match=r"hidden size \(32\) is not a multiple of the number of attention") as refused:
-        read_config(written(tmp_path, LLAMA | {"num_attention_heads": 5}))
+    with pytest.raises(UsageError, match=message) as refused:
+        read_config(written(tmp_path, LLAMA | change))
     assert "\n" not in str(refused.value)
 
 
