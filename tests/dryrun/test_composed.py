@@ -105,7 +105,7 @@ def assert_equal(planner: Planner, part: ModulePolicy) -> bool:
 
 FAMILIES = [
     pytest.param(Case(family="gpt2", layers=4, dropout=True), marks=pytest.mark.slow),
-    Case(family="mixtral", layers=4, router_loss=True),
+    pytest.param(Case(family="mixtral", layers=4, router_loss=True), marks=pytest.mark.slow),
     pytest.param(Case(family="llama", layers=4, cache=True), marks=pytest.mark.slow),
     pytest.param(Case(family="bert", layers=4, dropout=True), marks=pytest.mark.slow),
     pytest.param(Case(family="gemma2", layers=4, attention="eager"), marks=pytest.mark.slow),

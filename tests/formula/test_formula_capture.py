@@ -23,6 +23,7 @@ from support.formula_cases import (
     cases,
     counts,
     differences,
+    paired,
     run_of,
     traced,
     written,
@@ -39,7 +40,7 @@ def _with(family: str, attention: str = "sdpa", **more: Any) -> FormulaCase:
     return FormulaCase(family=family, attention=attention, more=tuple(more.items()))
 
 
-@pytest.mark.parametrize("case", [case for family in DENSE for case in cases(family)], ids=str)
+@pytest.mark.parametrize("case", paired(case for family in DENSE for case in cases(family)))
 def test_saved_tensors_are_those_of_transformers(case: FormulaCase) -> None:
     assert _texts(case) == []
 

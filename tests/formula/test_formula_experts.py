@@ -26,6 +26,7 @@ from support.formula_cases import (
     cases,
     counts,
     differences,
+    paired,
     spec_of,
     tiny_config,
     under_autocast,
@@ -53,7 +54,7 @@ LET_GO = {
 """What routing within groups gives to autograd and lets go of before the layer is over; a trace counts it."""
 
 
-@pytest.mark.parametrize("case", [*(c for family in MIXTURES for c in cases(family)), *VARIANTS], ids=str)
+@pytest.mark.parametrize("case", [*paired(c for family in MIXTURES for c in cases(family)), *VARIANTS], ids=str)
 def test_saved_tensors_are_those_of_transformers(case: FormulaCase) -> None:
     found = differences(case)
     grouped = case.family == "deepseek_v3" or case.more == _GROUPS

@@ -9,13 +9,15 @@ import pytest
 from support.parallel_blocks import blocks
 from support.ranks import Launches
 
+SIZES = (2, pytest.param(4, marks=pytest.mark.slow))
+
 
 @pytest.fixture(scope="session")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     return Launches(tmp_path_factory.getbasetemp(), blocks)
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", SIZES)
 def test_a_blocks_products_share_one_gather_that_runs_beside_the_first_of_them(found: Any, t: int) -> None:
     """gate and up, then q, k and v: five products, two second gathers. dx comes before the wait, dw after it."""
     order = found[t][0]["backward_order"]
@@ -28,7 +30,7 @@ def test_a_blocks_products_share_one_gather_that_runs_beside_the_first_of_them(f
         assert names[wait:end].count("mm") == 2 * products - 1
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", SIZES)
 def test_a_split_backward_gathers_for_weights_only(found: Any, t: int) -> None:
     order = found[t][0]["backward_order"]
     inputs, weights = order["split"]
@@ -53,7 +55,7 @@ def test_a_sequence_that_does_not_divide_is_an_error(found: Any) -> None:
     assert "(2, 15); its dim 1 does not divide over 2 tensor-parallel ranks" in found[2][0]["backward_order"]["odd"]
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", SIZES)
 def test_masks_are_equal_on_whole_activations_and_others_on_parts(found: Any, t: int) -> None:
     ranks = [rank["random_streams"] for rank in found[t]]
     sites = 1 + 2 * 3
@@ -69,7 +71,7 @@ def test_masks_are_equal_on_whole_activations_and_others_on_parts(found: Any, t:
         assert len(states) == (1 if layout == "tp" else t)
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", SIZES)
 @pytest.mark.parametrize("layout", ["tp", "tp_sp"])
 def test_masks_follow_the_seed(found: Any, t: int, layout: str) -> None:
     for rank in found[t]:
@@ -78,7 +80,7 @@ def test_masks_follow_the_seed(found: Any, t: int, layout: str) -> None:
         assert not set(first) & set(other)
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", SIZES)
 @pytest.mark.parametrize("layout", ["tp", "tp_sp"])
 def test_recomputed_masks_are_the_forwards(found: Any, t: int, layout: str) -> None:
     for rank in found[t]:
@@ -96,7 +98,7 @@ def test_a_gather_is_under_way_before_the_other_ranks_have_begun_theirs(found: A
     assert all(rank["asynchronous"] for rank in found[2])
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", SIZES)
 def test_what_a_layer_may_be_given(found: Any, t: int) -> None:
     """Inputs that are not contiguous, two forwards before a backward, several backwards, weights that are frozen, and
     forwards that nobody differentiates: fp64, beside a whole layer.
@@ -107,7 +109,7 @@ def test_what_a_layer_may_be_given(found: Any, t: int) -> None:
         assert max(rows.values()) < 1e-12, rows
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", SIZES)
 def test_styles_drop_into_torchs_parallelize_module(found: Any, t: int) -> None:
     for rank in found[t]:
         assert rank["by_hand"] == {"torch": True, "ours": True}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from support.parallel_fsdp import FSDP_CASES, TWO_AXES, four_ranks, two_ranks
-from support.ranks import Launches
+from support.parallel_fsdp import FSDP_CASES, MORE_CASES, TWO_AXES, four_ranks, two_ranks, two_ranks_more
+from support.ranks import Launches, run_ranks
 
 CASES = [(how, f"{how}, {policy} {order}") for how, policy, order in FSDP_CASES]
 TRANSFERS = {
@@ -60,6 +60,17 @@ def test_trap_15_a_plan_under_fsdp_gathers_as_often_and_changes_no_bit(how: str,
     """Whether gathered parameters stay for backward or not, in mixed precision, frozen, nested, accumulated."""
     for rank in found:
         assert_case(rank, how)
+
+
+@pytest.mark.slow
+def test_trap_15_in_the_other_order() -> None:
+    for rank in run_ranks(two_ranks_more, 2):
+        for how, policy, order in MORE_CASES:
+            found = rank[f"{how}, {policy} {order}"]
+            assert_case(found, how)
+            assert found["recordings"] == int(how in ("bf16", "bf16 blocks") and order == "before")
+            if how in ("kept graph", "used twice", "accumulated"):
+                assert found["softmax"] == found["plain"]["softmax"] * (3 if how == "kept graph" else 2)
 
 
 @pytest.mark.parametrize("case", [case for how, case in CASES if how in ("per block", "three blocks", "nested")])

@@ -21,7 +21,8 @@ from jettison.spec.run import Run
 from support.parallel_checks import FAMILIES, PLANNED, B, S, V, huggingface, reference
 from support.ranks import Launches
 
-SIZES = (1, 2, 4)
+FOUR = pytest.param(4, marks=pytest.mark.slow)
+SIZES = (1, 2, FOUR)
 TOLERANCE = {"torch.float64": 1e-12, "torch.float32": 5e-6}
 """Of the largest gradient of each parameter, or of 1 where that is larger."""
 GPT_PARAMETERS, LLAMA_PARAMETERS = 4 + 2 * 12, 3 + 2 * 9
@@ -59,7 +60,7 @@ def test_reference_models(found: Any, t: int, dtype: str, layout: str, model: st
         check(row, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", [2, FOUR])
 def test_gradients_are_partial_where_a_rank_sees_a_part_of_the_tokens(found: Any, t: int) -> None:
     rows = found[t][0]["parity"]
     norms = {"attention_norm.weight", "attention_norm.bias", "mlp_norm.weight", "mlp_norm.bias"}
@@ -72,7 +73,7 @@ def test_gradients_are_partial_where_a_rank_sees_a_part_of_the_tokens(found: Any
     assert (whole["partial"], whole["reductions"]) == ([], 0)
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", [2, FOUR])
 @pytest.mark.parametrize("layout", ["tp", "tp_sp"])
 def test_a_whole_step_sends_what_the_ledger_says(found: Any, t: int, layout: str) -> None:
     """Embedding, layers and head; and the logits, for a loss that all ranks compute."""
@@ -106,14 +107,21 @@ def test_a_whole_step_sends_what_the_ledger_says(found: Any, t: int, layout: str
         assert rank["parity"][f"gpt {layout} torch.float32"]["sent"] == expected
 
 
-@pytest.mark.parametrize(("t", "model"), [(t, model) for t, models in FAMILIES.items() for model in models])
+@pytest.mark.parametrize(
+    ("t", "model"),
+    [
+        pytest.param(t, model, marks=pytest.mark.slow if t == 4 else ())
+        for t, models in FAMILIES.items()
+        for model in models
+    ],
+)
 @pytest.mark.parametrize("layout", ["tp", "tp_sp"])
 def test_models_of_transformers(transformers: Any, t: int, layout: str, model: str) -> None:
     for rank in transformers[t]:
         check(rank[f"{model} {layout}"], 1e-12)
 
 
-@pytest.mark.parametrize("t", PLANNED)
+@pytest.mark.parametrize("t", [FOUR if t == 4 else t for t in PLANNED])
 def test_models_of_transformers_give_the_same_bits_with_a_plan(transformers: Any, t: int) -> None:
     """What is sharded by its structure is recomputed by its recording: dropout on, and once under autocast."""
     for rank in transformers[t]:
@@ -130,7 +138,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_four(transformers: Any) -> None:
     assert [rank["checkpoint"] for rank in transformers[4]] == [0.0] * 4
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", [2, FOUR])
 def test_optimizers_and_clipping_read_partial_gradients(found: Any, t: int) -> None:
     """AdamW divides by a root, so that the last bit of a small gradient is no longer the last."""
     for rank in found[t]:

@@ -35,7 +35,7 @@ from support.toys import Headed, Mlp
 pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
 
 
-@pytest.mark.parametrize("budgets", [3, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budgets", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_every_budget_holds_and_gradients_are_those_of_the_compiled_blocks(budgets: int) -> None:
     model, given = model_of(), batch()
     plain = compiled_copy(model)
@@ -114,6 +114,7 @@ def test_blocks_that_are_compiled_already_are_planned_and_given_back() -> None:
     assert all(a[key] is b[key] for a, b in zip(after, before, strict=True) for key in b if key != "training")
 
 
+@pytest.mark.slow
 def test_evaluation_runs_compiled_and_verify_compares_with_compiled_blocks() -> None:
     model, given = model_of(), batch()
     plain = compiled_copy(model).eval()

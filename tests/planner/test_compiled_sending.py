@@ -73,9 +73,10 @@ def rows() -> tuple[Tensor]:
 @pytest.mark.parametrize(
     ("block", "a_block", "on_host"),
     [
-        (Heads, [TENSOR, 3 * TENSOR, TENSOR], 15 * TENSOR),  # queries, keys and values go as one
+        # queries, keys and values go as one
+        pytest.param(Heads, [TENSOR, 3 * TENSOR, TENSOR], 15 * TENSOR, marks=pytest.mark.slow),
         (Normed, [TENSOR] * 3, 7 * TENSOR),  # what one returns is what the next one is given
-        (InPlace, [TENSOR] * 2, 6 * TENSOR),
+        pytest.param(InPlace, [TENSOR] * 2, 6 * TENSOR, marks=pytest.mark.slow),
     ],
 )
 def test_blocks_of_every_kind_send_all_they_can(block: type[nn.Module], a_block: list[int], on_host: int) -> None:

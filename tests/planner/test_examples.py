@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS = {"fsdp2_llama": 2, "hsdp": 4, "ddp_lora": 2, "tensor_parallel": 2, "pipeline": 2}
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 NEEDS = {"ddp_lora": "peft"}
-FAST = ("contrastive",)
+FAST = ("grad_scaler",)
 """Those that `make test` runs."""
 
 

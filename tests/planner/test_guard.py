@@ -206,6 +206,7 @@ def test_after_remove_nothing_is_repeated() -> None:
     assert caught.value.__notes__ == ["not repeated: the plan has been removed"]
 
 
+@pytest.mark.slow
 def test_a_guard_in_a_guard_repeats_for_each() -> None:
     """Gradients are those of one step all the same."""
     model, plain = Counted(), Counted()

@@ -41,7 +41,7 @@ def gradients(made) -> list[Tensor]:
     return [p.grad for p in made._stage.submod.parameters()]
 
 
-@pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleGPipe])
+@pytest.mark.parametrize("kind", [Schedule1F1B, pytest.param(ScheduleGPipe, marks=pytest.mark.slow)])
 def test_a_pipeline_of_one_stage_is_planned_like_any_step(alone: None, kind) -> None:
     x = torch.randn(32, 8, 16)
     planned, plain = schedule(kind), schedule(kind)

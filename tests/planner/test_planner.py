@@ -466,7 +466,7 @@ def test_many_budgets_cost_little_more_than_one(monkeypatch):
     monkeypatch.setattr(options_module, "dry_run", lambda *given, **more: dry_runs.append(1) or dry_run(*given, **more))
     monkeypatch.setattr(live_module, "make_planner", lambda *a, **k: made.append(1) or make(*a, **k))
     x = torch.randn(ROWS, HIDDEN)
-    traced = trace_model(stack(), (x,))
+    traced = trace_model(stack(layers=3), (x,))
     plain = jettison.plan(traced, "1GiB", measure=False).predicted.peak_bytes
     least = jettison.plan(traced, "1GiB", measure=False).minimum_budget_bytes
     budgets = [least + (plain - least) * i // 9 for i in range(10)]

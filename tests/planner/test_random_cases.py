@@ -32,12 +32,12 @@ QUICK = [
     Case(seed=8, source="toy:words", wrapper="pipeline", shapes=ROWS, optimizer="SGD", budget=0.3),
     Case(seed=9, source="toy:rows", wrapper="changing", shapes=CHANGING, dropout=0.5, evaluates=True),
     Case(seed=10, source="toy:words", layers=1, wrapper="changing step", how="clipped", shapes=CHANGING[1:4]),
-    replace(draw(7000011), layers=2),  # its blocks are recorded within a step, under hooks of FSDP2
-    # a gradient that holds on to what it was a part of: of a token before one image, and it is kept
-    replace(draw(9000161), wrapper="plain", how="once", layers=1, shapes=((1, 16),) * 3, budget=0.0),
 ]
 PLAIN = QUICK[0]
 LONGER = [
+    replace(draw(7000011), layers=2),  # its blocks are recorded within a step, under hooks of FSDP2
+    # a gradient that holds on to what it was a part of: of a token before one image, and it is kept
+    replace(draw(9000161), wrapper="plain", how="once", layers=1, shapes=((1, 16),) * 3, budget=0.0),
     # two calls in flight, of which the root holds most
     replace(draw(8000119), wrapper="step", layers=2, shapes=((8, 24),) * 3),
     replace(draw(9000161), wrapper="step", layers=1, budget=0.0),

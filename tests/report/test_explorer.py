@@ -60,7 +60,7 @@ def test_the_command_writes_one_small_file_without_torch(tmp_path: Path) -> None
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     out = tmp_path / "page.html"
-    command = [sys.executable, "-c", code, "explore", "--out", str(out)]
+    command = [sys.executable, "-c", code, "explore", "llama3-70b", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
@@ -101,7 +101,7 @@ def test_a_model_that_is_none_is_refused_before_anything_is_written(tmp_path: Pa
 
 def test_every_position_of_the_controls_has_its_table() -> None:
     """All layers, choices, lengths, batches and ranks that the page offers: exactly one table holds for each."""
-    data = closed_form_data(subjects(["gpt-22b", "gemma2-9b", "llama3-8b"])[:3])
+    data = closed_form_data(subjects(["gemma2-9b", "gpt-22b"])[:2])
     missing = []
     for layer in data["layers"]:
         for key, tables in data["document"]["forms"][layer["form"]].items():

@@ -137,7 +137,7 @@ def largest_and_least(whole: Space) -> tuple[int, int]:
     return max(peaks), least
 
 
-@settings(max_examples=10)
+@settings(max_examples=2)
 @example(
     name="small-llama",
     gpus=8,
@@ -212,10 +212,10 @@ def test_nothing_that_fits_is_faster_or_smaller(
 @pytest.mark.parametrize(
     ("name", "gpus", "batch", "share"),
     [
-        ("small-llama", 4, 8, 0.03),
+        pytest.param("small-llama", 4, 8, 0.03, marks=pytest.mark.slow),
         ("small-gpt2", 4, 4, 0.1),
-        ("small-mixtral", 4, 8, 0.05),
-        ("wide-llama", 4, 8, 0.1),
+        pytest.param("small-mixtral", 4, 8, 0.05, marks=pytest.mark.slow),
+        pytest.param("wide-llama", 4, 8, 0.1, marks=pytest.mark.slow),
         ("wide-llama", 4, 8, 0.3),
         ("wide-llama", 2, 16, 0.02),
     ],
@@ -231,7 +231,7 @@ def test_the_planner_is_asked_wherever_it_could_win(name: str, gpus: int, batch:
     assert any(row.plan == "auto" and row.seconds == found.best.seconds.step for row in rows)
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(name=st.sampled_from(sorted(MODELS)), share=st.floats(0.0, 0.9), more=st.floats(1.0, 1.5))
 def test_more_memory_never_makes_the_best_slower(name: str, share: float, more: float) -> None:
     whole = space(MODELS[name], 4, 8, cp="1", recompute="none,selective-op,full,every")

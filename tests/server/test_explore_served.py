@@ -14,6 +14,7 @@ from support.patience import PATIENCE
 from support.serving import PLAN, ROOT
 
 
+@pytest.mark.slow
 def test_the_explorer_is_served(open_page: Open) -> None:
     """Its panels and the one that asks, on one page; Ctrl-C ends it, and is no failure."""
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}

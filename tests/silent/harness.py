@@ -235,7 +235,7 @@ def _step(program: Program, i: int) -> dict[str, Any]:
 
 def seed(n: int) -> None:
     """All default streams."""
-    torch.manual_seed(n)
+    torch.default_generator.manual_seed(n)  # manual_seed writes its whole stack down for devices that are not there
     random.seed(n)
     np.random.seed(n)
 

@@ -204,7 +204,10 @@ def test_a_malformed_problem_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize("gradient", [1 * MIB, 200 * MIB, 600 * MIB])
+@pytest.mark.parametrize(
+    "gradient",
+    [pytest.param(1 * MIB, marks=pytest.mark.slow), 200 * MIB, pytest.param(600 * MIB, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(("same", "roots", "limit"), [(True, 1, 125_000), (False, 1, 100_000), (False, 6, 425_000)])
 def test_deep_models_are_planned_quickly(same: bool, roots: int, limit: int, gradient: int) -> None:
     """A million calls are some second."""

@@ -36,7 +36,7 @@ EXACT = 1e-9
 LARGE = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=LARGE)
+@settings(max_examples=80, deadline=None, suppress_health_check=LARGE)
 @given(cases(), st.floats(0, 1))
 def test_brute_force_is_never_faster(case: Case, share: float) -> None:
     brute_force_is_not_faster(case, share)
@@ -165,7 +165,12 @@ def _fastest(problem: StepProblem) -> Choice:
 
 @pytest.mark.parametrize(
     ("same", "host_gib", "limit"),
-    [(True, None, 175_000), (True, 100, 450_000), (False, None, 275_000), (False, 60, 800_000)],
+    [
+        pytest.param(True, None, 175_000, marks=pytest.mark.slow),
+        (True, 100, 450_000),
+        (False, None, 275_000),
+        pytest.param(False, 60, 800_000, marks=pytest.mark.slow),
+    ],
 )
 def test_deep_stages_are_planned_quickly(same: bool, host_gib: int | None, limit: int) -> None:
     """128 layers, four micro-batches in flight: to 0.5 % of a step. A million calls are some second."""

@@ -7,11 +7,12 @@ configuration as ``config.json`` would hold it, so a case covers the whole way f
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -163,6 +164,15 @@ def cases(family: str) -> Iterator[FormulaCase]:
         for precision in DTYPES:
             for dropout in (0.0, 0.1):
                 yield FormulaCase(family=family, attention=attention, precision=precision, dropout=dropout)
+
+
+def paired(cases: Iterable[FormulaCase]) -> list[Any]:
+    """Cases as parameters of a test, of which those are quick that show every pair of attention, precision, dropout."""
+    found = []
+    for case in cases:
+        odd = (case.attention == "sdpa") + (case.precision == "fp32") + (case.dropout > 0)
+        found.append(pytest.param(case, id=str(case), marks=pytest.mark.slow if odd % 2 else ()))
+    return found
 
 
 def tiny_config(case: FormulaCase) -> Any:

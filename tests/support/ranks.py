@@ -120,7 +120,7 @@ TOGETHER = {
         (*_SHARDED, "test_pipeline_replay.play_orders", "support.parallel_plans.two_ranks"),
     ),
     4: (
-        _TENSOR,
+        _TENSOR[1:],  # slow
         (
             "support.parallel_layouts.layouts",
             "support.parallel_pipelines.four_ranks",

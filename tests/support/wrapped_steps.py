@@ -26,17 +26,20 @@ from jettison.units import Bytes
 from support.toys import Words
 
 LAYERS, WIDTH, WORDS, ROWS, LENGTH = 4, 32, 100, 8, 32
-TWO = (
-    "blocks mixed",
-    "blocks kept whole, accumulated",
+TWO = ("blocks mixed", "blocks kept whole, accumulated", "ddp views accumulated without sync", "tp")
+MORE = (
+    "blocks",
+    "whole",
     "blocks offloaded",
     "nothing left for the root",
     "functions around",
     "replicated",
-    "ddp views accumulated without sync",
-    "tp",
+    "two in one unit",
+    "gathered ahead",
+    "ddp",
+    "ddp views",
+    "ddp accumulated without sync",
 )
-MORE = ("blocks", "whole", "two in one unit", "gathered ahead", "ddp", "ddp views", "ddp accumulated without sync")
 """For which there is time in a slow test."""
 REFERENCE = "beside a reference"
 FOUR = ("hsdp", "tp and fsdp")

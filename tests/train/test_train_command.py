@@ -82,7 +82,8 @@ def wait_for(condition: Any, seconds: float = PATIENCE) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asynchronous", "on_error"), [(True, "continue"), pytest.param(False, "stop", marks=pytest.mark.slow)]
+    ("asynchronous", "on_error"),
+    [pytest.param(True, "continue", marks=pytest.mark.slow), pytest.param(False, "stop", marks=pytest.mark.slow)],
 )
 def test_a_full_disk(tmp_path: Path, asynchronous: bool, on_error: str) -> None:
     """Files may grow to 100 kB, which the log stays below and a checkpoint does not."""

@@ -198,7 +198,7 @@ def _main(folder: str, count: str) -> None:
     print(killed(made, int(count), 1.5 * (time.monotonic() - start)))
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(45, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), pytest.param(45, marks=pytest.mark.slow)])
 def test_kill_9_at_any_moment(tmp_path: Path, count: int) -> None:
     tests = Path(__file__).resolve().parents[1]
     done = subprocess.run(

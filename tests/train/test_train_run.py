@@ -163,6 +163,7 @@ def test_a_plan_is_left_beside_the_log_and_can_be_given_again(tmp_path: Path, sm
         train(gpt(tmp_path / "wrong", plan=PlanSection(file=str(tmp_path / "no.json"))))
 
 
+@pytest.mark.slow
 def test_gradients_that_are_added_up_are_in_the_budget(tmp_path: Path) -> None:
     """From the second micro-batch on they live through the forward."""
     batch = BatchSection(global_batch=12, micro_batch=4, seq=64)

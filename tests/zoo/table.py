@@ -8,5 +8,5 @@ from zoo.entry import Entry
 ROOMS = (decoders, mixtures, encoders, sequences, vision, recurrent, convolutions, graphs, oddities, assorted)
 TABLE: list[Entry] = [entry for room in ROOMS for entry in room.TABLE]
 
-FAST = frozenset({"custom-function", "dataclass-blocks", "pixel-cnn", "real-nvp", "vq-ema"})
+FAST = frozenset({"custom-function", "pixel-cnn", "vq-ema"})
 """Small ones, of kinds that no other test shows: these are in the default run."""
