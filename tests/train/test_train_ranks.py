@@ -201,7 +201,7 @@ def test_four_ranks_change_their_layout_and_keep_their_curve(tmp_path: Path) -> 
         assert values == pytest.approx(expected[step], rel=1e-4)
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_replicas_of_shards_are_one_process(tmp_path: Path, zero: Literal[2, 3]) -> None:
     """Two replicas, each spread over two ranks; one process has their curve, and goes on from their checkpoint."""
     made = recipe(tmp_path, steps=4)
