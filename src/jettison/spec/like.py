@@ -48,11 +48,11 @@ LIKE: Final[Mapping[str, Rule]] = MappingProxyType(
         },
         # nanotron: bf16 gradients in DDP's buckets, summed up in fp32 (accumulate_grad_in_fp32)
         "nanotron": {
-            "kernels": "pytorch",
+            "kernels": "nanotron",
             "attention": "flash",
             "precision": "bf16-grad32",
             "gradients": "upfront",
-            "loss": "vocab-parallel",
+            "loss": "sharded",
             "workspaces": "torch-hopper",
         },
         # transformers.Trainer with bf16=True: fp32 parameters under autocast
