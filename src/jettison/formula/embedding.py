@@ -163,8 +163,7 @@ def _whole_gradient(w: Writer) -> int:
 
     ``torch/distributed/tensor/_ops/_embedding_ops.py``, ``embedding_dense_backward_strategy``: there is no rule that
     shards rows, so every rank has the whole, of which ``Shard._split_tensor`` takes a part without a copy. nanotron
-    has no DTensor, and looks its shard up (``parallel/tensor_parallel/functional.py``, ``sharded_embedding``... a
-    masked ``F.embedding``).
+    has no DTensor: ids of other shards are masked (``parallel/tensor_parallel/nn.py``, ``TensorParallelEmbedding``).
     """
     return w.tp if w.run.layout.gathered_inputs and not w.kernels.packed_heads else 1
 

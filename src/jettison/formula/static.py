@@ -124,9 +124,10 @@ def static(
         if narrow is None or not narrow.parameters:
             parameters += at[2] * DTYPE_BYTES[held.parameter]
         accumulated = DTYPE_BYTES[held.accumulator] if held.accumulator else 0
+        summed = at[1] if layout.zero >= 2 else w.gradient_numel
         if not (freed and at[0] >= on_host.least_elements):
-            gradients += (at[1] if layout.zero >= 2 else w.gradient_numel) * (DTYPE_BYTES[held.gradient] + accumulated)
-        copy = at[0] * (DTYPE_BYTES[held.master] if held.master else 0)
+            gradients += summed * (DTYPE_BYTES[held.gradient] + (0 if held.apart else accumulated))
+        copy = at[0] * (DTYPE_BYTES[held.master] if held.master else 0) + (summed * accumulated if held.apart else 0)
         own = state_bytes(w, at[0], held, optimizer, in_layer=in_layer and not w.tied)
         if on_host is not StatesOnHost.NONE and at[0] >= on_host.least_elements:
             moved = own if on_host.steps_there else _paged(at[0], optimizer)

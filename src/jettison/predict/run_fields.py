@@ -24,8 +24,8 @@ class CommonRequest:
             attention.*=bf16, out_proj=mxfp8, separated by commas; of globs the first that fits counts.
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-bf16, whose
             moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon, dist-muon-pingpong or none.
-        kernels: megatron, pytorch, huggingface, torchtune or liger: whose code runs.
-        loss: upcast, rows, compiled, dtensor, vocab-parallel, native, te, fused, chunked, listed or dpo.
+        kernels: megatron, pytorch, huggingface, torchtune, liger or nanotron: whose code runs.
+        loss: upcast, rows, compiled, dtensor, vocab-parallel, sharded, native, te, fused, chunked, listed or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
         expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.
         dispatcher: How tokens reach their experts: alltoall, flex (DeepEP, HybridEP) or allgather.
@@ -38,7 +38,7 @@ class CommonRequest:
         gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
         gradients: one-by-one, as backward makes them; upfront, in buffers; buckets, one by one beside those of
-            DistributedDataParallel; in-backward, where the optimizer steps.
+            DistributedDataParallel; added, to a wider buffer behind each backward (nanotron); in-backward, where the optimizer steps.
         accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
         workspaces: Set aside for products: none, torch- or te-ampere, -hopper, or -blackwell (a torch before
             2026's pull request 175344).

@@ -46,12 +46,13 @@ LIKE: Final[Mapping[str, Rule]] = MappingProxyType(
             "workspaces": "torch-hopper",
             "stage_buffers": True,
         },
-        # nanotron: bf16 gradients in DDP's buckets, summed up in fp32 (accumulate_grad_in_fp32)
+        # nanotron: each backward's bf16 gradients are added to fp32 ones and let go of (accumulate_grad_in_fp32,
+        # src/nanotron/optim/gradient_accumulator.py, ``_accumulate_grad``: ``half_param.grad = None``)
         "nanotron": {
             "kernels": "nanotron",
             "attention": "flash",
             "precision": "bf16-grad32",
-            "gradients": "upfront",
+            "gradients": "added",
             "loss": "sharded",
             "workspaces": "torch-hopper",
         },
