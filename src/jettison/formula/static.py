@@ -184,7 +184,7 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
     moment = DTYPE_BYTES[precision.moment or precision.master or precision.parameter]
     matrix = len(weight.shape) >= 2
     match kind:
-        case Optimizer.ADAMW | Optimizer.ADAMW_FOREACH:
+        case Optimizer.ADAMW | Optimizer.ADAMW_FOREACH | Optimizer.ADAMW_DEEPSPEED:
             return 2 * moment * elements
         case Optimizer.ADAMW_BF16:
             return 2 * 2 * elements

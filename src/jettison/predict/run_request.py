@@ -212,6 +212,8 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     }
     if given_or(request.zero, said.get("zero", 0)) != 3:
         said.pop("reshard_after_forward", None)  # nothing is gathered
+    if request.states_on_host is not None and request.gradients is None:
+        said["gradients"] = "one-by-one"  # DeepSpeed's buffer of shards is there, too
     if model.head.pooling is not Pooling.NONE or model.waves is not None or model.pair is not None:
         said.pop("loss", None)  # such a head has one loss
     found = resolve(model, replace(request, like=None, **said))

@@ -65,11 +65,13 @@ LIKE: Final[Mapping[str, Rule]] = MappingProxyType(
             "loss": "upcast",
             "workspaces": "torch-hopper",
         },
-        # DeepSpeed's bf16: bf16 parameters and gradients, fp32 copies that ZeRO 1 and later shard
+        # DeepSpeed's bf16: bf16 parameters and gradients, fp32 copies that ZeRO 1 and later shard; its own step. Under
+        # ZeRO 3 shards of gradients have a buffer (deepspeed/runtime/zero/stage3.py, ``grad_partitions_flat_buffer``)
         "deepspeed": {
             "kernels": "huggingface",
             "attention": "flash",
             "precision": "bf16",
+            "optimizer": "adamw-deepspeed",
             "gradients": "one-by-one",
             "loss": "upcast",
             "workspaces": "torch-hopper",
@@ -109,4 +111,6 @@ def rule(name: str, *, tp: int, dp: int = 1, zero: int = 0) -> Rule:
     found = LIKE[name]
     if name == "torchtitan" and tp > 1:
         return {**found, "loss": "dtensor", "gathered_inputs": True}
+    if name == "deepspeed" and zero == 3:
+        return {**found, "gradients": "upfront"}
     return {**found, "gradients": "buckets"} if name == "huggingface" and dp > 1 and not zero else found

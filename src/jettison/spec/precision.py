@@ -216,6 +216,7 @@ class Optimizer(StrEnum):
 
     ADAMW = "adamw"  # two fp32 moments (bf16 ones for bf16-pure: state follows the parameter's dtype)
     ADAMW_FOREACH = "adamw-foreach"  # the same as torch runs it on CUDA unless told otherwise: all at once, unfused
+    ADAMW_DEEPSPEED = "adamw-deepspeed"  # the same on copies of its gradients, as DeepSpeed's ZeRO steps
     ADAMW_BF16 = "adamw-bf16"  # two bf16 moments, whatever is updated: torchtitan's fused_opt_states_bf16
     SGD = "sgd"
     SGD_MOMENTUM = "sgd-momentum"
