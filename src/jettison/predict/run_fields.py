@@ -16,7 +16,7 @@ class CommonRequest:
         source_seq: Tokens that an encoder beside a decoder reads, as many as --seq if it can; samples of raw sound.
         attention: eager, flash, sdpa, flex or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
-        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
+        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-master16, bf16-autocast, fp16-main32 or fp8.
         fp8_recipe: How products are narrow, beside a --precision in bf16: TransformerEngine's delayed[:N], tensorwise
             (either -blackwell), blockwise, mxfp8 or nvfp4; torchao's tensorwise, rowwise, rowwise_with_gw_hp or mxfp8.
         fp8_param_gather: Weights are held as bytes (Megatron), or gathered so (torchao's tensorwise).
@@ -153,7 +153,8 @@ class RunRequest(CommonRequest):
             ZeroRedundancyOptimizer shares them out: else each has a part of every one.
         zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
         recompute: none, selective, selective-op[-alternate], full, parts (attention, feed-forward block and norms, a
-            checkpoint each), every:K, block:N, interval:K, sqrt or auto.
+            checkpoint each), every:K (segments of K layers), block:N (the first N of a stage), interval:K (each K-th),
+            sqrt or auto.
         offload: Send what stays of each layer to the host until its backward.
         whole_micro_batches: Of the micro-batches that a stage has in flight, so many keep everything, or most, which
             is as many as fit: 0.

@@ -139,7 +139,7 @@ def kernels_for(model: ModelSpec, name: str) -> Kernels:
     if chosen is LIGER and model.family not in _PATCHED:
         raise UsageError(
             f"got --kernels liger for {model.name} ({model.family}); they are described for "
-            f"{', '.join(sorted(_PATCHED))}: give --kernels huggingface"
+            f"{', '.join(sorted(_PATCHED))}: give --kernels huggingface, or the code that does run, before any --like"
         )
     adjust = _CONVENTIONS.get(model.family)
     if adjust is None or not chosen.of_transformers:

@@ -195,6 +195,9 @@ PRECISIONS: Final = MappingProxyType(
             _aware("bf16-bridge", gradient="bfloat16", master="float32", copies="float32"),  # 12 bytes, 16 in a step
             Precision(name="bf16-pure", compute="bfloat16", parameter="bfloat16", gradient="bfloat16"),
             Precision(
+                name="bf16-master16", compute="bfloat16", parameter="bfloat16", gradient="bfloat16", master="bfloat16"
+            ),  # 10 bytes: DeepSpeed's ``bf16_master_weights_and_grads`` with ``bf16_optimizer_states``
+            Precision(
                 name="bf16-autocast", compute="bfloat16", parameter="float32", gradient="float32"
             ),  # fp32 weights, cast for each use: torch.autocast, FSDP's mixed precision
             Precision(
