@@ -23,7 +23,8 @@ class CommonRequest:
         products: Products that --fp8-recipe does not have, as Megatron says it: last:14=bf16, first:1=bf16, mtp=bf16,
             attention.*=bf16, out_proj=mxfp8, separated by commas; of globs the first that fits counts.
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-deepspeed, as ZeRO
-            steps there; adamw-bf16, whose moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon, dist-muon-pingpong or none.
+            steps there; adamw-bf16, whose moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon,
+            dist-muon-pingpong or none.
         kernels: megatron, pytorch, huggingface, torchtune, liger or nanotron: whose code runs.
         loss: upcast, rows, compiled, dtensor, vocab-parallel, sharded, native, te, fused, chunked, listed or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
@@ -38,7 +39,8 @@ class CommonRequest:
         gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
         gradients: one-by-one, as backward makes them; upfront, in buffers; buckets, one by one beside those of
-            DistributedDataParallel; added, to a wider buffer behind each backward (nanotron); in-backward, where the optimizer steps.
+            DistributedDataParallel; added, to a wider buffer behind each backward (nanotron); in-backward, where the
+            optimizer steps.
         accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
         workspaces: Set aside for products: none, torch- or te-ampere, -hopper, or -blackwell (a torch before
             2026's pull request 175344).
