@@ -59,7 +59,7 @@ WHY = {
     "impossible": "parameters of 70B in bf16, whole under ZeRO 2, are more than the device has",
     "own-mixtures": "was refused: `--like automodel` says Liger's kernels, which patch no mixtures; AutoModel runs its "
     "own on TransformerEngine (`--kernels megatron`)",
-    "packed": "documents are packed, and attention stays within them; how long they are is not said, and one was asked for",
+    "packed": "documents are packed, and attention stays within them; how long they are is not said, and one was asked",
     "network": "two nodes, whose network is not said; experts of 768 over eight ranks",
     "gpus-unsaid": "how many GPUs is not said; 64 were asked for",
     "dpo": "Megatron's DPO under tensor parallelism is not described",
