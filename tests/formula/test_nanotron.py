@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from jettison.errors import UsageError
 from jettison.formula.liveness import replay
 from jettison.formula.region import embedding_region, head_region, layer_region
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import run_of
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import Loss, kernels
 from jettison.spec.layout import Layout
@@ -167,3 +170,9 @@ def test_an_embedding_over_ranks_has_its_shard_of_a_gradient() -> None:
         for name in ("nanotron", "pytorch")
     }
     assert [each.gradient_numel // each.numel for each in found.values()] == [1, 2]
+
+
+def test_other_models_are_not_described() -> None:
+    with pytest.raises(UsageError, match="got --kernels nanotron for qwen3-8b .qwen3.; its models/llama.py alone"):
+        run_of("qwen3-8b", RunRequest(like="nanotron"))
+    assert run_of("qwen3-8b", RunRequest(like="nanotron", kernels="pytorch")).kernels.name == "pytorch"
