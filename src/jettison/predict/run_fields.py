@@ -25,7 +25,8 @@ class CommonRequest:
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-deepspeed, as ZeRO
             steps there; adamw-bf16, whose moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon,
             dist-muon-pingpong or none.
-        kernels: megatron, pytorch, huggingface, torchtune, liger or nanotron: whose code runs.
+        kernels: megatron, pytorch, pytorch-2.8 (or before: RMSNorm op by op), huggingface, torchtune, liger or
+            nanotron: whose code runs.
         loss: upcast, rows, compiled, dtensor, vocab-parallel, sharded, native, te, fused, chunked, listed or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
         expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.

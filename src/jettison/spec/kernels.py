@@ -287,6 +287,10 @@ MEGATRON: Final = Kernels(
 """Fused scale-mask-softmax (16-bit result), norms, rotation and SwiGLU; the form that arXiv 2205.05198 counts."""
 PYTORCH: Final = Kernels(name="pytorch", attention=AttentionKernel.FLASH)
 """PyTorch's own fused operators where it has them, the rest written out, as torchtitan's models are."""
+PYTORCH_2_8: Final = replace(PYTORCH, name="pytorch-2.8", fused_norm=False)
+"""The same before PyTorch's pull request 153666 of July 2025: ``rms_norm`` is a sum of other ops, which autograd sees.
+torchtitan's ``norm_type`` of that time chooses between it and a Triton kernel of its own (``fused_rmsnorm``).
+"""
 HUGGINGFACE: Final = Kernels(
     name="huggingface",
     attention=AttentionKernel.FLASH,
@@ -339,7 +343,9 @@ NANOTRON: Final = replace(
 less). ``sharded_cross_entropy`` in ``parallel/tensor_parallel/functional.py`` is its loss.
 """
 
-KERNELS: Final = MappingProxyType({k.name: k for k in (MEGATRON, PYTORCH, HUGGINGFACE, TORCHTUNE, LIGER, NANOTRON)})
+KERNELS: Final = MappingProxyType(
+    {k.name: k for k in (MEGATRON, PYTORCH, PYTORCH_2_8, HUGGINGFACE, TORCHTUNE, LIGER, NANOTRON)}
+)
 
 
 def kernels(name: str) -> Kernels:
