@@ -50,7 +50,7 @@ WHY = {
     "power": "the devices are said to be power limited, not how far",
     "unsaid": "neither what was measured nor by what is said; InternEvo's optimizer is code of its own",
     "occupied": "whole GB of what a device has in use, with the context, communicators and what the allocator keeps",
-    "weights-host": "weights wait on the host, too (`offload_param`), for which there is no word; the unit is GiB "
+    "weights-host": "weights wait on the host, too (`offload_param`), for which there is a word now; the unit is GiB "
     "(DeepSpeed's `see_memory_usage`), and the figure nvidia-smi's",
     "deepspeed": "DeepSpeed's step makes copies of gradients, and a master in bf16 has a word now "
     "(`--precision bf16-master16`); what it still has of weights that it does not let go of was not described",

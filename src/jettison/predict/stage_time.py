@@ -160,6 +160,9 @@ class Timing:
             run.optimizer,
             part.is_layer,
         )
+        if run.states_on_host.moves_parameters:  # a shard comes from the host before it is gathered
+            fetched = host_seconds(self._static(found).host_parameters, self.hardware)
+            found = replace(found, gathered=found.gathered + fetched)
         if by_torch(run, part):
             found = replace(found, groups=computing_groups(part.region))
         return replace(found, offloaded=host_seconds(moved, self.hardware)) if moved else found
@@ -267,7 +270,7 @@ class Timing:
         if not items:
             return NOTHING
         forward = backward = 0.0
-        if layout.zero >= 2 and layout.shards > 1:
+        if layout.zero >= 2 and (layout.shards > 1 or self.run.gathers_parameters):
             gathers = layout.zero == 3 and layout.resharded
             if gathers:
                 forward += items[0].gathered + self._covered(items, gathers=True, reduces=False, forward=True)
@@ -386,7 +389,8 @@ class Timing:
             return 0.0
         total = sum((self._static(item).times(item.count) for item in items), Static())
         moved = host_states(run, total)
-        sent, fetched = (host_seconds(n, self.hardware) for n in (moved.to_host_bytes, moved.to_device_bytes))
+        behind = moved.to_device_bytes - moved.gathered_bytes  # the others are with `Item.gathered`
+        sent, fetched = (host_seconds(n, self.hardware) for n in (moved.to_host_bytes, behind))
         if not run.states_on_host.steps_there:
             return sent + fetched
         beside = run.micro_batches * sum(item.count * item.seconds.backward_seconds for item in items)

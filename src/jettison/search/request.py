@@ -78,6 +78,8 @@ class SearchRequest(CommonRequest):
             return (1,), "optimizer"
         if self.outer_ends or self.reshard_after_forward:
             return (3,), "outer_ends" if self.outer_ends else "reshard_after_forward"
+        if host in (StatesOnHost.DEEPSPEED_PARAMETERS, StatesOnHost.FSDP2):
+            return (3,), "states_on_host"
         if host == StatesOnHost.DEEPSPEED:
             return (2, 3), "states_on_host"
         if host == StatesOnHost.TORCHAO:

@@ -344,7 +344,7 @@ less). ``sharded_cross_entropy`` in ``parallel/tensor_parallel/functional.py`` i
 """
 
 KERNELS: Final = MappingProxyType(
-    {k.name: k for k in (MEGATRON, PYTORCH, PYTORCH_2_8, HUGGINGFACE, TORCHTUNE, LIGER, NANOTRON)}
+    {k.name: k for k in (MEGATRON, PYTORCH, HUGGINGFACE, TORCHTUNE, LIGER, NANOTRON, PYTORCH_2_8)}
 )
 
 

@@ -208,7 +208,10 @@ def _check_states_on_host(run: Run) -> None:
     own = run.precision.master is None
     ours = (Optimizer.ADAMW, Optimizer.ADAMW_DEEPSPEED)
     kinds = ours if rule.steps_there else (Optimizer.ADAMW, Optimizer.ADAM8BIT)
-    if rule.moves_masters and own:
+    quantised = run.precision.recipe is not None or (run.tuning is not None and run.tuning.base.packed)
+    if rule.moves_parameters and quantised:
+        why = "weights in fewer than 16 bits; what is gathered of them from a host was not read"
+    elif rule.moves_masters and own:
         why = f"--precision {run.precision.name}; DeepSpeed updates fp32 copies: --precision bf16"
     elif not rule.moves_masters and not own:
         why = f"--precision {run.precision.name}; it updates parameters themselves: bf16-pure, bf16-autocast or fp32"
