@@ -291,7 +291,8 @@ class Timing:
     def hideable(self, items: Sequence[Item]) -> float:
         """Of a chunk's backward, what it waits for ZeRO's transfers that more work would hide."""
         layout = self.run.layout
-        if not items or layout.zero < 2 or layout.shards == 1 or not self.execution.hides_data:
+        alone = layout.shards == 1 and not self.run.gathers_parameters
+        if not items or layout.zero < 2 or alone or not self.execution.hides_data:
             return 0.0
         gathers, reduces = layout.zero == 3 and layout.resharded, self.execution.reduces_each
         waited, _ = self._loads(items[::-1], gathers=gathers, reduces=reduces, forward=False)
@@ -368,19 +369,24 @@ class Timing:
             return 0.0
         return adding_seconds(region, run.layout.sharding, run.precision, self.execution, self.hardware)
 
-    def optimizer(self, items: Sequence[Item]) -> float:
-        """Bytes of gradients, parameters and state, over the memory bandwidth; of a step on the host, its copies."""
+    def optimizer(self, items: Sequence[Item], *, least: bool = False) -> float:
+        """Bytes of gradients, parameters and state, over the memory bandwidth; of a step on the host, its copies.
+
+        Args:
+            least: as a part of a sum, without what backwards may hide.
+        """
         precision = self.run.precision
         if self.run.states_on_host.steps_there:
-            return self._host_copies(items)
+            return self._host_copies(items, least=least)
         nbytes = sum(item.count * item.optimizer_bytes for item in items)
         passes = 1 if self.execution.fused_optimizer else OPTIMIZER_PASSES
         how = self.execution
         again = sum(item.count * quantised_bytes(item.region, precision, how) for item in items if item.in_layer)
         return memory_seconds(nbytes * passes + again, self.hardware) + self._host_copies(items)
 
-    def _host_copies(self, items: Sequence[Item]) -> float:
-        """What states on the host make a step wait: gradients go beside backwards, the rest does not.
+    def _host_copies(self, items: Sequence[Item], *, least: bool = False) -> float:
+        """What states on the host make a step wait: gradients go beside backwards and what these wait for, the other
+        way; the rest does not.
 
         The arithmetic of a step on the host is not in it: hardware files know no host's.
         """
@@ -393,7 +399,10 @@ class Timing:
         sent, fetched = (host_seconds(n, self.hardware) for n in (moved.to_host_bytes, behind))
         if not run.states_on_host.steps_there:
             return sent + fetched
-        beside = run.micro_batches * sum(item.count * item.seconds.backward_seconds for item in items)
+        if least:
+            return fetched
+        work = sum(item.count * item.seconds.backward_seconds for item in items)
+        beside = run.micro_batches * (work + self._beside(items).inputs.transfers)
         return max(0.0, sent - beside) + fetched
 
     def _static(self, item: Item) -> Static:
