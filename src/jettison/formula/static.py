@@ -109,7 +109,8 @@ def static(
     """
     parameters = gradients = state = master = copies = gathered = reduced = largest = before = stepping = 0
     host_state = host_elements = 0
-    freed, waits = on_host.frees_gradients, on_host.moves_parameters
+    moves = on_host is not StatesOnHost.NONE
+    freed, waits = moves and on_host.frees_gradients, moves and on_host.moves_parameters
     for w in weights:
         ranks = layout.expert_shards if w.expert else layout.shards
         wrapped = ranks > 1 or (w.expert and layout.shards > 1) or waits  # NOTE [ Groups of one rank ]
@@ -133,7 +134,7 @@ def static(
             gradients += summed * (DTYPE_BYTES[held.gradient] + (0 if held.apart else accumulated))
         copy = at[0] * (DTYPE_BYTES[held.master] if held.master else 0) + (summed * accumulated if held.apart else 0)
         own = state_bytes(w, at[0], held, optimizer, in_layer=in_layer and not w.tied)
-        if on_host is not StatesOnHost.NONE and at[0] >= on_host.least_elements:
+        if moves and at[0] >= on_host.least_elements:
             moved = own if on_host.steps_there else _paged(at[0], optimizer)
             host_state += moved + (copy if on_host.moves_masters else 0)
             host_elements += at[0]

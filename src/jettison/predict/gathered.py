@@ -67,8 +67,8 @@ from jettison.spec.states_on_host import StatesOnHost
 
 def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> list[Unit]:
     """Units of a chunk with what is gathered and reduced beside them; those that stand elsewhere are apart."""
-    alone = run.layout.shards == 1 and run.layout.expert_shards == 1
-    if run.layout.zero < 2 or (alone and not run.gathers_parameters):
+    layout = run.layout
+    if layout.zero < 2 or (layout.shards == 1 and layout.expert_shards == 1 and not run.gathers_parameters):
         return list(made)
     chunk = Grouped.of(run, [group.part for group in groups for _ in group.names])
     parts = (None, *chunk.parts, None)
@@ -234,14 +234,17 @@ class _Sharded:
             waiting -= own_experts(run, behind).reduced
             ahead -= own_experts(run, before).gathered if ahead else 0
             experts = own_experts(run, part)
-        entering = max(2 * gathered, gathered + on_its_way(run, part))
+        entering, fetched = 2 * gathered, 0
+        if part.static.host_parameters:
+            entering = max(entering, gathered + on_its_way(run, part))
+            fetched = passes.opening + there + ahead + on_its_way(run, before) if ahead else 0
         if before is not None:  # what it returned, and what was gathered for it
             entering += before.region.output.nbytes + (0 if chunk.in_flight else before.static.gathered)
         rising = (
             backward + there + ahead - shard,
             passes.opening + 2 * there + freed if part.region.output.grad else 0,
             differentiated - freed,
-            passes.opening + there + ahead + on_its_way(run, before) if ahead else 0,
+            fetched,
         )
         closing = self._closing(part, before) + ahead - unit.resident - (after + shard if run.layout.pp == 1 else 0)
         if run.layout.keeps_whole_gradients:  # nothing is reduced here
@@ -326,7 +329,7 @@ def on_its_way(run: Run, part: StageRegion | None) -> int:
 
     See NOTE [ States on the host ]. Of segments of several groups they are not counted.
     """
-    if part is None or not run.states_on_host.moves_parameters:
+    if part is None:
         return 0
     cast = run.precision.parameter != run.precision.compute
     return part.static.host_parameters + (part.static.gathered // run.layout.shards if cast else 0)

@@ -287,9 +287,10 @@ MEGATRON: Final = Kernels(
 """Fused scale-mask-softmax (16-bit result), norms, rotation and SwiGLU; the form that arXiv 2205.05198 counts."""
 PYTORCH: Final = Kernels(name="pytorch", attention=AttentionKernel.FLASH)
 """PyTorch's own fused operators where it has them, the rest written out, as torchtitan's models are."""
-PYTORCH_2_8: Final = replace(PYTORCH, name="pytorch-2.8", fused_norm=False)
+PYTORCH_2_8: Final = replace(PYTORCH, name="pytorch-2.8", fused_norm=False, repeat_kv=True, always_repeat_kv=True)
 """The same before PyTorch's pull request 153666 of July 2025: ``rms_norm`` is a sum of other ops, which autograd sees.
-torchtitan's ``norm_type`` of that time chooses between it and a Triton kernel of its own (``fused_rmsnorm``).
+torchtitan's ``norm_type`` of that time chooses between it and a Triton kernel of its own (``fused_rmsnorm``), and its
+models copy keys and values for every head (``repeat_kv``, until ff0829c of January 2026).
 """
 HUGGINGFACE: Final = Kernels(
     name="huggingface",

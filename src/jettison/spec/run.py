@@ -142,12 +142,16 @@ class Run:
     def gradients_come_whole(self) -> bool:
         """Does each backward make them anew, whole and as its products have them, and shards of them stay?"""
         widened = self.precision.gradient != self.precision.compute
-        return self.states_on_host.moves_parameters or self.layout.brings_whole_gradients(widened=widened)
+        if self.states_on_host is not StatesOnHost.NONE and self.states_on_host.moves_parameters:
+            return True
+        return self.layout.brings_whole_gradients(widened=widened)
 
     @property
     def gathers_parameters(self) -> bool:
         """Are they whole on a device only while they are needed? One rank alone gets them from its host."""
-        return self.layout.shards_parameters or self.states_on_host.moves_parameters
+        if self.states_on_host is not StatesOnHost.NONE and self.states_on_host.moves_parameters:
+            return True
+        return self.layout.shards_parameters
 
     @property
     def frees_gradients(self) -> bool:

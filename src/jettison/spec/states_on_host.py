@@ -71,7 +71,7 @@ class StatesOnHost(StrEnum):
     @property
     def frees_gradients(self) -> bool:
         """Do gradients go as backward makes them?"""
-        return self.is_deepspeed or self in (StatesOnHost.TORCHAO_GRADIENTS, StatesOnHost.FSDP2)
+        return self not in (StatesOnHost.NONE, StatesOnHost.TORCHAO, StatesOnHost.BITSANDBYTES)
 
     @property
     def moves_masters(self) -> bool:
