@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from jettison.errors import UsageError
+from jettison.explain.peak import explain
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import Forecast, forecast
@@ -155,6 +156,15 @@ def test_the_peak_of_a_backward_whose_gradients_go(rule: StatesOnHost, family: s
     said = forecast(replace(run_of(case), states_on_host=rule))
     assert said.stages[0].load.state == sum(moment.nbytes for moment in small)
     assert said.peak_bytes == pytest.approx(counter.peak_bytes - sum(p.nbytes for p in large), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("rule", "stages"), [("deepspeed", {"--zero 3"}), ("fsdp2", {"--zero 3"}), ("none", {"--zero 1", "--zero 3"})]
+)
+def test_an_explanation_tries_the_stages_of_zero_that_go_with_it(rule: str, stages: set[str]) -> None:
+    precision = {"precision": "bf16-pure"} if rule == "fsdp2" else {}
+    found = explain(forecast_of(**precision, states_on_host=rule, dp=8, zero=3))
+    assert {variant.change for variant in found.sharding} == stages
 
 
 REFUSED = [

@@ -64,6 +64,15 @@ class StatesOnHost(StrEnum):
         return self in (StatesOnHost.DEEPSPEED, StatesOnHost.DEEPSPEED_PARAMETERS)
 
     @property
+    def zeros(self) -> tuple[int, ...]:
+        """Stages of ZeRO that it is described for."""
+        if self.moves_parameters:
+            return (3,)
+        if self.is_deepspeed:
+            return (2, 3)
+        return (0, 3) if self.steps_there else (0, 1, 2, 3)
+
+    @property
     def steps_there(self) -> bool:
         """Does the host update the parameters?"""
         return self not in (StatesOnHost.NONE, StatesOnHost.BITSANDBYTES)
