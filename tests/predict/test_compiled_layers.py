@@ -50,6 +50,15 @@ def test_other_modes_are_as_without_it() -> None:
     assert full.peak_bytes == forecast(replace(full.run, compiled=False)).peak_bytes
 
 
+@pytest.mark.parametrize(("mode", "checkpointed"), [("interval:2", {0, 2}), ("block:1", {0})])
+def test_layers_beside_checkpoints_are_compiled_as_well(mode: str, checkpointed: set[int]) -> None:
+    plain, full, found = (dict(described(LLAMA, recompute=m).layer_bytes()) for m in ("none", "full", mode))
+    for number in range(4):
+        other = full if number in checkpointed else plain
+        assert found[f"layers.{number}"] == other[f"layers.{number}"]
+    assert full["layers.1"] < plain["layers.1"]
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from jettison.errors import UsageError
+from jettison.explain.peak import explain
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import Forecast, forecast
@@ -24,6 +25,8 @@ from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of
 
 N = 8_030_261_248
 NORMS = 65 * 4096
+FP32 = {"precision": "bf16-autocast"}
+KEPT = {"reshard_after_forward": "never"}
 
 
 def forecast_of(**asked: object) -> Forecast:
@@ -39,6 +42,14 @@ def forecast_of(**asked: object) -> Forecast:
         ({"states_on_host": "deepspeed", "dp": 8, "zero": 2, "micro_batches": 2}, 20 * N // 8, 8 * N // 8, 6 * N // 8),
         # gradients in 16 bits there and back, and in fp32
         ({"states_on_host": "deepspeed", "dp": 8, "zero": 3}, 18 * N // 8, 6 * N // 8, 4 * N // 8),
+        # 16-bit parameters as well, which are fetched for a forward and for a backward, and not behind the step
+        ({"states_on_host": "deepspeed-parameters", "dp": 8, "zero": 3}, 20 * N // 8, 6 * N // 8, 6 * N // 8),
+        ({"states_on_host": "deepspeed-parameters", "zero": 3}, 20 * N, 6 * N, 6 * N),
+        # parameters, gradients and moments in fp32; gradients go once, parameters come twice, in each micro-batch
+        ({"states_on_host": "fsdp2", "dp": 8, "zero": 3, **FP32}, 16 * N // 8, 4 * N // 8, 8 * N // 8),
+        ({"states_on_host": "fsdp2", "dp": 8, "zero": 3, "micro_batches": 2, **FP32}, 2 * N, N, 2 * N),
+        # weights that stay whole after a forward come once
+        ({"states_on_host": "fsdp2", "dp": 8, "zero": 3, **KEPT, **FP32}, 2 * N, N // 2, N // 2),
         # parameters, gradients, moments, all in bf16
         ({"states_on_host": "torchao", "precision": "bf16-pure"}, 8 * N, 2 * N, 2 * N),
         ({"states_on_host": "torchao", "precision": "fp32", "micro_batches": 2}, 16 * N, 8 * N, 4 * N),
@@ -69,6 +80,42 @@ def test_the_device_has_that_much_less() -> None:
     offloaded = forecast_of(states_on_host="deepspeed", dp=8, zero=2).stages[0].load
     largest = 2 * 128_256 * 4096  # of the embedding: DeepSpeed's buffer for a gradient on its way
     assert (offloaded.state, offloaded.gradient_bytes, offloaded.fixed) == (0, 0, 2 * N + largest)
+
+
+def test_shards_of_parameters_wait_on_the_host() -> None:
+    """The device has none of them, as it has no gradients and no states; where a group is gathered they come and go."""
+    plain, hosted = (
+        forecast_of(**FP32, dp=8, zero=3, seq=8192, gradients="one-by-one", **more)
+        for more in ({}, {"states_on_host": "fsdp2"})
+    )
+    load, static = hosted.stages[0].load, hosted.stages[0].static
+    assert (load.fixed, load.state, load.gradient_bytes, static.host_parameters) == (0, 0, 0, 4 * N // 8)
+    assert plain.peak_bytes - hosted.peak_bytes == 4 * N // 8 + 8 * N // 8  # no layer has learned yet
+    least = 2 * 2 * 128_256 * 4096  # what the head is gathered to, and its weights
+    logits = 8192 * 128_256 * (2 + 4)
+    assert hosted.peak_bytes > least + logits
+
+
+@pytest.mark.parametrize("rule", ["deepspeed-parameters", "fsdp2"])
+def test_one_rank_alone_fetches_group_after_group(rule: str) -> None:
+    """Its peak is that of a rank among others: nothing that is sharded is on either device."""
+    asked = {} if rule == "deepspeed-parameters" else FP32
+    alone, among = (forecast_of(**asked, states_on_host=rule, zero=3, seq=8192, dp=dp) for dp in (1, 64))
+    assert alone.stages[0].load.fixed == among.stages[0].load.fixed
+    assert 0 <= alone.peak_bytes - among.peak_bytes < 2**20
+    resident = forecast_of(**asked, zero=3, seq=8192)
+    assert alone.peak_bytes < resident.peak_bytes - resident.stages[0].load.state
+
+
+def test_a_slow_link_is_waited_for() -> None:
+    """What a step fetches for its gathers cannot be quicker than the link, whatever it goes beside."""
+    slow = replace(hardware("h100-80gb"), host_bytes_per_second=10**9)
+    for dp in (1, 8):
+        found = forecast_of(**FP32, states_on_host="fsdp2", zero=3, seq=4096, dp=dp)
+        host = found.host_states
+        assert host is not None and host.gathered_bytes == host.to_device_bytes == 8 * N // dp
+        least = host.gathered_bytes / 10**9 / slow.reached.host
+        assert least < estimate(found.run, slow).step_seconds < 1.5 * least
 
 
 def test_copies_take_time() -> None:
@@ -111,12 +158,25 @@ def test_the_peak_of_a_backward_whose_gradients_go(rule: StatesOnHost, family: s
     assert said.peak_bytes == pytest.approx(counter.peak_bytes - sum(p.nbytes for p in large), rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("rule", "stages"), [("deepspeed", {"--zero 3"}), ("fsdp2", {"--zero 3"}), ("none", {"--zero 1", "--zero 3"})]
+)
+def test_an_explanation_tries_the_stages_of_zero_that_go_with_it(rule: str, stages: set[str]) -> None:
+    precision = {"precision": "bf16-pure"} if rule == "fsdp2" else {}
+    found = explain(forecast_of(**precision, states_on_host=rule, dp=8, zero=3))
+    assert {variant.change for variant in found.sharding} == stages
+
+
 REFUSED = [
-    ({"states_on_host": "somewhere"}, "expected one of none, deepspeed, torchao"),
+    ({"states_on_host": "somewhere"}, "expected one of none, deepspeed, deepspeed-parameters, fsdp2, torchao"),
     ({"states_on_host": "deepspeed"}, "--zero 0; ZeRO-Offload"),
     ({"states_on_host": "deepspeed", "zero": 2, "precision": "bf16-pure"}, "DeepSpeed updates fp32 copies"),
     ({"states_on_host": "deepspeed", "zero": 2, "optimizer": "muon"}, "--optimizer muon; expected adamw"),
     ({"states_on_host": "deepspeed", "zero": 3, "pp": 2}, "--pp 2; no rule"),
+    ({"states_on_host": "deepspeed-parameters", "dp": 8, "zero": 2}, "shards of parameters are there under --zero 3"),
+    ({"states_on_host": "fsdp2", "dp": 8, "zero": 3, "pp": 2, **FP32}, "--pp 2; no rule"),
+    ({"states_on_host": "fsdp2", "dp": 8, "zero": 3}, "--precision bf16; it updates"),
+    ({"states_on_host": "fsdp2", "zero": 3, "lora": "r=16", "base": "nf4", **FP32}, "in fewer than 16 bits"),
     ({"states_on_host": "torchao"}, "--precision bf16; it updates parameters themselves"),
     ({"states_on_host": "torchao", "precision": "bf16-pure", "zero": 1}, "--zero 1; give --zero 3"),
     (
@@ -140,6 +200,7 @@ def test_a_search_keeps_to_the_stages_of_zero_that_a_framework_has() -> None:
         return iter(found.axes.zero)
 
     assert tuple(space(states_on_host="deepspeed")) == (2, 3)
+    assert tuple(space(states_on_host="fsdp2", precision="bf16-pure")) == (3,)
     assert tuple(space(states_on_host="torchao", precision="bf16-pure")) == (0, 3)
     for asked, message in (
         ({"states_on_host": "deepspeed", "zero": "1"}, "is described for"),

@@ -9,6 +9,7 @@ import pytest
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
+from jettison.predict.time import estimate
 from jettison.search.request import SearchRequest
 from jettison.search.search import search
 from jettison.search.space import Candidate, Setup, setup_run
@@ -31,6 +32,10 @@ LLAMA = parse_config(
         "max_position_embeddings": 512,
     },
     name="wide-vocabulary",
+)
+SMALL = parse_config(
+    {"model_type": "gpt2", "n_embd": 512, "n_layer": 6, "n_head": 8, "vocab_size": 4096, "n_positions": 1024},
+    name="small-gpt2",
 )
 
 
@@ -100,3 +105,19 @@ def test_candidates_with_another_loss_are_not_taken_for_each_other() -> None:
     assert one.template == other.template
     texts = [{Candidate(setup=s, recompute=Recompute()).text for s in whole.setups} for whole in (one, other)]
     assert not texts[0] & texts[1]
+
+
+@pytest.mark.parametrize(
+    ("rule", "precision", "gpus"),
+    [("fsdp2", "bf16-autocast", 1), ("fsdp2", "bf16-pure", 2), ("deepspeed-parameters", "bf16", 2)],
+)
+def test_the_best_with_weights_on_the_host_is_the_best_of_all(rule: str, precision: str, gpus: int) -> None:
+    """What recompute hides goes both ways: gradients beside backwards, and weights that the next group waits for."""
+    asked = SearchRequest(states_on_host=rule, precision=precision, seq=512, recompute="none,selective-op,full,every")
+    whole = asked.space(SMALL, A100, gpus=gpus, global_batch=4)
+    best: dict[Setup, float] = {}
+    for setup in whole.setups:
+        runs = [setup_run(setup, whole.template, plan) for plan in whole.plans(setup)]
+        best[setup] = min(estimate(run, A100).step_seconds for run in runs)
+    found = search(whole, A100, budget_bytes=10**13, top=4).ranked[:4]
+    assert [f.seconds.step for f in found] == pytest.approx(sorted(best.values())[:4], rel=1e-9)

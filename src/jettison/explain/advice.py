@@ -21,7 +21,7 @@ def advice(asked: Resolved) -> tuple[str, ...]:
     layout, model = run.layout, run.model
     if run.seq > model.max_positions:
         found.append(f"--seq {run.seq} is more than the {model.max_positions} positions that {model.name} is made for")
-    if layout.zero and layout.shards == 1:
+    if layout.zero and layout.shards == 1 and not run.gathers_parameters:
         found.append(f"--zero {layout.zero} shards nothing: there is one data-parallel rank; give --dp")
     return (*found, *_idle(asked))
 

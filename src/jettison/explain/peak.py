@@ -247,6 +247,8 @@ def _sequence_parallelism(run: Run) -> Iterator[tuple[str, Run]]:
 def _sharding(run: Run) -> Iterator[tuple[str, Run]]:
     if run.layout.shards > 1:
         for zero in (1, 3):
+            if zero not in run.states_on_host.zeros:
+                continue
             try:
                 yield f"--zero {zero}", replace(run, layout=replace(run.layout, zero=zero))
             except UsageError:  # of some optimizers and recipes not every stage is described

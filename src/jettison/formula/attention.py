@@ -25,6 +25,7 @@ from jettison.formula.basic import (
     scale,
 )
 from jettison.formula.norm import norm
+from jettison.formula.packed_heads import packed_heads
 from jettison.formula.tape import GATHER, SCATTER, Collective, Places, Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.biases import Biases
@@ -53,7 +54,7 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             q, k, v, gate = _project(w, whole, kept, spec, norm_spec)
         if w.kernels.copied_heads:
             q, k, v = copy(w, scale(w, q)), copy(w, k), copy(w, v)
-        if spec.rotary_dim:
+        if spec.rotary_dim and not w.kernels.packed_heads:
             given = q, k
             q, k = (rotate(w, x, spec.rotary_dim, name) for x, name in ((q, "query"), (k, "key")))
             if not w.kernels.fused_rotary:  # one function has both, `apply_rotary_pos_emb`: names until it is over
@@ -65,6 +66,7 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
         if spec.scaled_queries:
             q = _scaled(w, q)
         joined = w.kernels.copied_heads or (bool(spec.rotary_dim) and w.kernels.joined_rotary)
+        joined = joined or (w.kernels.packed_heads and w.run.micro_batch > 1)
         context = core(w, q, k, v, spec, joined=joined)
         if gate is not None:
             context = multiply(w, context, _opened(w, gate), ("attention output", "attention gate"))
@@ -130,6 +132,8 @@ def _project(
     if spec.fused_qkv or w.kernels.fused_projections:
         joint = linear(w, x, sum(widths), "qkv", bias=spec.qkv_bias, reference=reference, **more)  # type: ignore[arg-type]
         joint = _clipped(w, joint) if spec.clipped else joint
+        if w.kernels.packed_heads:
+            return *packed_heads(w, joint, spec), None
         if w.kernels.split_projections:
             parts = w.tape.split(joint, widths)
         else:

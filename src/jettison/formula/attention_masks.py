@@ -7,7 +7,7 @@ from typing import Final
 
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer
-from jettison.spec.kernels import Documents
+from jettison.spec.kernels import PYTORCH, PYTORCH_2_8, Documents
 from jettison.spec.model import Attention
 
 MASK: Final = "attention mask"
@@ -36,5 +36,5 @@ def document_bounds(w: Writer) -> Iterator[Value]:
         yield w.tape.op("aten.nonzero.default", [ids], shape, "int32", ())
         return
     yield w.table("document bounds", shape, "int32")
-    if w.kernels.name == "pytorch":
+    if w.kernels.name in (PYTORCH.name, PYTORCH_2_8.name):
         yield w.tape.source("random state of the kernel", (2,), "int64")

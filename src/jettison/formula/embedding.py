@@ -162,9 +162,10 @@ def _whole_gradient(w: Writer) -> int:
     """DTensor makes a sharded table's gradient as large as the table, and has its shard as a view of that.
 
     ``torch/distributed/tensor/_ops/_embedding_ops.py``, ``embedding_dense_backward_strategy``: there is no rule that
-    shards rows, so every rank has the whole, of which ``Shard._split_tensor`` takes a part without a copy.
+    shards rows, so every rank has the whole, of which ``Shard._split_tensor`` takes a part without a copy. nanotron
+    has no DTensor: ids of other shards are masked (``parallel/tensor_parallel/nn.py``, ``TensorParallelEmbedding``).
     """
-    return w.tp if w.run.layout.gathered_inputs else 1
+    return w.tp if w.run.layout.gathered_inputs and not w.kernels.packed_heads else 1
 
 
 def _masks(w: Writer) -> None:

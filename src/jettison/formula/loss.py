@@ -200,6 +200,20 @@ def _native(w: Writer, logits: Value, labels: Value) -> Value:
     return _sharded(w, exponentials, labels, "fused_vocab_parallel_cross_entropy")
 
 
+def _beside_logits(w: Writer, logits: Value, labels: Value) -> Value:
+    """nanotron's ``sharded_cross_entropy``: the softmax has an fp32 tensor of its own.
+
+    ``parallel/tensor_parallel/functional.py``, ``_ShardedCrossEntropy.forward``: ``sharded_logits = sharded_logits -
+    logits_max...``, from there on in place. ``models/llama.py``, ``LlamaForTraining.forward``, has a name for the fp32
+    logits meanwhile: 8 bytes a logit. Backward writes the gradient over the softmax.
+    """
+    wide = cast(w, logits, "float32")
+    shifted = w.tape.op("aten.sub.Tensor", [wide], passes=True)
+    loss = _sharded(w, shifted, labels, "sharded_cross_entropy")
+    w.tape.name(wide)
+    return loss
+
+
 def _sharded(w: Writer, wide: Value, labels: Value, name: str) -> Value:
     """The softmax is where ``wide`` is, and so is the gradient."""
     mask = w.tape.empty(labels.shape, "bool", labels.places)
@@ -269,6 +283,7 @@ _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = Mapping
         Loss.UPCAST: _upcast,
         Loss.ROWS: _rows,
         Loss.VOCAB_PARALLEL: _vocab_parallel,
+        Loss.SHARDED: _beside_logits,
         Loss.NATIVE: _native,
         Loss.TE: _te,
         Loss.COMPILED: _compiled,

@@ -37,7 +37,8 @@ class Static:
 
     ``master``: of the state, what is there before the first optimizer step: the copy that the optimizer updates.
     ``copies``: of gradients, which the optimizer makes for its masters.
-    ``host_state``: states in the host's memory, of ``host_elements`` numbers of parameters.
+    ``host_state``: states in the host's memory, of ``host_elements`` numbers of parameters; ``host_parameters``: shards
+    that wait there to be gathered.
     ``reduced``: its gradients before they are sharded, under ZeRO 2 and 3; ``largest``: its biggest weight, in
     the dtype of moments. ``stepping``: what a loop of AdamW has of its own at the most: NOTE [ A loop's names ].
     """
@@ -53,6 +54,7 @@ class Static:
     stepping: int = 0
     host_state: int = 0
     host_elements: int = 0
+    host_parameters: int = 0
 
     def times(self, count: int) -> Static:
         """So many alike."""
@@ -70,6 +72,7 @@ class Static:
             stepping=self.stepping,
             host_state=count * self.host_state,
             host_elements=count * self.host_elements,
+            host_parameters=count * self.host_parameters,
         )
 
     def __add__(self, other: Static) -> Static:
@@ -86,6 +89,7 @@ class Static:
             stepping=max(self.stepping, other.stepping),
             host_state=self.host_state + other.host_state,
             host_elements=self.host_elements + other.host_elements,
+            host_parameters=self.host_parameters + other.host_parameters,
         )
 
 
@@ -105,14 +109,15 @@ def static(
     """
     parameters = gradients = state = master = copies = gathered = reduced = largest = before = stepping = 0
     host_state = host_elements = 0
-    freed = on_host.frees_gradients
+    moves = on_host is not StatesOnHost.NONE
+    freed, waits = moves and on_host.frees_gradients, moves and on_host.moves_parameters
     for w in weights:
         ranks = layout.expert_shards if w.expert else layout.shards
-        wrapped = ranks > 1 or (w.expert and layout.shards > 1)  # NOTE [ Groups of one rank ]
+        wrapped = ranks > 1 or (w.expert and layout.shards > 1) or waits  # NOTE [ Groups of one rank ]
         owned = -(-w.numel // ranks)  # elements that one rank keeps of what is sharded
         at = [owned if layout.zero >= stage else w.numel for stage in (1, 2, 3)]
         if w.frozen:  # whoever shards trains in full shards what is frozen as well
-            shared = layout.zero == 3 and ranks > 1
+            shared = layout.zero == 3 and (ranks > 1 or waits)
             alone = bool(w.narrow_bytes) and precision.recipe is not None and precision.recipe.parameters
             held_bytes = 0 if alone else w.held_bytes
             parameters += (-(-held_bytes // ranks) if shared else held_bytes) + w.narrow_bytes
@@ -124,11 +129,12 @@ def static(
         if narrow is None or not narrow.parameters:
             parameters += at[2] * DTYPE_BYTES[held.parameter]
         accumulated = DTYPE_BYTES[held.accumulator] if held.accumulator else 0
+        summed = at[1] if layout.zero >= 2 else w.gradient_numel
         if not (freed and at[0] >= on_host.least_elements):
-            gradients += (at[1] if layout.zero >= 2 else w.gradient_numel) * (DTYPE_BYTES[held.gradient] + accumulated)
-        copy = at[0] * (DTYPE_BYTES[held.master] if held.master else 0)
+            gradients += summed * (DTYPE_BYTES[held.gradient] + (0 if held.apart else accumulated))
+        copy = at[0] * (DTYPE_BYTES[held.master] if held.master else 0) + (summed * accumulated if held.apart else 0)
         own = state_bytes(w, at[0], held, optimizer, in_layer=in_layer and not w.tied)
-        if on_host is not StatesOnHost.NONE and at[0] >= on_host.least_elements:
+        if moves and at[0] >= on_host.least_elements:
             moved = own if on_host.steps_there else _paged(at[0], optimizer)
             host_state += moved + (copy if on_host.moves_masters else 0)
             host_elements += at[0]
@@ -143,7 +149,8 @@ def static(
         size = at[0] * DTYPE_BYTES[held.moment or held.master or held.parameter]
         largest, stepping, before = max(largest, size), max(stepping, before + 2 * size), size
     return Static(
-        parameters=parameters,
+        parameters=0 if waits else parameters,
+        host_parameters=parameters if waits else 0,
         gradients=gradients,
         state=state + master,
         master=master,
@@ -183,7 +190,7 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
     moment = DTYPE_BYTES[precision.moment or precision.master or precision.parameter]
     matrix = len(weight.shape) >= 2
     match kind:
-        case Optimizer.ADAMW | Optimizer.ADAMW_FOREACH:
+        case Optimizer.ADAMW | Optimizer.ADAMW_FOREACH | Optimizer.ADAMW_DEEPSPEED:
             return 2 * moment * elements
         case Optimizer.ADAMW_BF16:
             return 2 * 2 * elements

@@ -152,8 +152,8 @@ class StageLoad:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all units."""
-        return sum(map(_gradients, self.own))
+        """Of all units, from one pass to the next."""
+        return 0 if self.gradients is Gradients.ADDED else sum(map(_gradients, self.own))
 
     @property
     def entered(self) -> tuple[bool, ...]:
@@ -164,6 +164,8 @@ class StageLoad:
 
     def adds(self, state: Occupancy) -> bool:
         """Does the backward that a state is about find its chunk's gradients there?"""
+        if self.gradients is Gradients.ADDED:
+            return False
         if self.gradients is Gradients.UPFRONT or not state.learned or state.step is None:
             return True
         return bool(state.learned[state.step.chunk % len(state.learned)])
@@ -171,7 +173,7 @@ class StageLoad:
     def learned_bytes(self, learned: Sequence[int], reduced: Sequence[int] = ()) -> int:
         """Gradients that are there in a state, less what is gone of chunks that have been reduced."""
         gone = sum(map(mul, reduced, self.freed)) if self.freed else 0
-        if self.gradients is Gradients.UPFRONT or all(learned):
+        if self.gradients in (Gradients.UPFRONT, Gradients.ADDED) or all(learned):
             return self.gradient_bytes - gone
         return sum(_gradients(chunk) for chunk, has in zip(self.own, learned, strict=True) if has) - gone
 

@@ -31,6 +31,7 @@ from jettison.spec.presets import PRESETS
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
+    "adamw-deepspeed": torch.optim.AdamW,
     "adamw-foreach": partial(torch.optim.AdamW, foreach=True),
     "sgd": torch.optim.SGD,
     "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),

@@ -85,6 +85,8 @@ def states_of(request: RunRequest) -> StatesOnHost:
     zero, why = given_or(request.zero, 0), ""
     if rule is StatesOnHost.DEEPSPEED and zero < 2:
         why = f"--zero {zero}; ZeRO-Offload is described for --zero 2 and 3"
+    elif rule.moves_parameters and zero < 3:
+        why = f"--zero {zero}; shards of parameters are there under --zero 3"
     elif rule.steps_there and zero in (1, 2) and rule is not StatesOnHost.DEEPSPEED:
         why = f"--zero {zero}; give --zero 3, or one device"
     elif rule.frees_gradients and given_or(request.pp, 1) > 1:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from operator import add, mul
-from typing import Any
+from typing import Any, Final
 
+from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import embedding_region
 from jettison.formula.static import Static, static
@@ -360,6 +361,26 @@ def _variables(run: Run, index: int) -> int:
     return each if index else 0
 
 
+SUB_GROUP: Final = 10**9
+"""Elements: ``sub_group_size`` of DeepSpeed, ``deepspeed/runtime/zero/config.py``."""
+
+
+def _copied_gradients(run: Run, total: Static) -> int:
+    """What DeepSpeed's step makes of a rank's gradients: one flat copy, and another in the dtype of the master.
+
+    ``deepspeed/runtime/zero/stage3.py``, ``_prepare_fp32_grad_for_sub_group``: ``self.flatten(...).to(dtype)`` of a
+    sub-group, which is closed by the parameter that makes it a billion elements or more; ``stage_1_and_2.py``,
+    ``step``, the same of the whole partition. The gradients themselves stay until then.
+    """
+    held = run.precision
+    if run.layout.zero == 0 or held.master is None:
+        return 0
+    wide = DTYPE_BYTES[held.master]
+    elements = total.master // wide
+    elements = min(elements, SUB_GROUP) if run.layout.zero == 3 else elements
+    return elements * (DTYPE_BYTES[held.gradient] + (wide if held.master != held.gradient else 0))
+
+
 def _transient(run: Run, total: Static, chunks: tuple[Chunk, ...]) -> int:
     """What an optimizer step allocates for its own arithmetic.
 
@@ -373,6 +394,8 @@ def _transient(run: Run, total: Static, chunks: tuple[Chunk, ...]) -> int:
         return 0
     if run.optimizer is Optimizer.ADAMW_FOREACH:
         return (total.state - total.master) // 2
+    if run.optimizer is Optimizer.ADAMW_DEEPSPEED:
+        return _copied_gradients(run, total)
     if muon := muon_step_bytes(run, chunks):
         return muon
     adaptive = run.optimizer in (Optimizer.ADAMW, Optimizer.MUON)

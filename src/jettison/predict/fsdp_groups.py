@@ -118,7 +118,7 @@ class Place:
 def has_outer_ends(run: Run) -> bool:
     """Has one group embedding, norm and head? A tied table is one parameter, which only one group can have."""
     layout = run.layout
-    return layout.shards_parameters and layout.pp == 1 and (layout.outer_ends or run.model.tied_embeddings)
+    return layout.pp == 1 and (layout.outer_ends or run.model.tied_embeddings) and run.gathers_parameters
 
 
 def last_gradient(run: Run, part: StageRegion) -> int:

@@ -62,11 +62,13 @@ from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_b
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Reshard
 from jettison.spec.run import Run
+from jettison.spec.states_on_host import StatesOnHost
 
 
 def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> list[Unit]:
     """Units of a chunk with what is gathered and reduced beside them; those that stand elsewhere are apart."""
-    if run.layout.zero < 2 or (run.layout.shards == 1 and run.layout.expert_shards == 1):
+    layout = run.layout
+    if layout.zero < 2 or (layout.shards == 1 and layout.expert_shards == 1 and not run.gathers_parameters):
         return list(made)
     chunk = Grouped.of(run, [group.part for group in groups for _ in group.names])
     parts = (None, *chunk.parts, None)
@@ -232,13 +234,17 @@ class _Sharded:
             waiting -= own_experts(run, behind).reduced
             ahead -= own_experts(run, before).gathered if ahead else 0
             experts = own_experts(run, part)
-        entering = 2 * gathered
+        entering, fetched = 2 * gathered, 0
+        if part.static.host_parameters:
+            entering = max(entering, gathered + on_its_way(run, part))
+            fetched = passes.opening + there + ahead + on_its_way(run, before) if ahead else 0
         if before is not None:  # what it returned, and what was gathered for it
             entering += before.region.output.nbytes + (0 if chunk.in_flight else before.static.gathered)
         rising = (
             backward + there + ahead - shard,
             passes.opening + 2 * there + freed if part.region.output.grad else 0,
             differentiated - freed,
+            fetched,
         )
         closing = self._closing(part, before) + ahead - unit.resident - (after + shard if run.layout.pp == 1 else 0)
         if run.layout.keeps_whole_gradients:  # nothing is reduced here
@@ -265,7 +271,10 @@ class _Sharded:
         run = self.run
         apart = own_experts(run, part) if run.layout.ep > 1 else NOTHING
         named = self.place.chunk.named(run, part) * DTYPE_BYTES[run.precision.compute]
-        reducing = named + part.static.gradients - apart.gradients + _cloned(run, part, apart.reduced)
+        shard = part.static.gradients
+        if run.states_on_host is StatesOnHost.FSDP2:  # reduced on the device, then copied
+            shard = part.static.reduced // run.layout.shards
+        reducing = named + shard - apart.gradients + _cloned(run, part, apart.reduced)
         whole = unsharded(run, part, apart.reduced)
         return given + apart.gradients + part.static.reduced - apart.reduced + max(whole, reducing)
 
@@ -313,6 +322,17 @@ class _Sharded:
             waiting = own[number].static.reduced
             level += stays * own[number].static.gradients
         return peak
+
+
+def on_its_way(run: Run, part: StageRegion | None) -> int:
+    """Copies of a group's shards that come from the host, until the buffer that is gathered has them.
+
+    See NOTE [ States on the host ]. Of segments of several groups they are not counted.
+    """
+    if part is None:
+        return 0
+    cast = run.precision.parameter != run.precision.compute
+    return part.static.host_parameters + (part.static.gathered // run.layout.shards if cast else 0)
 
 
 def _cloned(run: Run, part: StageRegion, apart: int = 0) -> int:

@@ -73,7 +73,8 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
             known[id(chunk)] = _rise(chunk)
     rises = [known[each] for each in kinds]
     upfront = load.gradients is Gradients.UPFRONT
-    everything = sum(known[id(chunk)].gradients for chunk in load.own)
+    added = load.gradients is Gradients.ADDED  # none outlives its backward
+    everything = 0 if added else sum(known[id(chunk)].gradients for chunk in load.own)
     always = load.fixed + load.state
     base = always + (everything if upfront else 0)
     receives = load.receives if load.received else -1
@@ -91,12 +92,12 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
             highest = max(highest, base + alone + known[id(load.chunks[number])].forward)
     base += load.around
     prices = [rise.held + load.sent for rise in rises]
-    prices += [0 if upfront else rise.gradients for rise in rises]
+    prices += [0 if upfront or added else rise.gradients for rise in rises]
     for state in states:
         level = base + load.received * state.idle + (load.variables if state.begun else 0)
         level += sum(map(mul, state.counts, prices))
         work = rises[state.at_work]
-        adds = upfront or state.adds
+        adds = upfront or (state.adds and not added)
         level += work.forward if state.enters else work.adding if adds else work.fresh
         highest = level if level > highest else highest
     return highest

@@ -408,6 +408,7 @@ def _stage(
     upfront = load.gradients is Gradients.UPFRONT
     held, host = load.around, 0
     gradients = load.gradient_bytes if upfront else 0
+    added = load.gradients is Gradients.ADDED  # none outlives its backward
     learned: set[int] = set()
     kinds = len(profiles) // len(load.chunks)
     last = Work.WEIGHT if kinds == SPLIT_KINDS else Work.BACKWARD
@@ -416,7 +417,7 @@ def _stage(
         step = each.step
         kind = _kind(step, step.chunk in learned, last)
         more = load.variables if step.work is last and not learned else 0
-        if step.work is last:
+        if step.work is last and not added:
             learned.add(step.chunk)
         number = kinds * step.chunk + kind
         profile = profiles[number]
@@ -425,7 +426,7 @@ def _stage(
         held += profile.kept + sent + more
         if load.passed and step.work is last:
             held += load.passed * load.sending[step.chunk % len(load.sending)]
-        gradients += profile.made
+        gradients += 0 if added else profile.made
         host += profile.moved
     return PlayedStage(
         index=stage.index,

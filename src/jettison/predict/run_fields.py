@@ -16,16 +16,18 @@ class CommonRequest:
         source_seq: Tokens that an encoder beside a decoder reads, as many as --seq if it can; samples of raw sound.
         attention: eager, flash, sdpa, flex or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
-        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
+        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-master16, bf16-autocast, fp16-main32 or fp8.
         fp8_recipe: How products are narrow, beside a --precision in bf16: TransformerEngine's delayed[:N], tensorwise
             (either -blackwell), blockwise, mxfp8 or nvfp4; torchao's tensorwise, rowwise, rowwise_with_gw_hp or mxfp8.
         fp8_param_gather: Weights are held as bytes (Megatron), or gathered so (torchao's tensorwise).
         products: Products that --fp8-recipe does not have, as Megatron says it: last:14=bf16, first:1=bf16, mtp=bf16,
             attention.*=bf16, out_proj=mxfp8, separated by commas; of globs the first that fits counts.
-        optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-bf16, whose
-            moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon, dist-muon-pingpong or none.
-        kernels: megatron, pytorch, huggingface, torchtune or liger: whose code runs.
-        loss: upcast, rows, compiled, dtensor, vocab-parallel, native, te, fused, chunked, listed or dpo.
+        optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-deepspeed, as ZeRO
+            steps there; adamw-bf16, whose moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon,
+            dist-muon-pingpong or none.
+        kernels: megatron, pytorch, pytorch-2.8 (or before: RMSNorm op by op), huggingface, torchtune, liger or
+            nanotron: whose code runs.
+        loss: upcast, rows, compiled, dtensor, vocab-parallel, sharded, native, te, fused, chunked, listed or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
         expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.
         dispatcher: How tokens reach their experts: alltoall, flex (DeepEP, HybridEP) or allgather.
@@ -38,7 +40,8 @@ class CommonRequest:
         gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
         gradients: one-by-one, as backward makes them; upfront, in buffers; buckets, one by one beside those of
-            DistributedDataParallel; in-backward, where the optimizer steps.
+            DistributedDataParallel; added, to a wider buffer behind each backward (nanotron); in-backward, where the
+            optimizer steps.
         accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
         workspaces: Set aside for products: none, torch- or te-ampere, -hopper, or -blackwell (a torch before
             2026's pull request 175344).
@@ -64,7 +67,8 @@ class CommonRequest:
             off) or a model, and perhaps ,dtype=bf16,sharded=no,when=before.
         reward: A frozen model with one score for each token, before the policy's forward: same, or a model.
         states_on_host: The optimizer's states are in the host's memory, as deepspeed (ZeRO-Offload), torchao,
-            torchao-gradients or bitsandbytes (paged) have them there.
+            torchao-gradients or bitsandbytes (paged) have them there; with deepspeed-parameters and fsdp2 parameters
+            as well.
         mtp_num_layers: Layers that predict further tokens, as Megatron has them: 0.
         mtp_use_repeated_layer: One such layer's weights serve all further tokens.
         recompute_modules: Megatron's list of what is computed again: core_attn,layernorm,mla_up_proj,mlp,moe_act,
@@ -153,7 +157,8 @@ class RunRequest(CommonRequest):
             ZeroRedundancyOptimizer shares them out: else each has a part of every one.
         zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
         recompute: none, selective, selective-op[-alternate], full, parts (attention, feed-forward block and norms, a
-            checkpoint each), every:K, block:N, interval:K, sqrt or auto.
+            checkpoint each), every:K (segments of K layers), block:N (the first N of a stage), interval:K (each K-th),
+            sqrt or auto.
         offload: Send what stays of each layer to the host until its backward.
         whole_micro_batches: Of the micro-batches that a stage has in flight, so many keep everything, or most, which
             is as many as fit: 0.

@@ -29,7 +29,7 @@ from jettison.spec.layout import Layout, Reshard, Schedule
 from jettison.spec.like import rule
 from jettison.spec.model import Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.modules import listed
-from jettison.spec.precision import Adding, Gradients, optimizer
+from jettison.spec.precision import Adding, Gradients, Precision, optimizer
 from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.recorded import refuse_as_built
@@ -145,6 +145,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     if tuning is not None:
         refuse_idle(model, tuning)
     upfront = Gradients.UPFRONT if kernels.name == "megatron" else Gradients.ONE_BY_ONE
+    gradients = upfront if request.gradients is None else _gradients(request.gradients)
     longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens
     seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, longest)
     if model.waves is not None:
@@ -155,11 +156,11 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         micro_batch=given_or(request.micro_batch, 2 if kernels.loss is Loss.DPO else 1),
         micro_batches=given_or(request.micro_batches, layout.pp),
         layout=layout,
-        precision=precision_of(request, kernels, tuned=tuning is not None),
+        precision=_apart(precision_of(request, kernels, tuned=tuning is not None), gradients),
         optimizer=optimizer(given_or(request.optimizer, "adamw")),
         kernels=kernels,
         recompute=_recompute(request, model.depth),
-        gradients=upfront if request.gradients is None else _gradients(request.gradients),
+        gradients=gradients,
         dropout=given_or(request.dropout, model.dropout),
         capacity_factor=request.capacity_factor,
         imbalance=given_or(request.expert_imbalance, 1.0),
@@ -211,6 +212,8 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     }
     if given_or(request.zero, said.get("zero", 0)) != 3:
         said.pop("reshard_after_forward", None)  # nothing is gathered
+    if request.states_on_host is not None and request.gradients is None:
+        said["gradients"] = "one-by-one"  # DeepSpeed's buffer of shards is there, too
     if model.head.pooling is not Pooling.NONE or model.waves is not None or model.pair is not None:
         said.pop("loss", None)  # such a head has one loss
     found = resolve(model, replace(request, like=None, **said))
@@ -321,9 +324,20 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _apart(held: Precision, gradients: Gradients) -> Precision:
+    if gradients is not Gradients.ADDED:
+        return held
+    if held.accumulator is None:
+        raise UsageError(
+            f"got --gradients added with --precision {held.name}, which has no second buffer that gradients are added "
+            "to: give --precision bf16-grad32"
+        )
+    return replace(held, apart=True)
+
+
 def _gradients(text: str) -> Gradients:
     words = {"one-by-one": Gradients.ONE_BY_ONE, "upfront": Gradients.UPFRONT, "buckets": Gradients.BUCKETS}
-    words["in-backward"] = Gradients.IN_BACKWARD
+    words |= {"added": Gradients.ADDED, "in-backward": Gradients.IN_BACKWARD}
     if text not in words:
         raise UsageError(f"got --gradients {text!r}; expected one of {', '.join(words)}")
     return words[text]

@@ -253,8 +253,10 @@ class StageChoice:
 
     @property
     def _fresh(self) -> bool:
-        """Do gradients appear one by one in the only backward of a step?"""
+        """Do gradients appear one by one in the only backward of a step, or in each?"""
         load = self.stage.load
+        if load.gradients is Gradients.ADDED:
+            return True
         return load.gradients is not Gradients.UPFRONT and load.micro_batches == 1
 
     @cached_property

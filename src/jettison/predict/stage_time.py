@@ -160,6 +160,9 @@ class Timing:
             run.optimizer,
             part.is_layer,
         )
+        if run.states_on_host.moves_parameters:  # a shard comes from the host before it is gathered
+            fetched = host_seconds(self._static(found).host_parameters, self.hardware)
+            found = replace(found, gathered=found.gathered + fetched)
         if by_torch(run, part):
             found = replace(found, groups=computing_groups(part.region))
         return replace(found, offloaded=host_seconds(moved, self.hardware)) if moved else found
@@ -267,7 +270,7 @@ class Timing:
         if not items:
             return NOTHING
         forward = backward = 0.0
-        if layout.zero >= 2 and layout.shards > 1:
+        if layout.zero >= 2 and (layout.shards > 1 or self.run.gathers_parameters):
             gathers = layout.zero == 3 and layout.resharded
             if gathers:
                 forward += items[0].gathered + self._covered(items, gathers=True, reduces=False, forward=True)
@@ -288,7 +291,8 @@ class Timing:
     def hideable(self, items: Sequence[Item]) -> float:
         """Of a chunk's backward, what it waits for ZeRO's transfers that more work would hide."""
         layout = self.run.layout
-        if not items or layout.zero < 2 or layout.shards == 1 or not self.execution.hides_data:
+        alone = layout.shards == 1 and not self.run.gathers_parameters
+        if not items or layout.zero < 2 or alone or not self.execution.hides_data:
             return 0.0
         gathers, reduces = layout.zero == 3 and layout.resharded, self.execution.reduces_each
         waited, _ = self._loads(items[::-1], gathers=gathers, reduces=reduces, forward=False)
@@ -365,19 +369,24 @@ class Timing:
             return 0.0
         return adding_seconds(region, run.layout.sharding, run.precision, self.execution, self.hardware)
 
-    def optimizer(self, items: Sequence[Item]) -> float:
-        """Bytes of gradients, parameters and state, over the memory bandwidth; of a step on the host, its copies."""
+    def optimizer(self, items: Sequence[Item], *, least: bool = False) -> float:
+        """Bytes of gradients, parameters and state, over the memory bandwidth; of a step on the host, its copies.
+
+        Args:
+            least: as a part of a sum, without what backwards may hide.
+        """
         precision = self.run.precision
         if self.run.states_on_host.steps_there:
-            return self._host_copies(items)
+            return self._host_copies(items, least=least)
         nbytes = sum(item.count * item.optimizer_bytes for item in items)
         passes = 1 if self.execution.fused_optimizer else OPTIMIZER_PASSES
         how = self.execution
         again = sum(item.count * quantised_bytes(item.region, precision, how) for item in items if item.in_layer)
         return memory_seconds(nbytes * passes + again, self.hardware) + self._host_copies(items)
 
-    def _host_copies(self, items: Sequence[Item]) -> float:
-        """What states on the host make a step wait: gradients go beside backwards, the rest does not.
+    def _host_copies(self, items: Sequence[Item], *, least: bool = False) -> float:
+        """What states on the host make a step wait: gradients go beside backwards and what these wait for, the other
+        way; the rest does not.
 
         The arithmetic of a step on the host is not in it: hardware files know no host's.
         """
@@ -386,10 +395,14 @@ class Timing:
             return 0.0
         total = sum((self._static(item).times(item.count) for item in items), Static())
         moved = host_states(run, total)
-        sent, fetched = (host_seconds(n, self.hardware) for n in (moved.to_host_bytes, moved.to_device_bytes))
+        behind = moved.to_device_bytes - moved.gathered_bytes  # the others are with `Item.gathered`
+        sent, fetched = (host_seconds(n, self.hardware) for n in (moved.to_host_bytes, behind))
         if not run.states_on_host.steps_there:
             return sent + fetched
-        beside = run.micro_batches * sum(item.count * item.seconds.backward_seconds for item in items)
+        if least:
+            return fetched
+        work = sum(item.count * item.seconds.backward_seconds for item in items)
+        beside = run.micro_batches * (work + self._beside(items).inputs.transfers)
         return max(0.0, sent - beside) + fetched
 
     def _static(self, item: Item) -> Static:

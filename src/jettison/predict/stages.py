@@ -272,17 +272,18 @@ def _chunk(run: Run, place: int, kinds: Sequence[tuple[Kind, range]], parts: dic
 def _policy(run: Run, position: int) -> str:
     """The policy of the layer at ``position`` of its stage; segments are full."""
     mode, number = run.recompute.mode, run.recompute.number
+    whole = compiled_word(run.precision.recipe) if run.compiled else NONE  # of a layer that nobody checkpoints
     match mode:
         case Mode.EVERY:
             return FULL
         case Mode.BLOCK:
-            return FULL if position < number else NONE
+            return FULL if position < number else whole
         case Mode.INTERVAL:
-            return FULL if position % number == 0 else NONE
+            return FULL if position % number == 0 else whole
         case Mode.AUTO:
             return NONE
         case Mode.NONE:
-            return compiled_word(run.precision.recipe) if run.compiled else NONE
+            return whole
         case Mode.MODULES:
             return f"{mode}:{'+'.join(names_of(run, run.recompute.modules))}"
         case Mode.SELECTIVE_OP | Mode.SELECTIVE_OP_ALTERNATE if run.compiled:

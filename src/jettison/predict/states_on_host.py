@@ -14,11 +14,16 @@ from jettison.spec.states_on_host import StatesOnHost, element_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostStates:
-    """On one rank: bytes on the host, and bytes of a step over the link."""
+    """On one rank: bytes on the host, and bytes of a step over the link.
+
+    Args:
+        gathered_bytes: of those to the device, parameters on their way to be gathered.
+    """
 
     host_bytes: int
     to_host_bytes: int
     to_device_bytes: int
+    gathered_bytes: int = 0
 
 
 def host_states(run: Run, total: Static) -> HostStates:
@@ -37,10 +42,12 @@ def host_states(run: Run, total: Static) -> HostStates:
     )
     paged = 0 if rule.steps_there else total.host_state
     times, elements = run.micro_batches, total.host_elements
+    gathered = times * (1 + run.layout.resharded) * total.host_parameters
     return HostStates(
-        host_bytes=total.host_state + elements * each.host,
+        host_bytes=total.host_state + elements * each.host + total.host_parameters,
         to_host_bytes=paged + elements * (times * each.sent_each + each.sent),
-        to_device_bytes=paged + elements * (times * each.fetched_each + each.fetched),
+        to_device_bytes=paged + elements * (times * each.fetched_each + each.fetched) + gathered,
+        gathered_bytes=gathered,
     )
 
 

@@ -247,12 +247,13 @@ def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
     (chunk,) = outline(run)[0]
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
     statics = [(group.part.is_layer, group.part.static) for group in chunk]
+    stays = run.gradients is not Gradients.ADDED
     return ShardBound(
         seconds=shard_seconds(timing, chunk),
         nbytes=ShardBytes(
-            everything=_everything(chunk),
+            everything=_everything(chunk, stays=stays),
             settled=_parts([(layer, s.parameters + s.state) for layer, s in statics]),
-            gradients=_parts([(layer, s.gradients) for layer, s in statics]),
+            gradients=_parts([(layer, s.gradients if stays else 0) for layer, s in statics]),
             gathered=_least_gathered(run, [s.gathered for _, s in statics]),
         ),
     )
@@ -277,12 +278,13 @@ def whole_seconds(run: Run, hardware: Hardware) -> float:
 
 def whole_static_bytes(run: Run) -> int:
     """Parameters, state and gradients on one rank of a run without a pipeline."""
-    return _everything(outline(run)[0][0])
+    return _everything(outline(run)[0][0], stays=run.gradients is not Gradients.ADDED)
 
 
-def _everything(chunk: Chunk) -> int:
+def _everything(chunk: Chunk, *, stays: bool) -> int:
+    """Args: stays: gradients outlive their backward."""
     counted = [(len(group.names), group.part.static) for group in chunk]
-    return sum(n * (s.parameters + s.state + s.gradients) for n, s in counted)
+    return sum(n * (s.parameters + s.state + (s.gradients if stays else 0)) for n, s in counted)
 
 
 def _inner(run: Run) -> Run:

@@ -78,11 +78,8 @@ class SearchRequest(CommonRequest):
             return (1,), "optimizer"
         if self.outer_ends or self.reshard_after_forward:
             return (3,), "outer_ends" if self.outer_ends else "reshard_after_forward"
-        if host == StatesOnHost.DEEPSPEED:
-            return (2, 3), "states_on_host"
-        if host == StatesOnHost.TORCHAO:
-            return (0, 3), "states_on_host"
-        return (0, 1, 2, 3), "states_on_host" if host else ""
+        kept = StatesOnHost(host).zeros if host in tuple(StatesOnHost) else (0, 1, 2, 3)
+        return kept, "states_on_host" if host else ""
 
     def space(self, model: ModelSpec, hardware: Hardware, *, gpus: int, global_batch: int) -> Space:
         """What is to be searched.

@@ -233,7 +233,7 @@ def shard_seconds(timing: Timing, chunk: Chunk) -> ShardSeconds:
     layout, execution = timing.run.layout, timing.execution
     items = timing.items(chunk)
     layers = [item for item in items if item.in_layer]
-    steps = [timing.optimizer((item,)) / item.count for item in items]
+    steps = [timing.optimizer((item,), least=True) / item.count for item in items]
     added = [timing.adding(item.region) for item in items]
     shards = layout.zero >= 2 and layout.shards > 1
     return ShardSeconds(

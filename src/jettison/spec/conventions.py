@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from jettison.errors import UsageError
-from jettison.spec.kernels import LIGER, AttentionKernel, Kernels, Scans, kernels
+from jettison.spec.kernels import LIGER, NANOTRON, AttentionKernel, Kernels, Scans, kernels
 from jettison.spec.mixers import Mamba1
 from jettison.spec.model import ModelSpec
 
@@ -133,13 +133,18 @@ def kernels_for(model: ModelSpec, name: str) -> Kernels:
     """The named set, as the code of this model's family has it.
 
     Raises:
-        UsageError: no such set, or Liger's for a family that it is not described for.
+        UsageError: no such set, or Liger's or nanotron's for a family that it is not described for.
     """
     chosen = kernels(name)
     if chosen is LIGER and model.family not in _PATCHED:
         raise UsageError(
             f"got --kernels liger for {model.name} ({model.family}); they are described for "
-            f"{', '.join(sorted(_PATCHED))}: give --kernels huggingface"
+            f"{', '.join(sorted(_PATCHED))}: give --kernels huggingface, or the code that does run, before any --like"
+        )
+    if chosen is NANOTRON and model.family != "llama":
+        raise UsageError(
+            f"got --kernels nanotron for {model.name} ({model.family}); its models/llama.py alone is described: give "
+            "--kernels pytorch, before any --like"
         )
     adjust = _CONVENTIONS.get(model.family)
     if adjust is None or not chosen.of_transformers:

@@ -27,6 +27,7 @@ class Loss(StrEnum):
     UPCAST = "upcast"  # fp32 copy of the logits, log-softmax, nll: torch.nn.functional.cross_entropy
     ROWS = "rows"  # the same over chunks of rows, its gradient in the fp32 logits' place: `auto_checkpoint` has it so
     VOCAB_PARALLEL = "vocab-parallel"  # Megatron's: one fp32 copy of a shard, in place from exponential to gradient
+    SHARDED = "sharded"  # nanotron's: the same in a second copy, beside fp32 logits that the caller holds
     NATIVE = "native"  # Megatron's --cross-entropy-fusion-impl native: the same compiled, with a second copy
     TE = "te"  # TransformerEngine's: the gradient is written over the 16-bit logits in the forward
     COMPILED = "compiled"  # cross_entropy under torch.compile: 16-bit logits and two numbers a row
@@ -130,6 +131,8 @@ class Kernels:
         rotary_apiece: and does so for queries and keys apart, once each.
         looked_up_rotary: the tables are a buffer of the model, cosines and sines side by side in fp32. Where documents
             are packed, each layer looks up rows of it by position, once for queries and once for keys.
+        packed_heads: query, key and value of one product are copied out as one, and query is rotated where it is:
+            NOTE [ Packed heads ] in `formula.packed_heads`.
         rotary_by_window: layers with a window have rotary tables of their own.
         wide_positions: the factor of scaled queries is fp32.
         split_projections: a joint projection is cut by split, chunk or unbind, not by slices.
@@ -205,6 +208,7 @@ class Kernels:
     rotary_by_window: bool = False
     wide_positions: bool = False
     joined_rotary: bool = False
+    packed_heads: bool = False
     split_projections: bool = False
     fused_gate: bool = False
     fused_gelu: bool = False
@@ -283,6 +287,11 @@ MEGATRON: Final = Kernels(
 """Fused scale-mask-softmax (16-bit result), norms, rotation and SwiGLU; the form that arXiv 2205.05198 counts."""
 PYTORCH: Final = Kernels(name="pytorch", attention=AttentionKernel.FLASH)
 """PyTorch's own fused operators where it has them, the rest written out, as torchtitan's models are."""
+PYTORCH_2_8: Final = replace(PYTORCH, name="pytorch-2.8", fused_norm=False, repeat_kv=True, always_repeat_kv=True)
+"""The same before PyTorch's pull request 153666 of July 2025: ``rms_norm`` is a sum of other ops, which autograd sees.
+torchtitan's ``norm_type`` of that time chooses between it and a Triton kernel of its own (``fused_rmsnorm``), and its
+models copy keys and values for every head (``repeat_kv``, until ff0829c of January 2026).
+"""
 HUGGINGFACE: Final = Kernels(
     name="huggingface",
     attention=AttentionKernel.FLASH,
@@ -320,7 +329,24 @@ are one (``ops/fused_linear_cross_entropy.py``). NeMo AutoModel patches so by de
 upcast``. Read, not run: they need a GPU.
 """
 
-KERNELS: Final = MappingProxyType({k.name: k for k in (MEGATRON, PYTORCH, HUGGINGFACE, TORCHTUNE, LIGER)})
+NANOTRON: Final = replace(
+    PYTORCH,
+    name="nanotron",
+    loss=Loss.SHARDED,
+    fused_projections=True,
+    fused_rotary=True,
+    packed_heads=True,
+    split_projections=True,
+    batch_first=False,
+)
+"""The code of nanotron, ``src/nanotron/models/llama.py`` (9055c66): norms are flash-attn's Triton kernel
+(``nn/layer_norm.py``), and SwiGLU is written out (until the second half of 2024 it was compiled, which keeps one tensor
+less). ``sharded_cross_entropy`` in ``parallel/tensor_parallel/functional.py`` is its loss.
+"""
+
+KERNELS: Final = MappingProxyType(
+    {k.name: k for k in (MEGATRON, PYTORCH, HUGGINGFACE, TORCHTUNE, LIGER, NANOTRON, PYTORCH_2_8)}
+)
 
 
 def kernels(name: str) -> Kernels:

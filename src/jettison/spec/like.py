@@ -46,13 +46,14 @@ LIKE: Final[Mapping[str, Rule]] = MappingProxyType(
             "workspaces": "torch-hopper",
             "stage_buffers": True,
         },
-        # nanotron: bf16 gradients in DDP's buckets, summed up in fp32 (accumulate_grad_in_fp32)
+        # nanotron: each backward's bf16 gradients are added to fp32 ones and let go of (accumulate_grad_in_fp32,
+        # src/nanotron/optim/gradient_accumulator.py, ``_accumulate_grad``: ``half_param.grad = None``)
         "nanotron": {
-            "kernels": "pytorch",
+            "kernels": "nanotron",
             "attention": "flash",
             "precision": "bf16-grad32",
-            "gradients": "upfront",
-            "loss": "vocab-parallel",
+            "gradients": "added",
+            "loss": "sharded",
             "workspaces": "torch-hopper",
         },
         # transformers.Trainer with bf16=True: fp32 parameters under autocast
@@ -64,11 +65,13 @@ LIKE: Final[Mapping[str, Rule]] = MappingProxyType(
             "loss": "upcast",
             "workspaces": "torch-hopper",
         },
-        # DeepSpeed's bf16: bf16 parameters and gradients, fp32 copies that ZeRO 1 and later shard
+        # DeepSpeed's bf16: bf16 parameters and gradients, fp32 copies that ZeRO 1 and later shard; its own step. Under
+        # ZeRO 3 shards of gradients have a buffer (deepspeed/runtime/zero/stage3.py, ``grad_partitions_flat_buffer``)
         "deepspeed": {
             "kernels": "huggingface",
             "attention": "flash",
             "precision": "bf16",
+            "optimizer": "adamw-deepspeed",
             "gradients": "one-by-one",
             "loss": "upcast",
             "workspaces": "torch-hopper",
@@ -108,4 +111,6 @@ def rule(name: str, *, tp: int, dp: int = 1, zero: int = 0) -> Rule:
     found = LIKE[name]
     if name == "torchtitan" and tp > 1:
         return {**found, "loss": "dtensor", "gathered_inputs": True}
+    if name == "deepspeed" and zero == 3:
+        return {**found, "gradients": "upfront"}
     return {**found, "gradients": "buckets"} if name == "huggingface" and dp > 1 and not zero else found

@@ -34,6 +34,7 @@ class Gradients(StrEnum):
     ONE_BY_ONE = "one by one"  # as backward reaches each weight; freed again after the optimizer step
     UPFRONT = "upfront"  # one buffer for all, for good: Megatron's, and DDP's buckets where gradients are views of them
     BUCKETS = "buckets"  # one by one, beside buckets that are there for good: DistributedDataParallel as it comes
+    ADDED = "added"  # as each backward makes them, and behind it added to a wider buffer and let go of: nanotron
     IN_BACKWARD = "in backward"  # the optimizer steps within backward, and each is freed as soon as it was applied
 
 
@@ -46,6 +47,7 @@ class Precision:
         parameter: of the weights that forward and backward read.
         gradient: of what backward leaves at each parameter.
         accumulator: of a second gradient buffer that micro-batches are added up in; None: there is none.
+        apart: the accumulator is there for good, and gradients go when they have been added to it: `Gradients.ADDED`.
         master: of the copy that the optimizer updates; None: it updates the weights themselves.
         product: of the inputs of matrix products, where they are quantised for them.
         moment: of what the optimizer remembers of gradients; None: of what it updates.
@@ -67,6 +69,7 @@ class Precision:
     optimizer_gradient: str | None = None
     recipe: Fp8Recipe | None = None
     casts: str | None = None
+    apart: bool = False
 
     @property
     def words(self) -> str:
@@ -192,6 +195,9 @@ PRECISIONS: Final = MappingProxyType(
             _aware("bf16-bridge", gradient="bfloat16", master="float32", copies="float32"),  # 12 bytes, 16 in a step
             Precision(name="bf16-pure", compute="bfloat16", parameter="bfloat16", gradient="bfloat16"),
             Precision(
+                name="bf16-master16", compute="bfloat16", parameter="bfloat16", gradient="bfloat16", master="bfloat16"
+            ),  # 10 bytes: DeepSpeed's ``bf16_master_weights_and_grads`` with ``bf16_optimizer_states``
+            Precision(
                 name="bf16-autocast", compute="bfloat16", parameter="float32", gradient="float32"
             ),  # fp32 weights, cast for each use: torch.autocast, FSDP's mixed precision
             Precision(
@@ -213,6 +219,7 @@ class Optimizer(StrEnum):
 
     ADAMW = "adamw"  # two fp32 moments (bf16 ones for bf16-pure: state follows the parameter's dtype)
     ADAMW_FOREACH = "adamw-foreach"  # the same as torch runs it on CUDA unless told otherwise: all at once, unfused
+    ADAMW_DEEPSPEED = "adamw-deepspeed"  # the same on copies of its gradients, as DeepSpeed's ZeRO steps
     ADAMW_BF16 = "adamw-bf16"  # two bf16 moments, whatever is updated: torchtitan's fused_opt_states_bf16
     SGD = "sgd"
     SGD_MOMENTUM = "sgd-momentum"

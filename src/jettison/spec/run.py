@@ -141,7 +141,17 @@ class Run:
     @property
     def gradients_come_whole(self) -> bool:
         """Does each backward make them anew, whole and as its products have them, and shards of them stay?"""
-        return self.layout.brings_whole_gradients(widened=self.precision.gradient != self.precision.compute)
+        widened = self.precision.gradient != self.precision.compute
+        if self.states_on_host is not StatesOnHost.NONE and self.states_on_host.moves_parameters:
+            return True
+        return self.layout.brings_whole_gradients(widened=widened)
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """Are they whole on a device only while they are needed? One rank alone gets them from its host."""
+        if self.states_on_host is not StatesOnHost.NONE and self.states_on_host.moves_parameters:
+            return True
+        return self.layout.shards_parameters
 
     @property
     def frees_gradients(self) -> bool:
@@ -160,7 +170,7 @@ class Run:
         """
         wide = self.precision.parameter == "float32" and self.precision.compute != "float32"
         held = self.tuning is None or self.tuning.base is Base.FP32
-        return wide and held and not self.layout.shards_parameters
+        return wide and held and not self.gathers_parameters
 
     @property
     def autocast(self) -> bool:

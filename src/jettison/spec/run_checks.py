@@ -206,8 +206,12 @@ def _check_states_on_host(run: Run) -> None:
     """
     rule, why = run.states_on_host, ""
     own = run.precision.master is None
-    kinds = (Optimizer.ADAMW,) if rule.steps_there else (Optimizer.ADAMW, Optimizer.ADAM8BIT)
-    if rule.moves_masters and own:
+    ours = (Optimizer.ADAMW, Optimizer.ADAMW_DEEPSPEED)
+    kinds = ours if rule.steps_there else (Optimizer.ADAMW, Optimizer.ADAM8BIT)
+    quantised = run.precision.recipe is not None or (run.tuning is not None and run.tuning.base.packed)
+    if rule.moves_parameters and quantised:
+        why = "weights in fewer than 16 bits; what is gathered of them from a host was not read"
+    elif rule.moves_masters and own:
         why = f"--precision {run.precision.name}; DeepSpeed updates fp32 copies: --precision bf16"
     elif not rule.moves_masters and not own:
         why = f"--precision {run.precision.name}; it updates parameters themselves: bf16-pure, bf16-autocast or fp32"
@@ -301,7 +305,7 @@ def _check_in_backward(run: Run) -> None:
         why = f"--zero {layout.zero}, whose replicas reduce buckets of gradients; --zero 2 or 3 reduces each"
     elif run.adding is not Adding.WHOLE or run.precision.accumulator or run.precision.optimizer_gradient:
         why = "gradients that are gathered up in another buffer"
-    elif run.optimizer in (Optimizer.ADAMW_FOREACH, *MUONS):
+    elif run.optimizer in (Optimizer.ADAMW_FOREACH, Optimizer.ADAMW_DEEPSPEED, *MUONS):
         why = f"--optimizer {run.optimizer}, which steps for many parameters at once"
     if why:
         raise UsageError(f"got --gradients in-backward with {why}")

@@ -16,6 +16,18 @@ or more, its gradient and its moments; a hook copies each gradient (``p_host.gra
 ``offload_gradients`` lets go of it; the step runs there, and parameters come back. It updates parameters themselves: no
 master copies.
 
+DeepSpeed's ``offload_param: cpu`` under ZeRO 3, beside the former: shards of 16-bit parameters lie on the host for good
+(``stage3.py``, ``_create_param_groups_fp16_flat_cpu_memory``), each gather copies a group's to the device first
+(``partition_parameters.py``, ``_all_gather_dtype``: ``p.ds_tensor.to(...)`` of all, then ``torch.cat`` into the buffer
+that is gathered), and a step casts to them there. Those of 100,000 numbers or less, which DeepSpeed keeps whole on the
+device (``ds_persist``), are counted on the host.
+
+torch 2.13, FSDP2's ``CPUOffloadPolicy``: the same of parameters in their own dtype (``_fsdp_param.py``,
+``all_gather_inputs``: ``.to(self.device)``, then a cast to the dtype of products; both are there until the buffer that
+is gathered has them, ``_fsdp_collectives.py``, ``foreach_all_gather``), and a shard of gradients goes to the host as
+soon as it is reduced, where others of it are added to (``foreach_reduce``: ``new_sharded_grad.to("cpu")``). The
+optimizer is whatever steps on a CPU's parameters.
+
 bitsandbytes 0.50, ``is_paged`` (``optim/optimizer.py``, ``get_state_buffer``): moments of parameters of 100,000 numbers
 or more are in memory that CUDA moves as it is needed (``functional.py``, ``get_paged``: ``cget_managed_ptr``), outside
 of torch's allocator; scales of 8-bit moments are plain tensors. The step runs on the device. Whether pages ever move is
@@ -33,6 +45,8 @@ class StatesOnHost(StrEnum):
 
     NONE = "none"
     DEEPSPEED = "deepspeed"
+    DEEPSPEED_PARAMETERS = "deepspeed-parameters"
+    FSDP2 = "fsdp2"
     TORCHAO = "torchao"
     TORCHAO_GRADIENTS = "torchao-gradients"
     BITSANDBYTES = "bitsandbytes"
@@ -40,7 +54,23 @@ class StatesOnHost(StrEnum):
     @property
     def least_elements(self) -> int:
         """Of a parameter whose states move; smaller ones stay."""
-        return {StatesOnHost.BITSANDBYTES: 100_000, StatesOnHost.DEEPSPEED: 1}.get(self, 4096)
+        if self.is_deepspeed or self is StatesOnHost.FSDP2:
+            return 1
+        return 100_000 if self is StatesOnHost.BITSANDBYTES else 4096
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """ZeRO-Offload, with parameters or without?"""
+        return self in (StatesOnHost.DEEPSPEED, StatesOnHost.DEEPSPEED_PARAMETERS)
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        """Stages of ZeRO that it is described for."""
+        if self.moves_parameters:
+            return (3,)
+        if self.is_deepspeed:
+            return (2, 3)
+        return (0, 3) if self.steps_there else (0, 1, 2, 3)
 
     @property
     def steps_there(self) -> bool:
@@ -50,12 +80,17 @@ class StatesOnHost(StrEnum):
     @property
     def frees_gradients(self) -> bool:
         """Do gradients go as backward makes them?"""
-        return self in (StatesOnHost.DEEPSPEED, StatesOnHost.TORCHAO_GRADIENTS)
+        return self not in (StatesOnHost.NONE, StatesOnHost.TORCHAO, StatesOnHost.BITSANDBYTES)
 
     @property
     def moves_masters(self) -> bool:
         """Are the copies that the optimizer updates among what moves?"""
-        return self is StatesOnHost.DEEPSPEED
+        return self.is_deepspeed
+
+    @property
+    def moves_parameters(self) -> bool:
+        """Do a rank's shards of parameters wait there, too?"""
+        return self in (StatesOnHost.DEEPSPEED_PARAMETERS, StatesOnHost.FSDP2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +98,7 @@ class ElementBytes:
     """Of one number of a parameter whose states are on the host, beside these.
 
     Args:
-        host: copies and gradients there.
+        host: copies and gradients there, without parameters that wait for their gathers.
         sent_each, fetched_each: over the link, in every micro-batch.
         sent, fetched: the same, once a step.
     """
@@ -83,6 +118,10 @@ def element_bytes(rule: StatesOnHost, *, zero: int, micro_batches: int, paramete
     """
     several = micro_batches > 1
     match rule:
+        case StatesOnHost.FSDP2:
+            return ElementBytes(host=gradient, sent_each=gradient)
+        case StatesOnHost.DEEPSPEED_PARAMETERS:
+            return ElementBytes(host=gradient + 4, sent_each=gradient + 4, fetched_each=gradient)
         case StatesOnHost.DEEPSPEED if zero == 3:
             return ElementBytes(host=gradient + 4, sent_each=gradient + 4, fetched_each=gradient, fetched=parameter)
         case StatesOnHost.DEEPSPEED:

@@ -63,6 +63,11 @@ class _Player:
     def upfront(self) -> bool:
         return self.stage.load.gradients is Gradients.UPFRONT
 
+    @property
+    def added(self) -> bool:
+        """None outlives its backward."""
+        return self.stage.load.gradients is Gradients.ADDED
+
     def begin(self) -> None:
         """What is there before the first step."""
         load = self.stage.load
@@ -158,7 +163,7 @@ class _Player:
             if gradient is not None:
                 made.append(gradient)
         end_ns = offset_ns + played.end_ns
-        if fresh and last:
+        if fresh and last and not self.added:
             self.gradients[own] = made
         elif made:  # tied weights' shares have been added, or the other half makes them again
             self._free(made, end_ns)
@@ -205,8 +210,10 @@ class _Player:
                 named = 0 if fresh else one
         for kept in held.values():
             self._free(kept, end_ns)
-        if fresh:
+        if fresh and not self.added:
             self.gradients[own] = made
+        elif fresh:
+            self._free(made, end_ns)
 
     def _waiting(self, nbytes: int, name: str, site: str, time_ns: int, role: str = SAVED) -> list[int]:
         label = Label(module=name, role=role, site=site)

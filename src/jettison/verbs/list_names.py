@@ -32,6 +32,7 @@ POLICIES: Final = {
 OPTIMIZERS: Final = {
     Optimizer.ADAMW: "two moments; fused, as trainers have it",
     Optimizer.ADAMW_FOREACH: "the same as torch runs it by default on CUDA: 4 bytes a parameter more within its step",
+    Optimizer.ADAMW_DEEPSPEED: "the same on copies of gradients, 1e9 elements at a time under ZeRO 3: DeepSpeed",
     Optimizer.ADAMW_BF16: "two moments in bf16, whatever is updated, as torchtitan's fused_opt_states_bf16",
     Optimizer.SGD: "no state",
     Optimizer.SGD_MOMENTUM: "one moment",
