@@ -126,7 +126,23 @@ def _project(
     """Queries, keys and values, and what weighs the output."""
     d, more = spec.head_dim, {"split": "column", "keeps": kept}
     reference = "arXiv 2205.05198 §4.1, shared input of Q, K and V: 2sbh"
+    names, heads = ("query", "key", "value"), (spec.heads, spec.kv_heads, spec.kv_heads)
     widths = ((2 if spec.gated else 1) * spec.heads * d, spec.kv_heads * d, spec.kv_heads * d)
+    gates: list[Value] = []
+
+    def of_heads(x: Value, number: int) -> Value:
+        """Its heads, normed where they are."""
+        if number == 0 and spec.gated:
+            gates.append(w.tape.view(x, (*x.shape[:-1], spec.heads * d)))
+        if number < 2 and spec.qk_norm is QkNorm.WIDTH:
+            x = norm(w, x, norm_spec, f"{names[number]}_norm", split=True)
+        x = heads_of(w, x, heads[number], d)
+        if number < 2 and spec.qk_norm is QkNorm.HEAD and not w.kernels.late_norms:
+            x = norm(w, x, norm_spec, f"{names[number]}_norm")
+        if number < 2 and spec.qk_norm is QkNorm.APIECE:
+            x = norm(w, x, replace(norm_spec, bias=False), f"{names[number]}_norm", apiece=True)
+        return x
+
     if spec.fused_qkv or w.kernels.fused_projections:
         joint = linear(w, x, sum(widths), "qkv", bias=spec.qkv_bias, reference=reference, **more)  # type: ignore[arg-type]
         joint = _clipped(w, joint) if spec.clipped else joint
@@ -134,24 +150,18 @@ def _project(
             parts = w.tape.split(joint, widths)
         else:
             parts = [w.tape.view(joint, (*joint.shape[:-1], width)) for width in widths]
+        q, k, v = (of_heads(part, number) for number, part in enumerate(parts))
     else:
-        names = ("query", "key", "value")
         biases = (spec.qkv_bias, spec.qkv_bias and spec.key_bias, spec.qkv_bias)
-        parts = [
-            linear(w, x, width, name, bias=bias, reference=reference, **more)  # type: ignore[arg-type]
-            for name, width, bias in zip(names, widths, biases, strict=True)
-        ]
-        parts = [_clipped(w, part) for part in parts] if spec.clipped else parts
-    q, k, v = parts
-    gate = w.tape.view(q, (*q.shape[:-1], spec.heads * d)) if spec.gated else None
-    if spec.qk_norm is QkNorm.WIDTH:
-        q, k = (norm(w, x, norm_spec, f"{name}_norm", split=True) for x, name in ((q, "query"), (k, "key")))
-    q, k, v = (heads_of(w, x, h, d) for x, h in ((q, spec.heads), (k, spec.kv_heads), (v, spec.kv_heads)))
-    if spec.qk_norm is QkNorm.HEAD and not w.kernels.late_norms:
-        q, k = (norm(w, x, norm_spec, f"{name}_norm") for x, name in ((q, "query"), (k, "key")))
-    if spec.qk_norm is QkNorm.APIECE:
-        plain = replace(norm_spec, bias=False)
-        q, k = (norm(w, x, plain, f"{name}_norm", apiece=True) for x, name in ((q, "query"), (k, "key")))
+        parts, inline = [], w.kernels.inline_norms and not spec.clipped
+        for number, (name, width, bias) in enumerate(zip(names, widths, biases, strict=True)):
+            part = linear(w, x, width, name, bias=bias, reference=reference, **more)  # type: ignore[arg-type]
+            parts.append(of_heads(part, number) if inline else part)
+        if not inline:
+            parts = [_clipped(w, part) for part in parts] if spec.clipped else parts
+            parts = [of_heads(part, number) for number, part in enumerate(parts)]
+        q, k, v = parts
+    gate = gates[0] if gates else None
     if w.kernels.indexed_kv and spec.kv_heads < spec.heads:
         k, v = (_indexed(w, x, spec) for x in (k, v))
     return q, k, v, gate
@@ -191,12 +201,21 @@ def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
     if w.kernels.narrow_tables:
         part, dtype = cast(w, part, "float32"), "float32"
     straight = multiply(w, part, cosine, ("", "rotary table"), dtype)
-    half = w.tape.op("aten.neg.default", [part], (*part.shape[:-1], dim // 2))
+    half = w.tape.op("aten.neg.default", [part], (*part.shape[:-1], dim // 2), workspace=_still_joined(w, part) // 2)
     turned = w.tape.op("aten.cat.default", [half, part], part.shape)
     out = cast(w, add(w, straight, multiply(w, turned, sine, ("", "rotary table"), dtype)), narrow)
     if dim == x.shape[-1] and not w.kernels.joined_rotary:
         return out
     return w.tape.op("aten.cat.default", [out, x], x.shape)
+
+
+def _still_joined(w: Writer, x: Value) -> int:
+    """Bytes of the turned halves' joint gradient, of which the half that was not negated is a view to the end.
+
+    ``transformers/models/llama/modeling_llama.py``, ``rotate_half``: backward goes through ``-x2`` and its slice before
+    that of ``x1``, whose gradient is a piece of what ``torch.cat`` was given. Other forms have no such pair.
+    """
+    return 0 if w.kernels.complex_rotary or w.kernels.paired_rotary or not w.kernels.of_transformers else x.nbytes
 
 
 def _table(w: Writer, name: str, dim: int, dtype: str, whose: str) -> Value:

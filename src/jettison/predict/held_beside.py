@@ -6,8 +6,10 @@ its tables and their positions, beside every layer's forward (``modeling_gpt2.py
 ``inputs_embeds``, ``position_embeds``, ``position_ids``). Of an encoder beside a decoder it is the encoder's output, to
 the end of the loss (``modeling_t5.py``, ``T5ForConditionalGeneration.forward``: ``hidden_states``;
 ``modeling_whisper.py``, ``WhisperModel.forward``: ``encoder_outputs``): without autocast the decoder's products keep it
-anyway. What ``enable_input_require_grads`` asks a gradient of, the rows of the table, becomes a leaf
-(``modeling_utils.py``, ``make_inputs_require_grads``), and the graph has it at the node that adds up its gradient
+anyway. A loop that works its loss out of what the model returned comes when these names are gone. Of what was returned
+the encoder's output is a part (``Seq2SeqLMOutput``, ``encoder_last_hidden_state``), as long as the loop holds that.
+What ``enable_input_require_grads`` asks a gradient of, the rows of the table, becomes a leaf (``modeling_utils.py``,
+``make_inputs_require_grads``), and the graph has it at the node that adds up its gradient
 (``torch/csrc/autograd/functions/accumulate_grad.h``, ``variable``) until its backward is there.
 """
 
@@ -20,9 +22,10 @@ from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.embedding import POSITIONS
 from jettison.formula.region import EMBEDDING, Region
 from jettison.ledger.timeline import Unit
-from jettison.predict.stage_buffers import input_kept
+from jettison.predict.passes import passes_of
+from jettison.predict.stage_buffers import hidden, input_kept
 from jettison.predict.stages import RegionGroup
-from jettison.spec.kernels import HUGGINGFACE
+from jettison.spec.kernels import HUGGINGFACE, Loss
 from jettison.spec.model import AnyLayer, Layer
 from jettison.spec.run import Run
 
@@ -33,8 +36,9 @@ def with_names(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) ->
     """Units of a chunk with what is held beside them: NOTE [ What a model's forward names ]."""
     if run.kernels.name != HUGGINGFACE.name or run.layout.pp > 1 or run.model.recorder is not None:
         return made
-    if run.model.source is not None and run.scene.precision.casts:
-        made = _with_read(run, groups, made)
+    read = _read_bytes(run)
+    made = _with_read(run, groups, made, read) if read else made
+    made = _with_loss_outside(run, groups, made, read) if run.kernels.loss is Loss.OUTSIDE else made
     leaf = _leaf(run, groups)
     named = _named(groups[0].part.region, leaf) if run.kernels.named_embeddings else 0
     if not leaf and not named:
@@ -49,16 +53,39 @@ def with_names(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) ->
     ]
 
 
-def _with_read(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Sequence[Unit]:
-    """With the encoder's output beside each forward of the decoder, and its loss."""
+def _read_bytes(run: Run) -> int:
+    """Of an encoder's output that a decoder beside it reads copies of; 0: there is none, or it is kept anyway."""
+    if run.model.source is None or not run.scene.precision.casts:
+        return 0
+    return run.micro_batch * run.source_seq * run.model.hidden * DTYPE_BYTES[run.scene.precision.compute]
+
+
+def _with_read(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], read: int) -> Sequence[Unit]:
+    """With the encoder's output beside each forward of the decoder, and its loss; and in what the model returned."""
     own = {name for group in groups if _asks(group.part.layer) for name in group.names}
-    read = run.micro_batch * run.source_seq * run.model.hidden * DTYPE_BYTES[run.scene.precision.compute]
+    returned = read if run.holds_output else 0
     return [
-        replace(unit, forward_peak=unit.forward_peak + read)
-        if unit.is_loss or own.intersection(unit.names[-1].split(" to "))
-        else unit
+        replace(
+            unit,
+            forward_peak=unit.forward_peak + (read if unit.is_loss or own.intersection(_names(unit)) else 0),
+            backward_peak=unit.backward_peak + returned,
+            adding_peak=unit.adding_peak + returned,
+        )
         for unit in made
     ]
+
+
+def _names(unit: Unit) -> Sequence[str]:
+    return unit.names[-1].split(" to ")
+
+
+def _with_loss_outside(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], read: int) -> Sequence[Unit]:
+    """With a loss that comes when the model has returned: without what its forward was given, or had names for."""
+    part = groups[-1].part
+    made_before, behind = passes_of(part, run.gradient_rule).around.forward
+    goes = part.region.program.kept_bytes(hidden(part.region) - part.kept)
+    highest = max(made_before + read, behind - goes + (read if run.holds_output else 0))
+    return [replace(unit, forward_peak=highest) if unit.is_loss else unit for unit in made]
 
 
 def _asks(layer: AnyLayer | None) -> bool:

@@ -25,7 +25,8 @@ class CommonRequest:
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-bf16, whose
             moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon, dist-muon-pingpong or none.
         kernels: megatron, pytorch, huggingface, torchtune or liger: whose code runs.
-        loss: upcast, rows, compiled, dtensor, vocab-parallel, native, te, fused, chunked, listed or dpo.
+        loss: upcast, outside (the loop's own, of logits that the model returned), rows, compiled, dtensor,
+            vocab-parallel, native, te, fused, chunked, listed or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
         expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.
         dispatcher: How tokens reach their experts: alltoall, flex (DeepEP, HybridEP) or allgather.

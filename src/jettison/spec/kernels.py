@@ -25,6 +25,7 @@ class Loss(StrEnum):
     """From logits to a number."""
 
     UPCAST = "upcast"  # fp32 copy of the logits, log-softmax, nll: torch.nn.functional.cross_entropy
+    OUTSIDE = "outside"  # the same of what the model has returned: a loop's own, in fp32 whatever the model's would be
     ROWS = "rows"  # the same over chunks of rows, its gradient in the fp32 logits' place: `auto_checkpoint` has it so
     VOCAB_PARALLEL = "vocab-parallel"  # Megatron's: one fp32 copy of a shard, in place from exponential to gradient
     NATIVE = "native"  # Megatron's --cross-entropy-fusion-impl native: the same compiled, with a second copy
@@ -112,6 +113,7 @@ class Kernels:
         unwidened_norm: where an RMSNorm is written out, its mean is an fp32 copy's, and the input itself is scaled.
         routers_apart: a router's product is out of autocast's reach.
         late_norms: norms of each head's query and key come after their rotation.
+        inline_norms: norms of query and key come with their own products, the value's product behind them.
         biases_apart: what a layer's product returns gets its bias by a sum of its own, in the wider dtype of both.
         widened_down: what a feed-forward block's last product reads is cast to the dtype of its weight before it.
         cast_weights: where norms are fp32, the weight is cast, too, and its copy stays.
@@ -162,6 +164,8 @@ class Kernels:
         wide_routers: a router's weight is held in fp32 whatever the others are.
         weights_float32: the weights of a token's experts stay fp32; otherwise they are cast back.
         scans: how layers carry a state along the sequence.
+        declared: how names of a layer's weights begin, in the order in which its code declares them; the longest that
+            fits counts, and what none fits is behind. None: in the order of the forward.
         softmax_float32: that cast back, after a softmax in fp32, is to the dtype of tokens, not to that of logits.
     """
 
@@ -188,6 +192,7 @@ class Kernels:
     biases_apart: bool = False
     widened_down: bool = False
     late_norms: bool = False
+    inline_norms: bool = False
     routers_apart: bool = False
     cast_weights: bool = False
     written_layer_norm: bool = False
@@ -231,6 +236,7 @@ class Kernels:
     softmax_float32: bool = False
     scans: Scans = Scans.WRITTEN
     device: Device = Device.CUDA
+    declared: tuple[str, ...] = ()
 
     @property
     def of_transformers(self) -> bool:
@@ -283,8 +289,17 @@ MEGATRON: Final = Kernels(
 """Fused scale-mask-softmax (16-bit result), norms, rotation and SwiGLU; the form that arXiv 2205.05198 counts."""
 PYTORCH: Final = Kernels(name="pytorch", attention=AttentionKernel.FLASH)
 """PyTorch's own fused operators where it has them, the rest written out, as torchtitan's models are."""
+_NORMS_LAST: Final = (
+    "attention.",
+    "attention.query_norm.",
+    "attention.key_norm.",
+    "mixer.convolution.",
+    "mixer.",
+    "mlp.",
+)
 HUGGINGFACE: Final = Kernels(
     name="huggingface",
+    declared=_NORMS_LAST,
     attention=AttentionKernel.FLASH,
     documents=Documents.MASK,
     tensor_masks=True,

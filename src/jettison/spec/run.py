@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from reprlib import repr as short
@@ -10,7 +10,7 @@ from typing import Final
 
 from jettison.errors import UsageError
 from jettison.spec.frozen_models import FrozenModel
-from jettison.spec.kernels import PYTORCH, Device, Kernels
+from jettison.spec.kernels import PYTORCH, Device, Kernels, Loss
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import (
@@ -167,6 +167,12 @@ class Run:
         """Does it, in layers whose casts are described? Recorded ones are as they were recorded."""
         return self.uses_autocast and self.model.recorder is None
 
+    @property
+    def _scene_kernels(self) -> Kernels:
+        """The loss of a pipeline is the schedule's, of what its last stage has returned."""
+        staged = self.layout.pp > 1 and self.kernels.of_transformers and self.kernels.loss is Loss.UPCAST
+        return replace(self.kernels, loss=Loss.OUTSIDE) if staged else self.kernels
+
     @cached_property
     def scene(self) -> Scene:
         """What its regions depend on."""
@@ -177,7 +183,7 @@ class Run:
             micro_batch=self.micro_batch,
             layout=layout.within_stage,
             precision=under_autocast(self.precision) if self.autocast else self.precision,
-            kernels=self.kernels,
+            kernels=self._scene_kernels,
             dropout=self.dropout,
             capacity_factor=self.capacity_factor,
             padding=self.padding,
