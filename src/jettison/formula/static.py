@@ -104,7 +104,7 @@ def declared(weights: Iterable[Weight], order: Sequence[str]) -> list[Weight]:
         names = [name for name in order if weight.name.startswith(name)]
         return order.index(max(names, key=len)) if names else len(order)
 
-    return sorted(weights, key=place)
+    return sorted(weights, key=place) if order else list(weights)
 
 
 def static(

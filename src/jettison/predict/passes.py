@@ -65,8 +65,9 @@ def sums_apart(run: Run) -> bool:
     """Are the gradients of a tied table's two uses added up in a third tensor?
 
     The engine adds to what came first if nobody else has its storage (``torch/csrc/autograd/input_buffer.cpp``,
-    ``can_accumulate_inplace``). The head's product returns a view of its gradient, whose base has it; of several heads,
-    or chunks of one, the sum is the engine's own; and a fused loss returns a tensor.
+    ``can_accumulate_inplace``). The head's product returns a view of its gradient, whose base has it; under autocast that
+    is cast, which makes a tensor; of several heads, or chunks of one, the sum is the engine's own; and a fused loss
+    returns a tensor.
     """
     once = run.kernels.loss not in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.DPO) and not run.model.further
-    return once and run.model.tied_embeddings and not run.gradient_rule.fused
+    return once and run.model.tied_embeddings and not run.gradient_rule.fused and not run.autocast

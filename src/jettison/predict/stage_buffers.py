@@ -15,7 +15,7 @@ back (``set_local_bwd_input``), until the same micro-batch's of the next step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeGuard
@@ -28,7 +28,7 @@ from jettison.ledger.timeline import Unit
 from jettison.predict.stages import RegionGroup, StageRegion
 from jettison.spec.kernels import HUGGINGFACE, AttentionKernel
 from jettison.spec.layout import Layout, Schedule
-from jettison.spec.model import Attention, Layer
+from jettison.spec.model import Attention, Layer, ModelSpec
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run, Scene
 
@@ -163,8 +163,10 @@ def _masks(run: Run) -> dict[bool, int]:
         return {}  # encoders mask padding alone, and a decoder beside one gets two
     each = run.seq * run.seq // run.layout.cp
     if kernels.attention is AttentionKernel.EAGER:
-        return dict.fromkeys(_masked(run), run.micro_batch * each * DTYPE_BYTES[run.scene.precision.compute])
-    return {kind: (run.micro_batch if run.padding else 1) * each for kind in _masked(run) if _as_tensor(run, kind)}
+        return dict.fromkeys(_masked(run.model), run.micro_batch * each * DTYPE_BYTES[run.scene.precision.compute])
+    return {
+        kind: (run.micro_batch if run.padding else 1) * each for kind in _masked(run.model) if _as_tensor(run, kind)
+    }
 
 
 def _as_tensor(run: Run, whole: bool) -> bool:
@@ -174,12 +176,13 @@ def _as_tensor(run: Run, whole: bool) -> bool:
     return run.kernels.tensor_masks and (windowed or run.padding)
 
 
-def _masked(run: Run) -> dict[bool, int]:
+@lru_cache(maxsize=1024)
+def _masked(model: ModelSpec) -> Mapping[bool, int]:
     """By kind of mask, without a window or with one, the first layer that is given it."""
     found: dict[bool, int] = {}
-    for number, layer in enumerate(run.model.kinds):
+    for number, layer in enumerate(model.kinds):
         if isinstance(layer, Layer) and _adds_mask(layer.attention):
-            first = run.model.kind_numbers.index(number)
+            first = model.kind_numbers.index(number)
             kind = layer.attention.window is None
             found[kind] = min(first, found.get(kind, first))
     return found
@@ -198,11 +201,12 @@ def without_masks(run: Run, made: Sequence[Unit]) -> Sequence[Unit]:
 
     The model's own dicts of them (``causal_mask_mapping``, ``position_embeddings``) went when its forward returned.
     """
-    firsts = _masked(run)
-    if len(firsts) < 2 or run.layout.pp > 1:
+    if run.layout.pp > 1 or len(firsts := _masked(run.model)) < 2:
         return made
     later = max(firsts, key=firsts.__getitem__)
     gone = _masks(run).get(later, 0) + _tables_of_a_kind(run)
+    if not gone:
+        return made
     earlier = {EMBEDDING, *run.model.layer_names[: firsts[later]]}
     return [
         replace(unit, backward_peak=unit.backward_peak - gone, adding_peak=unit.adding_peak - gone)

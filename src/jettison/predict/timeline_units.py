@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from jettison.dtypes import DTYPE_BYTES
+from jettison.formula.embedding import TOKENS
 from jettison.formula.liveness import Passes
 from jettison.formula.region import EMBEDDING, HEAD
 from jettison.ledger.timeline import Unit
@@ -98,7 +99,9 @@ def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
             pending = sum(w.numel for w in part.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[dtype]
             gradient += pending
         if part.name == EMBEDDING:  # the head's backward made it already
-            table = max((w.numel for w in part.region.weights if not w.frozen), default=0) * DTYPE_BYTES[dtype]
+            learned = [w for w in part.region.weights if not w.frozen]
+            tables = [w for w in learned if w.name == TOKENS] or learned
+            table = max((w.numel for w in tables), default=0) * DTYPE_BYTES[dtype]
             gradient -= table
             both = 2 * table // DTYPE_BYTES[dtype] * DTYPE_BYTES[rule.added] if sums_apart(run) else 0
             backward = added = max(adding.backward_peak, both)  # the engine's sum beside what it adds to the head's

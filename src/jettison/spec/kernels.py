@@ -139,6 +139,8 @@ class Kernels:
             heads outermost in memory.
         fused_gate: activation and product of a gated block are one kernel that saves both halves.
         fused_gelu: what GPT-2's code writes out of GELU is one kernel (``megatron/core/fusions/fused_bias_gelu.py``).
+        gelu_function: GELU is a function of its own that saves its input alone, and whose backward is written out: five
+            tensors of its size are there at once, of which one is the gradient's (``bloom_gelu_back``).
         byte_masks: a dropout mask takes one byte an element; otherwise it has the dtype of what it masks.
         repeat_kv: key-value heads are copied until there are as many as query heads, unless a kernel takes them so.
         always_repeat_kv: and then as well.
@@ -213,6 +215,7 @@ class Kernels:
     split_projections: bool = False
     fused_gate: bool = False
     fused_gelu: bool = False
+    gelu_function: bool = False
     byte_masks: bool = True
     repeat_kv: bool = False
     always_repeat_kv: bool = False
