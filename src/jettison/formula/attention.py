@@ -400,24 +400,32 @@ def _mask_tensor(w: Writer, q: Value, keys: int, *, alibi: bool) -> Value:
 
 
 def written_out(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value | None) -> Value:
-    """What scaled_dot_product_attention does without a fused kernel: everything fp32, scale and groups included."""
+    """What scaled_dot_product_attention does without a fused kernel: everything fp32, scale and groups included.
+
+    ``aten/src/ATen/native/transformers/attention.cpp``, ``_scaled_dot_product_attention_math``: ``query_acc``,
+    ``key_acc``, ``value_acc`` and the scaled ``q`` have names until it returns, and it returns probabilities as well.
+    """
     q, k, v = (for_product(w, x) for x in (q, k, v))
     places, dtype = head_places(w), q.dtype
     k, v = (x if x.shape[HEADS] == 1 else _repeat(w, x, spec.heads) for x in (k, v))
-    q, k, v = (cast(w, x, "float32") for x in (q, k, v))
+    wide = q, k, v = tuple(cast(w, x, "float32") for x in (q, k, v))
     q, k = (scale(w, x) for x in (q, k))
+    scaled = q
     k, v = (_repeat(w, x, spec.heads) for x in (k, v))
     q, k = (as_batch(w, x) for x in (q, k))
     scores_shape = (*q.shape[:3], k.shape[ROWS])
     roles = ("attention query", "attention key")
     scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, dtype="float32", inner=True)
     scores = _mask(w, scores, spec) if added is None else add(w, scores, added)
-    out = _softmax(w, scores, "float32", spec, "aten._safe_softmax.default")
-    out = dropout(w, out, site=w.run.model.dropout_sites.attention)
+    seen = _softmax(w, scores, "float32", spec, "aten._safe_softmax.default")
+    seen = dropout(w, seen, site=w.run.model.dropout_sites.attention)
     roles = ("attention probabilities", "attention value")
     shape = (*q.shape[:3], v.shape[-1])
-    out = batched_product(w, out, as_batch(w, v), shape, places, k.shape[ROWS], roles, dtype="float32", inner=True)
-    return cast(w, out, dtype)
+    made = batched_product(w, seen, as_batch(w, v), shape, places, k.shape[ROWS], roles, dtype="float32", inner=True)
+    out = cast(w, made, dtype)
+    returned = [seen] if seen.dtype == dtype else [w.tape.op("aten._to_copy.default", [seen], dtype=dtype, grad=False)]
+    w.tape.name(*wide, scaled, made, *returned)
+    return out
 
 
 def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value | None) -> Value:

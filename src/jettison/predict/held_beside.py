@@ -8,6 +8,8 @@ the end of the loss (``modeling_t5.py``, ``T5ForConditionalGeneration.forward``:
 ``modeling_whisper.py``, ``WhisperModel.forward``: ``encoder_outputs``): without autocast the decoder's products keep it
 anyway. A loop that works its loss out of what the model returned comes when these names are gone. Of what was returned
 the encoder's output is a part (``Seq2SeqLMOutput``, ``encoder_last_hidden_state``), as long as the loop holds that.
+In backward, gradients of what a whole stack reads are added up from its last layer to its first: of the encoder's
+output, of biases by distance, and of the zeros in their place.
 What ``enable_input_require_grads`` asks a gradient of, the rows of the table, becomes a leaf (``modeling_utils.py``,
 ``make_inputs_require_grads``), and the graph has it at the node that adds up its gradient
 (``torch/csrc/autograd/functions/accumulate_grad.h``, ``variable``) until its backward is there.
@@ -15,7 +17,7 @@ What ``enable_input_require_grads`` asks a gradient of, the rows of the table, b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from jettison.dtypes import DTYPE_BYTES
@@ -25,8 +27,9 @@ from jettison.ledger.timeline import Unit
 from jettison.predict.passes import passes_of
 from jettison.predict.stage_buffers import hidden, input_kept
 from jettison.predict.stages import RegionGroup
+from jettison.spec.biases import Biases
 from jettison.spec.kernels import HUGGINGFACE, Loss
-from jettison.spec.model import AnyLayer, Layer
+from jettison.spec.model import AnyLayer, Attention, Layer
 from jettison.spec.run import Run
 
 ROWS = "aten.embedding.default"
@@ -37,6 +40,7 @@ def with_names(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) ->
     if run.kernels.name != HUGGINGFACE.name or run.layout.pp > 1 or run.model.recorder is not None:
         return made
     read = _read_bytes(run)
+    made = list(_with_gradients(run, groups, made)) if run.model.source is not None else made
     made = _with_read(run, groups, made, read) if read else made
     made = _with_loss_outside(run, groups, made, read) if run.kernels.loss is Loss.OUTSIDE else made
     leaf = _leaf(run, groups)
@@ -73,6 +77,43 @@ def _with_read(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], re
         )
         for unit in made
     ]
+
+
+def _with_gradients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[Unit]:
+    """With what layers behind have left of gradients of what each layer of a stack is given."""
+    stacks: dict[bool, list[str]] = {True: [], False: []}
+    layers: dict[str, Layer] = {}
+    for group in groups:
+        if isinstance(layer := group.part.layer, Layer):
+            stacks[bool(layer.source)] += group.names
+            layers |= dict.fromkeys(group.names, layer)
+    last = {names[-1] for names in stacks.values() if names}
+    for unit in made:
+        ends = unit.names[-1].rpartition(" to ")[2]
+        if ends not in layers:
+            yield unit
+            continue
+        more = _given_bytes(run, layers[ends])
+        beside = replace(unit, backward_peak=unit.backward_peak + more, adding_peak=unit.adding_peak + more)
+        if ends not in last:
+            yield beside
+            continue
+        if len(unit.names) > 1:
+            yield replace(beside, names=unit.names[:-1])
+        yield replace(unit, names=unit.names[-1:])
+
+
+def _given_bytes(run: Run, layer: Layer) -> int:
+    """Of gradients of the encoder's output and of biases that a layer is given, or hands on."""
+    each, rows = DTYPE_BYTES[run.scene.precision.compute], run.source_seq if layer.source else run.seq
+    keys = {id(layer.attention): rows, id(layer.cross): run.source_seq}
+    total = 0 if layer.source else run.micro_batch * run.source_seq * run.model.hidden * each
+    for asked in (layer.attention, layer.cross):
+        if not isinstance(asked, Attention) or asked.biases not in (Biases.FIRST, Biases.GIVEN):
+            continue
+        if asked.buckets or run.scene.kernels.learned_zeros:
+            total += asked.heads * rows * keys[id(asked)] * each
+    return total
 
 
 def _names(unit: Unit) -> Sequence[str]:

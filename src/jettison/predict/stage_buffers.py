@@ -159,8 +159,8 @@ def _masks(run: Run) -> dict[bool, int]:
     model, kernels = run.model, run.kernels
     if kernels.name != HUGGINGFACE.name or run.packed or run.recompute.mode not in _CHECKPOINTS:
         return {}
-    if kernels.filled_masks or kernels.made_masks or model.pair or model.waves or model.source:
-        return {}  # encoders mask padding alone, and a decoder beside one gets two
+    if kernels.filled_masks or kernels.made_masks or model.pair or model.waves:
+        return {}  # encoders mask padding alone
     each = run.seq * run.seq // run.layout.cp
     if kernels.attention is AttentionKernel.EAGER:
         return dict.fromkeys(_masked(run.model), run.micro_batch * each * DTYPE_BYTES[run.scene.precision.compute])

@@ -165,6 +165,7 @@ class Kernels:
         narrow_routers: scores of all experts are worked out in the dtype of activations; otherwise in fp32.
         wide_routers: a router's weight is held in fp32 whatever the others are.
         weights_float32: the weights of a token's experts stay fp32; otherwise they are cast back.
+        learned_zeros: zeros in the place of biases have a gradient.
         scans: how layers carry a state along the sequence.
         declared: how names of a layer's weights begin, in the order in which its code declares them; the longest that
             fits counts, and what none fits is behind. None: in the order of the forward.
@@ -237,6 +238,7 @@ class Kernels:
     wide_routers: bool = False
     weights_float32: bool = True
     softmax_float32: bool = False
+    learned_zeros: bool = False
     scans: Scans = Scans.WRITTEN
     device: Device = Device.CUDA
     declared: tuple[str, ...] = ()

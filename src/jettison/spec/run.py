@@ -23,12 +23,14 @@ from jettison.spec.precision import (
     gradient_rule,
     under_autocast,
 )
-from jettison.spec.recompute import NOTHING_AGAIN, Recompute
+from jettison.spec.recompute import NOTHING_AGAIN, Mode, Recompute
 from jettison.spec.run_checks import check_run
 from jettison.spec.states_on_host import StatesOnHost
 from jettison.spec.tuning import Base, Tuning
 from jettison.spec.workspaces import WORKSPACES, Workspaces
 
+ASKING: Final = ("t5", "mt5")
+"""Families whose checkpoints ask for a gradient of zeros: `formula.attention_biases`."""
 UPDATE_BYTES: Final = 8
 """Of an element, while AdamW updates a parameter on a CPU: two tensors in fp32."""
 
@@ -169,9 +171,16 @@ class Run:
 
     @property
     def _scene_kernels(self) -> Kernels:
-        """The loss of a pipeline is the schedule's, of what its last stage has returned."""
-        staged = self.layout.pp > 1 and self.kernels.of_transformers and self.kernels.loss is Loss.UPCAST
-        return replace(self.kernels, loss=Loss.OUTSIDE) if staged else self.kernels
+        """The loss of a pipeline is the schedule's, of what its last stage has returned. Code of an encoder beside a
+        decoder knows of its checkpoints: `formula.attention_biases`.
+        """
+        found = self.kernels
+        if not found.of_transformers:
+            return found
+        if self.layout.pp > 1 and found.loss is Loss.UPCAST:
+            found = replace(found, loss=Loss.OUTSIDE)
+        asked = self.recompute.mode in (Mode.FULL, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE)
+        return replace(found, learned_zeros=True) if asked and self.model.family in ASKING else found
 
     @cached_property
     def scene(self) -> Scene:
