@@ -7,7 +7,8 @@ its tables and their positions, beside every layer's forward (``modeling_gpt2.py
 the end of the loss (``modeling_t5.py``, ``T5ForConditionalGeneration.forward``: ``hidden_states``;
 ``modeling_whisper.py``, ``WhisperModel.forward``: ``encoder_outputs``): without autocast the decoder's products keep it
 anyway. A loop that works its loss out of what the model returned comes when these names are gone. Of what was returned
-the encoder's output is a part (``Seq2SeqLMOutput``, ``encoder_last_hidden_state``), as long as the loop holds that.
+the encoder's output is a part (``Seq2SeqLMOutput``, ``encoder_last_hidden_state``), as long as the loop holds that; and
+each checkpoint of the decoder was given it.
 In backward, gradients of what a whole stack reads are added up from its last layer to its first: of the encoder's
 output, of biases by distance, and of the zeros in their place.
 What ``enable_input_require_grads`` asks a gradient of, the rows of the table, becomes a leaf (``modeling_utils.py``,
@@ -25,7 +26,7 @@ from jettison.formula.embedding import POSITIONS
 from jettison.formula.region import EMBEDDING, Region
 from jettison.ledger.timeline import Unit
 from jettison.predict.passes import passes_of
-from jettison.predict.stage_buffers import hidden, input_kept
+from jettison.predict.stage_buffers import CHECKPOINTS, hidden, input_kept
 from jettison.predict.stages import RegionGroup
 from jettison.spec.biases import Biases
 from jettison.spec.kernels import HUGGINGFACE, Loss
@@ -67,16 +68,14 @@ def _read_bytes(run: Run) -> int:
 def _with_read(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], read: int) -> Sequence[Unit]:
     """With the encoder's output beside each forward of the decoder, and its loss; and in what the model returned."""
     own = {name for group in groups if _asks(group.part.layer) for name in group.names}
-    returned = read if run.holds_output else 0
-    return [
-        replace(
-            unit,
-            forward_peak=unit.forward_peak + (read if unit.is_loss or own.intersection(_names(unit)) else 0),
-            backward_peak=unit.backward_peak + returned,
-            adding_peak=unit.adding_peak + returned,
-        )
-        for unit in made
-    ]
+    found = []
+    for unit in made:
+        beside = read if unit.is_loss or own.intersection(_names(unit)) else 0
+        held = read if run.holds_output else beside if run.recompute.mode in CHECKPOINTS else 0
+        backward, adding = unit.backward_peak + held, unit.adding_peak + held
+        forward = unit.forward_peak + beside
+        found.append(replace(unit, forward_peak=forward, backward_peak=backward, adding_peak=adding))
+    return found
 
 
 def _with_gradients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[Unit]:
@@ -125,7 +124,8 @@ def _with_loss_outside(run: Run, groups: Sequence[RegionGroup], made: Sequence[U
     part = groups[-1].part
     made_before, behind = passes_of(part, run.gradient_rule).around.forward
     goes = part.region.program.kept_bytes(hidden(part.region) - part.kept)
-    highest = max(made_before + read, behind - goes + (read if run.holds_output else 0))
+    stays = read if run.holds_output or run.recompute.mode in CHECKPOINTS else 0
+    highest = max(made_before + read, behind - goes + stays)
     return [replace(unit, forward_peak=highest) if unit.is_loss else unit for unit in made]
 
 

@@ -34,7 +34,7 @@ from jettison.spec.run import Run, Scene
 
 LOGITS = "logits"
 GATHERED, JOINED = f"c10d.{GATHER}", "aten.cat.default"
-_CHECKPOINTS = frozenset(Mode) - {Mode.NONE, Mode.SELECTIVE, Mode.MODULES, Mode.AUTO}
+CHECKPOINTS = frozenset(Mode) - {Mode.NONE, Mode.SELECTIVE, Mode.MODULES, Mode.AUTO}
 """Modes under which ``torch.utils.checkpoint`` is given a layer's inputs."""
 
 
@@ -157,7 +157,7 @@ def mask_bytes(run: Run) -> int:
 def _masks(run: Run) -> dict[bool, int]:
     """By kind, with a window (False) or without (True), the bytes of its mask; none where there is none."""
     model, kernels = run.model, run.kernels
-    if kernels.name != HUGGINGFACE.name or run.packed or run.recompute.mode not in _CHECKPOINTS:
+    if kernels.name != HUGGINGFACE.name or run.packed or run.recompute.mode not in CHECKPOINTS:
         return {}
     if kernels.filled_masks or kernels.made_masks or model.pair or model.waves:
         return {}  # encoders mask padding alone
