@@ -79,7 +79,9 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             reference="arXiv 2205.05198 §4.1, linear projection: 2sbh",
             original=True,
         )
-        if w.kernels.of_transformers:  # modeling_llama.py, LlamaAttention.forward: query_states, key_states, value_states
+        if (
+            w.kernels.of_transformers
+        ):  # modeling_llama.py, LlamaAttention.forward: query_states, key_states, value_states
             w.tape.name(q, k, v)
         out = leave(w, out)
         name_given(w, x, whole)
@@ -256,15 +258,18 @@ def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bo
     apart = not fused or (masked and not lone) or w.kernels.always_repeat_kv or not _takes_groups(k, v)
     if w.kernels.repeat_kv and apart:
         k, v = (_repeat(w, x, spec.heads) for x in (k, v))
+    repeated = (k, v) if w.kernels.of_transformers else ()
     shape, places = w.shape(spec.heads * v.shape[-1]), w.on_tp(2)
     if not fused:
-        out = eager(w, q, k, v, spec, added)
+        out = eager(w, q, k, v, spec, added, joined=joined)
     elif written := lone or _falls_back(w, q, v, added):
         out = written_out(w, q, k, v, spec, added)
     else:
         q, k, v, back = _as_kernels_take_them(w, q, k, v)
         out = flash(w, q, k, v, masked=masked, sinks=spec.sinks, alibi=spec.alibi, added=added)
         out = copy(w, out) if back else out
+    if repeated:  # modeling_llama.py, eager_attention_forward: key_states, value_states
+        w.tape.name(*repeated)
     copied = (not fused or written or joined) and out.local_shape[HEADS] > 1
     return copy(w, out, shape, places) if copied else w.tape.view(out, shape, places)
 
@@ -430,10 +435,15 @@ def written_out(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added:
     return out
 
 
-def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value | None) -> Value:
+def eager(
+    w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value | None, *, joined: bool = False
+) -> Value:
     """Scores, softmax and dropout as tensors: 2as^2b for the softmax, as^2b for the mask, 2as^2b for its result.
 
     Products of b × heads × s × d tensors run as batches of matrices, for which torch copies what is no such batch.
+
+    Args:
+        joined: q and k are, as `core` has it.
     """
     scores_shape = (*q.shape[:3], k.shape[ROWS])
     places = head_places(w)
@@ -450,7 +460,7 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value
         )
     dtype = "float32" if w.kernels.wide_scores else q.dtype
     narrow = v.dtype if w.kernels.wide_scores else q.dtype
-    q, k = (as_batch(w, cast(w, x, dtype)) for x in (q, k))
+    q, k = (cast(w, x, dtype) if joined else as_batch(w, cast(w, x, dtype)) for x in (q, k))
     roles = ("attention query", "attention key")
     scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, CORE, dtype=dtype)
     if not w.kernels.fused_softmax:

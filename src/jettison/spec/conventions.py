@@ -23,7 +23,10 @@ def _plain_softmax(k: Kernels) -> Kernels:
 
 
 def _bert(k: Kernels) -> Kernels:
-    return replace(_plain_softmax(k), stored_positions=True, shifted_labels=False, loss_float32=False)
+    """modeling_bert.py, BertSelfOutput.forward, BertOutput.forward: hidden_states, input_tensor."""
+    return replace(
+        _plain_softmax(k), named_blocks=True, stored_positions=True, shifted_labels=False, loss_float32=False
+    )
 
 
 def _roberta(k: Kernels) -> Kernels:

@@ -96,6 +96,8 @@ class Kernels:
         wide_scores: eager attention casts query and key to fp32 before their product.
         fused_softmax: scale, mask and softmax of eager attention are one kernel.
         named_attention: a layer has a name for what its attention returned until it is over.
+        named_blocks: what attention and the feed-forward block returned, and what it is added to, have names until the
+            norm behind them is over.
         named_embeddings: the model's forward has names for the rows of its tables until its layers are through.
         filled_masks: eager attention fills scores where a boolean mask says so, which stays; otherwise a mask is added.
         copied_attention: a fused kernel takes b × s and is given copies of query, key and value; its output is copied
@@ -180,6 +182,7 @@ class Kernels:
     uncast_probabilities: bool = False
     wide_scores: bool = False
     named_attention: bool = False
+    named_blocks: bool = False
     named_embeddings: bool = False
     filled_masks: bool = False
     fused_softmax: bool = False
