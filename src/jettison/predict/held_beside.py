@@ -25,7 +25,7 @@ from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.embedding import POSITIONS
 from jettison.formula.region import EMBEDDING, Region
 from jettison.ledger.timeline import Unit
-from jettison.predict.passes import passes_of
+from jettison.predict.passes import passes_of, sums_apart, tied_table
 from jettison.predict.stage_buffers import CHECKPOINTS, hidden, input_kept
 from jettison.predict.stages import RegionGroup
 from jettison.spec.biases import Biases
@@ -87,7 +87,12 @@ def _with_gradients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit
             stacks[bool(layer.source)] += group.names
             layers |= dict.fromkeys(group.names, layer)
     last = {names[-1] for names in stacks.values() if names}
-    for unit in made:
+    rows = _rows_gradient(run, groups) if stacks[False] else 0
+    for unit in _split(made, stacks[False][0]) if rows else made:
+        if rows and unit.names == (stacks[False][0],):  # behind this layer's backward come the decoder's rows
+            passed = unit.gradient - unit.resident, -unit.resident
+            highest = max(unit.backward_peak, rows + passed[0]), max(unit.adding_peak, rows + passed[1])
+            unit = replace(unit, backward_peak=highest[0], adding_peak=highest[1])
         ends = unit.names[-1].rpartition(" to ")[2]
         if ends not in layers:
             yield unit
@@ -100,6 +105,26 @@ def _with_gradients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit
         if len(unit.names) > 1:
             yield replace(beside, names=unit.names[:-1])
         yield replace(unit, names=unit.names[-1:])
+
+
+def _split(made: Sequence[Unit], name: str) -> Iterator[Unit]:
+    """With the layer of this name, the first of its unit, alone."""
+    for unit in made:
+        if unit.names[0] == name and len(unit.names) > 1:
+            yield replace(unit, names=(name,))
+            unit = replace(unit, names=unit.names[1:])
+        yield unit
+
+
+def _rows_gradient(run: Run, groups: Sequence[RegionGroup]) -> int:
+    """Of a tied table's, with the gradient of its rows, where the decoder looks them up: before the encoder's backward.
+
+    Beside it there may be its sum with the head's: `predict.passes.sums_apart`.
+    """
+    if not run.model.tied_embeddings:
+        return 0
+    table, _ = tied_table(groups[0].part.region, DTYPE_BYTES[run.gradient_rule.added])
+    return (1 + sums_apart(run)) * table + groups[0].part.region.output.nbytes
 
 
 def _given_bytes(run: Run, layer: Layer) -> int:

@@ -159,10 +159,11 @@ def _masks(run: Run) -> dict[bool, int]:
     model, kernels = run.model, run.kernels
     if kernels.name != HUGGINGFACE.name or run.packed or run.recompute.mode not in CHECKPOINTS:
         return {}
-    if kernels.filled_masks or kernels.made_masks or model.pair or model.waves:
+    eager = kernels.attention is AttentionKernel.EAGER
+    if kernels.filled_masks or (kernels.made_masks and not eager) or model.pair or model.waves:
         return {}  # encoders mask padding alone
     each = run.seq * run.seq // run.layout.cp
-    if kernels.attention is AttentionKernel.EAGER:
+    if eager:
         return dict.fromkeys(_masked(run.model), run.micro_batch * each * DTYPE_BYTES[run.scene.precision.compute])
     return {
         kind: (run.micro_batch if run.padding else 1) * each for kind in _masked(run.model) if _as_tensor(run, kind)
