@@ -166,7 +166,7 @@ def said(case: LayoutCase) -> Forecast:
         stage_buffers=case.pp > 1,
         schedule=Schedule(case.schedule),
     )
-    kernels, gradients = run.kernels, Gradients.ONE_BY_ONE
+    kernels, gradients = replace(run.kernels, loss=Loss.OUTSIDE), Gradients.ONE_BY_ONE
     if case.averaging in ("ddp", "views"):
         views = case.averaging == "views" and case.micro_batches == 1
         gradients = Gradients.UPFRONT if views else Gradients.BUCKETS

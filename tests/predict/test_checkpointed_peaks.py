@@ -14,7 +14,7 @@ from jettison.ledger.timeline import Phase
 from jettison.predict.forecast import forecast
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Recompute
-from support.counted_steps import language_step, second_step_bytes
+from support.counted_steps import language_step, second_step_bytes, with_own_loss
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of
 
 CASE = FormulaCase(family="llama", attention="sdpa", batch=2, sequence=64, more=(("num_hidden_layers", 3),))
@@ -34,7 +34,10 @@ def test_what_a_checkpoint_was_given_stays_until_its_backward_is_over(precision:
     step = language_step(model, optimizer, ids, autocast=precision == "bf16-autocast")
     measured = second_step_bytes(step, model, optimizer, ids)
     run = replace(
-        run_of(CASE), recompute=Recompute.parse("full", layers=3), precision=PRECISIONS[precision], micro_batches=1
+        with_own_loss(run_of(CASE)),
+        recompute=Recompute.parse("full", layers=3),
+        precision=PRECISIONS[precision],
+        micro_batches=1,
     )
     assert forecast(run).peak_bytes == pytest.approx(measured, rel=0.001)
 
@@ -49,7 +52,7 @@ def test_copies_of_weights_stay_in_autocasts_cache_until_the_loss_is_there() -> 
 
     measured = second_step_bytes(language_step(model, optimizer, ids, autocast=True), model, optimizer, ids)
     run = replace(
-        run_of(case),
+        with_own_loss(run_of(case)),
         recompute=Recompute.parse("full", layers=4),
         precision=PRECISIONS["bf16-autocast"],
         micro_batches=1,
@@ -93,7 +96,7 @@ def test_torchs_selective_contexts_hold_outputs_that_nobody_reads(family: str, p
     step = language_step(model, optimizer, ids, autocast=precision == "bf16-autocast")
     measured = second_step_bytes(step, model, optimizer, ids)
     selective, widths = Recompute.parse("selective-op", layers=3), PRECISIONS[precision]
-    run = replace(run_of(case), recompute=selective, precision=widths, micro_batches=1)
+    run = replace(with_own_loss(run_of(case)), recompute=selective, precision=widths, micro_batches=1)
     assert forecast(run).peak_bytes == pytest.approx(measured, rel=0.002)
 
 
@@ -119,13 +122,13 @@ def test_pieces_of_a_product_and_masks_of_two_kinds(
     ids = torch.randint(1, VOCABULARY, (case.batch, case.sequence))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     measured = second_step_bytes(language_step(model, optimizer, ids), model, optimizer, ids)
-    run = replace(run_of(case), recompute=Recompute.parse("full", layers=layers), micro_batches=1)
+    run = replace(with_own_loss(run_of(case)), recompute=Recompute.parse("full", layers=layers), micro_batches=1)
     assert forecast(run).peak_bytes == pytest.approx(measured, rel=0.001)
 
 
 def test_a_compiled_layer_keeps_of_products_what_is_read() -> None:
     """The last product's output is not, and the partitioner does not run all of the layer at once."""
-    asked = replace(run_of(CASE), recompute=Recompute.parse("selective-op", layers=3), micro_batches=1)
+    asked = replace(with_own_loss(run_of(CASE)), recompute=Recompute.parse("selective-op", layers=3), micro_batches=1)
     eager, compiled = (forecast(replace(asked, compiled=compiled)) for compiled in (False, True))
     down = 4 * CASE.batch * CASE.sequence * asked.model.hidden
     (held, fewer) = (dict(found.layer_bytes())["layers.1"] for found in (eager, compiled))

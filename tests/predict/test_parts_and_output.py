@@ -16,7 +16,7 @@ from jettison.predict.run_request import model_spec, resolve, run_of
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Mode, Recompute
 from support import formula_cases
-from support.counted_steps import second_step_bytes
+from support.counted_steps import second_step_bytes, with_own_loss
 from support.formula_cases import FAMILIES, VOCABULARY, FormulaCase, TinyFamily, model_of
 from support.pipeline_peaks import loss_of
 
@@ -101,7 +101,7 @@ def test_a_step_takes_what_is_said(family: str, precision: str, parts: bool, hol
     case = case_of(family)
     recompute = Recompute(mode=Mode.PARTS) if parts else Recompute()
     asked = replace(
-        formula_cases.run_of(case),
+        with_own_loss(formula_cases.run_of(case)),
         recompute=recompute,
         precision=PRECISIONS[precision],
         micro_batches=1,

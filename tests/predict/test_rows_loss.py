@@ -18,7 +18,7 @@ from jettison.runtime import chunked_loss
 from jettison.spec.kernels import Loss
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.presets import preset
-from support.counted_steps import language_step, second_step_bytes
+from support.counted_steps import second_step_bytes
 from support.formula_cases import FormulaCase, model_of, run_of
 
 
@@ -33,7 +33,14 @@ def test_a_loss_over_rows_takes_what_the_forecast_says(precision: str, vocabular
     ids = torch.randint(1, vocabulary, (case.batch, case.sequence))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 
-    step = language_step(model, optimizer, ids, autocast=precision == "bf16-autocast")
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-autocast"):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+
     with chunked_loss.holding(True) as hold:
         measured = second_step_bytes(step, model, optimizer, ids)
         assert hold is not None and hold.used == (vocabulary == 16384)

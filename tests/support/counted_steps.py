@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
+from jettison.spec.kernels import Loss
+from jettison.spec.run import Run
 from support.pipeline_peaks import loss_of
 
 
 def language_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, *, autocast: bool = False
 ) -> Callable[[], None]:
-    """Forward and loss, perhaps under bf16 autocast, backward, update."""
+    """Forward and a loss of its own, perhaps under bf16 autocast, backward, update."""
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -26,6 +29,11 @@ def language_step(
         optimizer.zero_grad()
 
     return step
+
+
+def with_own_loss(run: Run) -> Run:
+    """The same with the loss that `language_step` works out of what the model returned."""
+    return replace(run, kernels=replace(run.kernels, loss=Loss.OUTSIDE))
 
 
 def second_step_bytes(

@@ -81,6 +81,10 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             reference="arXiv 2205.05198 §4.1, linear projection: 2sbh",
             original=True,
         )
+        if (
+            w.kernels.of_transformers
+        ):  # modeling_llama.py, LlamaAttention.forward: query_states, key_states, value_states
+            w.tape.name(q, k, v)
         out = leave(w, out)
         name_given(w, x, whole)
         return out
@@ -128,7 +132,23 @@ def _project(
     """Queries, keys and values, and what weighs the output."""
     d, more = spec.head_dim, {"split": "column", "keeps": kept}
     reference = "arXiv 2205.05198 §4.1, shared input of Q, K and V: 2sbh"
+    names, heads = ("query", "key", "value"), (spec.heads, spec.kv_heads, spec.kv_heads)
     widths = ((2 if spec.gated else 1) * spec.heads * d, spec.kv_heads * d, spec.kv_heads * d)
+    gates: list[Value] = []
+
+    def of_heads(x: Value, number: int) -> Value:
+        """Its heads, normed where they are."""
+        if number == 0 and spec.gated:
+            gates.append(w.tape.view(x, (*x.shape[:-1], spec.heads * d)))
+        if number < 2 and spec.qk_norm is QkNorm.WIDTH:
+            x = norm(w, x, norm_spec, f"{names[number]}_norm", split=True)
+        x = heads_of(w, x, heads[number], d)
+        if number < 2 and spec.qk_norm is QkNorm.HEAD and not w.kernels.late_norms:
+            x = norm(w, x, norm_spec, f"{names[number]}_norm")
+        if number < 2 and spec.qk_norm is QkNorm.APIECE:
+            x = norm(w, x, replace(norm_spec, bias=False), f"{names[number]}_norm", apiece=True)
+        return x
+
     if spec.fused_qkv or w.kernels.fused_projections:
         joint = linear(w, x, sum(widths), "qkv", bias=spec.qkv_bias, reference=reference, **more)  # type: ignore[arg-type]
         joint = _clipped(w, joint) if spec.clipped else joint
@@ -138,24 +158,18 @@ def _project(
             parts = w.tape.split(joint, widths)
         else:
             parts = [w.tape.view(joint, (*joint.shape[:-1], width)) for width in widths]
+        q, k, v = (of_heads(part, number) for number, part in enumerate(parts))
     else:
-        names = ("query", "key", "value")
         biases = (spec.qkv_bias, spec.qkv_bias and spec.key_bias, spec.qkv_bias)
-        parts = [
-            linear(w, x, width, name, bias=bias, reference=reference, **more)  # type: ignore[arg-type]
-            for name, width, bias in zip(names, widths, biases, strict=True)
-        ]
-        parts = [_clipped(w, part) for part in parts] if spec.clipped else parts
-    q, k, v = parts
-    gate = w.tape.view(q, (*q.shape[:-1], spec.heads * d)) if spec.gated else None
-    if spec.qk_norm is QkNorm.WIDTH:
-        q, k = (norm(w, x, norm_spec, f"{name}_norm", split=True) for x, name in ((q, "query"), (k, "key")))
-    q, k, v = (heads_of(w, x, h, d) for x, h in ((q, spec.heads), (k, spec.kv_heads), (v, spec.kv_heads)))
-    if spec.qk_norm is QkNorm.HEAD and not w.kernels.late_norms:
-        q, k = (norm(w, x, norm_spec, f"{name}_norm") for x, name in ((q, "query"), (k, "key")))
-    if spec.qk_norm is QkNorm.APIECE:
-        plain = replace(norm_spec, bias=False)
-        q, k = (norm(w, x, plain, f"{name}_norm", apiece=True) for x, name in ((q, "query"), (k, "key")))
+        parts, inline = [], w.kernels.inline_norms and not spec.clipped
+        for number, (name, width, bias) in enumerate(zip(names, widths, biases, strict=True)):
+            part = linear(w, x, width, name, bias=bias, reference=reference, **more)  # type: ignore[arg-type]
+            parts.append(of_heads(part, number) if inline else part)
+        if not inline:
+            parts = [_clipped(w, part) for part in parts] if spec.clipped else parts
+            parts = [of_heads(part, number) for number, part in enumerate(parts)]
+        q, k, v = parts
+    gate = gates[0] if gates else None
     if w.kernels.indexed_kv and spec.kv_heads < spec.heads:
         k, v = (_indexed(w, x, spec) for x in (k, v))
     return q, k, v, gate
@@ -195,12 +209,21 @@ def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
     if w.kernels.narrow_tables:
         part, dtype = cast(w, part, "float32"), "float32"
     straight = multiply(w, part, cosine, ("", "rotary table"), dtype)
-    half = w.tape.op("aten.neg.default", [part], (*part.shape[:-1], dim // 2))
+    half = w.tape.op("aten.neg.default", [part], (*part.shape[:-1], dim // 2), workspace=_still_joined(w, part) // 2)
     turned = w.tape.op("aten.cat.default", [half, part], part.shape)
     out = cast(w, add(w, straight, multiply(w, turned, sine, ("", "rotary table"), dtype)), narrow)
     if dim == x.shape[-1] and not w.kernels.joined_rotary:
         return out
     return w.tape.op("aten.cat.default", [out, x], x.shape)
+
+
+def _still_joined(w: Writer, x: Value) -> int:
+    """Bytes of the turned halves' joint gradient, of which the half that was not negated is a view to the end.
+
+    ``transformers/models/llama/modeling_llama.py``, ``rotate_half``: backward goes through ``-x2`` and its slice before
+    that of ``x1``, whose gradient is a piece of what ``torch.cat`` was given. Other forms have no such pair.
+    """
+    return 0 if w.kernels.complex_rotary or w.kernels.paired_rotary or not w.kernels.of_transformers else x.nbytes
 
 
 def _table(w: Writer, name: str, dim: int, dtype: str, whose: str) -> Value:
@@ -239,15 +262,18 @@ def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bo
     apart = not fused or (masked and not lone) or w.kernels.always_repeat_kv or not _takes_groups(k, v)
     if w.kernels.repeat_kv and apart:
         k, v = (_repeat(w, x, spec.heads) for x in (k, v))
+    repeated = (k, v) if w.kernels.of_transformers else ()
     shape, places = w.shape(spec.heads * v.shape[-1]), w.on_tp(2)
     if not fused:
-        out = eager(w, q, k, v, spec, added)
+        out = eager(w, q, k, v, spec, added, joined=joined)
     elif written := lone or _falls_back(w, q, v, added):
         out = written_out(w, q, k, v, spec, added)
     else:
         q, k, v, back = _as_kernels_take_them(w, q, k, v)
         out = flash(w, q, k, v, masked=masked, sinks=spec.sinks, alibi=spec.alibi, added=added)
         out = copy(w, out) if back else out
+    if repeated:  # modeling_llama.py, eager_attention_forward: key_states, value_states
+        w.tape.name(*repeated)
     copied = (not fused or written or joined) and out.local_shape[HEADS] > 1
     return copy(w, out, shape, places) if copied else w.tape.view(out, shape, places)
 
@@ -385,30 +411,43 @@ def _mask_tensor(w: Writer, q: Value, keys: int, *, alibi: bool) -> Value:
 
 
 def written_out(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value | None) -> Value:
-    """What scaled_dot_product_attention does without a fused kernel: everything fp32, scale and groups included."""
+    """What scaled_dot_product_attention does without a fused kernel: everything fp32, scale and groups included.
+
+    ``aten/src/ATen/native/transformers/attention.cpp``, ``_scaled_dot_product_attention_math``: ``query_acc``,
+    ``key_acc``, ``value_acc`` and the scaled ``q`` have names until it returns, and it returns probabilities as well.
+    """
     q, k, v = (for_product(w, x) for x in (q, k, v))
     places, dtype = head_places(w), q.dtype
     k, v = (x if x.shape[HEADS] == 1 else _repeat(w, x, spec.heads) for x in (k, v))
-    q, k, v = (cast(w, x, "float32") for x in (q, k, v))
+    wide = q, k, v = tuple(cast(w, x, "float32") for x in (q, k, v))
     q, k = (scale(w, x) for x in (q, k))
+    scaled = q
     k, v = (_repeat(w, x, spec.heads) for x in (k, v))
     q, k = (as_batch(w, x) for x in (q, k))
     scores_shape = (*q.shape[:3], k.shape[ROWS])
     roles = ("attention query", "attention key")
     scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, dtype="float32", inner=True)
     scores = _mask(w, scores, spec) if added is None else add(w, scores, added)
-    out = _softmax(w, scores, "float32", spec, "aten._safe_softmax.default")
-    out = dropout(w, out, site=w.run.model.dropout_sites.attention)
+    seen = _softmax(w, scores, "float32", spec, "aten._safe_softmax.default")
+    seen = dropout(w, seen, site=w.run.model.dropout_sites.attention)
     roles = ("attention probabilities", "attention value")
     shape = (*q.shape[:3], v.shape[-1])
-    out = batched_product(w, out, as_batch(w, v), shape, places, k.shape[ROWS], roles, dtype="float32", inner=True)
-    return cast(w, out, dtype)
+    made = batched_product(w, seen, as_batch(w, v), shape, places, k.shape[ROWS], roles, dtype="float32", inner=True)
+    out = cast(w, made, dtype)
+    returned = [seen] if seen.dtype == dtype else [w.tape.op("aten._to_copy.default", [seen], dtype=dtype, grad=False)]
+    w.tape.name(*wide, scaled, made, *returned)
+    return out
 
 
-def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value | None) -> Value:
+def eager(
+    w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value | None, *, joined: bool = False
+) -> Value:
     """Scores, softmax and dropout as tensors: 2as^2b for the softmax, as^2b for the mask, 2as^2b for its result.
 
     Products of b × heads × s × d tensors run as batches of matrices, for which torch copies what is no such batch.
+
+    Args:
+        joined: q and k are, as `core` has it.
     """
     scores_shape = (*q.shape[:3], k.shape[ROWS])
     places = head_places(w)
@@ -425,7 +464,7 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value
         )
     dtype = "float32" if w.kernels.wide_scores else q.dtype
     narrow = v.dtype if w.kernels.wide_scores else q.dtype
-    q, k = (as_batch(w, cast(w, x, dtype)) for x in (q, k))
+    q, k = (cast(w, x, dtype) if joined else as_batch(w, cast(w, x, dtype)) for x in (q, k))
     roles = ("attention query", "attention key")
     scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, CORE, dtype=dtype)
     if not w.kernels.fused_softmax:

@@ -2,7 +2,9 @@
 
 arXiv 1910.10683 §2.1: distances are sorted into buckets, and a table has a number for each bucket and head. In
 transformers (``models/t5/modeling_t5.py``, ``T5Attention.compute_bias``) the first layer looks all of them up and hands
-the result on; attention that asks an encoder has zeros in their place.
+the result on; attention that asks an encoder has zeros in their place. Under ``gradient_checkpointing_enable`` a
+gradient is asked of these (``T5Attention.forward``, ``position_bias.requires_grad``), which no fused kernel of a CPU
+makes.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ def made_biases(w: Writer, spec: Attention, rows: int, keys: int) -> Value:
     places = (("tp", 1),) if w.tp > 1 else ()
     dtype = w.compute if spec.buckets else w.products  # zeros are made in the dtype of queries
     if spec.biases is Biases.GIVEN:
-        return w.tape.source(BIASES, shape, dtype, places, grad=spec.buckets > 0, free=True)
+        return w.tape.source(BIASES, shape, dtype, places, grad=spec.buckets > 0 or w.kernels.learned_zeros, free=True)
     anchor = Anchor.HANDED if spec.biases is Biases.FIRST else None
     with w.tape.scope("biases"):
         positions = w.table("positions", (keys,), "int64")
         if not spec.buckets:
-            return w.tape.op("aten.zeros.default", [positions], shape, dtype, places, anchor=anchor)
+            learned = w.kernels.learned_zeros
+            return w.tape.op("aten.zeros.default", [positions], shape, dtype, places, anchor=anchor, grad=learned)
         buckets = w.tape.op("aten.add.Tensor", [positions], (rows, keys), grad=False)
         made = w.tape.op(
             "aten.embedding.default",

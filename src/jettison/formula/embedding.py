@@ -24,7 +24,7 @@ from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import Activation, Attention, LatentAttention
 from jettison.spec.pair import Pair
 
-POSITIONS = "position ids"
+POSITIONS, TOKENS = "position ids", "tokens"
 
 
 def embedding(w: Writer) -> Value:
@@ -139,7 +139,7 @@ def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) ->
     """
     model, layout = w.run.model, w.run.layout
     ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
-    table = w.parameter("tokens", model.vocab, model.hidden, split=0, tied=tied) if declared else None
+    table = w.parameter(TOKENS, model.vocab, model.hidden, split=0, tied=tied) if declared else None
     weights = [] if table is None else [w.tape.declare(replace(table, gradient_ways=_whole_gradient(w)))]
     x = w.tape.op(
         "aten.embedding.default",

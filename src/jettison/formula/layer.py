@@ -51,11 +51,18 @@ def layer(w: Writer, x: Value, spec: Layer) -> Value:
             inner = _feed(w, norm(w, x, spec.norm, "mlp_norm"), spec)
             return add(w, x, norm(w, inner, spec.norm, "mlp_output_norm"))
         case Arrangement.OUTER:
-            x = norm(w, add(w, _dropped(w, _attend(w, x, spec)), x), spec.norm, "attention_norm")
+            inner = _dropped(w, _attend(w, x, spec))
+            given, x = x, norm(w, add(w, inner, x), spec.norm, "attention_norm")
+            if w.kernels.named_blocks:
+                w.tape.name(inner, given)
             if spec.cross is not None:
                 inner = _dropped(w, attention(w, x, spec.cross, spec.norm, asks=True))
                 x = norm(w, add(w, inner, x), spec.norm, "cross_attention_norm")
-            return norm(w, add(w, _dropped(w, _feed(w, x, spec)), x), spec.norm, "mlp_norm")
+            inner = _dropped(w, _feed(w, x, spec))
+            given, x = x, norm(w, add(w, inner, x), spec.norm, "mlp_norm")
+            if w.kernels.named_blocks:
+                w.tape.name(inner, given)
+            return x
 
 
 def _dropped(w: Writer, x: Value) -> Value:

@@ -45,14 +45,18 @@ def head(w: Writer, x: Value) -> Value:
         return _tiled(w, x)
     if w.kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED):
         return _without_logits(w, x)
-    loss = _from_logits(w, x)
-    if model.source is not None and w.run.precision.casts:  # the product reads a copy
-        w.tape.name(last, x)  # modeling_t5.py, T5ForConditionalGeneration.forward: decoder_outputs, sequence_output
-    return loss
+    return _from_logits(w, x, named=(last, x) if w.kernels.of_transformers and w.run.precision.casts else ())
 
 
-def _from_logits(w: Writer, x: Value, weight: Weight | None = None) -> Value:
-    """Logits and their loss; ``weight`` is there where the region has given others before."""
+def _from_logits(w: Writer, x: Value, weight: Weight | None = None, named: tuple[Value, ...] = ()) -> Value:
+    """Logits and their loss.
+
+    Args:
+        weight: it is there where the region has given others before.
+        named: what the model's own forward has names for until it returns, where products read copies of it:
+            ``modeling_llama.py``, ``LlamaForCausalLM.forward``: ``outputs``, ``hidden_states``; ``modeling_t5.py``,
+            ``T5ForConditionalGeneration.forward``: ``decoder_outputs``, ``sequence_output``. A loop's loss comes then.
+    """
     model = w.run.model
     whole, kept = enter(w, x)
     logits = linear(
@@ -70,8 +74,16 @@ def _from_logits(w: Writer, x: Value, weight: Weight | None = None) -> Value:
     )
     if model.head.softcap:
         logits = _softcap(w, logits)
+    if w.kernels.biased_logits and w.run.precision.casts:  # modeling_bart.py: lm_logits + self.final_logits_bias
+        logits = cast(w, logits, "float32")
     w.tape.returned.append(logits)
-    return _LOSSES[w.kernels.loss](w, logits, _labels(w))
+    outside = w.kernels.loss is Loss.OUTSIDE
+    if outside:
+        w.tape.name(*named)
+    loss = _LOSSES[w.kernels.loss](w, logits, _labels(w))
+    if named and not outside:
+        w.tape.name(*named)
+    return loss
 
 
 def classify(w: Writer, x: Value) -> Value:
@@ -129,7 +141,8 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     """torch's cross_entropy, on fp32 logits: the log-softmax stays, 4sbV. Sharded logits are gathered first."""
     if w.tp > 1:
         logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward=None)
-    wide = cast(w, logits, "float32") if w.kernels.loss_float32 or w.run.precision.casts else logits
+    outside = w.kernels.loss is Loss.OUTSIDE
+    wide = cast(w, logits, "float32") if outside or w.kernels.loss_float32 or w.run.precision.casts else logits
     rows = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=True)
     w.tape.record(
         "aten._log_softmax.default", [wide], [rows], saves=[saved(rows, "log-softmax output", f"{EXTRA}: 4sbv")]
@@ -138,8 +151,7 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     weight = w.tape.empty((), wide.dtype)
     kept = [saved(rows, "log-softmax output"), saved(labels, "labels"), saved(weight, "loss weight")]
     w.tape.record("aten.nll_loss_forward.default", [rows, labels], [loss, weight], saves=kept)
-    if not w.kernels.biased_logits:
-        w.tape.name(logits)  # an argument of whoever casts them
+    w.tape.name(logits)  # an argument of whoever casts them
     return loss
 
 
@@ -281,6 +293,7 @@ def _unread(x: Value) -> Value:
 _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = MappingProxyType(
     {
         Loss.UPCAST: _upcast,
+        Loss.OUTSIDE: _upcast,
         Loss.ROWS: _rows,
         Loss.VOCAB_PARALLEL: _vocab_parallel,
         Loss.SHARDED: _beside_logits,

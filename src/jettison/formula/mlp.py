@@ -84,7 +84,8 @@ def activation(w: Writer, x: Value, kind: Activation) -> Value:
         out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
         w.tape.record("aten.relu.default", [x], [out], saves=[saved(out, "activation output")])
         return power(w, out, "activation output")
-    return w.tape.op(KERNEL[kind], [x], saves=[saved(x, "activation input", f"{PAPER}, GeLU input: 8sbh")])
+    kept = [saved(x, "activation input", f"{PAPER}, GeLU input: 8sbh")]
+    return w.tape.op(KERNEL[kind], [x], saves=kept, workspace=4 * x.nbytes if w.kernels.gelu_function else 0)
 
 
 def _gelu_fast(w: Writer, x: Value) -> Value:

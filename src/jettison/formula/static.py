@@ -2,7 +2,8 @@
 
 NOTE [ A loop's names ]
 ``torch/optim/adam.py``, ``_single_tensor_adam``: ``denom = (exp_avg_sq.sqrt() / ...)`` makes two tensors as large as a
-parameter, while ``denom`` is still the one before's. Parameters are taken in the order of the forward, by region.
+parameter, while ``denom`` is still the one before's. Parameters are taken in the order in which modules declare them
+(``torch.nn.Module.parameters``): region after region, and within a layer as `declared` has it.
 
 NOTE [ Groups of one rank ]
 Experts that are spread over all data-parallel ranks are nobody else's, and yet ``fully_shard`` has them, over a mesh of
@@ -15,7 +16,7 @@ in the dtype of products (``torch/distributed/fsdp/_fully_shard/_fsdp_param_grou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -40,7 +41,8 @@ class Static:
     ``host_state``: states in the host's memory, of ``host_elements`` numbers of parameters; ``host_parameters``: shards
     that wait there to be gathered.
     ``reduced``: its gradients before they are sharded, under ZeRO 2 and 3; ``largest``: its biggest weight, in
-    the dtype of moments. ``stepping``: what a loop of AdamW has of its own at the most: NOTE [ A loop's names ].
+    the dtype of moments. ``stepping``: what a loop of AdamW has of its own at the most: NOTE [ A loop's names ]; and of
+    that the ``first`` weight and the ``last``, 0 where there is none.
     """
 
     parameters: int = 0
@@ -52,6 +54,8 @@ class Static:
     reduced: int = 0
     largest: int = 0
     stepping: int = 0
+    first: int = 0
+    last: int = 0
     host_state: int = 0
     host_elements: int = 0
     host_parameters: int = 0
@@ -69,14 +73,16 @@ class Static:
             gathered=count * self.gathered,
             reduced=count * self.reduced,
             largest=self.largest,
-            stepping=self.stepping,
+            stepping=max(self.stepping, self.last + 2 * self.first),
+            first=self.first,
+            last=self.last,
             host_state=count * self.host_state,
             host_elements=count * self.host_elements,
             host_parameters=count * self.host_parameters,
         )
 
     def __add__(self, other: Static) -> Static:
-        """Both together."""
+        """Both together, the other's weights behind."""
         return Static(
             parameters=self.parameters + other.parameters,
             gradients=self.gradients + other.gradients,
@@ -86,11 +92,23 @@ class Static:
             gathered=self.gathered + other.gathered,
             reduced=self.reduced + other.reduced,
             largest=max(self.largest, other.largest),
-            stepping=max(self.stepping, other.stepping),
+            stepping=max(self.stepping, other.stepping, self.last + 2 * other.first if other.first else 0),
+            first=self.first or other.first,
+            last=other.last or self.last,
             host_state=self.host_state + other.host_state,
             host_elements=self.host_elements + other.host_elements,
             host_parameters=self.host_parameters + other.host_parameters,
         )
+
+
+def declared(weights: Iterable[Weight], order: Sequence[str]) -> list[Weight]:
+    """Weights as modules declare them: `spec.kernels.Kernels.declared`."""
+
+    def place(weight: Weight) -> int:
+        names = [name for name in order if weight.name.startswith(name)]
+        return order.index(max(names, key=len)) if names else len(order)
+
+    return sorted(weights, key=place) if order else list(weights)
 
 
 def static(
@@ -107,7 +125,7 @@ def static(
     Args:
         in_layer: they belong to a transformer layer, which is what Muon asks about.
     """
-    parameters = gradients = state = master = copies = gathered = reduced = largest = before = stepping = 0
+    parameters = gradients = state = master = copies = gathered = reduced = largest = before = stepping = first = 0
     host_state = host_elements = 0
     moves = on_host is not StatesOnHost.NONE
     freed, waits = moves and on_host.frees_gradients, moves and on_host.moves_parameters
@@ -147,7 +165,7 @@ def static(
         if layout.zero >= 2 and (ranks > 1 or (layout.zero == 3 and wrapped)):
             reduced += w.gradient_numel * DTYPE_BYTES[precision.gradient]
         size = at[0] * DTYPE_BYTES[held.moment or held.master or held.parameter]
-        largest, stepping, before = max(largest, size), max(stepping, before + 2 * size), size
+        largest, stepping, before, first = max(largest, size), max(stepping, before + 2 * size), size, first or size
     return Static(
         parameters=0 if waits else parameters,
         host_parameters=parameters if waits else 0,
@@ -159,6 +177,8 @@ def static(
         reduced=reduced,
         largest=largest,
         stepping=stepping,
+        first=first,
+        last=before,
         host_state=host_state,
         host_elements=host_elements,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from jettison.formula.embedding import TOKENS
 from jettison.formula.liveness import Passes, replay
 from jettison.formula.region import Region
 from jettison.predict.stages import CONTEXTS, FULL, PARTS, StageRegion, kept_by
@@ -65,8 +66,17 @@ def sums_apart(run: Run) -> bool:
     """Are the gradients of a tied table's two uses added up in a third tensor?
 
     The engine adds to what came first if nobody else has its storage (``torch/csrc/autograd/input_buffer.cpp``,
-    ``can_accumulate_inplace``). The head's product returns a view of its gradient, whose base has it; of several heads,
-    or chunks of one, the sum is the engine's own; and a fused loss returns a tensor.
+    ``can_accumulate_inplace``). The head's product returns a view of its gradient, whose base has it; under autocast
+    that is cast, which makes a tensor; of several heads, or chunks of one, the sum is the engine's own; and a fused
+    loss returns a tensor.
     """
     once = run.kernels.loss not in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.DPO) and not run.model.further
-    return once and run.model.tied_embeddings and not run.gradient_rule.fused
+    return once and run.model.tied_embeddings and not run.gradient_rule.fused and not run.autocast
+
+
+def tied_table(region: Region, each: int) -> tuple[int, int]:
+    """Bytes of the gradient of an embedding's tied table, and of all its others, which are there before it."""
+    learned = [w for w in region.weights if not w.frozen]
+    tables = [w for w in learned if w.name == TOKENS] or learned
+    table = max((w.numel for w in tables), default=0)
+    return table * each, (sum(w.numel for w in learned) - table) * each

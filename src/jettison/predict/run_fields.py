@@ -22,12 +22,20 @@ class CommonRequest:
         fp8_param_gather: Weights are held as bytes (Megatron), or gathered so (torchao's tensorwise).
         products: Products that --fp8-recipe does not have, as Megatron says it: last:14=bf16, first:1=bf16, mtp=bf16,
             attention.*=bf16, out_proj=mxfp8, separated by commas; of globs the first that fits counts.
+<<<<<<< HEAD
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-deepspeed, as ZeRO
             steps there; adamw-bf16, whose moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon,
             dist-muon-pingpong or none.
         kernels: megatron, pytorch, pytorch-2.8 (or before: RMSNorm op by op), huggingface, torchtune, liger or
             nanotron: whose code runs.
         loss: upcast, rows, compiled, dtensor, vocab-parallel, sharded, native, te, fused, chunked, listed or dpo.
+=======
+        optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-bf16, whose
+            moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon, dist-muon-pingpong or none.
+        kernels: megatron, pytorch, huggingface, torchtune or liger: whose code runs.
+        loss: upcast, outside (the loop's own, of logits that the model returned), rows, compiled, dtensor,
+            vocab-parallel, native, te, fused, chunked, listed or dpo.
+>>>>>>> 2cc9ba7443c505c83736aab9a7df5047ae614385
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
         expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.
         dispatcher: How tokens reach their experts: alltoall, flex (DeepEP, HybridEP) or allgather.

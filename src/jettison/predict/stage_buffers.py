@@ -15,7 +15,7 @@ back (``set_local_bwd_input``), until the same micro-batch's of the next step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeGuard
@@ -28,13 +28,13 @@ from jettison.ledger.timeline import Unit
 from jettison.predict.stages import RegionGroup, StageRegion
 from jettison.spec.kernels import HUGGINGFACE, AttentionKernel
 from jettison.spec.layout import Layout, Schedule
-from jettison.spec.model import Attention, Layer
+from jettison.spec.model import Attention, Layer, ModelSpec
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run, Scene
 
 LOGITS = "logits"
 GATHERED, JOINED = f"c10d.{GATHER}", "aten.cat.default"
-_CHECKPOINTS = frozenset(Mode) - {Mode.NONE, Mode.SELECTIVE, Mode.MODULES, Mode.AUTO}
+CHECKPOINTS = frozenset(Mode) - {Mode.NONE, Mode.SELECTIVE, Mode.MODULES, Mode.AUTO}
 """Modes under which ``torch.utils.checkpoint`` is given a layer's inputs."""
 
 
@@ -144,47 +144,71 @@ def tables_bytes(scene: Scene) -> int:
 
 
 def mask_bytes(run: Run) -> int:
-    """What eager attention adds to scores, b × 1 × s × s, where layers are checkpoints; with windows one more.
+    """What layers are given of who sees whom, where they are checkpoints; of each kind of layer its own.
 
-    ``transformers/masking_utils.py``, ``eager_mask``: made once for all layers. Autograd has no use for it, but each
-    checkpoint holds what it was given. Packed documents' stands elsewhere. A plan's blocks are not asked: a described
-    one leaves it out.
+    ``transformers/masking_utils.py``: made once for all layers, for eager attention what it adds to scores, b × 1 × s ×
+    s (``eager_mask``), for a fused kernel booleans, 1 × 1 × s × s without padding (``sdpa_mask``), and none where
+    causality says it all (``_ignore_causal_mask_sdpa``). Autograd has no use for it, but each checkpoint holds what it
+    was given. Packed documents' stands elsewhere. A plan's blocks are not asked: a described one leaves it out.
     """
+    return sum(_masks(run).values())
+
+
+def _masks(run: Run) -> dict[bool, int]:
+    """By kind, with a window (False) or without (True), the bytes of its mask; none where there is none."""
     model, kernels = run.model, run.kernels
-    given = kernels.name == HUGGINGFACE.name and kernels.attention is AttentionKernel.EAGER
-    if not given or run.packed or kernels.filled_masks or kernels.made_masks or run.recompute.mode not in _CHECKPOINTS:
-        return 0
-    if model.pair is not None or model.waves is not None or model.source is not None:
-        return 0  # encoders mask padding alone, and a decoder beside one gets two
-    return len(_masked(run)) * _mask(run)
+    if kernels.name != HUGGINGFACE.name or run.packed or run.recompute.mode not in CHECKPOINTS:
+        return {}
+    eager = kernels.attention is AttentionKernel.EAGER
+    if kernels.filled_masks or (kernels.made_masks and not eager) or model.pair or model.waves:
+        return {}  # encoders mask padding alone
+    each = run.seq * run.seq // run.layout.cp
+    if eager:
+        return dict.fromkeys(_masked(run.model), run.micro_batch * each * DTYPE_BYTES[run.scene.precision.compute])
+    return {
+        kind: (run.micro_batch if run.padding else 1) * each for kind in _masked(run.model) if _as_tensor(run, kind)
+    }
 
 
-def _mask(run: Run) -> int:
-    """One of them."""
-    each = run.micro_batch * run.seq * run.seq // run.layout.cp
-    return each * DTYPE_BYTES[run.scene.precision.compute]
+def _as_tensor(run: Run, whole: bool) -> bool:
+    """Is a fused kernel given a mask by layers without a window (``whole``), or by those with one?"""
+    windows = [a.window for layer in run.model.described if _adds_mask(a := layer.attention) and a.window is not None]
+    windowed = not whole and any(window <= run.seq for window in windows)
+    return run.kernels.tensor_masks and (windowed or run.padding)
 
 
-def _masked(run: Run) -> dict[bool, int]:
+@lru_cache(maxsize=1024)
+def _masked(model: ModelSpec) -> Mapping[bool, int]:
     """By kind of mask, without a window or with one, the first layer that is given it."""
     found: dict[bool, int] = {}
-    for number, layer in enumerate(run.model.kinds):
+    for number, layer in enumerate(model.kinds):
         if isinstance(layer, Layer) and _adds_mask(layer.attention):
-            first = run.model.kind_numbers.index(number)
+            first = model.kind_numbers.index(number)
             kind = layer.attention.window is None
             found[kind] = min(first, found.get(kind, first))
     return found
 
 
-def without_masks(run: Run, made: Sequence[Unit]) -> Sequence[Unit]:
-    """Units of a model on one stage: a mask goes with the first layer that has it, and is not there behind it.
+def _tables_of_a_kind(run: Run) -> int:
+    """Rotary tables of layers with a window, where those have their own, or of those without."""
+    if not run.kernels.rotary_by_window or run.kernels.name != HUGGINGFACE.name:
+        return 0
+    return tables_bytes(run.scene) // 2
 
-    The model's own dict of masks (``causal_mask_mapping``) went when its forward returned.
+
+def without_masks(run: Run, made: Sequence[Unit]) -> Sequence[Unit]:
+    """Units of a model on one stage: masks and rotary tables go with the first layer that has them, and are not there
+    behind it.
+
+    The model's own dicts of them (``causal_mask_mapping``, ``position_embeddings``) went when its forward returned.
     """
-    firsts = sorted(_masked(run).values()) if run.layout.pp == 1 else []
-    if len(firsts) < 2 or not mask_bytes(run):
+    if run.layout.pp > 1 or len(firsts := _masked(run.model)) < 2:
         return made
-    earlier, gone = {EMBEDDING, *run.model.layer_names[: firsts[-1]]}, _mask(run)
+    later = max(firsts, key=firsts.__getitem__)
+    gone = _masks(run).get(later, 0) + _tables_of_a_kind(run)
+    if not gone:
+        return made
+    earlier = {EMBEDDING, *run.model.layer_names[: firsts[later]]}
     return [
         replace(unit, backward_peak=unit.backward_peak - gone, adding_peak=unit.adding_peak - gone)
         if unit.names[-1].rpartition(" to ")[2] in earlier
@@ -199,14 +223,12 @@ def _adds_mask(attention: object) -> TypeGuard[Attention]:
 
 def input_kept(part: StageRegion) -> int:
     """Of what a region is given, what stays of it until its backward."""
-    region = part.region
-    given = {region.buffers[v] for v in _hidden(region)}
-    return region.program.kept_bytes(frozenset(given) & part.kept)
+    return part.region.program.kept_bytes(hidden(part.region) & part.kept)
 
 
-def _hidden(region: Region) -> Iterator[int]:
-    """The residual stream's storage: the first that a region is given."""
-    return iter([next(iter(region.tape.sources))])
+def hidden(region: Region) -> frozenset[int]:
+    """The residual stream's buffer: the first that a region is given."""
+    return frozenset({region.buffers[next(iter(region.tape.sources))]})
 
 
 def logits_returned(part: StageRegion) -> int:

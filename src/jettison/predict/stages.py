@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate, groupby
 
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, head_region, layer_region
-from jettison.formula.static import Static, static
+from jettison.formula.static import Static, declared, static
 from jettison.solve.compiled import NARROW, Compiled
 from jettison.solve.compiled import WORD as COMPILED
 from jettison.solve.modules import OWN, Again, computed_again, predicts_further, sent
@@ -17,7 +17,7 @@ from jettison.solve.policy import SelectiveOp, policy_named
 from jettison.spec.fp8 import Fp8Recipe
 from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer, Layer, ModelSpec
-from jettison.spec.precision import Optimizer, Precision
+from jettison.spec.precision import Optimizer
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run, Scene
 from jettison.spec.states_on_host import StatesOnHost
@@ -332,7 +332,7 @@ def _named_layer(
         name=scene.model.layer_names[scene.model.kind_numbers.index(number)],
         region=region,
         policy=policy,
-        static=_static(region, scene.precision, optimizer, sharding, True, table and not _repeats(layer), on_host),
+        static=_static(region, scene, optimizer, sharding, True, table and not _repeats(layer), on_host),
         layer=layer,
     )
 
@@ -354,18 +354,20 @@ def _named_end(
     scene: Scene, name: str, optimizer: Optimizer, sharding: Layout, tied: bool, on_host: StatesOnHost
 ) -> StageRegion:
     region = embedding_region(scene) if name == EMBEDDING else head_region(scene)
-    held = _static(region, scene.precision, optimizer, sharding, False, tied, on_host)
+    held = _static(region, scene, optimizer, sharding, False, tied, on_host)
     return StageRegion(name=name, region=region, policy=NONE, static=held)
 
 
 def _static(
     region: Region,
-    precision: Precision,
+    scene: Scene,
     optimizer: Optimizer,
     layout: Layout,
     in_layer: bool,
     tied: bool,
     on_host: StatesOnHost,
 ) -> Static:
-    weights = [w for w in region.weights if tied or not w.tied]
-    return static(weights, precision=precision, optimizer=optimizer, layout=layout, in_layer=in_layer, on_host=on_host)
+    weights = declared((w for w in region.weights if tied or not w.tied), scene.kernels.declared)
+    return static(
+        weights, precision=scene.precision, optimizer=optimizer, layout=layout, in_layer=in_layer, on_host=on_host
+    )

@@ -21,7 +21,7 @@ from jettison.predict.fsdp_groups import Place, has_outer_ends
 from jettison.predict.gathered import beside, with_shards
 from jettison.predict.halves import splits, with_halves
 from jettison.predict.held_beside import with_names
-from jettison.predict.passes import cached_bytes, caches_copies, named_passes, passes_of, sums_apart
+from jettison.predict.passes import cached_bytes, caches_copies, named_passes, passes_of, sums_apart, tied_table
 from jettison.predict.stage_buffers import mask_bytes, with_ends, without_masks
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
 from jettison.spec.frozen_models import When
@@ -41,7 +41,7 @@ def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool]
     made: Sequence[Unit] = list(_made(run, groups))
     before, behind = neighbours
     made = list(with_ends(run, groups, made, handed_on=behind)) if run.layout.pp > 1 else made
-    made = without_masks(run, made) if run.recompute.mode is not Mode.NONE else made
+    made = without_masks(run, made)
     made = with_names(run, groups, made)
     made = list(_with_output(groups, made)) if run.holds_output else made
     made = with_shards(run, groups, made)
@@ -98,10 +98,14 @@ def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
             pending = sum(w.numel for w in part.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[dtype]
             gradient += pending
         if part.name == EMBEDDING:  # the head's backward made it already
-            table = max((w.numel for w in part.region.weights if not w.frozen), default=0) * DTYPE_BYTES[dtype]
+            table, beside = tied_table(part.region, DTYPE_BYTES[dtype])
             gradient -= table
-            both = 2 * table // DTYPE_BYTES[dtype] * DTYPE_BYTES[rule.added] if sums_apart(run) else 0
-            backward = added = max(adding.backward_peak, both)  # the engine's sum beside what it adds to the head's
+            summed = table // DTYPE_BYTES[dtype] * DTYPE_BYTES[rule.added]
+            both = 2 * summed if sums_apart(run) else summed  # the engine's sum beside what it adds to the head's
+            backward, added = max(adding.backward_peak, beside + both), max(adding.backward_peak, both)
+            if run.model.source is not None:  # the decoder's rows came before: `held_beside`
+                again = 0 if run.model.source.sound else beside + summed
+                backward, added = max(passes.backward_peak - table, again), adding.backward_peak
     mask = mask_bytes(run) if part.name == EMBEDDING else 0
     return Unit(
         names=group.names,

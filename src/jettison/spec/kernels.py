@@ -25,6 +25,7 @@ class Loss(StrEnum):
     """From logits to a number."""
 
     UPCAST = "upcast"  # fp32 copy of the logits, log-softmax, nll: torch.nn.functional.cross_entropy
+    OUTSIDE = "outside"  # the same of what the model has returned: a loop's own, in fp32 whatever the model's would be
     ROWS = "rows"  # the same over chunks of rows, its gradient in the fp32 logits' place: `auto_checkpoint` has it so
     VOCAB_PARALLEL = "vocab-parallel"  # Megatron's: one fp32 copy of a shard, in place from exponential to gradient
     SHARDED = "sharded"  # nanotron's: the same in a second copy, beside fp32 logits that the caller holds
@@ -96,6 +97,8 @@ class Kernels:
         wide_scores: eager attention casts query and key to fp32 before their product.
         fused_softmax: scale, mask and softmax of eager attention are one kernel.
         named_attention: a layer has a name for what its attention returned until it is over.
+        named_blocks: what attention and the feed-forward block returned, and what it is added to, have names until the
+            norm behind them is over.
         named_embeddings: the model's forward has names for the rows of its tables until its layers are through.
         filled_masks: eager attention fills scores where a boolean mask says so, which stays; otherwise a mask is added.
         copied_attention: a fused kernel takes b × s and is given copies of query, key and value; its output is copied
@@ -113,6 +116,7 @@ class Kernels:
         unwidened_norm: where an RMSNorm is written out, its mean is an fp32 copy's, and the input itself is scaled.
         routers_apart: a router's product is out of autocast's reach.
         late_norms: norms of each head's query and key come after their rotation.
+        inline_norms: norms of query and key come with their own products, the value's product behind them.
         biases_apart: what a layer's product returns gets its bias by a sum of its own, in the wider dtype of both.
         widened_down: what a feed-forward block's last product reads is cast to the dtype of its weight before it.
         cast_weights: where norms are fp32, the weight is cast, too, and its copy stays.
@@ -140,6 +144,8 @@ class Kernels:
             heads outermost in memory.
         fused_gate: activation and product of a gated block are one kernel that saves both halves.
         fused_gelu: what GPT-2's code writes out of GELU is one kernel (``megatron/core/fusions/fused_bias_gelu.py``).
+        gelu_function: GELU is a function of its own that saves its input alone, and whose backward is written out: five
+            tensors of its size are there at once, of which one is the gradient's (``bloom_gelu_back``).
         byte_masks: a dropout mask takes one byte an element; otherwise it has the dtype of what it masks.
         repeat_kv: key-value heads are copied until there are as many as query heads, unless a kernel takes them so.
         always_repeat_kv: and then as well.
@@ -164,7 +170,10 @@ class Kernels:
         narrow_routers: scores of all experts are worked out in the dtype of activations; otherwise in fp32.
         wide_routers: a router's weight is held in fp32 whatever the others are.
         weights_float32: the weights of a token's experts stay fp32; otherwise they are cast back.
+        learned_zeros: zeros in the place of biases have a gradient.
         scans: how layers carry a state along the sequence.
+        declared: how names of a layer's weights begin, in the order in which its code declares them; the longest that
+            fits counts, and what none fits is behind. None: in the order of the forward.
         softmax_float32: that cast back, after a softmax in fp32, is to the dtype of tokens, not to that of logits.
     """
 
@@ -176,6 +185,7 @@ class Kernels:
     uncast_probabilities: bool = False
     wide_scores: bool = False
     named_attention: bool = False
+    named_blocks: bool = False
     named_embeddings: bool = False
     filled_masks: bool = False
     fused_softmax: bool = False
@@ -191,6 +201,7 @@ class Kernels:
     biases_apart: bool = False
     widened_down: bool = False
     late_norms: bool = False
+    inline_norms: bool = False
     routers_apart: bool = False
     cast_weights: bool = False
     written_layer_norm: bool = False
@@ -212,6 +223,7 @@ class Kernels:
     split_projections: bool = False
     fused_gate: bool = False
     fused_gelu: bool = False
+    gelu_function: bool = False
     byte_masks: bool = True
     repeat_kv: bool = False
     always_repeat_kv: bool = False
@@ -233,8 +245,10 @@ class Kernels:
     wide_routers: bool = False
     weights_float32: bool = True
     softmax_float32: bool = False
+    learned_zeros: bool = False
     scans: Scans = Scans.WRITTEN
     device: Device = Device.CUDA
+    declared: tuple[str, ...] = ()
 
     @property
     def of_transformers(self) -> bool:
@@ -292,8 +306,17 @@ PYTORCH_2_8: Final = replace(PYTORCH, name="pytorch-2.8", fused_norm=False, repe
 torchtitan's ``norm_type`` of that time chooses between it and a Triton kernel of its own (``fused_rmsnorm``), and its
 models copy keys and values for every head (``repeat_kv``, until ff0829c of January 2026).
 """
+_NORMS_LAST: Final = (
+    "attention.",
+    "attention.query_norm.",
+    "attention.key_norm.",
+    "mixer.convolution.",
+    "mixer.",
+    "mlp.",
+)
 HUGGINGFACE: Final = Kernels(
     name="huggingface",
+    declared=_NORMS_LAST,
     attention=AttentionKernel.FLASH,
     documents=Documents.MASK,
     tensor_masks=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from reprlib import repr as short
@@ -10,7 +10,7 @@ from typing import Final
 
 from jettison.errors import UsageError
 from jettison.spec.frozen_models import FrozenModel
-from jettison.spec.kernels import PYTORCH, Device, Kernels
+from jettison.spec.kernels import PYTORCH, Device, Kernels, Loss
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import (
@@ -23,12 +23,14 @@ from jettison.spec.precision import (
     gradient_rule,
     under_autocast,
 )
-from jettison.spec.recompute import NOTHING_AGAIN, Recompute
+from jettison.spec.recompute import NOTHING_AGAIN, Mode, Recompute
 from jettison.spec.run_checks import check_run
 from jettison.spec.states_on_host import StatesOnHost
 from jettison.spec.tuning import Base, Tuning
 from jettison.spec.workspaces import WORKSPACES, Workspaces
 
+ASKING: Final = ("t5", "mt5")
+"""Families whose checkpoints ask for a gradient of zeros: `formula.attention_biases`."""
 UPDATE_BYTES: Final = 8
 """Of an element, while AdamW updates a parameter on a CPU: two tensors in fp32."""
 
@@ -177,6 +179,19 @@ class Run:
         """Does it, in layers whose casts are described? Recorded ones are as they were recorded."""
         return self.uses_autocast and self.model.recorder is None
 
+    @property
+    def _scene_kernels(self) -> Kernels:
+        """The loss of a pipeline is the schedule's, of what its last stage has returned. Code of an encoder beside a
+        decoder knows of its checkpoints: `formula.attention_biases`.
+        """
+        found = self.kernels
+        if not found.of_transformers:
+            return found
+        if self.layout.pp > 1 and found.loss is Loss.UPCAST:
+            found = replace(found, loss=Loss.OUTSIDE)
+        asked = self.recompute.mode in (Mode.FULL, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE)
+        return replace(found, learned_zeros=True) if asked and self.model.family in ASKING else found
+
     @cached_property
     def scene(self) -> Scene:
         """What its regions depend on."""
@@ -187,7 +202,7 @@ class Run:
             micro_batch=self.micro_batch,
             layout=layout.within_stage,
             precision=under_autocast(self.precision) if self.autocast else self.precision,
-            kernels=self.kernels,
+            kernels=self._scene_kernels,
             dropout=self.dropout,
             capacity_factor=self.capacity_factor,
             padding=self.padding,
