@@ -64,6 +64,7 @@ class Static:
         """So many alike."""
         if count == 1:
             return self
+        between = self.last + 2 * self.first
         return Static(
             parameters=count * self.parameters,
             gradients=count * self.gradients,
@@ -73,7 +74,7 @@ class Static:
             gathered=count * self.gathered,
             reduced=count * self.reduced,
             largest=self.largest,
-            stepping=max(self.stepping, self.last + 2 * self.first),
+            stepping=between if between > self.stepping else self.stepping,
             first=self.first,
             last=self.last,
             host_state=count * self.host_state,

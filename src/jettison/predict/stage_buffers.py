@@ -151,7 +151,7 @@ def mask_bytes(run: Run) -> int:
     causality says it all (``_ignore_causal_mask_sdpa``). Autograd has no use for it, but each checkpoint holds what it
     was given. Packed documents' stands elsewhere. A plan's blocks are not asked: a described one leaves it out.
     """
-    return sum(_masks(run).values())
+    return sum(_masks(run).values()) if run.kernels.name == HUGGINGFACE.name else 0
 
 
 def _masks(run: Run) -> dict[bool, int]:
@@ -202,7 +202,7 @@ def without_masks(run: Run, made: Sequence[Unit]) -> Sequence[Unit]:
 
     The model's own dicts of them (``causal_mask_mapping``, ``position_embeddings``) went when its forward returned.
     """
-    if run.layout.pp > 1 or len(firsts := _masked(run.model)) < 2:
+    if run.kernels.name != HUGGINGFACE.name or run.layout.pp > 1 or len(firsts := _masked(run.model)) < 2:
         return made
     later = max(firsts, key=firsts.__getitem__)
     gone = _masks(run).get(later, 0) + _tables_of_a_kind(run)
