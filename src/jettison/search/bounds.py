@@ -37,6 +37,7 @@ from functools import lru_cache
 from typing import Final
 
 from jettison.cost.execution import execution_of
+from jettison.predict.expert_groups import own_experts
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.passes import passes_of
 from jettison.predict.stage_time import Timing
@@ -254,13 +255,17 @@ def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
             everything=_everything(chunk, stays=stays),
             settled=_parts([(layer, s.parameters + s.state) for layer, s in statics]),
             gradients=_parts([(layer, s.gradients if stays else 0) for layer, s in statics]),
-            gathered=_least_gathered(run, [s.gathered for _, s in statics]),
+            gathered=_least_gathered(run, [g.part.static.gathered - own_experts(run, g.part).gathered for g in chunk]),
         ),
     )
 
 
 def _least_gathered(run: Run, gathered: Sequence[int]) -> int:
-    """Whole weights beside any layer's backward, at least: its own, and a neighbour's."""
+    """Whole weights beside any layer's backward, at least: its own, and a neighbour's.
+
+    Experts that are a group of their own are not whole all through it: NOTE [ Experts within a layer ] in
+    `predict.expert_groups`.
+    """
     if not run.layout.resharded:
         return 0
     return min(gathered[1:-1]) + min(gathered)
