@@ -97,14 +97,16 @@ class Static:
         )
 
 
-def declared(weights: Iterable[Weight], order: Sequence[str]) -> list[Weight]:
+def declared(weights: list[Weight], order: Sequence[str]) -> list[Weight]:
     """Weights as modules declare them: `spec.kernels.Kernels.declared`."""
+    if not order:
+        return weights
 
     def place(weight: Weight) -> int:
         names = [name for name in order if weight.name.startswith(name)]
         return order.index(max(names, key=len)) if names else len(order)
 
-    return sorted(weights, key=place) if order else list(weights)
+    return sorted(weights, key=place)
 
 
 def static(

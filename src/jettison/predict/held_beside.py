@@ -43,7 +43,7 @@ def with_names(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) ->
     read = _read_bytes(run)
     made = list(_with_gradients(run, groups, made)) if run.model.source is not None else made
     made = _with_read(run, groups, made, read) if read else made
-    made = _with_loss_outside(run, groups, made, read) if run.kernels.loss is Loss.OUTSIDE else made
+    made = _with_loss(run, groups, made, read)
     leaf = _leaf(run, groups)
     named = _named(groups[0].part.region, leaf) if run.kernels.named_embeddings else 0
     if not leaf and not named:
@@ -76,6 +76,85 @@ def _with_read(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], re
         forward = unit.forward_peak + beside
         found.append(replace(unit, forward_peak=forward, backward_peak=backward, adding_peak=adding))
     return found
+
+
+def _with_gradients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[Unit]:
+    """With what layers behind have left of gradients of what each layer of a stack is given."""
+    stacks: dict[bool, list[str]] = {True: [], False: []}
+    layers: dict[str, Layer] = {}
+    for group in groups:
+        if isinstance(layer := group.part.layer, Layer):
+            stacks[bool(layer.source)] += group.names
+            layers |= dict.fromkeys(group.names, layer)
+    last = {names[-1] for names in stacks.values() if names}
+    rows = _rows_gradient(run, groups) if stacks[False] else 0
+    for unit in _split(made, stacks[False][0]) if rows else made:
+        if rows and unit.names == (stacks[False][0],):  # behind this layer's backward come the decoder's rows
+            passed = unit.gradient - unit.resident, -unit.resident
+            highest = max(unit.backward_peak, rows + passed[0]), max(unit.adding_peak, rows + passed[1])
+            unit = replace(unit, backward_peak=highest[0], adding_peak=highest[1])
+        ends = unit.names[-1].rpartition(" to ")[2]
+        if ends not in layers:
+            yield unit
+            continue
+        more = _given_bytes(run, layers[ends])
+        beside = replace(unit, backward_peak=unit.backward_peak + more, adding_peak=unit.adding_peak + more)
+        if ends not in last:
+            yield beside
+            continue
+        if len(unit.names) > 1:
+            yield replace(beside, names=unit.names[:-1])
+        yield replace(unit, names=unit.names[-1:])
+
+
+def _split(made: Sequence[Unit], name: str) -> Iterator[Unit]:
+    """With the layer of this name, the first of its unit, alone."""
+    for unit in made:
+        if unit.names[0] == name and len(unit.names) > 1:
+            yield replace(unit, names=(name,))
+            unit = replace(unit, names=unit.names[1:])
+        yield unit
+
+
+def _rows_gradient(run: Run, groups: Sequence[RegionGroup]) -> int:
+    """Of a tied table's, with the gradient of its rows, where the decoder looks them up: before the encoder's backward.
+
+    Beside it there may be its sum with the head's: `predict.passes.sums_apart`.
+    """
+    if not run.model.tied_embeddings:
+        return 0
+    table, _ = tied_table(groups[0].part.region, DTYPE_BYTES[run.gradient_rule.added])
+    return (1 + sums_apart(run)) * table + groups[0].part.region.output.nbytes
+
+
+def _given_bytes(run: Run, layer: Layer) -> int:
+    """Of gradients of the encoder's output and of biases that a layer is given, or hands on."""
+    each, rows = DTYPE_BYTES[run.scene.precision.compute], run.source_seq if layer.source else run.seq
+    keys = {id(layer.attention): rows, id(layer.cross): run.source_seq}
+    total = 0 if layer.source else run.micro_batch * run.source_seq * run.model.hidden * each
+    for asked in (layer.attention, layer.cross):
+        if not isinstance(asked, Attention) or asked.biases not in (Biases.FIRST, Biases.GIVEN):
+            continue
+        if asked.buckets or run.scene.kernels.learned_zeros:
+            total += asked.heads * rows * keys[id(asked)] * each
+    return total
+
+
+def _names(unit: Unit) -> Sequence[str]:
+    return unit.names[-1].split(" to ")
+
+
+def _with_loss(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], read: int) -> Sequence[Unit]:
+    """With what the head was given gone when its norm has read it, or the model returned."""
+    outside = run.kernels.loss is Loss.OUTSIDE
+    if not outside and run.model.final_norm is None:
+        return made
+    part = groups[-1].part
+    before, behind = passes_of(part, run.gradient_rule).around.forward
+    goes = part.region.program.kept_bytes(hidden(part.region) - part.kept)
+    stays = read if not outside or run.holds_output or run.recompute.mode in CHECKPOINTS else 0
+    highest = max(before + read, behind - goes + stays)
+    return [replace(unit, forward_peak=highest) if unit.is_loss else unit for unit in made]
 
 
 def _with_gradients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[Unit]:

@@ -366,7 +366,7 @@ def _static(
     tied: bool,
     on_host: StatesOnHost,
 ) -> Static:
-    weights = declared((w for w in region.weights if tied or not w.tied), scene.kernels.declared)
+    weights = declared([w for w in region.weights if tied or not w.tied], scene.kernels.declared)
     return static(
         weights, precision=scene.precision, optimizer=optimizer, layout=layout, in_layer=in_layer, on_host=on_host
     )
