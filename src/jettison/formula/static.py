@@ -62,6 +62,7 @@ class Static:
         """So many alike."""
         if count == 1:
             return self
+        crossing = self.last + 2 * self.first
         return Static(
             parameters=count * self.parameters,
             gradients=count * self.gradients,
@@ -71,7 +72,7 @@ class Static:
             gathered=count * self.gathered,
             reduced=count * self.reduced,
             largest=self.largest,
-            stepping=max(self.stepping, self.last + 2 * self.first),
+            stepping=self.stepping if self.stepping > crossing else crossing,
             first=self.first,
             last=self.last,
             host_state=count * self.host_state,
