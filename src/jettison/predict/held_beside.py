@@ -157,16 +157,6 @@ def _with_loss(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], re
     return [replace(unit, forward_peak=highest) if unit.is_loss else unit for unit in made]
 
 
-def _with_loss_outside(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], read: int) -> Sequence[Unit]:
-    """With a loss that comes when the model has returned: without what its forward was given, or had names for."""
-    part = groups[-1].part
-    made_before, behind = passes_of(part, run.gradient_rule).around.forward
-    goes = part.region.program.kept_bytes(hidden(part.region) - part.kept)
-    stays = read if run.holds_output or run.recompute.mode in CHECKPOINTS else 0
-    highest = max(made_before + read, behind - goes + stays)
-    return [replace(unit, forward_peak=highest) if unit.is_loss else unit for unit in made]
-
-
 def _asks(layer: AnyLayer | None) -> bool:
     """Is it the decoder's?"""
     return isinstance(layer, Layer) and not layer.source
