@@ -208,7 +208,7 @@ def stepping(model: nn.Module) -> int:
     "family", [*FAMILIES, "t5", "bart", "modernbert", "glm4", "olmo", "opt", "smollm3", *MIXTURES, *HYBRIDS]
 )
 def test_parameters_are_updated_in_the_order_of_their_modules(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By families' code: norms last, or where they run; Phi-3's output before its queries (30 of 102 differed)."""
+    """By families' code: norms last, or where they run; Phi-3's output comes first. Before, 30 of 102 differed."""
     monkeypatch.setattr(formula_cases, "FAMILIES", {**ALL, **MIXTURES, **HYBRIDS})
     case = FormulaCase(family=family, attention="eager")
     found = forecast(replace(run_of(case), micro_batches=1)).worst.static.stepping

@@ -11,9 +11,10 @@ shard, what leads up again is split by heads and enters like any column-parallel
 
 from __future__ import annotations
 
-from jettison.formula.attention import core, head_places, heads_of, rotate
+from jettison.formula.attention import core, head_places, heads_of
 from jettison.formula.basic import copy, enter, leave, linear, wider
 from jettison.formula.norm import norm
+from jettison.formula.rotation import rotate
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer
 from jettison.spec.model import Attention, LatentAttention, Norm

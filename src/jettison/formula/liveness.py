@@ -32,7 +32,7 @@ from typing import TypeVar
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
 from jettison.formula.tape import TapeOp, Weight
-from jettison.ledger.program import Op
+from jettison.ledger.program import Anchor, Op
 from jettison.spec.precision import GradientRule
 
 B = TypeVar("B", bound="Backward")
@@ -328,6 +328,8 @@ class Backward:
         for out in op.outputs:
             if self.program.buffers[out].producer == op.index and out not in self.kept:
                 self.computed.add(out)
+                self._grow(self.program.buffers[out].nbytes)
+            elif self.frames and op.anchor is Anchor.HANDED:  # a checkpoint makes its own beside what it handed on
                 self._grow(self.program.buffers[out].nbytes)
         for i in set(op.inputs):
             self._release(i)

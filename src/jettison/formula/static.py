@@ -64,7 +64,7 @@ class Static:
         """So many alike."""
         if count == 1:
             return self
-        between = self.last + 2 * self.first
+        crossing = self.last + 2 * self.first
         return Static(
             parameters=count * self.parameters,
             gradients=count * self.gradients,
@@ -74,7 +74,7 @@ class Static:
             gathered=count * self.gathered,
             reduced=count * self.reduced,
             largest=self.largest,
-            stepping=between if between > self.stepping else self.stepping,
+            stepping=self.stepping if self.stepping > crossing else crossing,
             first=self.first,
             last=self.last,
             host_state=count * self.host_state,
@@ -102,14 +102,16 @@ class Static:
         )
 
 
-def declared(weights: Iterable[Weight], order: Sequence[str]) -> list[Weight]:
+def declared(weights: list[Weight], order: Sequence[str]) -> list[Weight]:
     """Weights as modules declare them: `spec.kernels.Kernels.declared`."""
+    if not order:
+        return weights
 
     def place(weight: Weight) -> int:
         names = [name for name in order if weight.name.startswith(name)]
         return order.index(max(names, key=len)) if names else len(order)
 
-    return sorted(weights, key=place) if order else list(weights)
+    return sorted(weights, key=place)
 
 
 def static(

@@ -43,7 +43,7 @@ def with_names(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) ->
     read = _read_bytes(run)
     made = list(_with_gradients(run, groups, made)) if run.model.source is not None else made
     made = _with_read(run, groups, made, read) if read else made
-    made = _with_loss_outside(run, groups, made, read) if run.kernels.loss is Loss.OUTSIDE else made
+    made = _with_loss(run, groups, made, read)
     leaf = _leaf(run, groups)
     named = _named(groups[0].part.region, leaf) if run.kernels.named_embeddings else 0
     if not leaf and not named:
@@ -144,13 +144,16 @@ def _names(unit: Unit) -> Sequence[str]:
     return unit.names[-1].split(" to ")
 
 
-def _with_loss_outside(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], read: int) -> Sequence[Unit]:
-    """With a loss that comes when the model has returned: without what its forward was given, or had names for."""
+def _with_loss(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], read: int) -> Sequence[Unit]:
+    """With what the head was given gone when its norm has read it, or the model returned."""
+    outside = run.kernels.loss is Loss.OUTSIDE
+    if not outside and run.model.final_norm is None:
+        return made
     part = groups[-1].part
-    made_before, behind = passes_of(part, run.gradient_rule).around.forward
+    before, behind = passes_of(part, run.gradient_rule).around.forward
     goes = part.region.program.kept_bytes(hidden(part.region) - part.kept)
-    stays = read if run.holds_output or run.recompute.mode in CHECKPOINTS else 0
-    highest = max(made_before + read, behind - goes + stays)
+    stays = read if not outside or run.holds_output or run.recompute.mode in CHECKPOINTS else 0
+    highest = max(before + read, behind - goes + stays)
     return [replace(unit, forward_peak=highest) if unit.is_loss else unit for unit in made]
 
 

@@ -191,9 +191,7 @@ def _masked(model: ModelSpec) -> Mapping[bool, int]:
 
 def _tables_of_a_kind(run: Run) -> int:
     """Rotary tables of layers with a window, where those have their own, or of those without."""
-    if not run.kernels.rotary_by_window or run.kernels.name != HUGGINGFACE.name:
-        return 0
-    return tables_bytes(run.scene) // 2
+    return tables_bytes(run.scene) // 2 if run.kernels.rotary_by_window else 0
 
 
 def without_masks(run: Run, made: Sequence[Unit]) -> Sequence[Unit]:
@@ -202,7 +200,7 @@ def without_masks(run: Run, made: Sequence[Unit]) -> Sequence[Unit]:
 
     The model's own dicts of them (``causal_mask_mapping``, ``position_embeddings``) went when its forward returned.
     """
-    if run.kernels.name != HUGGINGFACE.name or run.layout.pp > 1 or len(firsts := _masked(run.model)) < 2:
+    if run.kernels.name != HUGGINGFACE.name or len(firsts := _masked(run.model)) < 2:
         return made
     later = max(firsts, key=firsts.__getitem__)
     gone = _masks(run).get(later, 0) + _tables_of_a_kind(run)

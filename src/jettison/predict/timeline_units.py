@@ -41,7 +41,7 @@ def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool]
     made: Sequence[Unit] = list(_made(run, groups))
     before, behind = neighbours
     made = list(with_ends(run, groups, made, handed_on=behind)) if run.layout.pp > 1 else made
-    made = without_masks(run, made)
+    made = without_masks(run, made) if run.layout.pp == 1 else made
     made = with_names(run, groups, made)
     made = list(_with_output(groups, made)) if run.holds_output else made
     made = with_shards(run, groups, made)

@@ -185,8 +185,6 @@ class Run:
         decoder knows of its checkpoints: `formula.attention_biases`.
         """
         found = self.kernels
-        if not found.of_transformers:
-            return found
         if self.layout.pp > 1 and found.loss is Loss.UPCAST:
             found = replace(found, loss=Loss.OUTSIDE)
         asked = self.recompute.mode in (Mode.FULL, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE)
@@ -202,7 +200,7 @@ class Run:
             micro_batch=self.micro_batch,
             layout=layout.within_stage,
             precision=under_autocast(self.precision) if self.autocast else self.precision,
-            kernels=self._scene_kernels,
+            kernels=self._scene_kernels if self.kernels.tensor_masks else self.kernels,  # of transformers' code
             dropout=self.dropout,
             capacity_factor=self.capacity_factor,
             padding=self.padding,
