@@ -215,7 +215,7 @@ def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: W
         workspace: is asked about every op of it.
     """
     optimizer = dry_step.optimizer
-    if optimizer is None or optimizer.state:
+    if optimizer is None or all(one.state for one in getattr(optimizer, "optimizers", [optimizer])):
         return
     with _ready(parts, dry_step):
         with AllocationCounter(dry_step.alive(), workspace=workspace, device=parts[0].trace.device_type) as counter:

@@ -263,7 +263,9 @@ class AllocationCounter(TorchDispatchMode):
 
     def _take_over(self, tensor: Any) -> None:
         """What `detach` makes of a state stands for it: on fake tensors it is another storage."""
-        key = tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else 0
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:  # a sparse one has several
+            return
+        key = tensor.untyped_storage()._cdata
         entry = self._storages.get(key)
         if entry is not None and entry.operator == _STATE:
             del self._storages[key]
