@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from jettison.capture.fakes import fake_batch
 from jettison.capture.model_trace import BlockClass, ModelTrace
 from jettison.capture.recording import RegionTrace
+from jettison.capture.tracer import unseen_outputs
 from jettison.dryrun.block import block_levels, hold_gradients, run_step, with_memory_of_their_own
 from jettison.dryrun.observed import stand_in_for_opaque
 from jettison.errors import TraceError
@@ -305,6 +306,7 @@ def _ready(parts: Sequence[ModulePolicy], dry_step: DryStep) -> Iterator[list[li
             installed.append(stack.enter_context(_under(module, part)))
         stack.enter_context(dry_step.around(parts[0].trace))
         stack.enter_context(quiet_gc())
+        stack.enter_context(unseen_outputs({k: c for part in parts for k, c in part.trace.classes.items()}))
         yield installed
 
 

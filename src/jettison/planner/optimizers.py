@@ -55,13 +55,27 @@ def as_one(optimizer: Optimizers) -> torch.optim.Optimizer | None:
         UsageError: something among several is no optimizer.
     """
     if not isinstance(optimizer, list | tuple):
-        return optimizer  # type: ignore[return-value]  # what is none is refused later, in words
+        return _own(optimizer)  # what is none is refused later, in words
     for one in optimizer:
         if not isinstance(one, torch.optim.Optimizer):
             raise UsageError(f"optimizer= has {one!r} among several; expected optimizers, as in optimizer=(first, second)")
     if len(optimizer) < 2:
-        return optimizer[0] if optimizer else None
-    return Together(optimizer)
+        return _own(optimizer[0]) if optimizer else None
+    return Together([_own(one) for one in optimizer])
+
+
+_WRAP = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+"""Libraries whose ``prepare``, ``setup`` or ``optimizers()`` give a wrapper that has no state of its own. Its step may
+wait for the last of several micro-batches (accelerate/optimizer.py), and no copy can be made of some (Lightning's
+``__getattr__``, lightning/pytorch/core/optimizer.py).
+"""
+
+
+def _own(optimizer: Any) -> Any:
+    """What such a wrapper steps."""
+    wraps = any(cls.__module__.partition(".")[0] in _WRAP for cls in type(optimizer).__mro__)
+    inner = getattr(optimizer, "optimizer", None) if wraps else None
+    return _own(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def inside_of(optimizer: Any) -> list[Any]:
