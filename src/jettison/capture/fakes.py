@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -147,10 +148,30 @@ def exactly(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
     return _guessing(mode, False)
 
 
-def roughly(fake_model: nn.Module) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def roughly(fake_model: nn.Module) -> Iterator[None]:
     """Values that are asked for are made up, as in a backward whose hooks log the norms of gradients."""
     parameters = map(plain, fake_model.parameters())
-    return _guessing(next((p.fake_mode for p in parameters if isinstance(p, FakeTensor)), None), True)
+    mode = next((p.fake_mode for p in parameters if isinstance(p, FakeTensor)), None)
+    with _guessing(mode, True), _started_by_fabric():
+        yield
+
+
+@contextlib.contextmanager
+def _started_by_fabric() -> Iterator[None]:
+    """Outputs of a model that Lightning Fabric has set up refuse a backward that it did not start
+    (lightning/fabric/wrappers.py).
+    """
+    wrappers = sys.modules.get("lightning.fabric.wrappers") or sys.modules.get("lightning_fabric.wrappers")
+    before = getattr(wrappers, "_in_fabric_backward", None)
+    if wrappers is None or before is None:
+        yield
+        return
+    wrappers._in_fabric_backward = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        wrappers._in_fabric_backward = before  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
