@@ -61,7 +61,7 @@ class OptimizerWatch:
         """An optimizer has stepped, anybody's: looked at until its state grows no more (LBFGS has its history after
         some steps).
         """
-        before = self.seen.get(stepping, 0)
+        before = self.seen.get(stepping)
         if before == DONE:
             return
         models = [model for ref in self.models if (model := ref()) is not None]
@@ -70,7 +70,7 @@ class OptimizerWatch:
             return
         own = {id(p) for model in models for p in model.parameters()}
         nbytes = self._uncounted_bytes(stepping, own) if _has_any(stepping, own) else 0
-        self.seen[stepping] = DONE if nbytes <= before else nbytes
+        self.seen[stepping] = DONE if before is not None and nbytes <= before else max(0, nbytes)
         if nbytes > 0 and self.predicted() + nbytes > self.budget_bytes:
             self.seen[stepping] = DONE
             self._say(stepping, nbytes)
