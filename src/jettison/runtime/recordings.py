@@ -4,6 +4,13 @@ NOTE [ Settings that do not matter ]
 A changed setting (a number, a submodule, a closure) puts every recording of its region in doubt. Each is made again
 when it is wanted. Where the new program is the old one, the settings that had changed are ignored from then on: only
 when they move is a run compared with the recording, call by call.
+
+NOTE [ Settings that come back ]
+Where the programs do differ, as under one adapter and another (PEFT's `set_adapter`), the settings often come back, and a
+recording takes far longer than a step. So what is known under some settings is put aside when they change, and is
+known again once everything is as it was then; but not where that would keep modules or tensors alive which the model has
+let go of. A recording of which a run or a tensor has told that it is wrong is not
+put aside, and what was is let go of.
 """
 
 from __future__ import annotations
@@ -35,6 +42,7 @@ from jettison.solve.policy import Offload, offloaded_by, packed_by
 GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording
 WRITTEN_LATER = "others write to its arguments or results before backward"
 MOST_PREPARED = 256  # signatures of one region that are known at a time
+MOST_ASIDE = 4  # settings under which something is known that do not hold now
 
 
 @dataclass(kw_only=True)
@@ -104,6 +112,7 @@ class Recordings:
         self._suspects: frozenset[Setting] = frozenset()
         self._ignored: frozenset[Setting] = frozenset()
         self._everything: ModuleGuard | None = None  # with what is ignored
+        self._aside: list[tuple[ModuleGuard, dict[tuple[int, Any], Prepared]]] = []  # the latest last
         self._outdated: dict[Any, Program] = {}
         self._distrusted: dict[Any, str] = {}  # signatures of which a tensor once came back wrong
         self._divergences: dict[Any, int] = {}
@@ -148,7 +157,25 @@ class Recordings:
     def look(self, *, in_dry_run: bool) -> None:
         """See whether settings have changed. In a dry run none has: the copy that runs is what was recorded."""
         if self.guard is None or not (in_dry_run or self.guard.holds()):
-            self.forget()
+            before, known = self.guard, dict(self.prepared)
+            self._aside = [one for one in self._aside if one[0].may_be_kept()]
+            if not self._know_again():
+                self.forget()
+            if before is not None and known and before.may_be_kept():
+                self._aside = [*self._aside, (before, known)][-MOST_ASIDE:]
+
+    def _know_again(self) -> bool:
+        """What was put aside is known again, if all settings are as they were then. See NOTE [ Settings that come back ]."""
+        found = next((known for known in reversed(self._aside) if known[0].holds()), None)
+        if found is None:
+            return False
+        self._aside = [known for known in self._aside if known is not found]
+        self._forgotten("")
+        self.guard, prepared = found
+        self.prepared = {key: known for key, known in prepared.items() if key[1] not in self._distrusted}
+        self.owners = owners_of(self.module)
+        self._suspects, self._outdated = frozenset(), {}
+        return True
 
     def of(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any]) -> Prepared:
         """What a call of this signature follows; recorded now where nothing is known of it.
@@ -189,6 +216,7 @@ class Recordings:
     def start_over(self) -> None:
         """Nothing that was recorded holds."""
         self.prepared.clear()
+        self._aside.clear()
         self._outdated = {}
         self._planned = {}
         self.guard = None
@@ -208,6 +236,7 @@ class Recordings:
 
     def diverged(self, prepared: Prepared, key: Any, why: str) -> None:
         """A run was not as recorded, and nothing is lost: record again, or never again."""
+        self._aside.clear()
         times = self._divergences[key] = self._divergences.get(key, 0) + 1
         adopted = not self.count  # recorded elsewhere, and earlier: once more, here and now
         if (prepared.checked or adopted) and times <= GIVE_UP_AFTER:
@@ -219,6 +248,7 @@ class Recordings:
         """A tensor came back wrong. What its calls do from now on, in words: one that is known for it, and those whose
         graph was the recorded one, are not trusted again; the others count as runs with another graph.
         """
+        self._aside.clear()
         found = next(((key, p) for (_, key), p in self.prepared.items() if p.recipe is recipe), None)
         if found is not None:
             key, prepared = found
