@@ -42,9 +42,7 @@ def run(budget: int | None, *, both: bool = True) -> tuple[list[Tensor], list[in
     handle = None
     if budget is not None:
         given = optimizers if both else optimizers[0]
-        handle = jettison.auto_checkpoint(
-            models[0], batch, Bytes(budget), models=models, step=passes, optimizer=given
-        )
+        handle = jettison.auto_checkpoint(models[0], batch, Bytes(budget), models=models, step=passes, optimizer=given)
 
     def step() -> None:
         passes(*models, batch)

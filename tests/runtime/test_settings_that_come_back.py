@@ -26,7 +26,9 @@ class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH)
-        self.adapters = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())})
+        self.adapters = nn.ModuleDict(
+            {"a": nn.Linear(WIDTH, WIDTH), "b": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())}
+        )
         self.active = "a"
         self.seen: list[Any] = []
 

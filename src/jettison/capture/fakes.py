@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -29,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from jettison.capture.closures import close_over_copies
+from jettison.capture.fabric import started_by_fabric
 from jettison.capture.python_state import is_ours
 from jettison.capture.quick_fakes import QuickFakeMode
 from jettison.capture.sharded import (
@@ -153,25 +153,8 @@ def roughly(fake_model: nn.Module) -> Iterator[None]:
     """Values that are asked for are made up, as in a backward whose hooks log the norms of gradients."""
     parameters = map(plain, fake_model.parameters())
     mode = next((p.fake_mode for p in parameters if isinstance(p, FakeTensor)), None)
-    with _guessing(mode, True), _started_by_fabric():
+    with _guessing(mode, True), started_by_fabric():
         yield
-
-
-@contextlib.contextmanager
-def _started_by_fabric() -> Iterator[None]:
-    """Outputs of a model that Lightning Fabric has set up refuse a backward that it did not start
-    (lightning/fabric/wrappers.py).
-    """
-    wrappers = sys.modules.get("lightning.fabric.wrappers") or sys.modules.get("lightning_fabric.wrappers")
-    before = getattr(wrappers, "_in_fabric_backward", None)
-    if wrappers is None or before is None:
-        yield
-        return
-    wrappers._in_fabric_backward = True  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        wrappers._in_fabric_backward = before  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -298,9 +281,9 @@ def _as_parameter(parameter: nn.Parameter, fake: Tensor) -> nn.Parameter:
 
 
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters, buffers, gradients aside, and tensors held by plain attributes, containers in them included; of objects
-    there the large ones (PEFT's AdaLoRA has statistics of every adapter in one). Small ones may be numbers that a
-    forward reads.
+    """Parameters, buffers, gradients aside, and tensors held by plain attributes, containers in them included; of
+    objects there the large ones (PEFT's AdaLoRA has statistics of every adapter in one). Small ones may be numbers that
+    a forward reads.
     """
     yield from model.parameters()
     yield from model.buffers()

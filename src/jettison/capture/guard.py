@@ -222,7 +222,7 @@ class ModuleGuard:
         return ", ".join(sorted({str(name) for (table, _), name in self._changes() if table in self.children}))
 
     def may_be_kept(self) -> bool:
-        """Whether it holds nothing that is gone from the model: it is as it was but for numbers, words and functions."""
+        """Whether it holds nothing that is gone from the model, as it was but for numbers, words, functions."""
         if self.structure_words():
             return False
         lists = [items for sequence, items in self.sequences if not _same_items(sequence, items)]

@@ -177,4 +177,3 @@ def _being_built() -> Trainer:
         "AutoCheckpoint plans for a torchtitan Trainer, and none is being built here; in a loop of your own call "
         "jettison.auto_checkpoint(model, batch, budget, optimizer=..., step=...) once the model is sharded"
     )
-

@@ -91,8 +91,8 @@ class OptimizerWatch:
         warnings.warn(
             f"a {type(stepping).__name__} steps with {format_bytes(nbytes)} of state that the plan for "
             f"{format_bytes(self.budget_bytes)} does not count: it was made with {made}, so that the peak may be above "
-            "the budget (gradients are not affected). To have it held: plan with optimizer= and that one; several go as "
-            "optimizer=(first, second)",
+            "the budget (gradients are not affected). To have it held: plan with optimizer= and that one; several "
+            "go as optimizer=(first, second)",
             stacklevel=4,
         )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from jettison.errors import UsageError
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 """What ``optimizer=`` takes."""
 
 
@@ -58,7 +58,9 @@ def as_one(optimizer: Optimizers) -> torch.optim.Optimizer | None:
         return _own(optimizer)  # what is none is refused later, in words
     for one in optimizer:
         if not isinstance(one, torch.optim.Optimizer):
-            raise UsageError(f"optimizer= has {one!r} among several; expected optimizers, as in optimizer=(first, second)")
+            raise UsageError(
+                f"optimizer= has {one!r} among several; expected optimizers, as in optimizer=(first, second)"
+            )
     if len(optimizer) < 2:
         return _own(optimizer[0]) if optimizer else None
     return Together([_own(one) for one in optimizer])

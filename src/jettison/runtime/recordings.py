@@ -6,11 +6,10 @@ when it is wanted. Where the new program is the old one, the settings that had c
 when they move is a run compared with the recording, call by call.
 
 NOTE [ Settings that come back ]
-Where the programs do differ, as under one adapter and another (PEFT's `set_adapter`), the settings often come back, and a
-recording takes far longer than a step. So what is known under some settings is put aside when they change, and is
-known again once everything is as it was then; but not where that would keep modules or tensors alive which the model has
-let go of. A recording of which a run or a tensor has told that it is wrong is not
-put aside, and what was is let go of.
+Where the programs do differ, as under one adapter and another (PEFT's `set_adapter`), the settings often come back, and
+a recording takes far longer than a step. So what is known under some settings is put aside when they change, and is
+known again once everything is as it was then; but not where that would keep modules alive which the model has let go
+of. Once a run or a tensor tells that a recording is wrong, all that was put aside is let go of.
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ class Recordings:
                 self._aside = [*self._aside, (before, known)][-MOST_ASIDE:]
 
     def _know_again(self) -> bool:
-        """What was put aside is known again, if all settings are as they were then. See NOTE [ Settings that come back ]."""
+        """What was put aside is known again, if all is as it was then. See NOTE [ Settings that come back ]."""
         found = next((known for known in reversed(self._aside) if known[0].holds()), None)
         if found is None:
             return False
