@@ -39,14 +39,13 @@ def batch() -> Tensor:
 
 
 class Ranged(Net):
-    """Writes to what it has made itself, as models do to position ids and masks."""
+    """Makes a tensor of a number, which no op tells, and writes to it."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        scale = torch.ones(len(x), 1)
+        scale = torch.tensor([2.0])
         scale.mul_(2.0)
-        for layer in self.layers:
-            x = layer(x)
-        return (x * scale).square().mean()
+        found: Tensor = super().forward(x) * scale.sum()
+        return found
 
 
 def test_a_teacher_may_run_in_inference_mode() -> None:
