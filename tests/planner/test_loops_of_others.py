@@ -240,3 +240,38 @@ def test_large_tensors_of_objects_are_not_copied_for_a_recording() -> None:
     assert type(tables["small"]) is Tensor  # a forward may read numbers out of it
     assert tables["small"] is not kept.tables["small"]
     assert copied.statistics.model is copied
+
+
+class Switched(Mlp):
+    """One of two programs, as under one adapter and another."""
+
+    more = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y.exp().sin() * y.tanh() if self.more else y
+
+
+class Both(Net):
+    """As an X-LoRA: every block runs under both in one forward."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = []
+        for more in (True, False):
+            for layer in self.layers:
+                layer.more = more
+            found.append(super().forward(x))
+        return found[0] + found[1]
+
+
+def test_a_block_may_run_two_programs_in_one_forward() -> None:
+    torch.manual_seed(0)
+    model, x = Both(Switched(WIDTH, 4 * WIDTH, 0.0) for _ in range(LAYERS)), batch()
+    model(x).backward()
+    plain = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*runs other ops than it was planned with")
+        jettison.auto_checkpoint(model, x, ENOUGH, step=lambda model, x: model(x).backward())
+        model(x).backward()
+    assert all(map(torch.equal, plain, [p.grad for p in model.parameters()]))
