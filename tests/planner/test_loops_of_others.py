@@ -257,7 +257,7 @@ class Both(Net):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found = []
-        for more in (True, False):
+        for more in (False, True):
             for layer in self.layers:
                 layer.more = more
             found.append(super().forward(x))
