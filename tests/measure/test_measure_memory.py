@@ -320,3 +320,38 @@ def test_a_generators_state_is_counted_where_it_is_held():
     layers.zero_grad()
     assert counter.peak_bytes == measured_peak(step, static_tensors=static_tensors(layers, (x,))).peak_bytes
     assert counter.peak_bytes > 4 * torch.get_rng_state().nbytes
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda y, at: y.gather(1, at),
+        lambda y, at: y[at[0], at[1]],
+        lambda y, at: y.max(1)[0],
+        lambda y, at: y.index_select(0, at[0]),
+        lambda y, at: y.take(at),
+    ],
+)
+def test_what_a_formula_puts_into_its_own_zeros_is_there_once(select):
+    """Without a mode autograd's formulas write in place: NOTE [Accumulating in place]."""
+    x, at = nn.Parameter(torch.randn(64, 64)), torch.arange(4096).remainder(64).view(64, 64)
+
+    def step():
+        y = x * 2
+        found = select(y, at).sum()
+        del y
+        found.backward()
+
+    real = measured_peak(step, static_tensors=[x, at]).peak_bytes
+    x.grad = None
+    with AllocationCounter([x, at]) as counter:
+        step()
+    assert counter.peak_bytes == pytest.approx(real, abs=64)
+
+
+def test_sparse_tensors_have_no_storage_of_their_own():
+    values = torch.ones(2)
+    with AllocationCounter([values]) as counter:
+        made = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), values, (2, 2), check_invariants=False).detach()
+        assert counter.live_bytes >= values.nbytes + 32  # places
+    assert made.layout is torch.sparse_coo

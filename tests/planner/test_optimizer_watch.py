@@ -154,3 +154,32 @@ def test_a_model_that_is_gone_takes_no_hook_from_under_a_step() -> None:
     assert called == [1, 1]
     behind.remove()
     left.remove()
+
+
+class Growing(torch.optim.Optimizer):
+    """As LBFGS, which has its history after some steps."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (parameter,) = self.param_groups[0]["params"]
+        seen = self.state[parameter].setdefault("seen", [])
+        if len(seen) < 3:
+            seen.append(parameter.detach().clone())
+
+
+def test_a_state_that_grows_is_looked_at_until_it_has_grown() -> None:
+    of = model()
+    found = watch(of, None, 2 * 4 * NUMBERS)  # room for two of three
+    optimizer = Growing(of.parameters(), {})
+    assert steps(of, optimizer) == []
+    (text,) = steps(of, optimizer)
+    assert "12.00 KiB of state" in text
+    found.remove()
+
+
+def test_one_of_the_same_kind_over_other_parameters_is_beside_the_one_that_was_planned_with() -> None:
+    both = nn.ModuleList([model(), model()])
+    planned = adam(both[0])
+    found = watch(both, planned, 0)
+    (text,) = steps(both[1], adam(both[1]))  # it steps first: the planned one has no state yet
+    assert "optimizer=(first, second)" in text
+    found.remove()

@@ -187,8 +187,8 @@ def test_training_and_evaluation_mode() -> None:
         for mode in (True, False, True):
             assert_same_step(model.train(mode), plain.train(mode), x)
         flips = recordings(handle)
-        # the root has no dropout: its second flip is known not to matter
-        assert 2 * LAYERS <= flips <= 2 * (LAYERS + 1)
+        # what is known in training is known again when that comes back
+        assert LAYERS <= flips <= LAYERS + 1
         model.layers[1].dropout.p = plain.layers[1].dropout.p = 0.25  # type: ignore[union-attr,assignment]
         assert_same_step(model, plain, x)
         assert recordings(handle) >= flips + 1

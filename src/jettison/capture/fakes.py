@@ -28,6 +28,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from jettison.capture.closures import close_over_copies
+from jettison.capture.fabric import started_by_fabric
+from jettison.capture.python_state import is_ours
 from jettison.capture.quick_fakes import QuickFakeMode
 from jettison.capture.sharded import (
     leave_casts,
@@ -37,6 +39,7 @@ from jettison.capture.sharded import (
     states,
     whole_parameters,
 )
+from jettison.capture.snapshots import MOST_SHARED
 from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.capture.trees import tree_map
 from jettison.errors import TraceError
@@ -145,10 +148,13 @@ def exactly(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
     return _guessing(mode, False)
 
 
-def roughly(fake_model: nn.Module) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def roughly(fake_model: nn.Module) -> Iterator[None]:
     """Values that are asked for are made up, as in a backward whose hooks log the norms of gradients."""
     parameters = map(plain, fake_model.parameters())
-    return _guessing(next((p.fake_mode for p in parameters if isinstance(p, FakeTensor)), None), True)
+    mode = next((p.fake_mode for p in parameters if isinstance(p, FakeTensor)), None)
+    with _guessing(mode, True), started_by_fabric():
+        yield
 
 
 @contextlib.contextmanager
@@ -275,7 +281,10 @@ def _as_parameter(parameter: nn.Parameter, fake: Tensor) -> nn.Parameter:
 
 
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters, buffers, gradients aside, and tensors held by plain attributes, containers in them included."""
+    """Parameters, buffers, gradients aside, and tensors held by plain attributes, containers in them included; of
+    objects there the large ones (PEFT's AdaLoRA has statistics of every adapter in one). Small ones may be numbers that
+    a forward reads.
+    """
     yield from model.parameters()
     yield from model.buffers()
     seen: set[int] = set()
@@ -292,6 +301,14 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
         seen.add(id(value))
         for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(item, seen)
+    elif type(getattr(value, "__dict__", None)) is dict and not _is_somebodys(value) and id(value) not in seen:
+        seen.add(id(value))
+        yield from (found for found in _tensors_in(vars(value), seen) if found.nbytes > MOST_SHARED)
+
+
+def _is_somebodys(value: Any) -> bool:
+    """Whether it is no plain object: code, a module, or what torch and we have for ourselves."""
+    return isinstance(value, type | ModuleType | nn.Module) or callable(value) or is_ours(value)
 
 
 DEEPEST = 8  # of what is looked into for things that cannot be copied

@@ -11,6 +11,7 @@ import functools
 import itertools
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, call, is_, itemgetter
@@ -130,7 +131,7 @@ class ModuleGuard:
         elif isinstance(value, list | tuple | set | frozenset | deque):
             self._seen.add(id(value))
             if not isinstance(value, tuple | frozenset):
-                self.sequences.append((value, tuple(value)))
+                self.sequences.append((value, tuple(map(_weakly, value))))
             self._each(value, depth + 1)
         elif isinstance(value, functools.partial):
             self._seen.add(id(value))
@@ -146,7 +147,7 @@ class ModuleGuard:
                 content = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-            self.cells.append((cell, content))
+            self.cells.append((cell, _weakly(content)))
             self._each((content,), depth + 1)
 
     def _globals(self, function: types.FunctionType, *, nested: bool = False) -> None:
@@ -219,6 +220,14 @@ class ModuleGuard:
     def structure_words(self) -> str:
         """Names of submodules that are not as they were."""
         return ", ".join(sorted({str(name) for (table, _), name in self._changes() if table in self.children}))
+
+    def may_be_kept(self) -> bool:
+        """Whether it holds nothing that is gone from the model, as it was but for numbers, words, functions."""
+        if self.structure_words():
+            return False
+        lists = [items for sequence, items in self.sequences if not _same_items(sequence, items)]
+        cells = [content for cell, content in self.cells if not _same_cell(cell, content)]
+        return all(isinstance(one, (*_SCALARS, *_FUNCTIONS)) for one in (*itertools.chain(*lists), *cells))
 
     def values(self, settings: frozenset[Setting]) -> list[Any]:
         """What is at those settings now."""
@@ -364,8 +373,17 @@ def _alike(now: Any, value: Any) -> bool:
     return bool(now == value)
 
 
+def _weakly(value: Any) -> Any:
+    """Tensors (with what autograd holds behind them) may be let go of by the model: nothing here keeps them alive."""
+    return weakref.ref(value) if isinstance(value, Tensor) else value
+
+
+def _is_that(now: Any, before: Any) -> bool:
+    return now is before or (type(before) is weakref.ref and before() is now)
+
+
 def _same_items(sequence: Any, before: tuple[Any, ...]) -> bool:
-    if len(sequence) == len(before) and all(map(is_, sequence, before)):
+    if len(sequence) == len(before) and all(map(_is_that, sequence, before)):
         return True
     return same_values(list(sequence), before)
 
@@ -375,7 +393,7 @@ def _same_cell(cell: Any, content: Any) -> bool:
         now = cell.cell_contents
     except ValueError:
         return False
-    return now is content or (isinstance(content, _SCALARS) and _alike(now, content))
+    return _is_that(now, content) or (isinstance(content, _SCALARS) and _alike(now, content))
 
 
 def _is_plain(value: Any) -> bool:

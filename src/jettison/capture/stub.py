@@ -26,14 +26,14 @@ def forwards(instead: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Modules run these in the place of their forwards."""
     own = {module: vars(module)["forward"] for module in instead if "forward" in vars(module)}
     for module, forward in instead.items():
-        module.forward = forward
+        vars(module)["forward"] = forward
     try:
         yield
     finally:
         for module in instead:
             module.__dict__.pop("forward", None)
         for module, forward in own.items():
-            module.forward = forward
+            vars(module)["forward"] = forward
 
 
 def stub_outputs(

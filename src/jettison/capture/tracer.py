@@ -122,6 +122,7 @@ def _traced(
     if root.problem:
         trace.warnings.append(
             f"what {type(model).__name__} does around its blocks is kept as plain autograd keeps it: {root.problem}"
+            f"{_about_skipped(tracer)}"
         )
     for cls in trace.classes.values():
         if cls.problem:
@@ -193,6 +194,20 @@ def unseen_outputs(classes: dict[str, BlockClass]) -> Iterator[None]:
             f"what they do besides returning their outputs ({type(error).__name__}: {error}); switch that off (outputs "
             "that hooks collect, auxiliary losses), or train this model without a plan"
         ) from error
+
+
+def _about_skipped(tracer: Tracer) -> str:
+    """Blocks that this forward left out, in words, where others of their list ran: the next one may run them."""
+    ran = {call.name for call in tracer.calls}
+    lists = {name.rpartition(".")[0] for name in ran}
+    left = [name for name in tracer.names if name not in ran and name.rpartition(".")[0] in lists]
+    if not left:
+        return ""
+    return (
+        f". {len(left)} of {len(tracer.names)} blocks ({', '.join(left[:3])}{', ...' if left[3:] else ''}) did not run "
+        "in the forward that was planned for, and one that runs them may take more than the budget (gradients are not "
+        "affected). To have it held: plan with a rate at which none is left out, and set the rate afterwards"
+    )
 
 
 def _note_draws(root: RegionTrace, state: Isolation) -> None:

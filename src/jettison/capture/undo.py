@@ -55,7 +55,8 @@ class Undo:
                 with _disable_current_modes():
                     self._shaped[id(tensor)] = tensor, tensor.detach()
             if key not in self._memory:
-                with _disable_current_modes(), torch.no_grad():
+                # made in inference mode, the look at it could not be written to once that is left
+                with _disable_current_modes(), torch.no_grad(), torch.inference_mode(False):
                     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
                     self._memory[key] = memory, memory.clone()
 

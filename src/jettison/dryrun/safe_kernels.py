@@ -69,18 +69,23 @@ def is_safe(func: Any) -> bool:
 
 @cache
 def has_no_workspace(func: Any) -> bool:
-    """Whether a call can take no memory beside its results: views, giving a tensor another storage, an optimizer's
-    in-place work over lists, marks of the profiler, questions for a tensor's device, the empty memory of dry runs.
+    """Whether a call can take no memory beside its results: views, giving a tensor another storage or no history, an
+    optimizer's in-place work over lists, marks of the profiler, questions for a tensor's device, the empty memory of
+    dry runs.
     """
     name = func._schema.name
-    return bool(func.is_view) or name.startswith(
-        (
-            "aten::_foreach_",
-            "aten::_fused_adam",
-            "aten::_fused_sgd",
-            "aten::new_empty_strided",
-            "aten::set_",
-            "profiler::",
-            "prim::",
+    return (
+        bool(func.is_view)
+        or name == "aten::detach_"
+        or name.startswith(
+            (
+                "aten::_foreach_",
+                "aten::_fused_adam",
+                "aten::_fused_sgd",
+                "aten::new_empty_strided",
+                "aten::set_",
+                "profiler::",
+                "prim::",
+            )
         )
     )

@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 from jettison.capture.fakes import fake_batch
 from jettison.capture.model_trace import BlockClass, ModelTrace
 from jettison.capture.recording import RegionTrace
+from jettison.capture.signature import as_signed
+from jettison.capture.tracer import unseen_outputs
 from jettison.dryrun.block import block_levels, hold_gradients, run_step, with_memory_of_their_own
 from jettison.dryrun.observed import stand_in_for_opaque
 from jettison.errors import TraceError
@@ -181,7 +183,9 @@ def dry_run_block(
     module = trace.fake_model.get_submodule(cls.example)
     shared = {cls.trace.inputs[b.index] for b in cls.trace.program.buffers if b.index in cls.trace.inputs and b.free}
     how = Check(trace.loop.check)
-    with trace.context(), quiet_gc(), planned(module, cls.example, policy, cls.trace, cls.signature, how):
+    switches = as_signed(cls.signature[1])  # the model may switch autocast on around its blocks (Accelerate, Fabric)
+    region = planned(module, cls.example, policy, cls.trace, cls.signature, how)
+    with trace.context(), switches, quiet_gc(), region:
         hold_gradients(trace, module)
         try:
             levels = block_levels(module, (cls.args, cls.kwargs), shared, workspace, trace.device_type)
@@ -215,7 +219,7 @@ def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: W
         workspace: is asked about every op of it.
     """
     optimizer = dry_step.optimizer
-    if optimizer is None or optimizer.state:
+    if optimizer is None or all(one.state for one in getattr(optimizer, "optimizers", [optimizer])):
         return
     with _ready(parts, dry_step):
         with AllocationCounter(dry_step.alive(), workspace=workspace, device=parts[0].trace.device_type) as counter:
@@ -305,6 +309,7 @@ def _ready(parts: Sequence[ModulePolicy], dry_step: DryStep) -> Iterator[list[li
             installed.append(stack.enter_context(_under(module, part)))
         stack.enter_context(dry_step.around(parts[0].trace))
         stack.enter_context(quiet_gc())
+        stack.enter_context(unseen_outputs({k: c for part in parts for k, c in part.trace.classes.items()}))
         yield installed
 
 

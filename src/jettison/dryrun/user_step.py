@@ -35,6 +35,7 @@ from jettison.measure.tensors import static_tensors
 from jettison.parallel.agree import Agreement
 from jettison.parallel.imagined import imagined_copy, inside_of_ddp
 from jettison.runtime.assumptions import backward_kinds
+from jettison.runtime.callers import is_transforming
 
 Step = Callable[..., Any]
 """``step(model, batch)``, or ``step(*models, batch)``: forwards and backwards of one training step."""
@@ -65,6 +66,7 @@ class ModelUse:
         adds_up: a forward begins when gradients of an earlier one are there.
         backwards: what they are like, as `backward_kinds` says it.
         gradients: those that the step left, fake; of parameters that none reached there is none.
+        transformed: it is also called in transforms of `torch.func`.
     """
 
     calls: list[ModelCall] = field(default_factory=list)
@@ -72,6 +74,7 @@ class ModelUse:
     adds_up: bool = False
     backwards: set[str] = field(default_factory=set)
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    transformed: bool = False
 
     @property
     def kinds(self) -> list[ModelCall]:
@@ -127,6 +130,12 @@ def _observed(step: Step, copies: Copies, batch: Any, mode: FakeTensorMode) -> l
             hook.remove()
         for copied in modules:
             copied.zero_grad(set_to_none=True)
+    if not any(use.calls for use in uses) and any(use.transformed for use in uses):
+        raise UsageError(
+            "step= runs its model in torch.func's transforms alone (grad, vmap, jvp) or under forward-mode AD, where "
+            "nothing is saved by tensors that a plan could choose from; take gradients by backward(), or train without "
+            "a plan"
+        )
     if not any(use.calls for use in uses):
         raise UsageError(
             "step= never ran the model's own forward with gradients; expected step(model, batch) to call model(...). "
@@ -164,7 +173,9 @@ def _watchers(use: ModelUse, waiting: set[int]) -> tuple[Callable[..., None], Ca
         use.backwards |= backward_kinds(ends)
 
     def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled():
+        if is_transforming():  # it runs without a plan there, and what it keeps is counted as it comes
+            use.transformed = True
+        elif torch.is_grad_enabled():
             running.append(len(use.calls))
             given = tree_map(_apart, opaque_copy((args, kwargs)))
             use.calls.append(ModelCall(args=given[0], kwargs=given[1], switches=global_signature()))
@@ -172,7 +183,7 @@ def _watchers(use: ModelUse, waiting: set[int]) -> tuple[Callable[..., None], Ca
             use.in_flight = max(use.in_flight, len(waiting))
 
     def after(module: nn.Module, _args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
+        if is_transforming() or not torch.is_grad_enabled():
             return
         call = running.pop()
         trained = [p for p in module.parameters() if p.requires_grad]

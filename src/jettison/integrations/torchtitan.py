@@ -8,7 +8,6 @@ What is dry-run is the trainer's own ``forward_backward_step``: its loss, chunke
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -25,6 +24,7 @@ from jettison.errors import UnsupportedModule
 from jettison.integrations.first_batch import TrainerPlan, holding
 from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
+from jettison.planner.optimizers import as_one
 from jettison.units import Bytes, format_bytes
 
 
@@ -80,7 +80,7 @@ class TorchtitanPlan(TrainerPlan):
             model,
             batch,
             self.memory_budget,
-            optimizer=_one_optimizer(trainer.optimizers),
+            optimizer=as_one(list(trainer.optimizers)),
             step=step,
             gradients_held=waiting > 0,
             **self.options,
@@ -177,41 +177,3 @@ def _being_built() -> Trainer:
         "AutoCheckpoint plans for a torchtitan Trainer, and none is being built here; in a loop of your own call "
         "jettison.auto_checkpoint(model, batch, budget, optimizer=..., step=...) once the model is sharded"
     )
-
-
-def _one_optimizer(several: Iterable[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    found = list(several)
-    return found[0] if len(found) == 1 else _Together(found)
-
-
-class _Together(torch.optim.Optimizer):
-    """torchtitan's optimizers, one for each kind, as one whose step is dry-run. It has nothing of its own."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.optimizers = optimizers
-
-    @property
-    def param_groups(self) -> Any:
-        """Of all."""
-        return [group for one in self.optimizers for group in one.param_groups]
-
-    @property
-    def state(self) -> Any:
-        """Of all."""
-        return {parameter: state for one in self.optimizers for parameter, state in one.state.items()}
-
-    def step(self, closure: Any = None) -> None:
-        """Of each."""
-        for one in self.optimizers:
-            one.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of each."""
-        for one in self.optimizers:
-            one.zero_grad(set_to_none)
-
-    def __getstate__(self) -> Any:
-        return self.optimizers
-
-    def __setstate__(self, optimizers: Any) -> None:
-        self.optimizers = optimizers

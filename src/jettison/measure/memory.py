@@ -16,6 +16,11 @@ many. It therefore withholds the peak of such an `add` until the next operator: 
 run without the mode would have reused its storage, and the peak is dropped. An `add` inside a backward formula is told
 apart by its first operand having been made by that same node. To a view the engine never adds in place: its base holds
 the storage as well.
+
+The backward formulas of `gather`, of indexing and of reductions that select do the same: into zeros that they have just
+made they put, add or scatter in place, but out of place where anything is a subclass, or a mode is on
+(`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp and aten's TensorAdvancedIndexing.cpp). There the
+first operand was made by that same node.
 """
 
 from __future__ import annotations
@@ -44,6 +49,13 @@ CUDA_GRANULARITY_BYTES = 512
 """The CUDA caching allocator rounds every request up to this."""
 
 _ACCUMULATE = torch.ops.aten.add.Tensor
+_INTO_ZEROS = (
+    torch.ops.aten.scatter_add.default,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.scatter.src,
+    torch.ops.aten.index_add.default,
+    torch.ops.aten.put.default,
+)
 _DETACH = torch.ops.aten.detach.default
 _STATE = "generator state"
 
@@ -84,7 +96,7 @@ class _Storage:
 
 @dataclass(slots=True)
 class _Withheld:
-    """The peak of an engine `add` whose first operand may have died with it; see NOTE [Accumulating in place]."""
+    """The peak of an `add`, say, whose first operand may have died with it; see NOTE [Accumulating in place]."""
 
     operand: _Storage
     operand_key: int
@@ -263,7 +275,9 @@ class AllocationCounter(TorchDispatchMode):
 
     def _take_over(self, tensor: Any) -> None:
         """What `detach` makes of a state stands for it: on fake tensors it is another storage."""
-        key = tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else 0
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:  # a sparse one has several
+            return
+        key = tensor.untyped_storage()._cdata
         entry = self._storages.get(key)
         if entry is not None and entry.operator == _STATE:
             del self._storages[key]
@@ -310,8 +324,10 @@ class AllocationCounter(TorchDispatchMode):
         self._meet_all(args, "input", NO_NODE)
         self._meet_all(kwargs.values(), "input", NO_NODE)
         self._raise_peak(self._live_bytes)
-        withheld = self._engine_accumulation(args, node) if func is _ACCUMULATE and node != NO_NODE else None
+        withheld = self._in_place_otherwise(func, args, node) if node != NO_NODE else None
         extra_bytes = self._workspace(func, args, kwargs) if self._workspace is not None else 0
+        if withheld is not None:
+            self._raise_peak(self._live_bytes + extra_bytes)
         out = func(*args, **kwargs)
         self._meet_all((out,), func, node)
         if self._numbers is not None and (number := number_bytes(func, args)):
@@ -386,8 +402,12 @@ class AllocationCounter(TorchDispatchMode):
                 )
             )
 
-    def _engine_accumulation(self, args: tuple[Any, ...], node: int) -> _Withheld | None:
-        """The pending peak of an `add` that the engine would have done in place; None if it is a formula's own."""
+    def _in_place_otherwise(self, func: Any, args: tuple[Any, ...], node: int) -> _Withheld | None:
+        """The pending peak of an op that the engine, or a formula, would have done in place without a mode; None if
+        not. See NOTE [Accumulating in place].
+        """
+        if func is not _ACCUMULATE and func not in _INTO_ZEROS:
+            return None
         operand = args[0]
         if not isinstance(operand, Tensor) or torch.is_grad_enabled() or not _is_dense(operand):
             return None
@@ -395,7 +415,7 @@ class AllocationCounter(TorchDispatchMode):
             return None
         key = operand.untyped_storage()._cdata
         entry = self._storages.get(key)
-        if entry is None or entry.node == node:
+        if entry is None or (entry.node == node) is (func is _ACCUMULATE):
             return None
         return _Withheld(operand=entry, operand_key=key, live_bytes=0)
 

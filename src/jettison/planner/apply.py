@@ -17,7 +17,7 @@ from jettison.parallel.talking import talking_groups
 from jettison.parse_units import parse_budget
 from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.handle import Applied, keep_losses
-from jettison.planner.planner import Candidate, Planner, fingerprint, module_policy
+from jettison.planner.planner import Candidate, Planner, digests_of, fingerprint, module_policy
 from jettison.planner.readiness import check_model
 from jettison.planner.readiness import traced as traced_forward
 from jettison.runtime.assumptions import Assumptions
@@ -204,9 +204,8 @@ def apply_plan(
     Args:
         confirms: a plan whose peak was put together from other dry runs has one of its own now.
     """
-    programs = {c.name: traced.program(c) for c in traced.calls}
-    digests = {name: program.digest() for name, program in programs.items()}
-    plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest(), **digests})
+    digests = {"": traced.root.program.digest(), **digests_of(traced, plan)}
+    plan.require(model=fingerprint(traced), digests=digests)
     part = module_policy(traced, plan)
     if confirms and plan.predicted.composed:
         _confirm(part, plan)

@@ -51,7 +51,7 @@ def attempts(
     models: Sequence[nn.Module],
     batch: Any = None,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
     removed: bool = False,
 ) -> Iterator[Attempt]:
     """One, and a second if the first runs out of memory.
@@ -59,13 +59,13 @@ def attempts(
     Args:
         plans: of the handle; None where no other plan can be made, and no error is caught.
         batch: of the step, where the model does not see it as it is.
-        optimizer: that was planned with; what it trains beside the models is undone as well.
+        optimizers: that were planned with; what they train beside the models is undone as well.
         removed: there is no plan any more.
     """
     if removed:
         plans = None
     why_last = REMOVED if removed else "" if plans else ONE_PLAN
-    first = Attempt(plans, models, batch, optimizer=optimizer, why_last=why_last)
+    first = Attempt(plans, models, batch, optimizers=optimizers, why_last=why_last)
     yield first
     if first.failed:
         yield Attempt(None, models, None)
@@ -84,11 +84,11 @@ class Attempt:
         models: Sequence[nn.Module],
         batch: Any,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
         why_last: str = "",
     ) -> None:
         self.plans, self.models, self.batch, self.why_last = plans, models, batch, why_last
-        self.optimizer = optimizer
+        self.optimizers = optimizers
         self.failed = self.entered = False
 
     def __enter__(self) -> Attempt:
@@ -137,9 +137,9 @@ class Attempt:
         return True
 
     def _trained(self) -> list[Tensor]:
-        """Parameters of the models, and what the optimizer trains beside them; each once."""
+        """Parameters of the models, and what the optimizers train beside them; each once."""
         of_models = [p for model in self.models for p in model.parameters()]
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        groups = [group for one in self.optimizers for group in one.param_groups]
         return list({id(p): p for p in (*of_models, *(p for group in groups for p in group["params"]))}.values())
 
     def _why_not(self, error: BaseException) -> str:

@@ -94,7 +94,7 @@ class Applied:
             self.batches,
             [root.module for root in roots],
             batch,
-            optimizer=None if watch is None or watch.planned is None else watch.planned(),
+            optimizers=() if watch is None else watch.planned(),
             removed=all(root.retired for root in roots),
         )
 

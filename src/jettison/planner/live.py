@@ -25,6 +25,7 @@ from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.described import OneModel
 from jettison.planner.handle import Applied, follow_loop, note_losses, with_losses
 from jettison.planner.host import Host, hardware_of, host_of
+from jettison.planner.optimizers import Optimizers, as_one
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import check_model, check_optimizer
@@ -159,7 +160,7 @@ def auto_checkpoint(
     batch: Any,
     memory_budget: str | Bytes,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     loss_fn: LossFn | None = None,
     regions: Iterable[str] | None = None,
     holds_output: bool = True,
@@ -190,6 +191,8 @@ def auto_checkpoint(
         batch: one training batch, ``model(**batch)`` or ``model(*batch)``.
         memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes; ``"auto"``, what the device has left for
             this process less a margin; ``"90%"`` of what it has left. Of ranks that plan together the smallest counts.
+        optimizer: whose state and step count as well; several as ``(first, second)``, which step one after the other
+            behind all forwards and backwards.
         holds_output: the loop still holds the model's output (logits and all) while it runs backward and the
             optimizer, as ``out = model(**batch); out.loss.backward()`` does. False for
             ``model(**batch).loss.backward()``, which frees it.
@@ -235,16 +238,17 @@ def auto_checkpoint(
 
     def made(losses: Hold | None) -> Applied:
         with together(given, group) as ranks:
+            steps = as_one(optimizer)
             how = check_of(check)
             others = _sequence("shapes", shapes)
             modules = modules_of([model])
             for one in modules:
                 check_model(one)
-            check_optimizer(optimizer, nn.ModuleList(modules))
+            check_optimizer(steps, nn.ModuleList(modules_of(given)))
             settings = compile_settings(compile, modules)
             device = hardware_of(hardware)
             host = host_of(offload, host_budget, device, place_of(nn.ModuleList(modules)))
-            budget = budget_of(memory_budget, modules_of(given), batch, optimizer)
+            budget = budget_of(memory_budget, modules_of(given), batch, steps)
             if reserved:
                 budget = of_reserved(budget, nn.ModuleList(modules))
             if budget.words:
@@ -256,7 +260,7 @@ def auto_checkpoint(
                     given,
                     [batch, *others],
                     budget,
-                    optimizer=optimizer,
+                    optimizer=steps,
                     regions=regions,
                     how=how,
                     gradients_held=gradients_held,
@@ -273,14 +277,14 @@ def auto_checkpoint(
                 holds_output=holds_output,
                 gradients_held=now if gradients_held is None else gradients_held,
                 check=how,
-                elsewhere_bytes=elsewhere_bytes(model, batch, optimizer),
+                elsewhere_bytes=elsewhere_bytes(model, batch, steps),
                 compile=settings,
             )
             return _auto_checkpoint(
                 model,
                 batch,
                 budget,
-                optimizer=optimizer,
+                optimizer=steps,
                 loss_fn=loss_fn,
                 regions=regions,
                 loop=loop,

@@ -18,7 +18,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from jettison.capture.tensor_subclasses import plain
+from jettison.planner.optimizers import inside_of
 from jettison.units import format_bytes
+
+DONE = -1
+"""Of an optimizer that need not be looked at again."""
 
 
 class OptimizerWatch:
@@ -41,35 +45,44 @@ class OptimizerWatch:
         elsewhere_bytes: int,
     ) -> None:
         self.models = [weakref.ref(model) for model in models]
-        self.planned = None if optimizer is None else weakref.ref(optimizer)
-        self.kinds = [] if optimizer is None else [_kind(one) for one in _inside(optimizer)]
+        given = [] if optimizer is None else inside_of(optimizer)
+        self.given, self.kinds = [weakref.ref(one) for one in given], [_kind(one) for one in given]
         self.budget_bytes, self.predicted, self.elsewhere_bytes = budget_bytes, predicted, elsewhere_bytes
-        self.seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _watching.append(self)
         if not _hooks:
             _hooks.append(register_optimizer_step_post_hook(_stepped))
 
+    def planned(self) -> list[torch.optim.Optimizer]:
+        """Those of the plan that are still there."""
+        return [one for ref in self.given if (one := ref()) is not None]
+
     def stepped(self, stepping: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped, anybody's: looked at once."""
-        if stepping in self.seen:
+        """An optimizer has stepped, anybody's: looked at until its state grows no more (LBFGS has its history after
+        some steps).
+        """
+        before = self.seen.get(stepping)
+        if before == DONE:
             return
         models = [model for ref in self.models if (model := ref()) is not None]
         if not models:
             _watching.remove(self)
             return
-        self.seen.add(stepping)
         own = {id(p) for model in models for p in model.parameters()}
-        if not any(id(p) in own for group in stepping.param_groups for p in group["params"]):
-            return
-        nbytes = self._uncounted_bytes(stepping, own)
+        nbytes = self._uncounted_bytes(stepping, own) if _has_any(stepping, own) else 0
+        self.seen[stepping] = DONE if before is not None and nbytes <= before else max(0, nbytes)
         if nbytes > 0 and self.predicted() + nbytes > self.budget_bytes:
+            self.seen[stepping] = DONE
             self._say(stepping, nbytes)
 
     def _uncounted_bytes(self, stepping: torch.optim.Optimizer, own: set[int]) -> int:
-        planned = None if self.planned is None else self.planned()
-        counted = _storages(planned, own) if planned is not None else {}
-        if not counted and _kind(stepping) in self.kinds:
-            return 0  # in the place of the one that was planned with, which has no state
+        planned = self.planned()
+        counted = {key for one in planned for key in _storages(one, own)}
+        if _kind(stepping) in self.kinds:
+            its = {id(p) for group in stepping.param_groups for p in group["params"]}
+            idle = [one for one in planned if _has_any(one, its) and not _storages(one, own)]
+            if idle or not planned:
+                return 0  # in the place of one that was planned with, which has no state
         mine = _storages(stepping, own)
         return sum(nbytes for key, nbytes in mine.items() if key not in counted) - self.elsewhere_bytes
 
@@ -78,7 +91,8 @@ class OptimizerWatch:
         warnings.warn(
             f"a {type(stepping).__name__} steps with {format_bytes(nbytes)} of state that the plan for "
             f"{format_bytes(self.budget_bytes)} does not count: it was made with {made}, so that the peak may be above "
-            "the budget (gradients are not affected). To have it held: plan with optimizer=, and that one",
+            "the budget (gradients are not affected). To have it held: plan with optimizer= and that one; several "
+            "go as optimizer=(first, second)",
             stacklevel=4,
         )
 
@@ -100,10 +114,9 @@ def _stepped(stepping: torch.optim.Optimizer, *_: Any) -> None:
         watch.stepped(stepping)
 
 
-def _inside(optimizer: Any) -> list[Any]:
-    """Those that step: wrappers (Accelerate's, torchtitan's) have them inside."""
-    several = getattr(optimizer, "optimizers", None)
-    return list(several) if several else [getattr(optimizer, "optimizer", optimizer)]
+def _has_any(optimizer: torch.optim.Optimizer, ids: set[int]) -> bool:
+    """Whether it steps some of these parameters."""
+    return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
 def _kind(optimizer: Any) -> tuple[type, dict[str, Any]]:

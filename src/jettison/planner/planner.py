@@ -321,16 +321,28 @@ def _ends(options: tuple[Option, ...]) -> tuple[Option, ...]:
 def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
     """A plan that was made for this trace, as policies. What stands in for opaque blocks in a dry run is left out."""
     names = list(dict.fromkeys(c.name for c in traced.calls))
-    classes = {c.name: traced.classes[c.class_key] for c in traced.calls}
     policies = {
         entry.layer: policy_kept(
-            classes[entry.layer], entry.option, *map(frozenset, (entry.kept, entry.offloaded, entry.packed))
+            _class_of(traced, entry), entry.option, *map(frozenset, (entry.kept, entry.offloaded, entry.packed))
         )
         for entry in plan.layers
     }
     root = exactly(traced.root.program, frozenset(plan.root.kept), frozenset(plan.root.offloaded))
     segments = [names[names.index(a) : names.index(b) + 1] for a, b in plan.segments]
     return ModulePolicy(trace=traced, policies=policies, root=root, segments=segments)
+
+
+def _class_of(traced: ModelTrace, entry: LayerPlan) -> BlockClass:
+    """Of a block that runs several programs in one forward (under one adapter, then another), that of the entry."""
+    found = [traced.classes[call.class_key] for call in traced.calls if call.name == entry.layer]
+    return next((cls for cls in found if cls.program.digest() == entry.digest), found[-1])
+
+
+def digests_of(traced: ModelTrace, plan: Plan) -> dict[str, str]:
+    """By block, of its program that the plan has, if that is among those that it runs."""
+    last = {call.name: traced.program(call).digest() for call in traced.calls}
+    entries = [entry for entry in plan.layers if entry.layer in last]
+    return last | {entry.layer: _class_of(traced, entry).program.digest() for entry in entries}
 
 
 def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:

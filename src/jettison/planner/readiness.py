@@ -18,6 +18,7 @@ from jettison.capture.model_trace import Loop, LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.planner.compile_blocks import compiled_modules, refuse_compiled_whole, survey_blocks
+from jettison.planner.optimizers import Together
 from jettison.runtime.own_checkpoints import refuse_checkpointing
 from jettison.runtime.planned import PlannedForward
 
@@ -65,6 +66,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -
         UsageError: it is no optimizer, holds nothing of this model, calls the forward from inside its step, or is
             spread over ranks.
     """
+    if isinstance(optimizer, Together):
+        for one in optimizer.optimizers:
+            check_optimizer(one, model)
+        return
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -91,7 +91,7 @@ class PlannedForward:
         self.structure: Watched | None = None  # of the model, where this is the root of a plan
         self.offload: OffloadEngine | None = None  # of the plan, where anything in it moves
         self._forward_calls = (0, 0)  # the root's calls so far, and our own in the last of them
-        module.forward = self
+        vars(module)["forward"] = self  # Lightning Fabric's wrapper would hand an assignment on to what it wraps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -269,7 +269,7 @@ class PlannedForward:
         """Put the module's own forward back, unless somebody has set another one meanwhile."""
         if vars(self.module).get("forward") is self:
             if self.had_own:
-                self.module.forward = self.forward
+                vars(self.module)["forward"] = self.forward
             else:
                 del self.module.__dict__["forward"]
         self.retired = True

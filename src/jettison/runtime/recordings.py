@@ -4,11 +4,18 @@ NOTE [ Settings that do not matter ]
 A changed setting (a number, a submodule, a closure) puts every recording of its region in doubt. Each is made again
 when it is wanted. Where the new program is the old one, the settings that had changed are ignored from then on: only
 when they move is a run compared with the recording, call by call.
+
+NOTE [ Settings that come back ]
+Where the programs do differ, as under one adapter and another (PEFT's `set_adapter`), the settings often come back, and
+a recording takes far longer than a step. So what is known under some settings is put aside when they change, and is
+known again once everything is as it was then; but not where that would keep modules alive which the model has let go
+of. Once a run or a tensor tells that a recording is wrong, all that was put aside is let go of.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +41,7 @@ from jettison.solve.policy import Offload, offloaded_by, packed_by
 GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording
 WRITTEN_LATER = "others write to its arguments or results before backward"
 MOST_PREPARED = 256  # signatures of one region that are known at a time
+MOST_ASIDE = 4  # settings under which something is known that do not hold now
 
 
 @dataclass(kw_only=True)
@@ -48,6 +56,14 @@ class Prepared:
     verdict: Verdict | None = None  # of one without a recipe: whether its Python may run again
     told: bool = False  # the user knows that there is none
     graph: Print | None = None  # of the first run, which was checked call by call
+
+
+def _is_part(now: Program, planned: Program) -> bool:
+    """Whether all ops of a program are of the other as well, and it saves and makes no more."""
+    names = Counter(op.name for op in now.ops) <= Counter(op.name for op in planned.ops)
+    saved, could = (p.kept_bytes(p.saved_buffers()) for p in (now, planned))
+    made, may = (sum(buffer.nbytes for buffer in p.buffers) for p in (now, planned))
+    return names and saved <= could and made <= may
 
 
 def _uncounted() -> contextlib.ExitStack:
@@ -95,6 +111,7 @@ class Recordings:
         self._suspects: frozenset[Setting] = frozenset()
         self._ignored: frozenset[Setting] = frozenset()
         self._everything: ModuleGuard | None = None  # with what is ignored
+        self._aside: list[tuple[ModuleGuard, dict[tuple[int, Any], Prepared]]] = []  # the latest last
         self._outdated: dict[Any, Program] = {}
         self._distrusted: dict[Any, str] = {}  # signatures of which a tensor once came back wrong
         self._divergences: dict[Any, int] = {}
@@ -139,7 +156,25 @@ class Recordings:
     def look(self, *, in_dry_run: bool) -> None:
         """See whether settings have changed. In a dry run none has: the copy that runs is what was recorded."""
         if self.guard is None or not (in_dry_run or self.guard.holds()):
-            self.forget()
+            before, known = self.guard, dict(self.prepared)
+            self._aside = [one for one in self._aside if one[0].may_be_kept()]
+            if not self._know_again():
+                self.forget()
+            if before is not None and known and before.may_be_kept():
+                self._aside = [*self._aside, (before, known)][-MOST_ASIDE:]
+
+    def _know_again(self) -> bool:
+        """What was put aside is known again, if all is as it was then. See NOTE [ Settings that come back ]."""
+        found = next((known for known in reversed(self._aside) if known[0].holds()), None)
+        if found is None:
+            return False
+        self._aside = [known for known in self._aside if known is not found]
+        self._forgotten("")
+        self.guard, prepared = found
+        self.prepared = {key: known for key, known in prepared.items() if key[1] not in self._distrusted}
+        self.owners = owners_of(self.module)
+        self._suspects, self._outdated = frozenset(), {}
+        return True
 
     def of(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any]) -> Prepared:
         """What a call of this signature follows; recorded now where nothing is known of it.
@@ -180,6 +215,7 @@ class Recordings:
     def start_over(self) -> None:
         """Nothing that was recorded holds."""
         self.prepared.clear()
+        self._aside.clear()
         self._outdated = {}
         self._planned = {}
         self.guard = None
@@ -199,6 +235,7 @@ class Recordings:
 
     def diverged(self, prepared: Prepared, key: Any, why: str) -> None:
         """A run was not as recorded, and nothing is lost: record again, or never again."""
+        self._aside.clear()
         times = self._divergences[key] = self._divergences.get(key, 0) + 1
         adopted = not self.count  # recorded elsewhere, and earlier: once more, here and now
         if (prepared.checked or adopted) and times <= GIVE_UP_AFTER:
@@ -210,6 +247,7 @@ class Recordings:
         """A tensor came back wrong. What its calls do from now on, in words: one that is known for it, and those whose
         graph was the recorded one, are not trusted again; the others count as runs with another graph.
         """
+        self._aside.clear()
         found = next(((key, p) for (_, key), p in self.prepared.items() if p.recipe is recipe), None)
         if found is not None:
             key, prepared = found
@@ -272,11 +310,13 @@ class Recordings:
         return trace_region(self.module, args, kwargs, shared=self.shared, copy=self.fake_model, runs=(own,))
 
     def _is_as_planned(self, key: Any, now: Program) -> bool:
-        """Whether a program has the ops that were planned with. What was traced around blocks may end in a loss
-        that is computed after its forward.
+        """Whether a program has the ops that were planned with, or some of them on no more bytes (a mask that is of no
+        use is left out). What was traced around blocks may end in a loss that is computed after its forward.
         """
         planned = self._planned.get((self.number, key))
         if planned is None or planned.form() == now.form():
+            return True
+        if _is_part(now, planned):
             return True
         count = len(now.ops)
         return self.blocks is not None and [op.name for op in planned.ops[:count]] == [op.name for op in now.ops]

@@ -79,9 +79,15 @@ def _say(region: PlannedForward, prepared: Prepared) -> None:
     what = kept if is_kept else "checkpointed whole"
     why = f" and not checkpointed, because {verdict.why}" if verdict is not None and verdict.why else ""
     text = f"{region.name or 'the model'} cannot be planned tensor by tensor and is {what}{why}: {prepared.problem}"
+    if is_kept and not moves and not keeps_everything(region.way.policy) and _has_budget(region):
+        text += ". The plan counts on less, so that the peak may be above the budget (gradients are not affected)"
     if not region.quiet and text not in region.said:
         region.said.add(text)
         warnings.warn(text, stacklevel=6)
+
+
+def _has_budget(region: PlannedForward) -> bool:
+    return (region.outer or region).assumptions is not None
 
 
 def _rerun(region: PlannedForward, prepared: Prepared, verdict: Verdict, args: Any, kwargs: Any) -> Rerun:
