@@ -11,80 +11,73 @@ from jettison.parse_units import Tokens
 class CommonRequest:
     """What one run and all candidates of a search are asked for alike; None is the default, NOTE [ Defaults ] there.
 
-        Args:
-            seq: Tokens in a sequence, such as 4096, 8k or 1M: as many as the model has positions, at most 4096.
-            source_seq: Tokens that an encoder beside a decoder reads, as many as --seq if it can; samples of raw sound.
-            attention: eager, flash, sdpa, flex or flash-attn (the library, which copies what --kernels megatron gives it).
-            dropout: Probability, at every site that the architecture has: as the model says.
-            precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-master16, bf16-autocast, fp16-main32 or fp8.
-            fp8_recipe: How products are narrow, beside a --precision in bf16: TransformerEngine's delayed[:N], tensorwise
-                (either -blackwell), blockwise, mxfp8 or nvfp4; torchao's tensorwise, rowwise, rowwise_with_gw_hp or mxfp8.
-            fp8_param_gather: Weights are held as bytes (Megatron), or gathered so (torchao's tensorwise).
-            products: Products that --fp8-recipe does not have, as Megatron says it: last:14=bf16, first:1=bf16, mtp=bf16,
-                attention.*=bf16, out_proj=mxfp8, separated by commas; of globs the first that fits counts.
-    <<<<<<< HEAD
-            optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-deepspeed, as ZeRO
-                steps there; adamw-bf16, whose moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon,
-                dist-muon-pingpong or none.
-            kernels: megatron, pytorch, pytorch-2.8 (or before: RMSNorm op by op), huggingface, torchtune, liger or
-                nanotron: whose code runs.
-            loss: upcast, rows, compiled, dtensor, vocab-parallel, sharded, native, te, fused, chunked, listed or dpo.
-    =======
-            optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-bf16, whose
-                moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon, dist-muon-pingpong or none.
-            kernels: megatron, pytorch, huggingface, torchtune or liger: whose code runs.
-            loss: upcast, outside (the loop's own, of logits that the model returned), rows, compiled, dtensor,
-                vocab-parallel, native, te, fused, chunked, listed or dpo.
-    >>>>>>> 2cc9ba7443c505c83736aab9a7df5047ae614385
-            capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
-            expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.
-            dispatcher: How tokens reach their experts: alltoall, flex (DeepEP, HybridEP) or allgather.
-            deterministic: Megatron's deterministic mode: what experts return is kept, too.
-            sequential_experts: One expert after the other, instead of grouped products.
-            tp_comm_overlap: Transfers of tensor parallelism run beside the products that they belong to: costs less time.
-            ep_comm_overlap: Rows travel to experts and back beside the work of another micro-batch: costs less time.
-            cuda_graphs: CUDA graphs replay the kernels of layers, so that the host does not hand them over.
-            stack: Whose software: base, megatron, nemo or nemo-26.06; else what goes with --kernels.
-            gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
-            keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
-            gradients: one-by-one, as backward makes them; upfront, in buffers; buckets, one by one beside those of
-                DistributedDataParallel; added, to a wider buffer behind each backward (nanotron); in-backward, where the
-                optimizer steps.
-            accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
-            workspaces: Set aside for products: none, torch- or te-ampere, -hopper, or -blackwell (a torch before
-                2026's pull request 175344).
-            keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
-            stage_buffers: Stages have a buffer for all that they are sent in a step, as torch.distributed.pipelining has.
-            reshard_after_forward: With --zero 3, whose weights FSDP2 shards again after a forward: always, never,
-                torchtitan (its default: all but those whose backward comes first, in a pipeline none), or over how many
-                ranks until their backward.
-            outer_ends: With --zero 3, embedding, final norm and head have no fully_shard of their own: the model's has
-                them, whole through both passes.
-            loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
-            keep_batches: Batches of a step stay on the device until its end, as Megatron 0.18 has them.
-            holds_output: The loop has a name for the model's output, and with it for the logits, until their backward is
-                over.
-            scans: How layers carry a state along the sequence: written, as transformers without further packages, or fused.
-            context_exchange: How attention sees a sequence that --cp shards: ring, p2p, gather or a2a.
-            packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
-            lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
-            base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4, nf4-double (QLoRA), or int8
-                (LLM.int8).
-            input_gradients: The embedding's output has a gradient although it is frozen: where layers are computed again.
-            reference: A second, frozen model that runs a forward, as DPO has it: same (a copy), base (the adapters switched
-                off) or a model, and perhaps ,dtype=bf16,sharded=no,when=before.
-            reward: A frozen model with one score for each token, before the policy's forward: same, or a model.
-            states_on_host: The optimizer's states are in the host's memory, as deepspeed (ZeRO-Offload), torchao,
-                torchao-gradients or bitsandbytes (paged) have them there; with deepspeed-parameters and fsdp2 parameters
-                as well.
-            mtp_num_layers: Layers that predict further tokens, as Megatron has them: 0.
-            mtp_use_repeated_layer: One such layer's weights serve all further tokens.
-            recompute_modules: Megatron's list of what is computed again: core_attn,layernorm,mla_up_proj,mlp,moe_act,
-                shared_experts,moe.
-            offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
-                expert_fc1,moe_act.
-            like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface, deepspeed or automodel does it; other
-                flags go before it.
+    Args:
+        seq: Tokens in a sequence, such as 4096, 8k or 1M: as many as the model has positions, at most 4096.
+        source_seq: Tokens that an encoder beside a decoder reads, as many as --seq if it can; samples of raw sound.
+        attention: eager, flash, sdpa, flex or flash-attn (the library, which copies what --kernels megatron gives it).
+        dropout: Probability, at every site that the architecture has: as the model says.
+        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-master16, bf16-autocast, fp16-main32 or fp8.
+        fp8_recipe: How products are narrow, beside a --precision in bf16: TransformerEngine's delayed[:N], tensorwise
+            (either -blackwell), blockwise, mxfp8 or nvfp4; torchao's tensorwise, rowwise, rowwise_with_gw_hp or mxfp8.
+        fp8_param_gather: Weights are held as bytes (Megatron), or gathered so (torchao's tensorwise).
+        products: Products that --fp8-recipe does not have, as Megatron says it: last:14=bf16, first:1=bf16, mtp=bf16,
+            attention.*=bf16, out_proj=mxfp8, separated by commas; of globs the first that fits counts.
+        optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-deepspeed, as ZeRO
+            steps there; adamw-bf16, whose moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon,
+            dist-muon-pingpong or none.
+        kernels: megatron, pytorch, pytorch-2.8 (or before: RMSNorm op by op), huggingface, torchtune, liger or
+            nanotron: whose code runs.
+        loss: upcast, outside (the loop's own, of logits that the model returned), rows, compiled, dtensor,
+            vocab-parallel, sharded, native, te, fused, chunked, listed or dpo.
+        capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
+        expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.
+        dispatcher: How tokens reach their experts: alltoall, flex (DeepEP, HybridEP) or allgather.
+        deterministic: Megatron's deterministic mode: what experts return is kept, too.
+        sequential_experts: One expert after the other, instead of grouped products.
+        tp_comm_overlap: Transfers of tensor parallelism run beside the products that they belong to: costs less time.
+        ep_comm_overlap: Rows travel to experts and back beside the work of another micro-batch: costs less time.
+        cuda_graphs: CUDA graphs replay the kernels of layers, so that the host does not hand them over.
+        stack: Whose software: base, megatron, nemo or nemo-26.06; else what goes with --kernels.
+        gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
+        keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
+        gradients: one-by-one, as backward makes them; upfront, in buffers; buckets, one by one beside those of
+            DistributedDataParallel; added, to a wider buffer behind each backward (nanotron); in-backward, where the
+            optimizer steps.
+        accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
+        workspaces: Set aside for products: none, torch- or te-ampere, -hopper, or -blackwell (a torch before
+            2026's pull request 175344).
+        keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
+        stage_buffers: Stages have a buffer for all that they are sent in a step, as torch.distributed.pipelining has.
+        reshard_after_forward: With --zero 3, whose weights FSDP2 shards again after a forward: always, never,
+            torchtitan (its default: all but those whose backward comes first, in a pipeline none), or over how many
+            ranks until their backward.
+        outer_ends: With --zero 3, embedding, final norm and head have no fully_shard of their own: the model's has
+            them, whole through both passes.
+        loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
+        keep_batches: Batches of a step stay on the device until its end, as Megatron 0.18 has them.
+        holds_output: The loop has a name for the model's output, and with it for the logits, until their backward is
+            over.
+        scans: How layers carry a state along the sequence: written, as transformers without further packages, or fused.
+        context_exchange: How attention sees a sequence that --cp shards: ring, p2p, gather or a2a.
+        packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
+        lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
+        base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4, nf4-double (QLoRA), or int8
+            (LLM.int8).
+        input_gradients: The embedding's output has a gradient although it is frozen: where layers are computed again.
+        reference: A second, frozen model that runs a forward, as DPO has it: same (a copy), base (the adapters switched
+            off) or a model, and perhaps ,dtype=bf16,sharded=no,when=before.
+        reward: A frozen model with one score for each token, before the policy's forward: same, or a model.
+        states_on_host: The optimizer's states are in the host's memory, as deepspeed (ZeRO-Offload), torchao,
+            torchao-gradients or bitsandbytes (paged) have them there; with deepspeed-parameters and fsdp2 parameters
+            as well.
+        mtp_num_layers: Layers that predict further tokens, as Megatron has them: 0.
+        mtp_use_repeated_layer: One such layer's weights serve all further tokens.
+        recompute_modules: Megatron's list of what is computed again: core_attn,layernorm,mla_up_proj,mlp,moe_act,
+            shared_experts,moe.
+        offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
+            expert_fc1,moe_act.
+        like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface, deepspeed or automodel does it; other
+            flags go before it.
     """
 
     seq: Tokens | None = None
