@@ -28,6 +28,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert place in anchors, f"{target}: no such heading"
 
 
+def test_no_merge_was_left_half_done() -> None:
+    """Its marks may stand in docstrings and pages, where nothing else minds them."""
+    marks = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
+    folders = ("src", "tests", "benchmarks", "docs", "examples", "recipes")
+    files = [*PAGES, *(file for name in folders for kind in ("py", "md") for file in (ROOT / name).rglob(f"*.{kind}"))]
+    assert [str(file) for file in files if marks.search(file.read_text(encoding="utf-8"))] == []
+
+
 def test_the_readmes_example_runs() -> None:
     pytest.importorskip("transformers")
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
