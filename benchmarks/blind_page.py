@@ -160,13 +160,28 @@ def page() -> str:
         time_rows=len(time),
         sources=len({row.facts["source"] for row in found}),
         summary="\n".join(_summary(memory, time)),
+        by_source="\n".join(_each_source(memory, time)),
         memory="\n".join(_table(memory, "error as printed")),
         time="\n".join(_table(time, "")),
         why="\n".join(f"- `{key}`: {text}." for key, text in WHY.items()),
     )
 
 
+FIGURES = {
+    "allocated": "Memory of tensors",
+    "reserved": "Memory that the allocator reserves",
+    "occupied": "Memory in use on a device",
+    "not said": "Memory of which nobody says what is counted",
+}
+
+
 def _summary(memory: Sequence[Row], time: Sequence[Row]) -> Iterator[str]:
+    for figure, words in FIGURES.items():
+        yield f"- {words}: {_medians([row for row in memory if row.facts['figure'] == figure])}."
+    yield f"- Tokens a second: {_medians(time)}."
+
+
+def _each_source(memory: Sequence[Row], time: Sequence[Row]) -> Iterator[str]:
     for source, chosen in _by_source(memory):
         yield f"- Memory, {source}: {_medians(chosen)}."
     for source, chosen in _by_source(time):

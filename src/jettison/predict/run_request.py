@@ -275,7 +275,8 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
 def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
     if model.recorder is not None:
         fused = any(layer.fused for layer in model.kinds if isinstance(layer, RecordedLayer))
-        return HUGGINGFACE.with_attention("flash" if fused else "eager")
+        kernels = replace(HUGGINGFACE, declared=())  # recorded weights are in their modules' order
+        return kernels.with_attention("flash" if fused else "eager")
     paper = model.family == PAPER
     kernels = kernels_for(model, given_or(request.kernels, "megatron" if paper else "pytorch"))
     kernels = kernels.with_attention(given_or(request.attention, "eager") if paper else request.attention)
