@@ -15,7 +15,7 @@ from jettison.cost.layer import PriceModel
 from jettison.errors import Infeasible
 from jettison.formula.region import layer_region
 from jettison.predict.auto_recompute import choose
-from jettison.predict.forecast import forecast
+from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.peak import peak_bytes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
@@ -284,6 +284,19 @@ def test_experts_that_are_spread_over_ranks_are_not_whole_all_through_a_backward
         assert bound(run, A100).nbytes(setup, EXPERTS.depth, Recompute()) <= forecast(run).peak_bytes
 
 
+def test_nor_does_a_planner_find_them_whole() -> None:
+    """Its bound was 0.1 % above what it took."""
+    every = {"zero": "3", "cp": "2", "pp": "2", "schedule": "1f1b,zero-bubble", "uneven": True}
+    whole = space(EXPERTS, 8, 16, micro_batch="8,16", recompute="none", **every, tp_comm_overlap=True)
+    found = [s for s in whole.setups if s.layout.stage_layers == (3, 1) and s.layout.ep > 1][::2]
+    assert len(found) >= 3
+    for setup in found:
+        plain = forecast(setup_run(setup, whole.template))
+        static = static_bytes(plain)
+        for eighth in range(1, 8):
+            _bound_at(plain, whole, setup, static + (plain.peak_bytes - static) * eighth // 8)
+
+
 def test_the_rough_bounds_of_a_search_are_below_the_sharp_ones() -> None:
     whole = space(EXPERTS, 8, 16)
     bench = Bench(Question(template=whole.template, hardware=A100))
@@ -333,7 +346,10 @@ def _bound_of_a_planner(data: st.DataObject, whole: Space, share: float) -> None
     setup = data.draw(st.sampled_from(whole.setups))
     plain = forecast(setup_run(setup, whole.template))
     static = static_bytes(plain)
-    limit = int(static + share * (plain.peak_bytes - static))
+    _bound_at(plain, whole, setup, int(static + share * (plain.peak_bytes - static)))
+
+
+def _bound_at(plain: Forecast, whole: Space, setup: Setup, limit: int) -> None:
     least = planner_seconds(plain, estimate(plain.run, A100), limit)
     for row in planned(whole, setup, limit):
         assert least is not None

@@ -113,3 +113,11 @@ def rise_of_experts(
         done - gradients + own.reduced + out + copied,
         phases.behind - gradients + out + there - own.gathered + ahead + own.reduced,
     )
+
+
+def least_beside_experts(run: Run, own: Static, *, there: int, ahead: int, waiting: int) -> int:
+    """What there is in each phase of `rise_of_experts` beside what the layer's ops have, at least."""
+    precision = run.precision
+    gradients = own.reduced // DTYPE_BYTES[precision.gradient] * DTYPE_BYTES[precision.compute]
+    behind = own.reduced + own.gradients - gradients - own.gathered
+    return there + min(waiting, ahead + waiting, ahead + behind)

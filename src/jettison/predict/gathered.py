@@ -55,7 +55,7 @@ from dataclasses import dataclass, replace
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import EMBEDDING, HEAD
 from jettison.ledger.timeline import Unit
-from jettison.predict.expert_groups import NOTHING, own_experts, phases_of, rise_of_experts
+from jettison.predict.expert_groups import NOTHING, least_beside_experts, own_experts, phases_of, rise_of_experts
 from jettison.predict.fsdp_groups import Grouped, Place, last_gradient, unsharded
 from jettison.predict.passes import named_passes, passes_of
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
@@ -122,8 +122,14 @@ def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
     chunk = Grouped.of(run, [group.part for group in groups for _ in group.names])
     last = sum(len(group.names) for group in groups[: at + 1]) - 1
     behind = chunk.parts[last + 1].static.reduced if last + 1 < len(chunk.parts) else 0
-    shard = chunk.left(chunk.parts[last]) if chunk.ranks else 0
-    return behind - shard + chunk.again(chunk.parts[last]) + chunk.again(chunk.parts[last - 1] if last else None)
+    part, before = chunk.parts[last], chunk.parts[last - 1] if last else None
+    shard = chunk.left(part) if chunk.ranks else 0
+    there, ahead = chunk.again(part), chunk.again(before)
+    own = own_experts(run, part) if run.layout.ep > 1 else NOTHING
+    if own.gathered:
+        ahead -= own_experts(run, before).gathered if ahead else 0
+        return least_beside_experts(run, own, there=there, ahead=ahead, waiting=behind) - shard
+    return behind - shard + there + ahead
 
 
 def whole_in_flight(run: Run, groups: Sequence[RegionGroup]) -> int:
