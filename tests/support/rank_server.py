@@ -52,6 +52,8 @@ class Launch:
     def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         self.args = list(words)
         self.returncode: int | None = None
+        self._written: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
         reading, writing = os.pipe()
         self.stdout = io.TextIOWrapper(os.fdopen(reading, "rb"), errors="replace")
         self._socket = socket.socket(socket.AF_UNIX)
@@ -62,6 +64,10 @@ class Launch:
             send_handle(self._socket, writing, None)
         with self._socket.makefile() as answers:
             self.pid = int(answers.readline())
+        self._reader.start()
+
+    def _read(self) -> None:
+        self._written.append(self.stdout.read())
 
     def poll(self) -> int | None:
         """The exit code, or None."""
@@ -88,17 +94,14 @@ class Launch:
         """All that it and its ranks wrote, when all have ended.
 
         Raises:
-            TimeoutExpired: it still runs.
+            TimeoutExpired: it still runs; may be asked again.
         """
-        written: list[str] = []
-        reader = threading.Thread(target=lambda: written.append(self.stdout.read()), daemon=True)
-        reader.start()
-        reader.join(timeout)
-        if reader.is_alive():
+        self._reader.join(timeout)
+        if self._reader.is_alive():
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         self.wait(timeout)
         self.stdout.close()
-        return written[0], None
+        return self._written[0], None
 
     def send_signal(self, number: int) -> None:
         """Unless it has ended."""

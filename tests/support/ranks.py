@@ -22,12 +22,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.gloo_spins import gloo_spins
 from support.patience import PATIENCE
 from support.rank_server import Launch
 
@@ -35,6 +38,10 @@ TESTS = Path(__file__).resolve().parents[1]
 SOURCE = TESTS.parent / "src"
 FOLDER = "JETTISON_TEST_RESULTS"
 """Environment variable: where ranks leave their results."""
+
+
+LOOKS = 5.0
+"""Seconds from one look at a launch to the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,19 +173,33 @@ def launch_ranks(
         paths = [str(TESTS), str(SOURCE), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
         paths += [str(folder) for folder in TESTS.iterdir() if folder.is_dir()]  # tests are modules without a package
         more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), FOLDER: folder, "OMP_NUM_THREADS": "1"}
-        process = Launch(command[1:], os.environ | more | dict(environment or {}))
-        try:
-            output, _ = process.communicate(timeout=timeout)
-            code: int | None = process.returncode
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the launcher ends its ranks, which are sessions of their own
-            output, code = process.communicate(timeout=PATIENCE)[0], None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        whole = os.environ | more | dict(environment or {})
+        output, code, hangs = _run(command[1:], whole, timeout)
+        if hangs:
+            warnings.warn(f"gloo hung by itself in {target} on {nproc} ranks, which are launched again", stacklevel=2)
+            output, code, _ = _run(command[1:], whole, timeout)
         files = [Path(folder) / f"{rank}.json" for rank in range(nproc)]
         results = [json.loads(file.read_text("utf-8")) if file.exists() else None for file in files]
     return Finished(returncode=code, results=results, output=output)
+
+
+def _run(words: list[str], environment: Mapping[str, str], timeout: float) -> tuple[str, int | None, bool]:
+    """What was written, with what it ended (None: out of time), and did gloo hang by itself?"""
+    process, end, hangs = Launch(words, environment), time.monotonic() + timeout, False
+    try:
+        while True:
+            try:
+                output, _ = process.communicate(timeout=min(LOOKS, timeout))
+                return output, process.returncode, False
+            except subprocess.TimeoutExpired:
+                hangs = gloo_spins(process.pid)
+                if hangs or time.monotonic() > end:
+                    break
+        process.terminate()  # the launcher ends its ranks, which are sessions of their own
+        return process.communicate(timeout=PATIENCE)[0], None, hangs
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def torchrun(nproc: int) -> list[str]:
