@@ -1,6 +1,6 @@
 """Whether gloo hangs by itself, so that a launch of ranks may be made again.
 
-Once in many hundred launches of four ranks (torch 2.13, two busy cores) a thread of ProcessGroupGloo never comes back
+Seen in one launch of four ranks (torch 2.13, two busy cores): a thread of ProcessGroupGloo never comes back
 from an all-reduce: ``gloo::transport::tcp::UnboundBuffer::~UnboundBuffer`` yields for ever, waiting for somebody to let
 go of a buffer, and the other ranks wait for that one. The thread has then taken all the time of a core, where others of
 its kind take hundredths of a second.

@@ -82,9 +82,8 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             reference="arXiv 2205.05198 §4.1, linear projection: 2sbh",
             original=True,
         )
-        if (
-            w.kernels.of_transformers
-        ):  # modeling_llama.py, LlamaAttention.forward: query_states, key_states, value_states
+        # modeling_llama.py, LlamaAttention.forward: query_states, key_states, value_states
+        if w.kernels.of_transformers:
             w.tape.name(q, k, v)
         out = leave(w, out)
         name_given(w, x, whole)

@@ -155,9 +155,9 @@ def mask_bytes(run: Run) -> int:
 
 
 def _masks(run: Run) -> dict[bool, int]:
-    """By kind, with a window (False) or without (True), the bytes of its mask; none where there is none."""
+    """In transformers' code by kind, with a window (False) or without (True), the bytes of its mask, if it has one."""
     model, kernels = run.model, run.kernels
-    if kernels.name != HUGGINGFACE.name or run.packed or run.recompute.mode not in CHECKPOINTS:
+    if run.packed or run.recompute.mode not in CHECKPOINTS:
         return {}
     eager = kernels.attention is AttentionKernel.EAGER
     if kernels.filled_masks or (kernels.made_masks and not eager) or model.pair or model.waves:
