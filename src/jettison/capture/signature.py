@@ -100,7 +100,7 @@ Switches = tuple[Any, ...]
 
 
 def kernel_switches() -> Switches:
-    """Where the `KERNEL_SWITCHES` stand. Read for every tensor that is computed again: a microsecond."""
+    """Where the `KERNEL_SWITCHES` stand. Read for every region in each backward."""
     return tuple([read() for read in _READ])
 
 

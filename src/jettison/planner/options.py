@@ -29,6 +29,7 @@ from jettison.planner.host import Host, movable, with_moves
 from jettison.planner.host_compiled import option_at, with_moves_of_compiled
 from jettison.planner.points import compiled_points, exactly, policy_of, seconds_by_traffic, with_packs
 from jettison.progress import Progress
+from jettison.runtime.equal_ops import costs_like
 from jettison.runtime.packing import Pack
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
 from jettison.solve.policy import Full, KeepAll
@@ -167,9 +168,10 @@ class _Builder:
         recorded = [cls.trace for cls in trace.classes.values() if not cls.stood_in]
         # what is worth keeping hangs on what ops take here: before anything is chosen, each is run
         self.pricing.learn(
-            _request(call)
+            request(call)
             for region in (*recorded, trace.root)
             for call in region.calls
+            for request in (_request, _again)
             if isinstance(call.func, torch._ops.OpOverload) and (call.args or call.kwargs)  # what only moves statistics
         )
         points: dict[str, dict[str, FrontierPoint]] = {}
@@ -333,11 +335,15 @@ class _Builder:
         option = self._block(key, kept, "full", alone)
         return option, program.kept_bytes(program.saved_buffers()), along
 
-    def seconds_of(self, trace: RegionTrace) -> list[float]:
-        """Seconds to run each op of a region again: measured where it could be, else by its FLOPs and bytes."""
-        out = []
+    def seconds_of(self, trace: RegionTrace, request: Callable[[Call], OpRequest] | None = None) -> list[float]:
+        """Seconds to run each op of a region again: measured where it could be, else by its FLOPs and bytes.
+
+        Args:
+            request: what is looked up for a call, if not what runs again.
+        """
+        asked, out = request or _again, []
         for op, call in zip(trace.program.ops, trace.calls, strict=True):
-            price = self.pricing.prices.get(_request(call).key) if self.pricing.prices else None
+            price = self.pricing.prices.get(asked(call).key) if self.pricing.prices else None
             measured = price.seconds if price is not None else None
             out.append(PYTHON_SECONDS_PER_OP + (measured if measured is not None else op_seconds(op, self.hardware)))
         return out
@@ -363,7 +369,7 @@ class _Builder:
 
     def _forward_seconds(self, trace: RegionTrace) -> float:
         """Of the ops that a forward runs: what moves a random state by itself only a recipe does."""
-        seconds = zip(trace.program.ops, self.seconds_of(trace), strict=True)
+        seconds = zip(trace.program.ops, self.seconds_of(trace, _request), strict=True)
         return sum(s for op, s in seconds if op.name != ADVANCE)
 
 
@@ -377,6 +383,12 @@ def _whole(option: RegionOption) -> FrontierPoint:
     return FrontierPoint(
         key=option.key, kept=frozenset(), kept_bytes=option.resident_bytes, seconds=option.seconds, price=0.0
     )
+
+
+def _again(call: Call) -> OpRequest:
+    """What a call costs when it runs again."""
+    other = costs_like(call)
+    return _request(call if other is None else replace(call, func=other[0], args=other[1]))
 
 
 def _request(call: Call) -> OpRequest:

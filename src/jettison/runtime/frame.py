@@ -25,6 +25,8 @@ UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
 """Classes of most saved tensors: nothing is inside them."""
 FEW_BYTES: Final = 256
 """Of a buffer that a call takes a copy of, if what it computes again reads it."""
+_graph_task = torch._C._current_graph_task_id
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 EMPTY: Final = torch.ops.aten.empty_strided.default
 CAME: Final = MappingProxyType({"offload": "came back from the host", "pack": "was unpacked"})
 
@@ -51,6 +53,7 @@ class Frame:
         "salt",
         "share",
         "switches",
+        "task",
     )
 
     def __init__(
@@ -84,6 +87,7 @@ class Frame:
         self.block_calls = 0
         self.handed: dict[int, Handle] = {}
         self.switches = kernel_switches()
+        self.task = -1  # the backward in which these were found as they are here
         self.how = Check.ALWAYS
         self.share = 1  # one slot in so many leaves a witness
         self.salt = 0
@@ -184,19 +188,25 @@ class Frame:
 
     def recompute(self, handle: Handle) -> Tensor:
         """The tensor of a dropped slot, computed at the precision, and by the kernels, of the forward."""
-        if kernel_switches() == self.switches:
-            return self._recompute(handle)
-        with switched(self.switches):
-            return self._recompute(handle)
+        task = _graph_task()  # -1 outside of a backward
+        if task != self.task or task == -1:
+            if kernel_switches() != self.switches:
+                with switched(self.switches):
+                    return self._recompute(handle)
+            self.task = task
+        return self._recompute(handle)
 
     def _recompute(self, handle: Handle) -> Tensor:
         # as a rule a backward runs without gradients and without autocast, and the value is there or one op away
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._recompute(handle)
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if _is_any_autocast_enabled():
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                return self._recompute(handle)
+                return self._value(handle)
+        return self._value(handle)
+
+    def _value(self, handle: Handle) -> Tensor:
         slot = handle.slot
         buffer = slot.ref.buffer
         tensor = self.memo.get(buffer)
@@ -208,10 +218,11 @@ class Frame:
             tensor = view_of(tensor, slot.view)
         if type(handle) is NarrowHandle:
             tensor = handle.wrap.wrap(plain(tensor))
-        if handle.witness is not None:
+        witness = handle.witness
+        if witness is not None and not witness.is_there(tensor):
             rounded = None if self.how is Check.EXACT else self.rounded
             inner = tensor if tensor.__class__ in UNWRAPPED else plain(tensor)
-            compare(handle.witness, inner, rounded, lambda: self.wrong(handle))
+            compare(witness, inner, rounded, lambda: self.wrong(handle))
         return tensor
 
     def lost(self, handle: Handle) -> WrongValue:
@@ -290,6 +301,12 @@ class Frame:
                 copies = in_a_copy([leaves[p] for p in positions], [step.leaves[p] for p in positions])
                 for position, copy in zip(positions, copies, strict=True):
                     leaves[position] = copy
+        if step.into is not None:  # whatever stops the op, nobody finds that half written
+            for buffer in step.consumes:
+                self._release(buffer)
+            out = run_step(step, leaves)
+            memo[step.outputs[0][1]] = out[0]
+            return
         if step.state_in is not None:
             current = get_state(step.device)
             state = memo.get(step.state_in)

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from jettison.capture.op_traits import is_collective, sees_modes
 from jettison.capture.recording import RegionTrace, Tap, TensorRef
 from jettison.ledger.program import Source
+from jettison.runtime.equal_ops import in_place, runs_as
 from jettison.runtime.moves import Move, moves_of
 from jettison.runtime.packing import Pack, packs_of
 from jettison.runtime.random_states import without_idle_moves
@@ -258,8 +259,12 @@ def _step(recipe: Recipe, index: int, sources: dict[int, TensorRef]) -> RecipeSt
     ]
     states = () if call.state_in is None else (call.state_in,)
     reads = dict.fromkeys((*(b for _, b, _ in tensors), *states))
+    consumes = tuple([b for b in trace.program.ops[index].inputs if b in recipe.counts])
+    spare = {b: trace.calls[recipe.makers[b]] for b in consumes if recipe.counts[b] == 1 and b in recipe.makers}
+    found = in_place(call, trace.program.buffers, spare) if spec is None and spare else None
+    into, func = (None, runs_as(call)) if found is None else found
     return RecipeStep(
-        func=call.func,
+        func=func,
         leaves=leaves,
         spec=spec,
         named=named,
@@ -270,12 +275,13 @@ def _step(recipe: Recipe, index: int, sources: dict[int, TensorRef]) -> RecipeSt
             if ref is not None and ref.buffer in recipe.makers and recipe.counts[ref.buffer] > 0
         ],
         written=[(tuple(p for p, b, _ in tensors if b == old), old, new) for old, new in call.written],
-        consumes=tuple(b for b in trace.program.ops[index].inputs if b in recipe.counts),
+        consumes=consumes,
         state_in=call.state_in,
         state_out=call.state_out if call.state_out is not None and recipe.makers.get(call.state_out) == index else None,
         device=call.device,
         waits=is_collective(call.func),
         under=call.under,
+        into=into,
         needs=tuple([(b, recipe.makers[b]) for b in reads if b in recipe.makers]),
     )
 

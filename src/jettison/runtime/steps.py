@@ -31,6 +31,7 @@ class RecipeStep:
     device: str
     waits: bool = False  # a collective: its results are there after waiting for them
     under: Switches | None = None  # kernel switches that the forward itself had set
+    into: int | None = None  # position of the argument in whose memory the result is written; nobody else reads that
     needs: tuple[tuple[int, int], ...] = ()  # (buffer, op that makes it) of what runs before, the random state included
 
     def arguments(self, leaves: list[Any]) -> tuple[Any, dict[str, Any]]:
@@ -59,6 +60,8 @@ def run_step(step: RecipeStep, leaves: list[Any]) -> list[Any]:
 
 
 def _run_step(step: RecipeStep, leaves: list[Any]) -> list[Any]:
+    if step.into is not None:
+        return [step.func(*leaves, **step.named, out=leaves[step.into])]
     args, kwargs = (leaves, step.named) if step.spec is None else step.arguments(leaves)
     out = step.func(*args, **kwargs)
     if step.waits:
