@@ -295,14 +295,17 @@ class _CrossEntropy(Function):
         else:
             found = logits
         parts = zip(logits.split(asked.rows), target.split(asked.rows), found.split(asked.rows), strict=True)
+        now: list[Tensor] | None = [] if is_saved and not isinstance(logits, FakeTensor) else None
         for number, (part, wanted, place) in enumerate(parts):
             logp = aten._log_softmax(part, 1, False)
-            if is_saved and not isinstance(logp, FakeTensor):
-                _unchanged(logp, wanted, column[number * asked.rows :][: asked.rows, 0], asked.ignore_index)
+            if now is not None:
+                now.append(_taken(logp, wanted, asked.ignore_index))
             of_rows = gradient if asked.reduction else gradient[number * asked.rows :][: asked.rows]
             of_logp = aten.nll_loss_backward(of_rows, logp, wanted, None, asked.reduction, asked.ignore_index, weight)
             aten._log_softmax_backward_data.out(of_logp, logp, 1, logits.dtype, out=place)
             del logp, of_logp  # else the next chunk would be a third one
+        if now is not None:
+            _unchanged(now, column)
         return found, None, None
 
 
@@ -312,16 +315,32 @@ def _is_batched(gradient: Tensor) -> bool:
     return functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
 
 
-def _unchanged(logp: Tensor, target: Tensor, before: Tensor, ignore_index: int) -> None:
+def _unseen() -> contextlib.AbstractContextManager[Any]:
+    """The step's trace has no use for what is run in here."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+
+
+def _taken(logp: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """What `nll_loss` takes of each row of a chunk."""
+    with _unseen():
+        taken: Tensor = aten.nll_loss_forward(logp, target, None, 0, ignore_index)[0]
+        return taken
+
+
+def _unchanged(now: list[Tensor], before: Tensor) -> None:
     """torch saves the log-softmax, which nobody else has; logits may be written to from ``data`` or NumPy, which counts
-    no version. A chunk's rows come to the same as in the forward, or the step fails.
+    no version. Rows come to the same as in the forward, or the step fails before anybody has its gradient.
+
+    Args:
+        now: by chunk, of each row, what is taken of it.
+        before: of all rows, as a column, negated.
 
     Raises:
         RuntimeError: they do not; on CUDA an assertion of the device.
     """
-    with _disable_current_modes():  # the step's trace has no use for it
-        now = aten.nll_loss_forward(logp, target, None, 0, ignore_index)[0].neg_()
-        torch._assert_async(torch.isclose(now, before, rtol=0.0, atol=0.0, equal_nan=True).all(), CHANGED)
+    with _unseen():
+        rows = torch.cat(now).neg_()
+        torch._assert_async(torch.isclose(rows, before[:, 0], rtol=0.0, atol=0.0, equal_nan=True).all(), CHANGED)
 
 
 def _differentiable(gradient: Tensor, logits: Tensor, target: Tensor, weight: Tensor, asked: _Asked) -> Tensor:

@@ -88,7 +88,7 @@ class ActiveFrame(Frame):
         """
         index, expected = self.index, self.expected
         if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
-            size, stride, dtype, parameter, dropped = wanted
+            size, stride, dtype, parameter, dropped, fill = wanted
             if (
                 tensor.shape == size
                 and tensor.dtype is dtype
@@ -96,6 +96,8 @@ class ActiveFrame(Frame):
                 and (parameter is None or self._is_parameter(parameter, tensor))
             ):
                 self.index = index + 1
+                if fill is not None:
+                    self.hold(fill, tensor)
                 if dropped is not None:
                     return self.drop(dropped, tensor, index)
                 kept = tensor if tensor.is_leaf else tensor.detach()

@@ -26,6 +26,7 @@ UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
 FEW_BYTES: Final = 256
 """Of a buffer that a call takes a copy of, if what it computes again reads it."""
 _graph_task = torch._C._current_graph_task_id
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 EMPTY: Final = torch.ops.aten.empty_strided.default
 CAME: Final = MappingProxyType({"offload": "came back from the host", "pack": "was unpacked"})
@@ -43,6 +44,7 @@ class Frame:
         "handed",
         "how",
         "index",
+        "keeps_graph",
         "memo",
         "model",
         "name",
@@ -88,6 +90,7 @@ class Frame:
         self.handed: dict[int, Handle] = {}
         self.switches = kernel_switches()
         self.task = -1  # the backward in which these were found as they are here
+        self.keeps_graph = True  # whether that one does
         self.how = Check.ALWAYS
         self.share = 1  # one slot in so many leaves a witness
         self.salt = 0
@@ -190,6 +193,7 @@ class Frame:
         """The tensor of a dropped slot, computed at the precision, and by the kernels, of the forward."""
         task = _graph_task()  # -1 outside of a backward
         if task != self.task or task == -1:
+            self.keeps_graph = _keeps_graph()
             if kernel_switches() != self.switches:
                 with switched(self.switches):
                     return self._recompute(handle)
@@ -212,7 +216,7 @@ class Frame:
         tensor = self.memo.get(buffer)
         if tensor is None:
             tensor = self._pull(buffer, handle)
-        if not is_asked_again():
+        if not (self.keeps_graph and is_asked_again()):
             self._release(buffer)
         if slot.view is not None:
             tensor = view_of(tensor, slot.view)
@@ -379,7 +383,7 @@ def is_asked_again() -> bool:
     A backward split in two, as zero-bubble pipelines do, first asks for the gradients of inputs and keeps the graph;
     nodes with a weight run again for its gradient. What such a node is given stays computed until then.
     """
-    if not torch._C._autograd._get_current_graph_task_keep_graph():
+    if not _keeps_graph():
         return False
     node = torch._C._current_autograd_node()
     return node is not None and any(after is not None and not _runs(after) for after, _ in node.next_functions)

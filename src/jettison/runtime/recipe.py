@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -55,6 +55,10 @@ class SlotAction:
     def spots(self) -> Spots:
         """Where a witness of the slot is taken."""
         return spots_of(tuple(self.ref.size), tuple(self.ref.stride))
+
+
+Expected: TypeAlias = tuple[Any, Any, torch.dtype, str | None, SlotAction | None, int | None]
+"""Of a slot: shape, strides and type; the name of a parameter; what to do if it is dropped; the box that it fills."""
 
 
 @dataclass(kw_only=True)
@@ -96,10 +100,8 @@ class Recipe:
         return bool(self.handed) or any(slot.kind in AWAY for slot in self.slots)
 
     @cached_property
-    def expected(self) -> tuple[tuple[Any, Any, torch.dtype, str | None, SlotAction | None] | None, ...]:
-        """By slot, where it fills no box: shape, strides and type, and the parameter's name of one that stays as it is,
-        or what to do with one that is dropped. None for the others.
-        """
+    def expected(self) -> tuple[Expected | None, ...]:
+        """By slot, what to do at a glance; None for what moves, is packed, or is wrapped."""
         return tuple([_expected(slot) for slot in self.slots])
 
     @cached_property
@@ -108,11 +110,11 @@ class Recipe:
         return any(sees_modes(call.func) for call in self.trace.calls)
 
 
-def _expected(slot: SlotAction) -> tuple[Any, Any, torch.dtype, str | None, SlotAction | None] | None:
-    if slot.fill is not None or slot.ref.wrap is not None or slot.kind not in ("keep", "parameter", "drop"):
+def _expected(slot: SlotAction) -> Expected | None:
+    if slot.ref.wrap is not None or slot.kind not in ("keep", "parameter", "drop"):
         return None
     dropped = slot if slot.kind == "drop" else None
-    return slot.ref.size, slot.ref.stride, slot.ref.dtype, slot.parameter or None, dropped
+    return slot.ref.size, slot.ref.stride, slot.ref.dtype, slot.parameter or None, dropped, slot.fill
 
 
 def compile_recipe(
