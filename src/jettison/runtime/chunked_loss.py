@@ -295,16 +295,17 @@ class _CrossEntropy(Function):
         else:
             found = logits
         parts = zip(logits.split(asked.rows), target.split(asked.rows), found.split(asked.rows), strict=True)
-        now: list[Tensor] | None = [] if is_saved and not isinstance(logits, FakeTensor) else None
+        now: list[Tensor] = []
+        is_fake = isinstance(logits, FakeTensor)
         for number, (part, wanted, place) in enumerate(parts):
             logp = aten._log_softmax(part, 1, False)
-            if now is not None:
-                now.append(_taken(logp, wanted, asked.ignore_index))
+            if is_saved:
+                now.append(logp.new_empty(len(part)) if is_fake else _taken(logp, wanted, asked.ignore_index))
             of_rows = gradient if asked.reduction else gradient[number * asked.rows :][: asked.rows]
             of_logp = aten.nll_loss_backward(of_rows, logp, wanted, None, asked.reduction, asked.ignore_index, weight)
             aten._log_softmax_backward_data.out(of_logp, logp, 1, logits.dtype, out=place)
             del logp, of_logp  # else the next chunk would be a third one
-        if now is not None:
+        if is_saved and not is_fake:
             _unchanged(now, column)
         return found, None, None
 
