@@ -61,7 +61,7 @@ def in_place(call: Call, buffers: Sequence[Buffer], spare: Mapping[int, Call]) -
         return None
     for position, leaf in enumerate(call.args):
         maker = spare.get(leaf.buffer) if isinstance(leaf, TensorRef) else None
-        if maker is None or maker.func.namespace != "aten":  # others may give what they keep
+        if maker is None or getattr(maker.func, "namespace", "") != "aten":  # others may give what they keep
             continue
         if any(isinstance(a, TensorRef) and a.buffer == leaf.buffer and a != leaf for a in call.args):
             continue  # another view of it is read as well
@@ -78,17 +78,14 @@ def _writes_to(func: Any, device: str) -> Callable[..., Any] | None:
     """The overload of an elementwise op that takes its result's memory, where it has a kernel of its own."""
     if not isinstance(func, torch._ops.OpOverload) or torch.Tag.pointwise not in func.tags:
         return None
-    wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
-    packet = func.overloadpacket
+    wanted = [*((a.name, str(a.type)) for a in func._schema.arguments), ("out", "Tensor")]
+    packet, key = func.overloadpacket, "CUDA" if device == "cuda" else "CPU"
     for name in packet.overloads():
-        other = getattr(packet, name)
+        other: Any = getattr(packet, name)
         given = other._schema.arguments
-        if [(a.name, str(a.type)) for a in given if not a.is_out] == wanted and [a.name for a in given if a.is_out] == [
-            "out"
-        ]:
-            key = "CUDA" if device == "cuda" else "CPU"
-            found: Callable[..., Any] = other
-            return found if torch._C._dispatch_has_kernel_for_dispatch_key(other.name(), key) else None
+        if given and given[-1].is_out and [(a.name, str(a.type)) for a in given] == wanted:
+            is_own = torch._C._dispatch_has_kernel_for_dispatch_key(other.name(), key)
+            return other if is_own else None
     return None
 
 
