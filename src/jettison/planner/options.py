@@ -168,10 +168,10 @@ class _Builder:
         recorded = [cls.trace for cls in trace.classes.values() if not cls.stood_in]
         # what is worth keeping hangs on what ops take here: before anything is chosen, each is run
         self.pricing.learn(
-            request(call)
+            request
             for region in (*recorded, trace.root)
             for call in region.calls
-            for request in (_request, _again)
+            for request in ((_request(call),) if costs_like(call) is None else (_request(call), _again(call)))
             if isinstance(call.func, torch._ops.OpOverload) and (call.args or call.kwargs)  # what only moves statistics
         )
         points: dict[str, dict[str, FrontierPoint]] = {}
