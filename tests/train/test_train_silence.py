@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,20 +209,18 @@ def test_with_one_kept_the_one_before_stays_until_the_next_step(tmp_path: Path) 
 # damage ---------------------------------------------------------------------------------------------------------------
 
 
-def attempt(folder: Path) -> dict[str, torch.Tensor] | None:
+def attempt(folder: Path, saver: Checkpoints) -> dict[str, torch.Tensor] | None:
     """What a checkpoint reads as; None: it is refused in one line."""
     read = {
         "model.w": torch.zeros(40, 30),
         "model.v": torch.zeros(7, dtype=torch.float64),
         "optimizer.s": torch.tensor(0),
     }
-    with joined() as world:
-        saver = Checkpoints(CheckpointSection(folder=str(folder)), world, lambda _: None)
-        try:
-            saver.load(folder / "step-00000001", read, STATE)
-        except UsageError as error:
-            assert "step-00000001" in str(error) and "\n" not in str(error), str(error)
-            return None
+    try:
+        saver.load(folder / "step-00000001", read, STATE)
+    except UsageError as error:
+        assert "step-00000001" in str(error) and "\n" not in str(error), str(error)
+        return None
     return read
 
 
@@ -235,21 +234,76 @@ def good(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return tmp_path, values
 
 
-@pytest.mark.parametrize(("name", "count"), [("__0_0.distcp", 60), (".metadata", 20), ("run.json", 20)])
-def test_a_flipped_bit_is_found_or_changes_nothing(
-    good: tuple[Path, dict[str, torch.Tensor]], name: str, count: int
+def flipped_bit(whole: bytes, draw: random.Random) -> bytes:
+    place = draw.randrange(len(whole))
+    return whole[:place] + bytes([whole[place] ^ (1 << draw.randrange(8))]) + whole[place + 1 :]
+
+
+def another_byte(whole: bytes, draw: random.Random) -> bytes:
+    place = draw.randrange(len(whole))
+    return whole[:place] + bytes([(whole[place] + draw.randrange(1, 256)) % 256]) + whole[place + 1 :]
+
+
+def cut_short(whole: bytes, draw: random.Random) -> bytes:
+    return whole[: draw.randrange(len(whole))]
+
+
+DAMAGED = {"__0_0.distcp": 300, ".metadata": 100, "run.json": 100}
+"""Cases of damage by file."""
+
+
+@pytest.mark.parametrize("damage", [flipped_bit, another_byte, cut_short])
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damage_is_found_or_changes_nothing(
+    good: tuple[Path, dict[str, torch.Tensor]], name: str, damage: Callable[[bytes, random.Random], bytes]
 ) -> None:
     folder, values = good
     file = folder / "step-00000001" / name
     whole = file.read_bytes()
     draw, refused = random.Random(7), 0
-    for _ in range(count):
-        place, bit = draw.randrange(len(whole)), draw.randrange(8)
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << bit)]) + whole[place + 1 :])
-        found = attempt(folder)
-        refused += found is None
-        assert found is None or all(torch.equal(found[key], value) for key, value in values.items()), place
-    assert refused > 0.6 * count
+    count = DAMAGED[name] // 3
+    with joined() as world:
+        saver = Checkpoints(CheckpointSection(folder=str(folder)), world, lambda _: None)
+        for _ in range(count):
+            file.write_bytes(damage(whole, draw))
+            found = attempt(folder, saver)
+            refused += found is None
+            assert found is None or all(torch.equal(found[key], value) for key, value in values.items()), name
+    assert refused > 0.9 * count
+
+
+def parts_of(file: Path) -> Iterator[tuple[int, int]]:
+    """Where the zip archives begin and end that lie in a file, one after the other."""
+    whole, begin = file.read_bytes(), 0
+    while (end := whole.find(b"PK\x05\x06", begin)) >= 0:
+        yield begin, end + 22
+        begin = end + 22
+
+
+def test_a_bit_of_a_part_s_directory_is_found(good: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """An archive's own checksums agree where its directory says that values lie elsewhere."""
+    folder, _ = good
+    file = folder / "step-00000001" / "__0_0.distcp"
+    whole = file.read_bytes()
+    with joined() as world:
+        saver = Checkpoints(CheckpointSection(folder=str(folder)), world, lambda _: None)
+        for begin, end in parts_of(file):
+            for place in range(begin + whole[begin:end].index(b"PK\x01\x02"), end, 7):
+                file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+                with pytest.raises(UsageError, match="step-00000001 is damaged: the checksum of"):
+                    saver.check(folder / "step-00000001")
+                assert attempt(folder, saver) is None, place
+
+
+def test_damage_is_said_before_anything_is_built(tmp_path: Path) -> None:
+    asked = recipe(tmp_path)
+    train(asked)
+    file = tmp_path / "ck" / (tmp_path / "ck" / "latest").read_text().strip() / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    said: list[str] = []
+    with pytest.raises(UsageError, match="is damaged: the checksum of"):
+        train(asked, progress=said.append)
+    assert [line.partition(" ")[0] for line in said] == ["checking"]
 
 
 def test_a_zeroed_block_is_found(good: tuple[Path, dict[str, torch.Tensor]]) -> None:
@@ -262,12 +316,3 @@ def test_a_zeroed_block_is_found(good: tuple[Path, dict[str, torch.Tensor]]) -> 
         saver = Checkpoints(CheckpointSection(folder=str(folder)), world, lambda _: None)
         read = {"model.w": torch.zeros(40, 30), "model.v": torch.zeros(7).double(), "optimizer.s": torch.tensor(0)}
         saver.load(folder / "step-00000001", read, STATE)
-
-
-def test_checksums_that_are_switched_off_are_said(tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        with pytest.raises(UsageError, match=r"set_crc32_options\(False\)"):
-            train(recipe(tmp_path))
-    finally:
-        torch.serialization.set_crc32_options(True)

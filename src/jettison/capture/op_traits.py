@@ -76,6 +76,9 @@ _ATTENTION = {
     for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 }
 
+_MATMULS = frozenset({"_grouped_mm", "_scaled_grouped_mm", "_int_mm", "_addmm_activation"})
+"""Matmuls that torch's FLOP counter does not count."""
+
 _BOOKKEEPING = {
     "prim::device",
     "aten::is_same_size",
@@ -275,8 +278,19 @@ def op_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         query, key, value = args[:3]
         b, a, s, d = query.shape
         return 2 * b * a * s * key.shape[-2] * (d + value.shape[-1]), moved
+    if func.namespace == "aten" and op_name(func) in _MATMULS:
+        return _matmul_flops(*(args[1:3] if op_name(func) == "_addmm_activation" else args[:2])), moved
     formula = flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0, moved
+
+
+def _matmul_flops(a: Tensor, b: Tensor) -> int:
+    """Of a matmul for which torch has no formula. Groups are parts of the one dim that two operands share, or of a
+    dim that one of them has alone.
+    """
+    if a.dim() == 3 and b.dim() == 2:  # columns of b are dealt out to the groups
+        return 2 * a.shape[1] * prod(b.shape)
+    return 2 * prod(a.shape) * b.shape[-1]
 
 
 def hollow_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import Wrapping, has_gradients, plain, wrapping
@@ -76,7 +77,7 @@ class _Stub(torch.autograd.Function):
             for t in tensors
         ]
         ctx.extra = extra
-        out = tensors_made(made, device)
+        out = tensors_made(made, device, beside=next((t for t in tensors if isinstance(t, FakeTensor)), None))
         ctx.mark_non_differentiable(
             *(t for t, r in zip(out, made, strict=True) if r.buffer in constants or not has_gradients(t.dtype))
         )
@@ -99,10 +100,17 @@ def _part_of(given: Tensor, ref: TensorRef) -> Tensor:
     return given.as_strided(ref.size, ref.stride, ref.offset)
 
 
-def tensors_made(refs: Sequence[TensorRef], device: torch.device) -> tuple[Tensor, ...]:
+def tensors_made(
+    refs: Sequence[TensorRef], device: torch.device, *, beside: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """New tensors, uninitialised. Those that are parts of one buffer are parts of one storage: a call's signature says
     how its arguments share memory.
+
+    Args:
+        beside: a fake tensor; what is made is then fake as well. Bare integers would be real beside a real batch (see
+            `RealUntilFake`), and the code after a stub would index by what happened to be in memory.
     """
+    empty = torch.empty if beside is None else plain(beside).detach().new_empty
     parts: dict[int, list[TensorRef]] = {}
     for ref in filter(_is_of_a_storage, refs):
         parts.setdefault(ref.buffer, []).append(ref)
@@ -110,11 +118,11 @@ def tensors_made(refs: Sequence[TensorRef], device: torch.device) -> tuple[Tenso
     for buffer, of_one in parts.items():
         if len(of_one) > 1 and len({r.dtype for r in of_one}) == 1:
             end = max(r.offset + 1 + sum((n - 1) * s for n, s in zip(r.size, r.stride, strict=True)) for r in of_one)
-            storages[buffer] = torch.empty(end, dtype=of_one[0].dtype, device=device).untyped_storage()
+            storages[buffer] = empty(end, dtype=of_one[0].dtype, device=device).untyped_storage()
     return tuple(
-        torch.empty(0, dtype=r.dtype, device=device).set_(storages[r.buffer], r.offset, r.size, r.stride)
+        empty(0, dtype=r.dtype, device=device).set_(storages[r.buffer], r.offset, r.size, r.stride)
         if r.buffer in storages and _is_of_a_storage(r)
-        else _empty(r.size, r.stride, r.dtype, device, r.wrap)
+        else _empty(r.size, r.stride, r.dtype, device, r.wrap, beside)
         for r in refs
     )
 
@@ -123,9 +131,18 @@ def _is_of_a_storage(ref: TensorRef) -> bool:
     return ref.wrap is None and 0 not in ref.size
 
 
-def _empty(size: Any, stride: Any, dtype: torch.dtype, device: torch.device, wrap: Wrapping | None) -> Tensor:
+def _empty(
+    size: Any,
+    stride: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    wrap: Wrapping | None,
+    beside: Tensor | None = None,
+) -> Tensor:
     if stride is None:
         made = torch.empty(size, dtype=dtype, device=device)
+    elif beside is not None:
+        made = plain(beside).detach().new_empty_strided(size, stride, dtype=dtype, device=device)
     else:
         made = torch.empty_strided(size, stride, dtype=dtype, device=device)
     return made if wrap is None else wrap.wrap(made)

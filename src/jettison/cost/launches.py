@@ -294,13 +294,16 @@ class _Listing:
             return None
         shape = step.outputs[0].local_shape
         k = step.flops // max(1, 2 * prod(shape))
+        if not k:  # of no elements
+            return None
         narrow = self.narrow.dtype_of(step)
         dtype = step.inputs[0].dtype if narrow is None else narrow
         if step.name == BATCHED:
             return Product(prod(shape[:-2]), shape[-2], shape[-1], k, dtype)
         rows, n = prod(shape[:-1]), shape[-1]
         if step.name == GROUPED:
-            batch = max(1, step.weights[0].numel // (n * k))
+            matrices = next((w.numel for w in step.weights), None) or prod(step.inputs[1].local_shape)
+            batch = max(1, matrices // (n * k))
             return Product(batch, -(-rows // batch), n, k, dtype, grouped=self.how.loops_experts)
         return Product(1, rows, n, k, dtype)
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from jettison.errors import JettisonError, UsageError
 from jettison.progress import Progress
-from jettison.train.checkpoint_reading import DAMAGE, load_tensors, reason, require_checksums
+from jettison.train.checkpoint_reading import DAMAGE, Writer, check_parts, load_tensors, reason
 from jettison.train.checkpoint_state import RUN, RunState, digest_of, read_state
 from jettison.train.ranks import World, agreed, sockets_when_used
 from jettison.train.recipe import CheckpointSection
@@ -59,7 +59,6 @@ class Checkpoints:
 
     def __init__(self, section: CheckpointSection, world: World, warn: Progress) -> None:
         assert section.folder is not None
-        require_checksums()
         self.folder = Path(section.folder)
         self.section = section
         self.world = world
@@ -83,6 +82,30 @@ class Checkpoints:
         """
         return self.world.from_leader(self._find)
 
+    def check(self, path: Path) -> None:
+        """Compare every byte of a checkpoint with what was written, before anything long is done for it.
+
+        Raises:
+            UsageError: it is damaged.
+        """
+
+        def compare() -> None:
+            _, values = read_state(path)
+            try:
+                check_parts(path, str(values.get("description")), self.world)
+            except DAMAGE as error:
+                raise self._damaged(path, error) from error
+
+        self.world.together(compare)
+
+    def require_same_run(self, path: Path, run: RunState) -> None:
+        """Raise where a checkpoint is of another run than this.
+
+        Raises:
+            UsageError: it is.
+        """
+        self.world.together(lambda: _state_for(run, path))
+
     def load(self, path: Path, tensors: Mapping[str, Tensor], run: RunState) -> RunState:
         """Read into these tensors, whatever layout they were saved from.
 
@@ -95,9 +118,7 @@ class Checkpoints:
         except DAMAGE as error:
             if isinstance(error, UsageError):
                 raise
-            older = [one for one in self._complete() if one < path]
-            way = f"; remove it to go on from {older[-1].name}" if older else ""
-            raise agreed(UsageError(f"checkpoint {path} is damaged: {reason(error)}{way}")) from error
+            raise agreed(self._damaged(path, error)) from error
         for text in run.changes(state):
             self.warn(f"checkpoint {path} was made with {text}")
         self._tried = self._proven = state.step
@@ -116,10 +137,10 @@ class Checkpoints:
         target = str(self._partial(state.step))
         try:
             if self.section.asynchronous:
-                future = dcp.async_save(dict(tensors), checkpoint_id=target, process_group=self._group)
+                future = dcp.async_save(dict(tensors), storage_writer=Writer(target), process_group=self._group)
                 self._pending = _Pending(state=state, future=future)
                 return
-            dcp.save(dict(tensors), checkpoint_id=target, process_group=self._group)
+            dcp.save(dict(tensors), storage_writer=Writer(target), process_group=self._group)
         except _ERRORS as error:
             self._give_up(state.step, error)
         else:
@@ -153,6 +174,11 @@ class Checkpoints:
         """The newest complete one, in words."""
         complete = self._complete()
         return f"the last good one is {complete[-1]}" if complete else "there is none yet"
+
+    def _damaged(self, path: Path, error: BaseException) -> UsageError:
+        older = [one for one in self._complete() if one < path]
+        way = f"; remove it to go on from {older[-1].name}" if older else ""
+        return UsageError(f"checkpoint {path} is damaged: {reason(error)}{way}")
 
     # rank 0 alone ----------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ that are not tensors, so that reading a checkpoint from elsewhere runs none of i
 themselves with ``torch.load(weights_only=True)``.
 
 NOTE [ Every byte is checked ]
-Each tensor lies in its file as a zip archive, whose CRC-32 torch writes and does not look at when it reads. Each rank
-checks those of the tensors that it is about to read. The description has its digest in run.json, and that file one of
-itself.
+`Writer` puts a digest of each part, the bytes that hold one rank's piece of a tensor, into the description. A part is a
+zip archive: its own checksums say nothing about the directory that tells where values lie. Each rank checks the parts
+that it is about to read. The description has its digest in run.json, and that file one of itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import io
 import operator
 import pickle
 import struct
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -28,12 +26,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 
 from jettison.errors import UsageError
 from jettison.parallel.parameters import put_whole
-from jettison.train.checkpoint_state import digest_of
+from jettison.train.checkpoint_state import digest_of, new_digest
 from jettison.train.ranks import World, agreed
 
 _FILE_ERRORS: Final = (OSError, RuntimeError, ValueError, dcp.CheckpointException)
@@ -45,8 +43,6 @@ DAMAGE: Final = (
     AttributeError,
     TypeError,
     pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    zlib.error,
     struct.error,
     NotImplementedError,
 )
@@ -119,52 +115,55 @@ class Reader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         """Tensors, once all of their bytes have been checked."""
         for index in dict.fromkeys(item.storage_index for item in plan.items):
-            where = self.storage_data[index]
-            with (Path(self.path) / where.relative_path).open("rb") as file:
-                part = io.BufferedReader(_Part(file, where.offset, where.length), 1 << 20)
-                if zipfile.ZipFile(part).testzip() is not None:
-                    raise ValueError(
-                        f"the checksum of {index.fqn} in {where.relative_path} does not agree with its bytes; the file "
-                        "was changed, or is damaged"
-                    )
+            require_intact(Path(self.path), index, self.storage_data[index])
         return super().read_data(plan, planner)
 
 
-class _Part(io.RawIOBase):
-    """Some bytes of a file, as a file."""
+class Writer(dcp.FileSystemWriter):
+    """torch's writer; the description also has a digest of each part, which torch's own reader ignores."""
 
-    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, at: int, whence: int = io.SEEK_SET) -> int:
-        self._at = at + (0, self._at, self._length)[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = max(0, min(len(buffer), self._length - self._at))
-        self._file.seek(self._offset + self._at)
-        found = self._file.readinto(memoryview(buffer)[:wanted])
-        self._at += found
-        return found
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """Write this rank's parts, and read them once more for their digests."""
+        written = super().write_data(plan, planner)
+        for result in written.wait():
+            result.storage_data.digest = _part_digest(Path(self.path), result.storage_data)
+        return written
 
 
-def require_checksums() -> None:
-    """Will torch write them?
+def require_intact(folder: Path, index: MetadataIndex, where: Any) -> None:
+    """Are a part's bytes those that were written?
 
     Raises:
-        UsageError: they have been switched off.
+        ValueError: no.
+        OSError: its file cannot be read.
     """
-    if not torch.serialization.get_crc32_options():
-        raise UsageError(
-            "checkpoint: torch.serialization.set_crc32_options(False) was called, so that damage to a checkpoint would "
-            "not be noticed; expected True"
+    if _part_digest(folder, where) != where.digest:
+        raise ValueError(
+            f"the checksum of {index.fqn} in {where.relative_path} does not agree with its bytes; the file was "
+            "changed, or is damaged"
         )
+
+
+def _part_digest(folder: Path, where: Any) -> str:
+    digest, left = new_digest(), where.length
+    with (folder / where.relative_path).open("rb") as file:
+        file.seek(where.offset)
+        while left and (piece := file.read(min(left, 1 << 20))):
+            digest.update(piece)
+            left -= len(piece)
+    return digest.hexdigest()
+
+
+def check_parts(path: Path, description: str, world: World) -> None:
+    """Compare all bytes of a checkpoint with what was written; ranks share them. Every rank calls it.
+
+    Raises:
+        one of `DAMAGE`: they are not the same.
+    """
+    metadata = Reader(path, description).read_metadata()
+    parts = sorted(metadata.storage_data.items(), key=lambda part: (part[1].relative_path, part[1].offset))
+    for index, where in parts[world.rank :: world.size]:
+        require_intact(path, index, where)
 
 
 def load_tensors(

@@ -12,7 +12,7 @@ from typing import Any, Final
 from jettison.errors import UsageError
 from jettison.train.recipe import ModelSection, OptimizerSection, TrainRecipe
 
-SCHEMA: Final = "jettison.checkpoint/2"
+SCHEMA: Final = "jettison.checkpoint/3"
 RUN: Final = "run.json"
 
 _PLAIN: Final = (bool, int, float, str, type(None))
@@ -166,4 +166,11 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 def digest_of(data: bytes) -> str:
     """Tells what was written from anything else."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    digest = new_digest()
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def new_digest() -> hashlib.blake2b:
+    """An empty digest, for bytes that come in pieces."""
+    return hashlib.blake2b(digest_size=16)

@@ -65,16 +65,7 @@ class Session:
     @property
     def sizes(self) -> dict[str, int]:
         """The layout, as it is written down."""
-        layout, (_, shards) = self.layout, self.recipe.layout.spread(self.layout.dp)
-        return {
-            "dp": layout.dp,
-            "zero": layout.zero,
-            "shards": shards,
-            "tp": layout.tp,
-            "sp": layout.sp,
-            "cp": layout.cp,
-            "pp": layout.pp,
-        }
+        return _sizes(self.recipe, self.layout)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -92,20 +83,37 @@ class Session:
 
     def state(self) -> RunState:
         """What a checkpoint says."""
-        batch = self.recipe.batch
-        return RunState(
-            step=self.step,
-            steps=self.recipe.steps,
-            seed=self.recipe.seed,
-            global_batch=batch.global_batch,
-            seq=batch.seq,
-            data=self.text.digest,
-            world=self.world.size,
-            layout=" ".join(f"{name} {size}" for name, size in self.sizes.items()),
-            model=self.model,
-            optimizer=optimizer_state(self.recipe.optimizer),
-            schedule=schedule(self.recipe),
-        )
+        return replace(_first_state(self.recipe, self.layout, self.text, self.model), step=self.step)
+
+
+def _sizes(recipe: TrainRecipe, layout: Layout) -> dict[str, int]:
+    _, shards = recipe.layout.spread(layout.dp)
+    return {
+        "dp": layout.dp,
+        "zero": layout.zero,
+        "shards": shards,
+        "tp": layout.tp,
+        "sp": layout.sp,
+        "cp": layout.cp,
+        "pp": layout.pp,
+    }
+
+
+def _first_state(recipe: TrainRecipe, layout: Layout, text: Survey, model: Mapping[str, Any]) -> RunState:
+    """What a checkpoint says of a run before its first step."""
+    return RunState(
+        step=0,
+        steps=recipe.steps,
+        seed=recipe.seed,
+        global_batch=recipe.batch.global_batch,
+        seq=recipe.batch.seq,
+        data=text.digest,
+        world=layout.world,
+        layout=" ".join(f"{name} {size}" for name, size in _sizes(recipe, layout).items()),
+        model=model,
+        optimizer=optimizer_state(recipe.optimizer),
+        schedule=schedule(recipe),
+    )
 
 
 def prepare(
@@ -122,6 +130,11 @@ def prepare(
     """
     layout, accumulation = world.together(lambda: _layout(recipe, world.size))
     world.together(lambda: held.enter_context(_folders(recipe, world, warn)))
+    checkpoints = Checkpoints(recipe.checkpoint, world, warn) if recipe.checkpoint.folder else None
+    found = world.together(lambda: _found(checkpoints, recipe, must_resume=must_resume))
+    if checkpoints is not None and found is not None:
+        say(f"checking {found}")
+        checkpoints.check(found)
     say("reading the data")
     batches = world.together(lambda: _batches(recipe))
     text = surveyed(batches.corpus, world)
@@ -135,6 +148,8 @@ def prepare(
     if recipe.data.document_end is not None:
         built = world.together(lambda: _apart(recipe, built, batches))
     model = described_model(recipe.model, built.model)
+    if checkpoints is not None and found is not None:
+        checkpoints.require_same_run(found, _first_state(recipe, layout, text, model))
     hub = world.together(lambda: _hub_form(recipe, built, world))
     work = _work(recipe, layout, accumulation, built, batches)
     spread = recipe.layout.spread(layout.dp)
@@ -176,9 +191,12 @@ def prepare(
         planned=planned,
         work=work,
         meter=_meter(world, recipe.log.memory_steps, engine, optimizer, recipe.model.compile),
-        checkpoints=Checkpoints(recipe.checkpoint, world, warn) if recipe.checkpoint.folder else None,
+        checkpoints=checkpoints,
     )
-    _resume(session, must_resume=must_resume, say=say)
+    if checkpoints is not None and found is not None:
+        say(f"resuming from {found}")
+        ensure_state(optimizer)
+        session.step = checkpoints.load(found, session.tensors(), session.state()).step
     return session
 
 
@@ -317,17 +335,6 @@ def _work(recipe: TrainRecipe, layout: Layout, accumulation: int, built: Built, 
         batch = built.call(batches.rows(0, 0))
         flops = traced_flops(built, batch, micro_batches=accumulation * layout.dp)
     return StepWork(model_flops=flops, devices=layout.world, peak_flops_per_second=peak)
-
-
-def _resume(session: Session, *, must_resume: bool, say: Progress) -> None:
-    checkpoints = session.checkpoints
-    found = session.world.together(lambda: _found(checkpoints, session.recipe, must_resume=must_resume))
-    if found is None or checkpoints is None:
-        return
-    say(f"resuming from {found}")
-    ensure_state(session.optimizer)
-    state = checkpoints.load(found, session.tensors(), session.state())
-    session.step = state.step
 
 
 def _found(checkpoints: Checkpoints | None, recipe: TrainRecipe, *, must_resume: bool) -> Path | None:
