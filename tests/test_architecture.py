@@ -20,7 +20,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SOURCE / "jettison"
 
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "parse_units", "dtypes", "progress", "identity", "processors"),
+    ("units", "errors", "parse_units", "dtypes", "progress", "identity", "processors", "extras", "one_line"),
     ("spec",),
     ("ledger",),
     ("formula", "capture"),
@@ -50,6 +50,8 @@ WITHOUT_TORCH = (
     "progress",
     "identity",
     "processors",
+    "extras",
+    "one_line",
     "dtypes",
     "spec",
     "ledger",
@@ -142,6 +144,27 @@ def test_every_file_belongs_to_a_room() -> None:
 def test_the_package_itself_loads_no_room() -> None:
     code = "import jettison, sys; print(*(name for name in sys.modules if name.startswith('jettison.')))"
     assert run_python(code).split() == []
+
+
+def test_integrations_are_there_at_once_and_load_nothing_heavy() -> None:
+    heavy = "('torch', 'transformers', 'lightning', 'torchtitan', 'pydantic', 'rich')"
+    code = f"import jettison, sys; jettison.integrations; print(*[name for name in {heavy} if name in sys.modules])"
+    assert run_python(code).split() == []
+    loaded = run_python("import jettison; print(jettison.integrations.transformers.auto_checkpoint_trainer.__module__)")
+    assert loaded.split() == ["jettison.integrations.transformers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("trl", "AttributeError module 'jettison.integrations' has no attribute 'trl'; it has lightning, torchtitan,"),
+        ("lightning", "ImportError jettison.integrations.lightning needs lightning: pip install '.[integrations]' in"),
+    ],
+)
+def test_what_no_integration_is_for_is_named(name: str, text: str) -> None:
+    code = "import sys; sys.modules['lightning'] = None; import jettison.integrations as i\n"
+    code += f"try: i.{name}\nexcept Exception as error: print(type(error).__name__, error)"
+    assert run_python(code).startswith(text)
 
 
 def test_rooms_without_torch_never_name_it() -> None:

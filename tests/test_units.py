@@ -1,7 +1,10 @@
 """Quantities are read with their unit or not at all, and formatted in one place."""
 
 import pickle
+import re
+from typing import SupportsIndex
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +13,7 @@ from jettison.dtypes import DTYPE_BYTES, dtype_bytes, dtype_name, tensor_bytes
 from jettison.errors import Infeasible, JettisonError, ProofFailed, StaleTensor, UsageError
 from jettison.parse_units import BYTE_UNITS, parse_bytes
 from jettison.units import (
+    Bytes,
     format_bytes,
     format_change,
     format_count,
@@ -42,8 +46,12 @@ def test_a_quantity_with_its_unit_is_read_exactly(text: str, nbytes: int) -> Non
     assert parse_bytes(text) == nbytes
 
 
-def test_an_int_is_bytes() -> None:
-    assert parse_bytes(8 * 2**30) == 8 * 2**30
+@pytest.mark.parametrize(
+    "number", [8 * 2**30, Bytes(8 * 2**30), np.int64(8 * 2**30), np.array(8 * 2**30), np.uint64(8 * 2**30)]
+)
+def test_a_whole_number_is_bytes(number: SupportsIndex) -> None:
+    found = parse_bytes(number)
+    assert (found, type(found)) == (8 * 2**30, int)
 
 
 def test_gib_and_gb_are_different_words() -> None:
@@ -78,10 +86,24 @@ def test_less_than_a_byte_is_refused(quantity: str | int) -> None:
         parse_bytes(quantity)
 
 
-@pytest.mark.parametrize("quantity", [8e9, float("nan"), True, None, b"8GiB"])
+@pytest.mark.parametrize("quantity", [True, np.True_, np.float32(8), np.ones(3, int), [8], None, b"8GiB"])
 def test_other_types_are_refused(quantity: object) -> None:
     with pytest.raises(UsageError, match="or an int of bytes"):
         parse_bytes(quantity)  # type: ignore[arg-type]
+
+
+FLOATS = (8.0, 0.5, 8e9, 1e-12, 2.5e-9, 0.88 * 123_457, 1e300, 0.0, -5.0, float("nan"), float("inf"), np.float64(2.5))
+
+
+@pytest.mark.parametrize("quantity", [*FLOATS, "8", "1.5", "0.4", "0", "-5", "0.00000001", True, None])
+def test_what_is_suggested_instead_is_accepted(quantity: object) -> None:
+    """Whatever a message shows in quotes, or calls an int, can be given in the place of what was refused."""
+    with pytest.raises(UsageError) as caught:
+        parse_bytes(quantity)  # type: ignore[arg-type]
+    _, _, advice = str(caught.value).partition("expected" if "expected" in str(caught.value) else "write")
+    quoted, whole = re.findall(r'"([^"]+)"', advice), re.findall(r"(\d+) \(an int", advice)
+    assert quoted or whole, caught.value
+    assert min(map(parse_bytes, [*quoted, *map(int, whole)])) >= 1
 
 
 @given(st.integers(min_value=1, max_value=10**6), st.sampled_from(sorted(BYTE_UNITS)))

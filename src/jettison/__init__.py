@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF` says the same, name by name
+    from jettison import integrations
     from jettison.capture.entries import ledger_of
     from jettison.errors import (
         DoesNotFit,
@@ -86,27 +87,35 @@ _HOME_OF = MappingProxyType(
     }
 )
 
+_ROOMS = ("integrations",)
+"""Modules of the package that are part of its interface."""
+
 __all__ = [
     "Bytes", "DoesNotFit", "Hardware", "HostBudgetExceeded", "Infeasible", "JettisonError", "Layout", "Ledger",
     "ModelSpec", "NothingFits", "Plan", "PlanMismatch", "ProofFailed", "RecordingLeft", "Run", "RunRequest",
     "SearchRequest", "StaleTensor", "TraceError", "UnsupportedModule", "UsageError", "WrongValue", "__version__",
     "apply", "auto_checkpoint", "checkpoint", "checkpointable", "estimate", "export_plan", "forecast", "hardware",
-    "ledger_of", "plan", "preset", "read_config", "run_of", "search", "sweep", "trace", "verify", "verify_given",
-    "watch",
+    "integrations", "ledger_of", "plan", "preset", "read_config", "run_of", "search", "sweep", "trace", "verify",
+    "verify_given", "watch",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for: ``import jettison`` alone never imports torch."""
+    if name in _ROOMS:
+        return import_module(f"jettison.{name}")
     home = _HOME_OF.get(name)
     if home is None:
-        raise AttributeError(f"module 'jettison' has no attribute {name!r}; it offers {', '.join(_HOME_OF)}")
+        offered = ", ".join([*_HOME_OF, *_ROOMS])
+        raise AttributeError(f"module 'jettison' has no attribute {name!r}; it offers {offered}")
     try:
         return getattr(import_module(home), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ImportError(f"jettison.{name} needs torch: pip install 'jettison[torch]'") from error
+        from jettison.extras import install
+
+        raise ImportError(f"jettison.{name} needs torch: {install('torch')}") from error
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,7 @@ from jettison.capture.model_trace import Loop
 from jettison.capture.tracer import trace_model
 from jettison.dryrun.step import fake_optimizer
 from jettison.errors import ProofFailed, UsageError
+from jettison.extras import install
 from jettison.measure.device import elsewhere_bytes
 from jettison.measure.gradients import independent_copy, same_bits
 from jettison.planner.apply import apply_candidate
@@ -157,7 +158,7 @@ def build(size: DemoSize) -> nn.Module:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM, logging
     except ImportError as error:
-        raise UsageError("the demo needs transformers: pip install 'jettison[hf]'") from error
+        raise UsageError(f"the demo needs transformers: {install('hf')}") from error
     logging.set_verbosity_error()
     torch.manual_seed(0)
     config = LlamaConfig(

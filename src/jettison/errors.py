@@ -100,7 +100,7 @@ class HostBudgetExceeded(JettisonError, ValueError):
         super().__init__(
             f"tensors that move to the host need {format_bytes(needed_bytes)} ({needed_bytes}B) of pinned memory at a "
             f"time{rounded}; {limit_name} is {format_bytes(limit_bytes)} ({limit_bytes}B). Give "
-            f"host_budget={real_bytes} or more where the machine has it, or move less"
+            f'host_budget="{real_bytes}B" or more where the machine has it, or move less'
         )
         self.needed_bytes = needed_bytes
         self.real_bytes = real_bytes

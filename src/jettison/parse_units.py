@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from decimal import Decimal
 from fractions import Fraction
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, SupportsIndex
 
 from jettison.errors import UsageError
-from jettison.units import Bytes
 
 _DECIMAL_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
@@ -50,40 +51,20 @@ else:
     Tokens = Length  # beside int the command line would try that first, which takes "1.3" for 1
 
 
-def parse_bytes(quantity: str | int) -> int:
-    """Read a number of bytes: an integer, or a string such as ``"8GiB"``, ``"20 GB"`` or ``"123456B"``.
+def parse_bytes(quantity: str | SupportsIndex) -> int:
+    """Read a number of bytes: a string such as ``"8GiB"``, ``"20 GB"`` or ``"123456B"``, or a whole number.
 
-    A fraction of a byte is dropped, so that a budget never grows by being read.
+    Whole numbers are Python's ints and whatever else is an index (`operator.index`): numpy's and torch's integers of
+    one element. A fraction of a byte is dropped, so that a budget never grows by being read.
 
     Raises:
-        UsageError: the unit is missing or unknown, or the quantity is not at least one byte.
+        UsageError: the unit is missing or unknown, the number is a float or a bool, or the quantity is not at least one
+            byte.
     """
-    if isinstance(quantity, int) and not isinstance(quantity, bool):
-        nbytes = quantity
-    elif isinstance(quantity, str):
-        nbytes = _parse_text(quantity)
-    else:
-        raise UsageError(
-            f"got {quantity!r} ({type(quantity).__name__}) as a number of bytes; {_EXPECTED}, or an int of bytes"
-        )
+    nbytes = _parse_text(quantity) if isinstance(quantity, str) else _whole(quantity)
     if nbytes < 1:
         raise UsageError(f"got {quantity!r}, which is not at least one byte; {_EXPECTED}")
     return nbytes
-
-
-def parse_budget(quantity: str | Bytes) -> int:
-    """Read a budget: a string with its unit, or `Bytes`. A bare number is refused, as it is on the command line.
-
-    Raises:
-        UsageError: it is no quantity with a unit, or not at least one byte.
-    """
-    if isinstance(quantity, int | float) and not isinstance(quantity, bool | Bytes):
-        whole = f"{quantity:.0f}" if isinstance(quantity, float) else str(quantity)
-        raise UsageError(
-            f'got {quantity!r} without a unit; write "{whole}GiB", "{whole}GB" or "{whole}B" to say which, or '
-            f"jettison.Bytes({whole})"
-        )
-    return parse_bytes(quantity)
 
 
 def parse_seconds(quantity: str) -> float:
@@ -99,13 +80,45 @@ def parse_seconds(quantity: str) -> float:
     return float(match["number"]) * _SECONDS[match["unit"]]
 
 
+def _whole(number: object) -> int:
+    """A number that is no text.
+
+    Raises:
+        UsageError: it is not a whole number, by its type.
+    """
+    if isinstance(number, float):
+        raise UsageError(f"got {number!r}, a float, as a number of bytes; expected {_instead_of(number)}")
+    try:
+        found = operator.index(number)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor of many elements
+        found = None
+    if found is None or "bool" in str(getattr(number, "dtype", type(number))):
+        raise UsageError(
+            f"got {number!r} ({type(number).__name__}) as a number of bytes; {_EXPECTED}, or an int of bytes"
+        )
+    return found
+
+
+def _instead_of(number: float) -> str:
+    """What somebody who wrote a float may have meant, each in a form that is accepted."""
+    meant = []
+    if 2**-30 <= number < 1e5:
+        meant.append(f'"{Decimal(repr(float(number))):f}GiB"')
+    if 1 <= number < float("inf"):
+        meant.append(f"{int(number)} (an int is a number of bytes)")
+    return ", or ".join(meant) or 'a string with a unit, such as "8GiB", or an int of bytes, such as 8 * 2**30'
+
+
 def _parse_text(text: str) -> int:
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"got {text!r} as a number of bytes; {_EXPECTED}")
     number, unit = match["number"], match["unit"]
     if not unit:
-        raise UsageError(f'got {text!r} without a unit; write "{number}GiB", "{number}GB" or "{number}B" to say which')
+        meant = [f'"{number}{unit}"' for unit in ("GiB", "GB", "B") if Fraction(number) * BYTE_UNITS[unit] >= 1]
+        if not meant:
+            raise UsageError(f"got {text!r} as a number of bytes; {_EXPECTED}")
+        raise UsageError(f"got {text!r} without a unit; write {' or '.join(meant)} to say which")
     if unit not in BYTE_UNITS:
         known = ", ".join(("B", "kB", "MB", "GB", "TB", "PB", *_BINARY_UNITS))
         raise UsageError(f"got the unit {unit!r} in {text!r}; expected one of {known}")

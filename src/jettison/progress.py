@@ -1,9 +1,144 @@
-"""How long work says where it is."""
+"""Progress of long work: who is told what is being done, and how long it has taken.
 
-from collections.abc import Callable
+NOTE [ Who sees progress ]
+Long work says two lines, one before it and one after it, to the logger ``jettison`` at level INFO. Where logging is set
+up for that, nothing else prints them. Where it is not, a terminal shows them; inside other people's trainers a log file
+has them, too. ``logging.getLogger("jettison").setLevel(logging.WARNING)`` keeps them away. Between the two a terminal
+shows one line that is rewritten every second: what is being done, and for how long. Of several ranks the first speaks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Final, TextIO
 
 Progress = Callable[[str], None]
+
+LOGGER: Final = logging.getLogger("jettison")
+TICK_SECONDS: Final = 1.0
+LONG_SECONDS: Final = 2.0
+"""Work that took as long is worth a line of its own on a terminal."""
+_CLEAR: Final = "\r\x1b[2K"
 
 
 def silent(_text: str) -> None:
     """Progress for nobody."""
+
+
+class Shown:
+    """Progress for whoever watches: see NOTE [ Who sees progress ].
+
+    Args:
+        everywhere: lines before and after are printed where stderr is no terminal, too, and however short the work was.
+    """
+
+    def __init__(self, *, everywhere: bool = False) -> None:
+        self.everywhere = everywhere
+        self._status: _Status | None = None
+
+    def __call__(self, text: str) -> None:
+        """Name what is being done now."""
+        if self._status is not None:
+            self._status.text = text
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        if not _leads():
+            return
+        if _logged():
+            LOGGER.info(text)
+        elif sys.stderr.isatty():
+            _write(sys.stderr, f"{_CLEAR}jettison: {text}\n")
+        elif self.everywhere:
+            _write(sys.stderr, f"jettison: {text}\n")
+
+    @contextmanager
+    def running(self, text: str) -> Iterator[None]:
+        """A line that is rewritten as long as this lasts; work inside of other work has the line of that."""
+        if self._status is not None or not sys.stderr.isatty() or not _leads():
+            yield
+            return
+        self._status = _Status(text, sys.stderr)
+        try:
+            with self._status:
+                yield
+        finally:
+            self._status = None
+
+
+shown: Final = Shown()
+"""Progress of what is called by hand."""
+in_a_trainer: Final = Shown(everywhere=True)
+"""Progress of what a trainer calls some time after it was asked for."""
+
+
+@contextmanager
+def reported(progress: Progress, before: str) -> Iterator[Callable[[str], None]]:
+    """Report long work: a line before it, and after it the one that the yielded function is given."""
+    tell = progress.line if isinstance(progress, Shown) else progress
+    at_once = not isinstance(progress, Shown) or progress.everywhere or _logged()
+    results: list[str] = []
+    began = time.perf_counter()
+    if at_once:
+        tell(before)
+    with progress.running(before) if isinstance(progress, Shown) else nullcontext():
+        yield results.append
+    seconds = time.perf_counter() - began
+    if at_once or seconds >= LONG_SECONDS:
+        for text in results:
+            tell(f"{text} (took {seconds:.1f} s)")
+
+
+class _Status:
+    """A line on a terminal that a thread rewrites."""
+
+    def __init__(self, text: str, stream: TextIO) -> None:
+        self.text, self._stream = text, stream
+        self._began = time.perf_counter()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._rewrite, name="jettison-progress", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if time.perf_counter() - self._began >= TICK_SECONDS:
+            _write(self._stream, _CLEAR)
+
+    def _rewrite(self) -> None:
+        while not self._ended.wait(TICK_SECONDS):
+            columns = shutil.get_terminal_size((80, 25)).columns
+            seconds = f" ({time.perf_counter() - self._began:.0f} s)"
+            text = f"jettison: {self.text}"[: max(0, columns - len(seconds) - 1)]
+            _write(self._stream, f"{_CLEAR}{text}{seconds}")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Nobody's training ends because a terminal has gone."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except (OSError, ValueError):
+        pass
+
+
+def _logged() -> bool:
+    """Whether the logger decides who sees lines: somebody gave it a level, or handlers that take INFO."""
+    return LOGGER.level != logging.NOTSET or (LOGGER.hasHandlers() and LOGGER.isEnabledFor(logging.INFO))
+
+
+def _leads() -> bool:
+    """Whether this process is the first rank, or the only one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return bool(distributed.get_rank() == 0)
+    return os.environ.get("RANK", "0") == "0"

@@ -10,10 +10,7 @@ GIB: Final = 1 << 30
 
 
 class Bytes(int):
-    """A whole number of bytes, where a budget is asked for: a bare number might as well be gigabytes.
-
-    ``Bytes(8 * 2**30)`` says in Python what ``"8GiB"`` says in text; budgets out of errors are of this type.
-    """
+    """A whole number of bytes: an int, whose type says its unit. Budgets out of errors are of this type."""
 
 
 def format_bytes(nbytes: int) -> str:

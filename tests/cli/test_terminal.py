@@ -329,7 +329,7 @@ def test_an_id_that_is_nowhere_is_a_clear_line(
     assert run(["ledger", "some-org/another"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "some-org/another" in said and "jettison list models" in said
-    assert ("HF_HUB_OFFLINE" if offline else "pip install 'jettison[hf]'") in said
+    assert ("HF_HUB_OFFLINE" if offline else "pip install '.[hf]'") in said
 
 
 # errors as documents --------------------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def test_what_is_not_installed_is_said_in_a_line(
     monkeypatch.setattr("jettison.verbs.ledger.ledger", absent)
     code, found, said = refused(capsys, "ledger", "gpt2")
     assert (code, found["error"]) == (2, "UsageError")
-    assert said.count("\n") == 1 and f"pip install 'jettison[{extra}]'" in said
+    assert said.count("\n") == 1 and f"pip install '.[{extra}]'" in said
 
 
 def test_people_get_no_documents(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import types
 import warnings
 from collections.abc import Callable
@@ -17,12 +18,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import jettison
-from jettison.errors import UnsupportedModule
+from jettison.errors import UnsupportedModule, UsageError
 from jettison.integrations.transformers import TransformersPlan, auto_checkpoint_trainer
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.runtime.planned import PlannedForward
-from jettison.units import Bytes
+from jettison.units import Bytes, format_bytes
 from support.toys import Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -169,6 +170,8 @@ def test_a_trainer_keeps_its_budget(make: Callable[[Path], Any], tmp_path: Path)
     logged, parameters = trained(plain)
     budget = Bytes(0.88 * max(plain.peaks))
     handle = auto_checkpoint_trainer(planned, budget)
+    with pytest.raises(UsageError, match="when the trainer's first batch comes"):
+        handle.report()
     again, same = trained(planned)
     assert len(logged) == STEPS
     assert again == logged
@@ -177,9 +180,40 @@ def test_a_trainer_keeps_its_budget(make: Callable[[Path], Any], tmp_path: Path)
     assert max(planned.peaks) <= budget
     predicted = max(shape.peak_bytes for shape in handle.applied.shapes())
     assert max(planned.peaks) == pytest.approx(predicted, rel=0.03)
+    assert handle.report() == handle.applied.report() and handle.memory() is None
+    assert repr(handle).startswith(f"<TransformersPlan: budget {format_bytes(budget)}, predicted peak ")
     handle.remove()
     assert "training_step" not in vars(planned)
     assert not any(isinstance(module.forward, PlannedForward) for module in planned.model.modules())
+
+
+@pytest.mark.parametrize("budget", [0.9, "8", True])
+def test_a_budget_is_refused_where_it_is_given(budget: Any) -> None:
+    """And not when the first batch comes."""
+    trainer = types.SimpleNamespace(training_step=None, args=types.SimpleNamespace())
+    with pytest.raises(UsageError, match="got "):
+        auto_checkpoint_trainer(trainer, budget)
+    assert trainer.training_step is None
+
+
+def test_planning_in_a_trainer_says_a_line_before_and_one_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    made = arguments(transformers.TrainingArguments, tmp_path)
+    trainer = transformers.Trainer(llama(), made, train_dataset=Rows())
+    plan = jettison.integrations.transformers.auto_checkpoint_trainer(trainer, 2**30)
+    trainer.args.max_steps = 1
+    with caplog.at_level("INFO"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    said = [record.getMessage() for record in caplog.records if record.name == "jettison"]
+    assert said[0] == "planning LlamaForCausalLM under a budget of 1.00 GiB" and len(said) == 2
+    assert re.fullmatch(
+        r"planned LlamaForCausalLM: budget 1\.00 GiB, predicted peak .* MiB, overhead 0\.0 % \(took .* s\)", said[1]
+    )
+    assert len(plan.report()) == LAYERS + 1
 
 
 def test_checkpointing_twice_is_refused(tmp_path: Path) -> None:

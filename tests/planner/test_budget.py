@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from jettison.errors import UsageError
 from jettison.planner import budget as room
 from jettison.planner.budget import budget_of
 from jettison.runtime import host_memory
+from jettison.units import format_bytes
 from support.toys import Headed, Mlp
 
 GIB = 1 << 30
@@ -29,7 +31,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_bytes_are_bytes() -> None:
     assert budget_of("8GiB", [nn.Linear(2, 2)]) == room.Budget(nbytes=8 * GIB)
-    assert budget_of(jettison.Bytes(123), [nn.Linear(2, 2)]).nbytes == 123
+    for number in (123, jettison.Bytes(123), torch.tensor(123)):
+        assert budget_of(number, [nn.Linear(2, 2)]).nbytes == 123
+
+
+@pytest.mark.parametrize("asked", [0.9, 8.0, True, "8", None])
+def test_what_is_no_budget_is_refused_with_all_that_is_one(asked: Any) -> None:
+    with pytest.raises(UsageError, match='or "90%" of what the device has left, or "auto"'):
+        budget_of(asked, [nn.Linear(2, 2)])
 
 
 def test_what_a_machine_has_left(machine: Path) -> None:
@@ -75,5 +84,7 @@ def test_a_model_is_planned_for_what_is_left(machine: Path) -> None:
     handle = jettison.auto_checkpoint(model, (x,), "auto", progress=said.append)
     assert handle.plan is not None
     assert handle.plan.budget_bytes == budget_of("auto", [model], (x,)).nbytes
-    assert said[0] == f"budget {handle.budget}"
+    assert said[0] == "planning Headed under a budget of what the device has left"
+    assert said[1] == f"budget {handle.budget}"
+    assert said[-1].startswith(f"planned Headed: budget {format_bytes(handle.plan.budget_bytes)}, predicted peak ")
     assert "95.0 %" in handle.budget

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -84,20 +86,32 @@ def test_lists_that_say_too_little_or_nonsense(policy: list[Any], says: str) -> 
     assert trained(model, given), "the model is as it was"
 
 
-@pytest.mark.parametrize("budget", [8, 8_000_000_000, 2.5, 0])
-def test_a_bare_number_is_no_budget(budget: Any) -> None:
-    model, given = stack(1)
+def asked_for(budget: Any) -> list[Callable[[], object]]:
+    """Every function that takes a budget, given this one."""
+    model, given = stack(2)
     traced = jettison.trace(model, given["batch"], loss_fn=given["loss_fn"])
-    ways = (
-        lambda: jettison.auto_checkpoint(model, given["batch"], budget, loss_fn=given["loss_fn"]),
-        lambda: jettison.plan(traced, budget),
-        lambda: jettison.plan.sweep(traced, ["1GiB", budget]),
-        lambda: jettison.verify(model, given["batch"], budget=budget, loss_fn=given["loss_fn"]),
-        lambda: jettison.apply(model, "offload", host_budget=budget, **given),
-    )
-    for way in ways:
-        with pytest.raises(UsageError, match="without a unit; write"):
+    search = jettison.SearchRequest(seq=128, tp="1", pp="1", cp="1", recompute="none")
+    return [
+        lambda: jettison.auto_checkpoint(model, given["batch"], budget, loss_fn=given["loss_fn"]).remove(),
+        lambda: jettison.plan(traced, budget, measure=False),
+        lambda: jettison.plan.sweep(traced, ["1GiB", budget], measure=False),
+        lambda: jettison.verify(model, given["batch"], budget=budget, loss_fn=given["loss_fn"], rounds=1),
+        lambda: jettison.apply(model, "offload", host_budget=budget, **given).remove(),
+        lambda: jettison.search("gpt2", search, gpus=1, gpu="h100-80gb", global_batch=1, budget=budget),
+    ]
+
+
+@pytest.mark.parametrize("budget", [2.5, 8e9, True, torch.tensor(True), torch.tensor(8.0), "8", 0, -1])
+def test_what_is_no_number_of_bytes_is_refused_everywhere(budget: Any) -> None:
+    for way in asked_for(budget):
+        with pytest.raises(UsageError, match=r"got .*(number of bytes|without a unit; write|at least one byte)"):
             way()
+
+
+@pytest.mark.parametrize("budget", [1 << 34, np.int64(1 << 34), torch.tensor(1 << 34), jettison.Bytes(1 << 34)])
+def test_a_whole_number_is_bytes_everywhere(budget: Any) -> None:
+    for way in asked_for(budget):
+        way()
 
 
 def test_the_budget_out_of_an_error_can_be_asked_for_as_it_is() -> None:

@@ -34,7 +34,7 @@ def planned(model: nn.Module, x: torch.Tensor) -> int:
 
 def by_hand(model: nn.Module, x: torch.Tensor) -> float:
     traced = jettison.trace(model, (x,), loss_fn=lambda out: out.sum())
-    made = jettison.plan(traced, jettison.Bytes(8 * 2**30))
+    made = jettison.plan(traced, 8 * 2**30)
     assert_type(made, jettison.Plan)
     for found in jettison.sweep(traced, ["8GiB", "6GiB"]):
         if not isinstance(found, jettison.Infeasible):

@@ -19,6 +19,8 @@ def described(name: str, found: object) -> list[str]:
     """A line for the name, and for each public member of a class."""
     if isinstance(found, str):
         return [f"{name}: str"]
+    if inspect.ismodule(found):
+        return [f"{name}: module of {', '.join(found.__all__)}"]
     if not inspect.isclass(found):
         assert callable(found), name
         return [f"{name}{inspect.signature(found)}"]
@@ -62,7 +64,7 @@ def test_the_public_api_is_the_one_that_is_listed() -> None:
 
 def test_names_say_where_they_are_from_and_what_they_do() -> None:
     assert jettison.__all__ == sorted(jettison.__all__)
-    assert set(jettison.__all__) == {*jettison._HOME_OF, "__version__"}
+    assert set(jettison.__all__) == {*jettison._HOME_OF, *jettison._ROOMS, "__version__"}
     for name in jettison._HOME_OF:
         found = getattr(jettison, name)
         assert found.__doc__ and not found.__doc__.startswith(f"{name}("), name

@@ -17,7 +17,7 @@ WRONG = """
 import jettison
 
 def misused() -> str:
-    jettison.auto_checkpoint(None, (), 8)
+    jettison.auto_checkpoint(None, (), 8.5)
     run = jettison.run_of("gpt2", jettison.RunRequest(sequence=512))
     return jettison.forecast(run).peak_bytes
 """
@@ -61,6 +61,6 @@ def test_a_strict_program_type_checks_and_a_wrong_one_does_not(installed: Path, 
     wrong = tmp_path / "wrong.py"
     wrong.write_text(WRONG)
     said = mypy(installed, wrong, tmp_path).stdout
-    assert 'incompatible type "int"; expected "str | Bytes"' in said
+    assert 'incompatible type "float"; expected "str | SupportsIndex"' in said
     assert 'Unexpected keyword argument "sequence"' in said
     assert 'got "int", expected "str"' in said

@@ -71,7 +71,7 @@ def test_the_core_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     assert said.returncode == 0 and "What each layer does" in said.stdout, said.stderr
     live = [python, "-m", "jettison", "ledger", "somewhere:make"]
     said = subprocess.run(live, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE)
-    assert said.returncode == 2 and re.search(r"pip install 'jettison\[torch\]'", said.stderr), said.stderr
+    assert said.returncode == 2 and re.search(r"pip install '\.\[torch\]' in a clone", said.stderr), said.stderr
     asked = [python, "-c", "import jettison; print(jettison.run_of('gpt2').seq); jettison.auto_checkpoint"]
     said = subprocess.run(asked, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE)
     assert said.stdout == "1024\n" and "jettison.auto_checkpoint needs torch: pip install" in said.stderr

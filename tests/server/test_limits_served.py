@@ -279,7 +279,7 @@ except Exception as error:
     print(type(error).__name__, error)"""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src")])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "UsageError --serve needs uvicorn: pip install 'jettison[serve]'\n"
+    assert done.stdout == "UsageError --serve needs uvicorn: pip install '.[serve]' in a clone of Jettison\n"
 
 
 def test_a_bound_is_above_nothing() -> None:

@@ -19,6 +19,8 @@ from jettison.capture.trees import tree_leaves
 from jettison.capture.values import tracing
 from jettison.errors import TraceError
 from jettison.ledger.program import Program
+from jettison.one_line import summary
+from jettison.units import format_seconds
 
 LossFn = Callable[[Any], Tensor]
 
@@ -106,6 +108,13 @@ class ModelTrace:
     outside: list[TensorRef] = field(default_factory=list)  # saved by a loss that is computed after the forward
     warnings: list[str] = field(default_factory=list)
     more: list[ModelTrace] = field(default_factory=list)  # of calls with other arguments in the same step
+
+    def __repr__(self) -> str:
+        return summary(
+            self,
+            f"{type(self.fake_model).__name__}, {len(self.calls)} block calls, {len(self.classes)} kinds, recorded in "
+            f"{format_seconds(self.seconds)}",
+        )
 
     @functools.cached_property
     def device_type(self) -> str | None:

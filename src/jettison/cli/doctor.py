@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from jettison.cli.environment_notes import environment_notes
 from jettison.errors import UsageError
+from jettison.extras import install
 from jettison.processors import cores
 from jettison.units import format_bytes
 
@@ -41,7 +42,7 @@ def _accelerators() -> list[tuple[str, str]]:
     try:
         import torch
     except ImportError:
-        return [("accelerators", "unknown without torch: pip install 'jettison[torch]'")]
+        return [("accelerators", f"unknown without torch: {install('torch')}")]
     if not torch.cuda.is_available():
         return [("accelerators", "none")]
     names = []
@@ -85,7 +86,7 @@ def calibrated(*, device: str | None, quick: bool, ranks: int, say: Callable[[st
     try:
         from jettison.calibrate import calibrate
     except ImportError as error:
-        raise UsageError(f"--calibrate needs torch ({error}): pip install 'jettison[torch]'") from None
+        raise UsageError(f"--calibrate needs torch ({error}): {install('torch')}") from None
     return calibrate(device, short=quick, ranks=ranks, say=say)
 
 

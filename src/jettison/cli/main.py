@@ -23,6 +23,7 @@ from jettison.cli.predicting import estimate, ledger, plan, search
 from jettison.cli.reporting import report
 from jettison.cli.running import demo, train, verify
 from jettison.errors import JettisonError
+from jettison.extras import install
 from jettison.report.console import hint
 from jettison.report.json_text import json_text
 
@@ -96,7 +97,7 @@ def _run(arguments: list[str]) -> int:
     ) as error:  # a package that is not here; a bug of ours, or of the factory that was called: show where
         extra = EXTRAS.get((getattr(error, "name", None) or "").partition(".")[0])
         if isinstance(error, ModuleNotFoundError) and extra is not None:
-            message = f"this needs {error.name}, which is not installed: pip install 'jettison[{extra}]'"
+            message = f"this needs {error.name}, which is not installed: {install(extra)}"
             hint(f"jettison: {message}")
             return _failed(arguments, "UsageError", message, EXIT_USAGE)
         hint(traceback.format_exc())

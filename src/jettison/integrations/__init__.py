@@ -1,1 +1,41 @@
-"""Other people's training loops under a budget, one line each. Their libraries are imported when they are used."""
+"""Other people's training loops under a budget, one line each.
+
+Each module is imported, with the library it is for, when it is first used: ``jettison.integrations.transformers``.
+"""
+
+from importlib import import_module
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING
+
+from jettison.extras import install
+
+if TYPE_CHECKING:
+    from jettison.integrations import lightning, torchtitan, transformers
+
+_EXTRA_OF = MappingProxyType({"lightning": "integrations", "torchtitan": "torchtitan", "transformers": "hf"})
+
+__all__ = ["lightning", "torchtitan", "transformers"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import a trainer's module.
+
+    Raises:
+        AttributeError: there is none of that name.
+        ImportError: the library is not installed.
+    """
+    extra = _EXTRA_OF.get(name)
+    if extra is None:
+        raise AttributeError(f"module 'jettison.integrations' has no attribute {name!r}; it has {', '.join(__all__)}")
+    try:
+        return import_module(f"jettison.integrations.{name}")
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing == "jettison":
+            raise
+        wanted = "torch" if missing == "torch" else extra
+        raise ImportError(f"jettison.integrations.{name} needs {missing}: {install(wanted)}") from error
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -7,23 +7,74 @@ import copy
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, SupportsIndex
 
-from jettison.planner.handle import Applied
-from jettison.units import Bytes
+from jettison.errors import UsageError
+from jettison.one_line import summary
+from jettison.planner.budget import AskedBudget
+from jettison.planner.handle import Applied, figures
+from jettison.planner.handle_report import HandleReport
+from jettison.planner.peak_watch import MemoryReport
+from jettison.progress import in_a_trainer
 
 _PLAIN: Final = (int, float, complex, str, bytes, type(None))
 
 
-class TrainerPlan(ABC):
-    """What becomes of a trainer: ``applied`` is there once its first batch was."""
+class Planned:
+    """A plan that is made when a trainer's first batch comes: ``applied`` is there from then on.
+
+    Args:
+        memory_budget: as in `jettison.auto_checkpoint`.
+        options: of `jettison.auto_checkpoint`.
+
+    Raises:
+        UsageError: the budget cannot be read.
+    """
+
+    def __init__(self, memory_budget: str | SupportsIndex, options: dict[str, Any]) -> None:
+        self._asked = AskedBudget.of(memory_budget)  # refused here, not when the first batch comes
+        self.memory_budget = memory_budget
+        self.options = {"progress": in_a_trainer, **options}
+        self.applied: Applied | None = None
+
+    def __repr__(self) -> str:
+        text = f"budget {self._asked}, no batch so far" if self.applied is None else figures(self.applied)
+        return summary(self, text)
+
+    def report(self) -> HandleReport:
+        """See `jettison.planner.handle.Applied.report`.
+
+        Raises:
+            UsageError: no batch came so far, and there is no plan.
+        """
+        return self._there("report").report()
+
+    def memory(self) -> MemoryReport | None:
+        """See `jettison.planner.handle.Applied.memory`.
+
+        Raises:
+            UsageError: no batch came so far, and there is no plan.
+        """
+        return self._there("memory").memory()
+
+    def _there(self, asked: str) -> Applied:
+        if self.applied is None:
+            raise UsageError(
+                f"got {asked}() before there is a plan; it is made when the trainer's first batch comes: ask while it "
+                "trains, or afterwards"
+            )
+        return self.applied
+
+
+class TrainerPlan(Planned, ABC):
+    """What becomes of a trainer."""
 
     method: ClassVar[str]
     """Of the trainer: called with every batch, runs forward and backward."""
 
-    def __init__(self, trainer: Any, memory_budget: str | Bytes, options: dict[str, Any]) -> None:
-        self.trainer, self.memory_budget, self.options = trainer, memory_budget, options
-        self.applied: Applied | None = None
+    def __init__(self, trainer: Any, memory_budget: str | SupportsIndex, options: dict[str, Any]) -> None:
+        super().__init__(memory_budget, options)
+        self.trainer = trainer
         self.own = getattr(trainer, self.method)
         self.had_own = self.method in vars(trainer)  # somebody had set one on it
         setattr(trainer, self.method, self._step)

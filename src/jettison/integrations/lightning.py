@@ -8,30 +8,28 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, SupportsIndex
 
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from jettison.errors import UnsupportedModule
-from jettison.planner.handle import Applied
+from jettison.integrations.first_batch import Planned
 from jettison.planner.live import auto_checkpoint
-from jettison.units import Bytes
 
 
-class AutoCheckpoint(Callback):
+class AutoCheckpoint(Planned, Callback):
     """Make a `lightning.Trainer` train under ``memory_budget``: ``Trainer(callbacks=[AutoCheckpoint("8GiB")])``.
 
-    ``applied`` is there once the first batch was.
+    ``applied`` is there once the first batch was; `report` and `memory` are those of it.
 
     Args:
         memory_budget: as in `jettison.auto_checkpoint`.
         options: of `jettison.auto_checkpoint`: ``check``, ``shapes``, ``progress``, ...
     """
 
-    def __init__(self, memory_budget: str | Bytes, **options: Any) -> None:
-        self.memory_budget, self.options = memory_budget, options
-        self.applied: Applied | None = None
+    def __init__(self, memory_budget: str | SupportsIndex, **options: Any) -> None:
+        super().__init__(memory_budget, options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning's hook.

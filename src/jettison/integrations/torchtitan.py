@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from jettison.integrations.first_batch import TrainerPlan, holding
 from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
 from jettison.planner.optimizers import as_one
-from jettison.units import Bytes, format_bytes
 
 
 class AutoCheckpoint(ActivationCheckpointing):
@@ -38,7 +37,7 @@ class AutoCheckpoint(ActivationCheckpointing):
     class Config(ActivationCheckpointing.Config):
         """What torchtitan's other policies have in theirs (``preserve_rng_state``, ...) means nothing here."""
 
-        budget: str
+        budget: str | int
         """As ``memory_budget`` of `jettison.auto_checkpoint`, on each rank."""
 
         check: str = "always"
@@ -76,7 +75,7 @@ class TorchtitanPlan(TrainerPlan):
             with holding(trainer, model_parts=[model], ntokens_seen=0), holding(trainer.loss_fn, **chunked):
                 return self.own(**batch)
 
-        applied = auto_checkpoint(
+        return auto_checkpoint(
             model,
             batch,
             self.memory_budget,
@@ -85,13 +84,9 @@ class TorchtitanPlan(TrainerPlan):
             gradients_held=waiting > 0,
             **self.options,
         )
-        assert applied.plan is not None
-        predicted, budget = applied.plan.predicted.peak_bytes, applied.plan.budget_bytes
-        logger.info(f"Jettison: peak {format_bytes(predicted)} predicted, under a budget of {format_bytes(budget)}")
-        return applied
 
 
-def auto_checkpoint_trainer(trainer: Any, memory_budget: str | Bytes, **options: Any) -> TrainerPlan:
+def auto_checkpoint_trainer(trainer: Any, memory_budget: str | SupportsIndex, **options: Any) -> TrainerPlan:
     """Make a torchtitan `Trainer` train under ``memory_budget``: what `AutoCheckpoint` does, for one that is built.
 
     Args:

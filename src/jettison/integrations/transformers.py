@@ -7,7 +7,7 @@ the step: a rollout has no gradients, and on fake tensors it would be made up.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import nn
 
@@ -15,7 +15,6 @@ from jettison.errors import UnsupportedModule
 from jettison.integrations.first_batch import TrainerPlan, holding, unmoved
 from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
-from jettison.units import Bytes
 
 _REFERENCES = ("ref_model", "reward_model", "value_model")
 """Attributes of TRL's trainers that hold models of their own."""
@@ -74,7 +73,7 @@ class TransformersPlan(TrainerPlan):
         )
 
 
-def auto_checkpoint_trainer(trainer: Any, memory_budget: str | Bytes, **options: Any) -> TrainerPlan:
+def auto_checkpoint_trainer(trainer: Any, memory_budget: str | SupportsIndex, **options: Any) -> TrainerPlan:
     """Make a `transformers.Trainer`, or one of TRL's, train under ``memory_budget``.
 
     Args:

@@ -12,6 +12,7 @@ from typing import overload
 from jettison.errors import UsageError
 from jettison.ledger.document import document, read_document
 from jettison.ledger.record import ENTRY_FIELDS, Placement, SavedTensor
+from jettison.one_line import summary
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class Ledger(Sequence[SavedTensor]):
         if missing := [layer for layer in mentioned if layer not in set(layers)]:
             raise UsageError(f"the layer order {layers} lacks {missing}, which entries belong to")
         object.__setattr__(self, "layers", layers)
+
+    def __repr__(self) -> str:
+        return summary(self, f"{len(self.entries)} saved tensors of {len(self.layers)} layers")
 
     def __len__(self) -> int:
         return len(self.entries)

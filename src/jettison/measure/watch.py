@@ -30,6 +30,7 @@ from jettison.diagnose.oom_snapshot import FEWEST_STEPS, FIRST_STEPS, SHARE_OF_S
 from jettison.diagnose.watch_record import WatchRecord
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
+from jettison.one_line import summary
 from jettison.units import format_bytes
 
 HISTORY: Final = 200_000
@@ -64,6 +65,9 @@ class LoopWatch:
         self._last: int = meter.step()[0]
         self._said_growth = False
         self._leads: int | None = None
+
+    def __repr__(self) -> str:
+        return summary(self, f"{len(self.steps)} steps, {self.out}")
 
     def step(self) -> None:
         """A step ends here."""

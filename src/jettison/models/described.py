@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jettison.errors import NotDescribed
+from jettison.extras import install
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec
 from jettison.spec.hub import hub_config, is_hub_id
@@ -37,8 +38,7 @@ def described_model(model: str, request: RunRequest, *, live: bool = False, trac
                 if _forbidden:
                     raise NotDescribed(why) from None
                 raise NotDescribed(
-                    f"{why}. Any other is recorded where torch and transformers are installed: pip install "
-                    "'jettison[hf]'"
+                    f"{why}. Any other is recorded where torch and transformers are installed: {install('hf')}"
                 ) from None
         else:
             if model in PRESETS or not found.left_out or found.patches is not None or not can_record():

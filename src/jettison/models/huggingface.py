@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jettison.capture.fakes import fake_copy
 from jettison.errors import UsageError
+from jettison.extras import install
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash": "sdpa"}  # PyTorch's own fused kernels are what sdpa runs
@@ -196,7 +197,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise UsageError("a config.json needs transformers: pip install 'jettison[hf]'") from error
+        raise UsageError(f"a config.json needs transformers: {install('hf')}") from error
     transformers.logging.set_verbosity_error()
     return transformers
 

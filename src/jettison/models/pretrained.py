@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.errors import UsageError
+from jettison.extras import install
 
 safe_open: Any
 SafetensorError: Any
@@ -120,7 +121,7 @@ def open_weights(path: Path) -> WeightsFolder:
         UsageError: it is no folder, has no safetensors, or they are damaged or incomplete.
     """
     if safe_open is None:
-        raise UsageError("model.pretrained needs safetensors: pip install 'jettison[hf]'")
+        raise UsageError(f"model.pretrained needs safetensors: {install('hf')}")
     if not path.is_dir():
         raise UsageError(f"model.pretrained: {path} is not a folder; expected one with config.json and safetensors")
     files = _files(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from jettison.dryrun.step import ModulePolicy, OneBatch, dry_run
 from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, Group, groups_for, summary
 from jettison.parallel.talking import talking_groups
-from jettison.parse_units import parse_budget
+from jettison.parse_units import parse_bytes
 from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.handle import Applied, keep_losses
 from jettison.planner.planner import Candidate, Planner, digests_of, fingerprint, module_policy
@@ -27,7 +27,6 @@ from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll, attention_core, policy_named
-from jettison.units import Bytes
 
 Policy = str | CheckpointPolicy | Mapping[str, "str | CheckpointPolicy"] | Sequence["str | CheckpointPolicy"]
 
@@ -130,7 +129,7 @@ def apply(
     check: str | Check = Check.ALWAYS,
     compile: str | None = None,
     group: Group | None = None,
-    host_budget: str | Bytes | None = None,
+    host_budget: str | SupportsIndex | None = None,
 ) -> Applied:
     """Apply a plan, or a policy of your own.
 
@@ -163,7 +162,7 @@ def apply(
         if (policy is None) == (plan is None):
             raise UsageError("give either policy= or plan=, not both and not neither")
         how = check_of(check)
-        host_bytes = None if host_budget is None else parse_budget(host_budget)
+        host_bytes = None if host_budget is None else parse_bytes(host_budget)
         check_model(model)
         if batch is None:
             raise UsageError("apply() needs batch=: one training batch, to record what the model saves")

@@ -20,7 +20,7 @@ from jettison.dryrun.step import ModulePolicy
 from jettison.errors import Infeasible, JettisonError
 from jettison.planner.described import Described
 from jettison.planner.planner import UNSEEN_BYTES, module_policy
-from jettison.progress import Progress
+from jettison.progress import Progress, reported
 from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.install import follow, install_beside
 from jettison.runtime.planned import PlannedForward
@@ -165,10 +165,11 @@ class BatchPlans:
 
     def _make(self, shape: BatchShape, batch: Any) -> Cover:
         """A plan under which this batch fits; where none does, or none can be made, the most frugal that there is."""
-        self.progress(f"a batch that no plan covers: {shape}")
         try:
-            described = self.describe(batch)
-            made = self._tried(shape, described) or self._planned(shape, described)
+            with reported(self.progress, f"planning for a batch of {shape}, which no plan covers") as done:
+                described = self.describe(batch)
+                made = self._tried(shape, described) or self._planned(shape, described)
+                done(f"planned for a batch of {shape}: predicted peak {format_bytes(made.peak_bytes)}")
         except JettisonError as error:
             frugal = max(self.treatments, key=lambda one: one.added_seconds)
             warnings.warn(
@@ -244,9 +245,10 @@ class BatchPlans:
         if seen.rent_seconds < self.planning_seconds or len(self.treatments) >= MOST_PLANS:
             return
         seen.rent_seconds = float("-inf")  # once
-        self.progress(f"{seen.steps} batches came of {shape}")
         try:
-            own = self._planned(shape, self.describe(batch))
+            with reported(self.progress, f"planning for batches of {shape}, of which {seen.steps} came") as done:
+                own = self._planned(shape, self.describe(batch))
+                done(f"planned for batches of {shape}: predicted peak {format_bytes(own.peak_bytes)}")
         except JettisonError:
             return  # it has a plan
         seen.cover = own

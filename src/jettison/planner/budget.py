@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Final
+from typing import Any, Final, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
 from jettison.errors import UsageError
 from jettison.measure.tensors import static_tensors, unique_bytes
-from jettison.parse_units import parse_budget
+from jettison.parse_units import parse_bytes
 from jettison.predict.allowance import FRAGMENTS
 from jettison.runtime.host_memory import left_on_host
-from jettison.units import Bytes, format_bytes, format_percent
+from jettison.units import format_bytes, format_percent
 
 HOST_MARGIN: Final = Fraction(1, 20)
 """Of a host's memory, which other processes use too: judgement."""
@@ -44,8 +44,49 @@ class Budget:
         return replace(self, nbytes=nbytes, words=f"{format_bytes(nbytes)}, the smallest of all ranks'; here {own}")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedBudget:
+    """A budget as somebody wrote it, before the device is asked what it has left.
+
+    Args:
+        nbytes: where it is a number of bytes.
+        share: of what the device has left for this process; with neither, all of that less a margin.
+    """
+
+    nbytes: int | None = None
+    share: Fraction | None = None
+
+    def __str__(self) -> str:
+        if self.nbytes is not None:
+            return format_bytes(self.nbytes)
+        return "what the device has left" if self.share is None else f"{format_percent(float(self.share))} of that"
+
+    @classmethod
+    def of(cls, asked: AskedBudget | str | SupportsIndex) -> AskedBudget:
+        """Read ``"8GiB"``, a whole number of bytes, ``"90%"`` or ``"auto"``.
+
+        Raises:
+            UsageError: it is none of these; or a share of more than 100 %.
+        """
+        if isinstance(asked, AskedBudget):
+            return asked
+        if isinstance(asked, str) and asked.strip() == "auto":
+            return cls()
+        if not isinstance(asked, str) or (match := _SHARE.fullmatch(asked)) is None:
+            try:
+                return cls(nbytes=parse_bytes(asked))
+            except UsageError as error:
+                raise UsageError(f'{error}; or "90%" of what the device has left, or "auto"') from None
+        if not 0 < (share := Fraction(match[1]) / 100) <= 1:
+            raise UsageError(f"got {asked!r} as a budget; expected a share above 0 % and up to 100 %, bytes, or 'auto'")
+        return cls(share=share)
+
+
 def budget_of(
-    asked: str | Bytes, models: Sequence[nn.Module], batch: Any = (), optimizer: torch.optim.Optimizer | None = None
+    asked: AskedBudget | str | SupportsIndex,
+    models: Sequence[nn.Module],
+    batch: Any = (),
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Budget:
     """What was asked for, in bytes.
 
@@ -54,20 +95,18 @@ def budget_of(
     take. ``"90%"`` is that share of the same memory, without a margin.
 
     Raises:
-        UsageError: no such quantity; or a share of more than 100 %.
+        UsageError: see `AskedBudget`.
     """
-    share = _SHARE.fullmatch(asked) if isinstance(asked, str) else None
-    if asked != "auto" and share is None:
-        return Budget(nbytes=parse_budget(asked))
+    read = AskedBudget.of(asked)
+    if read.nbytes is not None:
+        return Budget(nbytes=read.nbytes)
     tensors = [t for model in models for t in static_tensors(model)] + list(_others(batch, optimizer))
     device = next((t.device for t in tensors if t.device.type == "cuda"), None)
     if device is not None:
         left, where, margin = _left_on(device), f"{torch.cuda.get_device_name(device)}", FRAGMENTS[1]
     else:
         left, where, margin = left_on_host() + unique_bytes(tensors), "this machine's memory", HOST_MARGIN
-    part = 1 - margin if share is None else Fraction(share[1]) / 100
-    if not 0 < part <= 1:
-        raise UsageError(f"got {asked!r} as a budget; expected a share above 0 % and up to 100 %, bytes, or 'auto'")
+    part = 1 - margin if read.share is None else read.share
     nbytes = int(left * part)
     words = f"{format_bytes(nbytes)}: {format_percent(float(part))} of the {format_bytes(left)} that {where} has left"
     return Budget(nbytes=nbytes, words=f"{words} for this process")

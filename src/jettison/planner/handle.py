@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from jettison.capture.model_trace import ModelTrace, as_batch
+from jettison.one_line import summary
 from jettison.planner.batches import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
 from jettison.planner.guard import Attempt, attempts
@@ -20,6 +21,7 @@ from jettison.runtime.offload import OffloadEngine
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.report import Live
 from jettison.solve.plan import Plan
+from jettison.units import format_bytes, format_percent
 
 
 @dataclass(kw_only=True)
@@ -41,6 +43,10 @@ class Applied:
     watch: PeakWatch | None = None
     hooks: list[Any] = field(default_factory=list)
     losses: Hold | None = None
+
+    def __repr__(self) -> str:
+        removed = all(region.retired for region in self.regions if region.is_root)
+        return summary(self, f"{'removed; ' if removed else ''}{figures(self)}")
 
     def remove(self) -> None:
         """Every module runs its own forward again."""
@@ -141,6 +147,18 @@ class Applied:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def figures(applied: Applied) -> str:
+    """A plan in a few figures; of a policy, what it is."""
+    if applied.plan is None:
+        words = sorted({region.word for region in applied.report()[:-1]})
+        return f"policy {', '.join(words)}, {len(applied.regions) - 1} blocks"
+    made = [plan.predicted for plan in applied.plans or (applied.plan,)]
+    peak_bytes = max(predicted.peak_bytes for predicted in made)
+    overhead = max(predicted.overhead_fraction for predicted in made)
+    budget, peak = format_bytes(applied.plan.budget_bytes), format_bytes(peak_bytes)
+    return f"budget {budget}, predicted peak {peak}, overhead {format_percent(overhead)}"
 
 
 def _predicted(batches: BatchPlans | None, first_bytes: int) -> Callable[[], int]:

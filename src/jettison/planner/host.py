@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, SupportsIndex
 
 import torch
 
@@ -13,7 +13,7 @@ from jettison.capture.model_trace import ModelTrace
 from jettison.capture.recording import Place, RegionTrace
 from jettison.cost.collective import host_seconds
 from jettison.errors import UsageError
-from jettison.parse_units import parse_budget
+from jettison.parse_units import parse_bytes
 from jettison.planner.points import PACK
 from jettison.runtime.device import rounding_of
 from jettison.runtime.host_memory import left_on_host
@@ -26,7 +26,7 @@ from jettison.solve.levels import Levels
 from jettison.solve.policy import SMALLEST_BYTES, can_move
 from jettison.solve.problem import Link, StepProblem
 from jettison.spec.hardware import Hardware, hardware
-from jettison.units import Bytes, format_bytes
+from jettison.units import format_bytes
 
 SEND: Final = "-send-"
 ALL: Final = "all"
@@ -81,7 +81,7 @@ def hardware_of(given: Hardware | str | None) -> Hardware | None:
 
 def host_of(
     offload: bool,
-    host_budget: str | Bytes | None,
+    host_budget: str | SupportsIndex | None,
     given: Hardware | None,
     device: torch.device,
     *,
@@ -102,7 +102,7 @@ def host_of(
                 f"got host_budget={host_budget!r}, and nothing goes to the host; give offload=True as well"
             )
         return None
-    budget = None if host_budget is None else parse_budget(host_budget)
+    budget = None if host_budget is None else parse_bytes(host_budget)
     left = given.host_memory_bytes if elsewhere and given is not None else None
     whose = "this machine" if left is None or given is None else f"the host of {given.name}"
     if left is None:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -17,13 +17,13 @@ from jettison.dryrun.user_step import Step
 from jettison.errors import Infeasible, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Group
-from jettison.parse_units import parse_budget
+from jettison.parse_units import parse_bytes
 from jettison.planner.apply import agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
 from jettison.planner.batches import BatchPlans
-from jettison.planner.budget import Budget, budget_of, of_reserved
+from jettison.planner.budget import AskedBudget, Budget, budget_of, of_reserved
 from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.described import OneModel
-from jettison.planner.handle import Applied, follow_loop, note_losses, with_losses
+from jettison.planner.handle import Applied, figures, follow_loop, note_losses, with_losses
 from jettison.planner.host import Host, hardware_of, host_of
 from jettison.planner.optimizers import Optimizers, as_one
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
@@ -31,14 +31,13 @@ from jettison.planner.planner import make_planner
 from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
 from jettison.planner.together import Together, together
-from jettison.progress import Progress, silent
+from jettison.progress import Progress, reported, shown, silent
 from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.chunked_loss import Hold
 from jettison.runtime.offload_setup import place_of
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware
-from jettison.units import Bytes
 
 
 def trace(
@@ -69,19 +68,19 @@ def trace(
 
 def plan(
     traced: ModelTrace,
-    memory_budget: str | Bytes,
+    memory_budget: str | SupportsIndex,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     measure: bool = True,
     hardware: Hardware | str | None = None,
     gradients_held: bool = False,
     offload: bool = False,
-    host_budget: str | Bytes | None = None,
+    host_budget: str | SupportsIndex | None = None,
 ) -> Plan:
     """The fastest plan that keeps a step of the traced model under ``memory_budget`` (peak of allocated bytes).
 
     Args:
-        memory_budget: ``"8GiB"``: a unit is required; a number in Python is ``jettison.Bytes(n)``.
+        memory_budget: ``"8GiB"`` (text needs a unit), or a whole number of bytes.
         optimizer: over the fake copy's parameters; its state and its step count towards the peak.
         measure: price ops by running them here; else by FLOPs and bytes, and what kernels allocate inside is not
             counted.
@@ -109,14 +108,14 @@ def plan(
 
 def sweep(
     traced: ModelTrace,
-    memory_budgets: Iterable[str | Bytes],
+    memory_budgets: Iterable[str | SupportsIndex],
     *,
     optimizer: torch.optim.Optimizer | None = None,
     measure: bool = True,
     hardware: Hardware | str | None = None,
     gradients_held: bool = False,
     offload: bool = False,
-    host_budget: str | Bytes | None = None,
+    host_budget: str | SupportsIndex | None = None,
     progress: Progress = silent,
 ) -> list[Plan | Infeasible]:
     """A plan for each of several budgets, in their order: what a step costs in seconds by what it may take in bytes.
@@ -127,7 +126,7 @@ def sweep(
     Raises:
         UsageError: a budget cannot be read, or there is none.
     """
-    budgets = [parse_budget(budget) for budget in memory_budgets]
+    budgets = [parse_bytes(budget) for budget in memory_budgets]
     if not budgets:
         raise UsageError("got no memory budgets; expected at least one, as in sweep(traced, ['8GiB', '6GiB'])")
     beside = elsewhere_bytes(traced.real, traced.batch, optimizer) if traced.real is not None else 0
@@ -158,7 +157,7 @@ plan.sweep = sweep  # type: ignore[attr-defined]
 def auto_checkpoint(
     model: nn.Module | Scheduled,
     batch: Any,
-    memory_budget: str | Bytes,
+    memory_budget: str | SupportsIndex,
     *,
     optimizer: Optimizers = None,
     loss_fn: LossFn | None = None,
@@ -172,11 +171,11 @@ def auto_checkpoint(
     reserved: bool = False,
     compile: str | None = None,
     offload: bool = False,
-    host_budget: str | Bytes | None = None,
+    host_budget: str | SupportsIndex | None = None,
     hardware: Hardware | str | None = None,
     group: Group | None = None,
     chunked_loss: bool = True,
-    progress: Progress = silent,
+    progress: Progress = shown,
 ) -> Applied:
     """Make ``model`` train under ``memory_budget``: trace it, plan it, apply the plan.
 
@@ -189,8 +188,9 @@ def auto_checkpoint(
         model: a module; or, with ``step``, a schedule of `torch.distributed.pipelining` over this rank's stages, whose
             modules are planned together.
         batch: one training batch, ``model(**batch)`` or ``model(*batch)``.
-        memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes; ``"auto"``, what the device has left for
-            this process less a margin; ``"90%"`` of what it has left. Of ranks that plan together the smallest counts.
+        memory_budget: ``"8GiB"`` (text needs a unit) or a whole number of bytes; ``"auto"``, what the device has left
+            for this process less a margin; ``"90%"`` of what it has left. Of ranks that plan together the smallest
+            counts.
         optimizer: whose state and step count as well; several as ``(first, second)``, which step one after the other
             behind all forwards and backwards.
         holds_output: the loop still holds the model's output (logits and all) while it runs backward and the
@@ -220,6 +220,7 @@ def auto_checkpoint(
             three. What is not that function, as one that was imported by name before, is left as it is; so are losses
             whose logits the step writes to in place before its backward.
         group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
+        progress: is told what is being done; left out, the logger ``jettison`` and a terminal are.
 
     Raises:
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
@@ -231,6 +232,7 @@ def auto_checkpoint(
         UsageError: a budget cannot be read; the optimizer is not one that a step of can be dry-run; nobody states the
             link to the host.
     """
+    asked = AskedBudget.of(memory_budget)
     models = _sequence("models", models)
     given = models or (model,)
     if isinstance(shapes, Iterator):
@@ -248,7 +250,7 @@ def auto_checkpoint(
             settings = compile_settings(compile, modules)
             device = hardware_of(hardware)
             host = host_of(offload, host_budget, device, place_of(nn.ModuleList(modules)))
-            budget = budget_of(memory_budget, modules_of(given), batch, steps)
+            budget = budget_of(asked, modules_of(given), batch, steps)
             if reserved:
                 budget = of_reserved(budget, nn.ModuleList(modules))
             if budget.words:
@@ -295,7 +297,10 @@ def auto_checkpoint(
                 progress=progress,
             )
 
-    return with_losses(made, chunked=chunked_loss)
+    with reported(progress, f"planning {type(model).__name__} under a budget of {asked}") as done:
+        applied = with_losses(made, chunked=chunked_loss)
+        done(f"planned {type(model).__name__}: {figures(applied)}")
+    return applied
 
 
 def _auto_checkpoint(

@@ -17,6 +17,7 @@ from jettison.ledger.ledger import Ledger
 from jettison.ledger.occupancies import Weights, stage_occupancies
 from jettison.ledger.record import SavedTensor
 from jettison.ledger.timeline import Moment, StageLoad, Unit, moments, peak
+from jettison.one_line import summary
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.gathered import freed, reducing, whole_in_flight
 from jettison.predict.halves import left_bytes
@@ -33,6 +34,7 @@ from jettison.spec.precision import Gradients, Optimizer
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run, expect_run
 from jettison.spec.states_on_host import StatesOnHost
+from jettison.units import format_bytes
 
 Units = tuple[Unit, ...]
 
@@ -90,6 +92,11 @@ class Forecast:
 
     run: Run
     stages: tuple[Stage, ...]
+
+    def __repr__(self) -> str:
+        return summary(
+            self, f"{self.run.model.name}, {len(self.stages)} pipeline stages, peak {format_bytes(self.peak_bytes)}"
+        )
 
     @cached_property
     def worst(self) -> Stage:

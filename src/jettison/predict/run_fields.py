@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from jettison.one_line import non_defaults
 from jettison.parse_units import Tokens
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CommonRequest:
     """What one run and all candidates of a search are asked for alike; None is the default, NOTE [ Defaults ] there.
 
@@ -127,12 +128,15 @@ class CommonRequest:
     offload_modules: str | None = None
     like: str | None = None
 
+    def __repr__(self) -> str:
+        return non_defaults(self)
+
     def given(self) -> tuple[str, ...]:
         """Names of the fields that were."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class RunRequest(CommonRequest):
     """How a model is to be trained, as given.
 

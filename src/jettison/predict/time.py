@@ -28,11 +28,13 @@ from jettison.cost.pipeline import Replay, schedule_seconds
 from jettison.cost.utilisation import utilisation
 from jettison.errors import UsageError
 from jettison.ledger.schedule import recomputing_share
+from jettison.one_line import summary
 from jettison.predict.stage_items import Item
 from jettison.predict.stage_time import StageSeconds, Timing
 from jettison.predict.stages import Chosen, Chunk, outline
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Run, expect_run
+from jettison.units import format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,11 @@ class Estimate:
     lagged: float
     step_seconds: float
     recomputed_flops: float
+
+    def __repr__(self) -> str:
+        return summary(
+            self, f"{self.run.model.name} on {self.hardware.name}, {format_seconds(self.step_seconds)} a step"
+        )
 
     @property
     def busiest(self) -> int:

@@ -11,9 +11,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from jettison.errors import UsageError
 from jettison.ledger.levels import StepLevels
+from jettison.one_line import summary
 from jettison.report.schemas import shaped
 from jettison.solve.plan import PlanTensor
-from jettison.units import format_bytes
+from jettison.units import format_bytes, format_ratio
 
 SCHEMA: Literal["jettison.proof/1"] = "jettison.proof/1"
 
@@ -87,6 +88,15 @@ class Proof:
     measured_levels: StepLevels | None = None
     baseline_levels: StepLevels | None = None
     environment: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        bound = "" if self.budget_bytes is None else f" of a budget of {format_bytes(self.budget_bytes)}"
+        verdict = f"{len(self.failures())} failed" if self.failures() else "passed"
+        return summary(
+            self,
+            f"{verdict}, measured peak {format_bytes(self.measured_peak_bytes)}{bound}, "
+            f"step time {format_ratio(self.step_time_ratio)}",
+        )
 
     @property
     def passed(self) -> bool:

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jettison.cost.execution import execution_of
+from jettison.one_line import summary
 from jettison.predict.allowance import available_to
 from jettison.predict.residuals import Sureness, sureness
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
@@ -50,6 +51,14 @@ class SearchReport:
     seconds: float
     wanted: Wanted = NOTHING_WANTED
     request: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        best = self.answer.best
+        return summary(
+            self,
+            f"{self.model} on {self.answer.space.gpus} × {self.hardware.name}: {best.candidate.setup.layout!r}, "
+            f"{format_seconds(best.seconds.step)} a step",
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from jettison.one_line import summary
 from jettison.runtime.recipe import Recipe
+from jettison.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,10 @@ class RegionReport:
     host_bytes: int
     recomputed_ops: tuple[str, ...] = field(default=())
     slots: tuple[SlotReport, ...] = field(default=())
+
+    def __repr__(self) -> str:
+        name = self.name or "around the blocks"
+        return summary(self, f"{name}, {self.word}, calls: {self.calls}, {format_bytes(self.kept_bytes)} kept")
 
     @classmethod
     def of(cls, recipe: Recipe | None, *, stays: bool = False, **known: Any) -> RegionReport:

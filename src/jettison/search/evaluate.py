@@ -10,7 +10,7 @@ import gc
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from threading import Lock
 from types import TracebackType
 from typing import Final, TypeVar
@@ -60,7 +60,7 @@ class Question:
     @property
     def digest(self) -> str:
         """The same wherever it is asked; another version of this package may answer otherwise."""
-        text = repr((__version__, self.template, self.hardware))
+        text = repr((__version__, asdict(self.template), asdict(self.hardware)))
         return hashlib.sha256(text.encode()).hexdigest()
 
 

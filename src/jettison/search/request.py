@@ -30,7 +30,7 @@ _LISTS: Final = ("tp", "pp", "virtual_stages", "cp", "ep", "dp", "zero", "micro_
 """Axes of numbers, of which several may be asked for: 1,2,4."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SearchRequest(CommonRequest):
     """What to search, and what all candidates have in common. An axis takes one value, or several as in 1,2,4.
 

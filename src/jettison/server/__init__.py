@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jettison.errors import UsageError
+from jettison.extras import install
 from jettison.server.limits import Limits
 from jettison.server.offer import offer
 
@@ -21,7 +22,7 @@ def serve_page(page: str, *, port: int, started: Callable[[str], None], limits: 
     try:
         from jettison.server.serving import run
     except ImportError as error:
-        raise UsageError(f"--serve needs {error.name}: pip install 'jettison[serve]'") from None
+        raise UsageError(f"--serve needs {error.name}: {install('serve')}") from None
     run(page, port=port, limits=Limits() if limits is None else limits, started=started)
 
 

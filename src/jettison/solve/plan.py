@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from jettison.errors import PlanMismatch, UsageError
 from jettison.ledger.levels import StepLevels
 from jettison.ledger.program import Program, Source
+from jettison.one_line import summary
+from jettison.units import format_bytes, format_percent
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -180,6 +182,14 @@ class Plan:
             if not last < position.get(start, -1) < position.get(stop, -1):
                 raise ValueError(f"segment {start!r} .. {stop!r} is out of order, or names a layer that is not there")
             last = position[stop]
+
+    def __repr__(self) -> str:
+        overhead = format_percent(self.predicted.overhead_fraction)
+        return summary(
+            self,
+            f"{len(self.layers)} layers, budget {format_bytes(self.budget_bytes)}, predicted peak "
+            f"{format_bytes(self.predicted.peak_bytes)}, overhead {overhead}",
+        )
 
     @property
     def hash(self) -> str:

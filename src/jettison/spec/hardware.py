@@ -34,9 +34,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.errors import UsageError
+from jettison.one_line import summary
 from jettison.parse_units import parse_bytes
 from jettison.spec.attention_rates import AttentionRates, attention_rates
 from jettison.spec.kernels import Device
+from jettison.units import format_bytes
 
 _DATA: Final = Path(__file__).with_name("hardware_data")
 _UNSTATED_USABLE: Final = Decimal("0.98")
@@ -223,6 +225,9 @@ class Hardware:
     def __hash__(self) -> int:
         """Cheap: devices are keys of caches, and most differ in these."""
         return hash((self.name, self.memory_bytes, self.usable_bytes))
+
+    def __repr__(self) -> str:
+        return summary(self, f"{self.name}, {format_bytes(self.usable_bytes)} usable")
 
     def __post_init__(self) -> None:
         if not 0 < self.usable_bytes <= self.memory_bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from jettison.errors import UsageError
+from jettison.extras import install
 
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _SECONDS: Final = 5.0
@@ -56,7 +57,7 @@ def _fetched(model: str) -> Path:
         from huggingface_hub.constants import ENDPOINT
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
-        raise _unknown(model, "the Hub is not asked without its library (pip install 'jettison[hf]')") from None
+        raise _unknown(model, f"the Hub is not asked without its library ({install('hf')})") from None
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no", "off"):
         raise _unknown(model, "HF_HUB_OFFLINE forbids to ask the Hub")
     if not _answers(f"{ENDPOINT}/{model}/resolve/main/config.json"):

@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from jettison.errors import UsageError
+from jettison.one_line import non_defaults
 from jettison.spec.mixers import Mamba2, Scan
 from jettison.spec.model import Attention, LatentAttention, ModelSpec, Moe, RecordedLayer
 from jettison.spec.recorded import uncut
@@ -97,6 +98,9 @@ class Layout:
     outer_ends: bool = False
     stage_layers: tuple[int, ...] = ()
     further: int = 0
+
+    def __repr__(self) -> str:
+        return non_defaults(self)
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "ep", "pp", "virtual_stages", "dp", "zero_replicas"):

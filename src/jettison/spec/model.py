@@ -14,6 +14,7 @@ from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 from jettison.errors import UsageError
+from jettison.one_line import summary
 from jettison.spec.biases import Biases
 from jettison.spec.inputs import Patches, Source
 from jettison.spec.mixers import Scan
@@ -402,6 +403,10 @@ class ModelSpec:
     dtype: str = "bfloat16"  # what its configuration asks for
     beside: tuple[tuple[str, tuple[int, ...]], ...] = ()  # weights that no text runs: of towers, by name
     left_out: tuple[str, ...] = field(default=(), compare=False)  # beside the text model, in words
+
+    def __repr__(self) -> str:
+        kind = self.family if self.family == self.name else f"{self.name}, family {self.family}"
+        return summary(self, f"{kind}, {len(self.layers)} layers, hidden {self.hidden}, vocab {self.vocab}")
 
     def __post_init__(self) -> None:
         positive(f"model {self.name}", hidden=self.hidden, vocab=self.vocab, max_positions=self.max_positions)

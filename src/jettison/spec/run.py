@@ -9,6 +9,7 @@ from reprlib import repr as short
 from typing import Final
 
 from jettison.errors import UsageError
+from jettison.one_line import summary
 from jettison.spec.frozen_models import FrozenModel
 from jettison.spec.kernels import PYTORCH, Device, Kernels, Loss
 from jettison.spec.layout import Layout
@@ -129,6 +130,13 @@ class Run:
     frozen: tuple[FrozenModel, ...] = ()
     states_on_host: StatesOnHost = StatesOnHost.NONE
     compiled: bool = False
+
+    def __repr__(self) -> str:
+        return summary(
+            self,
+            f"{self.model.name}, seq {self.seq}, {self.micro_batches} × {self.micro_batch} sequences, {self.layout!r}, "
+            f"{self.precision.name}",
+        )
 
     def __post_init__(self) -> None:
         check_run(self)

@@ -13,6 +13,7 @@ from torch import nn
 from jettison.capture.model_trace import LossFn
 from jettison.capture.streams import Streams
 from jettison.errors import UsageError
+from jettison.extras import install
 from jettison.models.deferred import Deferred, NotDeferrable, deferred
 from jettison.models.huggingface import ConfigRequest
 from jettison.models.huggingface import build as build_hub_model
@@ -233,5 +234,5 @@ def _hub_config(values: Any) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise UsageError("this model's code is that of transformers: pip install 'jettison[hf]'") from error
+        raise UsageError(f"this model's code is that of transformers: {install('hf')}") from error
     return AutoConfig.for_model(**values)

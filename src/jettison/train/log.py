@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.errors import UsageError
+from jettison.extras import install
 from jettison.solve.plan import Plan
 
 SCHEMA: Final = "jettison.train/1"
@@ -112,8 +113,6 @@ def _board(folder: Path, step: int, warn: Callable[[str], None]) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        warn(
-            "log.tensorboard: tensorboard is not installed (pip install 'jettison[tensorboard]'); log.jsonl has it all"
-        )
+        warn(f"log.tensorboard: tensorboard is not installed ({install('tensorboard')}); log.jsonl has it all")
         return None
     return SummaryWriter(str(folder), purge_step=step + 1)

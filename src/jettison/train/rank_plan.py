@@ -29,7 +29,6 @@ from jettison.runtime.offload_setup import place_of
 from jettison.solve.plan import Plan
 from jettison.train.log import plan_name
 from jettison.train.recipe import PlanSection
-from jettison.units import Bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +135,7 @@ def carry_out(parts: Sequence[RankModule], decision: Decision, host_budget: str 
     Raises:
         HostBudgetExceeded: they need more, or the host has less.
     """
-    room = None if host_budget is None else Bytes(parse_bytes(host_budget) // len(parts))
+    room = None if host_budget is None else parse_bytes(host_budget) // len(parts)
     if decision.policy is not None:
         word = decision.policy
         return sum(

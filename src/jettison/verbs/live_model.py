@@ -33,7 +33,6 @@ from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.spec.hardware import Hardware
 from jettison.spec.left_out import of_another_model
 from jettison.traces.timeline import MemoryTimeline
-from jettison.units import Bytes
 
 MEASURED_BELOW_BYTES = 2**30  # of parameters: such a model's ops can be tried here
 
@@ -170,12 +169,12 @@ def live_plan(
     optimizer = optimizer_for(request, traced.fake_model)
     found = plan_trace(
         traced,
-        Bytes(budget_bytes),
+        budget_bytes,
         optimizer=optimizer,
         measure=small,
         hardware=hardware,
         offload=offload,
-        host_budget=None if host_budget_bytes is None else Bytes(host_budget_bytes),
+        host_budget=host_budget_bytes,
     )
     step = None
     if over_time:

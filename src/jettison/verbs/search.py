@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import SupportsIndex
 
 from jettison.errors import UsageError
 from jettison.models.described import described_model
@@ -27,7 +28,7 @@ def search(
     gpus: int,
     gpu: str,
     global_batch: int,
-    budget: str | None = None,
+    budget: str | SupportsIndex | None = None,
     margin: float = MARGIN,
     tokens: float | None = None,
     price_per_gpu_hour: float | None = None,
@@ -50,6 +51,7 @@ def search(
     if is_live(model):
         raise UsageError(f"got the live model {model}; a search is for a preset or for a config.json")
     wanted = Wanted(tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
+    budget_bytes = None if budget is None else parse_bytes(budget)
     device = hardware(gpu)
     space = request.space(
         described_model(model, RunRequest(seq=request.seq, attention=request.attention, precision=request.precision)),
@@ -62,14 +64,15 @@ def search(
         answer = find(
             space,
             device,
-            budget_bytes=None if budget is None else parse_bytes(budget),
+            budget_bytes=budget_bytes,
             margin=margin,
             top=top,
             jobs=jobs,
             journal=journal,
             progress=progress,
         )
-    asked = {"model": model, "gpus": gpus, "gpu": gpu, "global_batch": global_batch, "budget": budget, "top": top}
+    said = budget if budget is None or isinstance(budget, str) else f"{budget_bytes}B"
+    asked = {"model": model, "gpus": gpus, "gpu": gpu, "global_batch": global_batch, "budget": said, "top": top}
     asked["margin"] = margin
     return SearchReport(
         model=model,

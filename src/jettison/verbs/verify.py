@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -32,7 +32,6 @@ from jettison.runtime.recipe import compile_recipe
 from jettison.solve.plan import Plan, PlanTensor, policy_word
 from jettison.solve.policy import CheckpointPolicy, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
-from jettison.units import Bytes
 from jettison.verbs.side_by_side import MAX_DEPARTURES, ROUNDS, STEPS, Side, compare_steps, device_name, mirrored
 
 Look = Callable[[Side, Side], None]
@@ -42,12 +41,12 @@ def verify(
     model: nn.Module,
     batch: Any,
     *,
-    budget: str | Bytes | None = None,
+    budget: str | SupportsIndex | None = None,
     plan: Plan | None = None,
     handle: Applied | None = None,
     compile: str | None = None,
     offload: bool = False,
-    host_budget: str | Bytes | None = None,
+    host_budget: str | SupportsIndex | None = None,
     hardware: Hardware | str | None = None,
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | None = None,

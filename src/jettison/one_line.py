@@ -1,0 +1,22 @@
+"""One-line representations of what users are handed: the figures that matter, not every field of every part."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+
+def summary(it: object, text: str) -> str:
+    """``<Plan: text>``; the text says no more than fits on a line of a terminal."""
+    return f"<{type(it).__name__}: {' '.join(text.split())}>"
+
+
+def non_defaults(it: Any) -> str:
+    """A dataclass as it would be written: only fields that are not their defaults, ``Layout(dp=8, zero=3)``."""
+    said = []
+    for field in fields(it):
+        value = getattr(it, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.repr and (default is MISSING or value != default):
+            said.append(f"{field.name}={value!r}")
+    return f"{type(it).__qualname__}({', '.join(said)})"

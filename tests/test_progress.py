@@ -1,0 +1,127 @@
+"""Long work is seen: by a logger, on a terminal, in a trainer's log file; by nobody who did not ask for it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from jettison import progress
+from jettison.progress import LOGGER, Progress, in_a_trainer, reported, shown, silent
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def unset() -> Iterator[None]:
+    """Logging as a script finds it: pytest has handlers of its own."""
+    handlers, propagate = logging.getLogger().handlers[:], LOGGER.propagate
+    LOGGER.propagate = False
+    yield
+    LOGGER.propagate = propagate
+    LOGGER.setLevel(logging.NOTSET)
+    assert logging.getLogger().handlers == handlers
+
+
+def ran(how: Progress, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.0) -> str:
+    """What work that takes so long by its clock writes."""
+    ticks = iter([0.0, *[seconds] * 50])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(sys, "stderr", stream)
+    with reported(how, "planning Net") as done:
+        how("choosing")
+        done("planned Net")
+    return stream.getvalue()
+
+
+LINES = "jettison: planning Net\njettison: planned Net (took 3.0 s)\n"
+
+
+@pytest.mark.usefixtures("unset")
+@pytest.mark.parametrize(
+    ("how", "stream", "seconds", "written"),
+    [
+        (shown, io.StringIO, 3.0, ""),
+        (shown, Terminal, 0.5, ""),  # nothing to wait for
+        (shown, Terminal, 3.0, "jettison: planned Net (took 3.0 s)\n"),
+        (in_a_trainer, Terminal, 3.0, LINES),
+        (in_a_trainer, io.StringIO, 3.0, LINES),
+        (silent, Terminal, 3.0, ""),
+    ],
+)
+def test_who_sees_lines(
+    how: Progress, stream: type[io.StringIO], seconds: float, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ran(how, stream(), monkeypatch, seconds=seconds).replace("\r\x1b[2K", "") == written
+
+
+@pytest.mark.usefixtures("unset")
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
+def test_a_level_that_somebody_set_decides(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    LOGGER.setLevel(level)
+    assert "jettison:" not in ran(in_a_trainer, Terminal(), monkeypatch, seconds=3.0)
+
+
+def test_where_logging_is_set_up_lines_are_records(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert ran(shown, io.StringIO(), monkeypatch, seconds=3.0) == ""
+    said = [(record.name, record.levelname, record.getMessage()) for record in caplog.records]
+    assert said == [("jettison", "INFO", "planning Net"), ("jettison", "INFO", "planned Net (took 3.0 s)")]
+
+
+@pytest.mark.usefixtures("unset")
+@pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("1", False)])
+def test_of_several_ranks_the_first_speaks(rank: str, speaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(progress, "_leads", lambda: progress.os.environ["RANK"] == "0")
+    assert bool(ran(in_a_trainer, Terminal(), monkeypatch, seconds=3.0)) is speaks
+
+
+def test_a_custom_function_is_told_all_of_it() -> None:
+    said: list[str] = []
+    with reported(said.append, "planning Net") as done:
+        said.append("choosing")
+        done("planned Net")
+    assert [text.partition(" (")[0] for text in said] == ["planning Net", "choosing", "planned Net"]
+
+
+def test_work_that_fails_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    with pytest.raises(ZeroDivisionError), reported(said.append, "planning Net"):
+        raise ZeroDivisionError
+    assert said == ["planning Net"]
+
+
+@pytest.mark.usefixtures("unset")
+def test_a_terminal_is_never_silent_and_is_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ticks are counted, not timed: as many as the work waits for."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "TICK_SECONDS", 0.001)
+    before = threading.active_count()
+    with reported(shown, "planning Net"):
+        for text in ("tracing", "choosing"):
+            shown(text)
+            while f"jettison: {text} (" not in stream.getvalue():
+                pass
+    assert threading.active_count() == before
+    assert stream.getvalue().endswith("\r\x1b[2K") and "\n" not in stream.getvalue()
+
+
+@pytest.mark.usefixtures("unset")
+def test_a_terminal_that_has_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    stream.close()
+    monkeypatch.setattr(Terminal, "isatty", lambda _self: True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with reported(in_a_trainer, "planning Net") as done:
+        done("planned Net")
