@@ -20,6 +20,17 @@ def format_bytes(nbytes: int) -> str:
     return _scaled(float(nbytes), 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), decimals=2)
 
 
+def format_gib(nbytes: int) -> str:
+    """Bytes in GiB with one decimal, as memory of a device is spoken of: ``"75.7 GiB"``.
+
+    Below 0.1 GiB, where that would be nothing, in the largest smaller unit: ``"30.0 MiB"``, ``"1.5 KiB"``, ``"12 B"``.
+    """
+    for scale, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(nbytes) >= (0.095 if scale == GIB else 1) * scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes} B"
+
+
 def format_seconds(seconds: float) -> str:
     """A duration: ``"12.3 ms"``, ``"4.56 s"``, ``"2 min 05 s"``, ``"3 h 07 min"``."""
     magnitude = abs(seconds)

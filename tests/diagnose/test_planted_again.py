@@ -65,7 +65,7 @@ def test_before_the_first_step_no_plan_of_activations_is_advised(frames: Any) ->
 
 def test_memory_of_the_process_that_is_not_pytorchs() -> None:
     _, found = in_log(message(asked="2.00", free="0.10", allocated="50.00", unused="0.20", used="79.00"))
-    assert (found.kind, "28.80 GiB" in found.claim) == (Kind.OTHERS, True)
+    assert (found.kind, "28.8 GiB" in found.claim) == (Kind.OUTSIDE, True)
     assert in_log(FULL)[1].kind is Kind.PEAK  # 1.4 GiB are a context's
 
 

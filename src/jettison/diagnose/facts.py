@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+NEARLY_FULL: Final = 0.02
+"""Of a device: so little free is a full device, whatever was asked for."""
 
 
 class Phase(StrEnum):
@@ -18,6 +22,23 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
     PARAMETERS = "parameters"
     UNKNOWN = "unknown"
+
+
+class Failure(StrEnum):
+    """What failed."""
+
+    REQUEST = "request"
+    """Of PyTorch's allocator."""
+    KILLED = "killed"
+    """The operating system or a scheduler ended the process: the host's memory."""
+    HOST = "host"
+    """Of the host: the CPU's allocator, pinned memory, an array of NumPy's."""
+    SHARED = "shared memory"
+    """/dev/shm, in which workers of a data loader hand over batches."""
+    LIBRARY = "library"
+    """Of a library or of the driver, outside of PyTorch's allocator: NCCL, cuBLAS, a context."""
+    SERVER = "server"
+    """An inference server found no room for its cache, and asked for nothing."""
 
 
 def phase_named(word: str) -> Phase:
@@ -33,6 +54,8 @@ class Part:
     role: str
     nbytes: int
     count: int = 1
+    site: str = ""
+    """The innermost line of it outside of torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +102,21 @@ class MemoryFacts:
         total_bytes: of the device, or that limit.
         allocated_bytes: by tensors then.
         unused_bytes: that PyTorch holds then, in pieces of segments that are otherwise in use.
-        largest_piece_bytes: of these.
+        private_bytes: that PyTorch holds then, unused, in private pools (CUDA graphs): nothing else may use them.
+        largest_piece_bytes: of the unused ones.
         other_processes_bytes: that other processes hold.
         outside_bytes: that this process holds beside PyTorch's allocator.
+        unaccounted_bytes: neither free nor PyTorch's, and the source names no process: either of these two.
+        shared_bytes: that PyTorch holds above the device's capacity: the driver's shared or virtual memory.
         expandable: expandable segments are switched on.
+        failure: what failed.
         site: the line of the program that asked.
+        logits: the line that asked is in the head or the loss of a language model.
+        trainer: the framework whose loop the traceback shows, by its name in `trainers.TRAINERS`.
+        evaluating: the traceback is of an evaluation or of generation: there is no backward.
+        places_known: what steps leave behind is in ``survivors``, and nowhere else.
+        device: type of the device, as `torch.device` has it; ``hip`` is AMD's.
+        what: that asked, where it was not PyTorch's allocator.
         notes: what the reader has to know about the source.
     """
 
@@ -94,21 +127,50 @@ class MemoryFacts:
     total_bytes: int | None = None
     allocated_bytes: int | None = None
     unused_bytes: int | None = None
+    private_bytes: int = 0
     largest_piece_bytes: int | None = None
     other_processes_bytes: int = 0
     outside_bytes: int = 0
+    unaccounted_bytes: int = 0
+    shared_bytes: int = 0
     expandable: bool | None = None
+    failure: Failure = Failure.REQUEST
     phase: Phase = Phase.UNKNOWN
     site: str = ""
+    logits: bool = False
+    trainer: str = ""
+    evaluating: bool = False
     parts: tuple[Part, ...] = ()
     steps: tuple[StepBytes, ...] = ()
     survivors: tuple[Survivor, ...] = ()
+    places_known: bool = False
     device: str = "cuda"
+    what: str = ""
     notes: tuple[str, ...] = ()
 
     @property
     def short_bytes(self) -> int | None:
-        """How much more there would have had to be, if all that is free could be used."""
+        """How much more there would have had to be, if all that is free could be used.
+
+        Of a device that is full but for a remainder, all that was asked for: a driver does not hand out its last pages.
+        """
         if self.asked_bytes is None or self.free_bytes is None:
             return None
+        if self.asked_bytes <= self.free_bytes < NEARLY_FULL * (self.total_bytes or 0):
+            return self.asked_bytes
         return max(0, self.asked_bytes - self.free_bytes)
+
+    @property
+    def holders(self) -> tuple[tuple[str, int], ...]:
+        """Who holds the device's bytes: name and bytes, in this order. Together they are its capacity."""
+        named = {
+            "tensors": self.allocated_bytes or 0,
+            "held unused": self.unused_bytes or 0,
+            "private pools": self.private_bytes,
+            "this process, outside PyTorch": self.outside_bytes,
+            "other processes": self.other_processes_bytes,
+            "another process, or this one outside PyTorch": self.unaccounted_bytes,
+            "free": self.free_bytes or 0,
+            "shared or virtual memory": -self.shared_bytes,
+        }
+        return tuple((name, nbytes) for name, nbytes in named.items() if nbytes)

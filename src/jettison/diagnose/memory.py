@@ -1,11 +1,15 @@
-"""Which of three it was when memory ran out, and the smallest changes that fit.
+"""The cause when memory ran out, and the smallest changes that fit (`memory_advice.py`).
 
 - *A leak*: bytes between steps grow, by as much as is missing.
 - *Fragmentation*: what was asked for is there, in pieces. The allocator gives whole segments back to the driver before
   it gives up, so what PyTorch holds and does not use then lies between tensors.
+- *Other processes*, or *outside PyTorch*: somebody else holds what is missing. Every byte of the device is accounted
+  for: tensors, unused, private pools, this process beside them, other processes, free.
+- *A size error*: no device has what was asked for.
+- *Host memory*: the machine's, not the device's.
 - *A peak*: it is not there, and was never missing between steps.
 
-Two more are said where they are so: other processes hold what is missing, and a source that does not say enough.
+A source that does not say enough to tell them apart is *unknown*.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
-from jettison.diagnose.facts import MemoryFacts, Phase, StepBytes
-from jettison.diagnose.finding import Change, Finding, Kind
+from jettison.diagnose import memory_advice as advice
+from jettison.diagnose.devices import words_of
+from jettison.diagnose.facts import Failure, MemoryFacts, Phase, StepBytes
+from jettison.diagnose.finding import Finding, Kind
 from jettison.diagnose.growth import lowest_rises, never_falls
-from jettison.units import MIB, format_bytes, format_percent
+from jettison.units import MIB, format_gib, format_percent
 
 FIRST_STEPS: Final = 2
 GROWS_FROM_STEPS: Final = 5
@@ -26,33 +32,59 @@ LEAST_GROWTH: Final = 0.01
 SHARE_GROWING: Final = 0.8
 HIGHER_PEAK: Final = 1.05
 MOST_PARTS: Final = 5
-MUCH_OUTSIDE: Final = 0.1
-"""Of a device: CUDA's context, NCCL and cuBLAS have a few GiB between them."""
-_LOSS: Final = ("cross_entropy", "log_softmax", "lm_head", "nll_loss", "logits")
+SLACK: Final = 0.01
+"""Of a device: less that nobody is named for is not spoken of."""
+MUCH: Final = 0.1
+"""Of a device: a context and buffers of communication have a few GiB between them."""
+MUCH_OTHERS: Final = 0.03
+"""Of a device: a desktop has less."""
+ABSURD: Final = 64
+"""Times a device's memory: no shape that anybody meant is so large."""
+ABSURD_BYTES: Final = 16 << 40
+"""The same where the device's memory is not known."""
 
 
 def diagnose_memory(facts: MemoryFacts) -> Finding:
     """The verdict."""
+    asked = facts.asked_bytes
+    if asked is not None and asked >= (ABSURD * facts.total_bytes if facts.total_bytes else ABSURD_BYTES):
+        return _size_error(facts, asked)
+    if facts.failure is not Failure.REQUEST:
+        return _elsewhere(facts)
     growth = grown_bytes(facts)
     short = facts.short_bytes
     if growth and (short is None or not facts.failed or growth >= short):
         return _leak(facts, growth)
-    if facts.failed and short is not None and facts.asked_bytes is not None:
-        if short and facts.unused_bytes is not None and facts.unused_bytes >= short:
-            return _fragmentation(facts, short)
-        if short and facts.other_processes_bytes >= short:
-            return _others(facts, short)
-        if short and facts.outside_bytes >= max(short, MUCH_OUTSIDE * (facts.total_bytes or 0)):
-            return _outside(facts, short)
+    if facts.failed and short and not facts.shared_bytes:
+        held = _held_elsewhere(facts, short)
+        if held is not None:
+            return held
     if facts.failed and (facts.allocated_bytes is None or short == 0):
         return _unknown(facts)
     return _peak(facts, growth)
 
 
+def _held_elsewhere(facts: MemoryFacts, short: int) -> Finding | None:
+    """Where what is missing is there, and not free: in pieces, in private pools, with others, outside of PyTorch."""
+    unused, total = facts.unused_bytes or 0, facts.total_bytes or 0
+    loading = facts.phase is Phase.PARAMETERS
+    if unused >= short and (not loading or unused >= MUCH * total):  # weights that are read in leave no holes
+        return _fragmentation(facts, short)
+    if facts.private_bytes and unused + facts.private_bytes >= short:
+        return _private(facts, short)
+    if facts.other_processes_bytes >= max(short, MUCH_OTHERS * total):
+        return _others(facts, short)
+    if facts.outside_bytes >= max(short, MUCH * total):
+        return _outside(facts, short)
+    if facts.other_processes_bytes + facts.outside_bytes + facts.unaccounted_bytes >= max(short, MUCH * total):
+        return _others(facts, short)
+    return None
+
+
 def grown_bytes(facts: MemoryFacts) -> int:
     """By how much more is allocated between steps than after the first ones; 0 where it does not grow steadily."""
     left = sum(one.nbytes for one in facts.survivors)
-    if left:
+    if left or facts.places_known:
         return left
     levels = [step.between_bytes for step in facts.steps[FIRST_STEPS:]]
     if len(levels) < GROWS_FROM_STEPS:
@@ -71,115 +103,117 @@ def grown_bytes(facts: MemoryFacts) -> int:
 
 def _leak(facts: MemoryFacts, growth: int) -> Finding:
     steps = max(1, len(facts.steps) - 1 - FIRST_STEPS)
-    evidence = [f"between steps {format_bytes(growth)} more are allocated after {steps} steps than after the first two"]
-    changes = []
+    evidence = [f"between steps {format_gib(growth)} more are allocated after {steps} steps than after the first two"]
     for one in facts.survivors[:MOST_PARTS]:
         place = one.module or "an unnamed place"
         evidence.append(
-            f"{place}{_role(one.role)} leaves {format_bytes(one.bytes_per_step)} a step behind: "
-            f"{format_bytes(one.nbytes)} from {one.steps} steps"
+            f"{place}{_role(one.role)} leaves {format_gib(one.bytes_per_step)} a step behind: "
+            f"{format_gib(one.nbytes)} from {one.steps} steps"
         )
     if not facts.survivors:
         evidence.append(_levels(facts.steps))
-    where = facts.survivors[0].module if facts.survivors else "what a step adds to a list, a dictionary or an attribute"
-    if not facts.survivors or facts.survivors[0].role in ("forward", "unknown", "recompute"):
-        changes.append(
-            Change(
-                line="total_loss += loss.item()    # not: total_loss += loss",
-                why=f"whoever keeps a tensor of the forward keeps the graph behind it; look at {where}",
-            )
-        )
-    else:
-        changes.append(
-            Change(line=f"# {where}: let go of it when a step ends", why="each step makes it anew, and keeps it")
-        )
-    if not facts.survivors:
-        changes.append(
-            Change(line="with jettison.watch(model):", why="on a GPU it writes a snapshot, which names lines")
-        )
-    claim = f"a leak: {format_bytes(growth // steps)} more stay allocated after each step"
-    return Finding(kind=Kind.LEAK, claim=claim, evidence=(*evidence, *_moment(facts)), changes=tuple(changes))
+    claim = f"a leak: {format_gib(growth // steps)} more stay allocated after each step"
+    changes = advice.against_leak(facts)
+    return Finding(kind=Kind.LEAK, claim=claim, evidence=(*evidence, *_moment(facts)), changes=changes)
 
 
 def _fragmentation(facts: MemoryFacts, short: int) -> Finding:
     unused = facts.unused_bytes or 0
     evidence = [
-        f"{format_bytes(facts.asked_bytes or 0)} were asked for; {format_bytes(facts.free_bytes or 0)} are free on the "
-        f"device and {format_bytes(unused)} lie unused between tensors: enough together"
+        f"{format_gib(facts.asked_bytes or 0)} were asked for; {format_gib(facts.free_bytes or 0)} are free on the "
+        f"device and {format_gib(unused)} lie unused between tensors: enough together"
     ]
     if facts.largest_piece_bytes is not None:
-        evidence.append(f"the largest of these pieces has {format_bytes(facts.largest_piece_bytes)}")
-    changes = []
-    if not facts.expandable:
-        changes.append(
-            Change(
-                line="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-                why="segments then grow in place, so that pieces join; PYTORCH_ALLOC_CONF from torch 2.10 on",
-            )
-        )
-    else:
+        evidence.append(f"the largest of these pieces has {format_gib(facts.largest_piece_bytes)}")
+    if facts.expandable:
         evidence.append("expandable segments are switched on already")
-        changes.append(Change(line="torch.cuda.empty_cache()", why="once, where shapes change (before an evaluation)"))
-    changes.append(
-        Change(
-            line="collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=512)",
-            why="few different lengths leave few different pieces",
-        )
+    claim = f"fragmentation: {format_gib(short)} beyond what is free are there, in pieces"
+    changes = advice.against_fragmentation(facts)
+    return Finding(kind=Kind.FRAGMENTATION, claim=claim, evidence=(*evidence, *_moment(facts)), changes=changes)
+
+
+def _private(facts: MemoryFacts, short: int) -> Finding:
+    held = format_gib(facts.private_bytes)
+    return Finding(
+        kind=Kind.FRAGMENTATION,
+        claim=f"private pools (CUDA graphs) hold {held} unused, for nobody else; {format_gib(short)} are missing",
+        evidence=_moment(facts),
+        changes=advice.AGAINST_PRIVATE_POOLS,
     )
-    claim = f"fragmentation: {format_bytes(short)} beyond what is free are there, in pieces"
-    return Finding(kind=Kind.FRAGMENTATION, claim=claim, evidence=(*evidence, *_moment(facts)), changes=tuple(changes))
 
 
 def _others(facts: MemoryFacts, short: int) -> Finding:
-    others = format_bytes(facts.other_processes_bytes)
-    return Finding(
-        kind=Kind.OTHERS,
-        claim=f"other processes hold {others} of the device; {format_bytes(short)} are missing",
-        evidence=_moment(facts),
-        changes=(
-            Change(line="nvidia-smi --query-compute-apps=pid,used_memory --format=csv", why="says which they are"),
-            Change(line="CUDA_VISIBLE_DEVICES=1 python ...", why="takes another device"),
-        ),
-    )
+    named, left = facts.other_processes_bytes, facts.unaccounted_bytes
+    missing = f"{format_gib(short)} are missing"
+    if named >= max(left, facts.outside_bytes):
+        claim = f"other processes hold {format_gib(named)} of the device; {missing}"
+    else:
+        words = words_of(facts.device).outside
+        claim = (
+            f"{format_gib(left + named)} of the device are neither free nor PyTorch's: another process holds them, or "
+            f"this one outside of PyTorch ({words}); {missing}"
+        )
+    return Finding(kind=Kind.OTHERS, claim=claim, evidence=_moment(facts), changes=advice.against_others(facts))
 
 
 def _outside(facts: MemoryFacts, short: int) -> Finding:
-    outside = format_bytes(facts.outside_bytes)
+    held = format_gib(facts.outside_bytes)
+    claim = (
+        f"{held} of this process are not PyTorch's ({words_of(facts.device).outside}); {format_gib(short)} are missing"
+    )
+    return Finding(kind=Kind.OUTSIDE, claim=claim, evidence=_moment(facts), changes=advice.against_outside(facts))
+
+
+def _size_error(facts: MemoryFacts, asked: int) -> Finding:
+    size = "more than 1 EiB" if asked >= 1 << 60 else format_gib(asked)
+    times = f", {asked // facts.total_bytes:,} times the device" if facts.total_bytes and asked < 1 << 60 else ""
     return Finding(
-        kind=Kind.OTHERS,
-        claim=f"{outside} of this process are not PyTorch's; {format_bytes(short)} are missing",
+        kind=Kind.SIZE,
+        claim=f"a size error: {size} were asked for at once{times}; no device has that, and no plan helps",
         evidence=_moment(facts),
-        changes=(
-            Change(
-                line="NCCL_DEBUG=INFO python ...",
-                why="says how many communicators there are: each has buffers of its own, and few groups need few",
-            ),
-            Change(
-                line="XLA_PYTHON_CLIENT_PREALLOCATE=false TF_FORCE_GPU_ALLOW_GROWTH=true python ...",
-                why="JAX and TensorFlow take most of a device for themselves when they start",
-            ),
-        ),
+        changes=advice.against_size(facts),
     )
 
 
-def _unknown(facts: MemoryFacts) -> Finding:
-    if facts.short_bytes == 0:
-        return Finding(
-            kind=Kind.UNKNOWN,
-            claim=f"{format_bytes(facts.free_bytes or 0)} were free, more than was asked for: others may have had it",
-            evidence=_moment(facts),
-            changes=(Change(line="nvidia-smi", why="says who else uses the device"),),
+def _elsewhere(facts: MemoryFacts) -> Finding:
+    """What failed was no request of PyTorch's allocator on a device."""
+    asked = "" if facts.asked_bytes is None else f" ({format_gib(facts.asked_bytes)} were asked for)"
+    if facts.failure is Failure.KILLED:
+        used = "" if facts.allocated_bytes is None else f"; the process held {format_gib(facts.allocated_bytes)} of it"
+        limit = "" if facts.total_bytes is None else f", of {format_gib(facts.total_bytes)} that were allowed"
+        kind, claim = Kind.HOST, f"the process was killed: the host's memory ran out, not a device's{used}{limit}"
+    elif facts.failure is Failure.HOST:
+        kind = Kind.HOST
+        claim = f"the host's memory ran out, not a device's{asked}{f': {facts.what}' if facts.what else ''}"
+    elif facts.failure is Failure.SHARED:
+        kind, claim = Kind.HOST, "/dev/shm is full: workers of the data loader hand over batches in it"
+    elif facts.failure is Failure.SERVER:
+        others = facts.unaccounted_bytes
+        kind = Kind.OTHERS if others else Kind.UNKNOWN
+        held = (
+            f": {format_gib(others)} of {format_gib(facts.total_bytes or 0)} are taken when it starts" if others else ""
         )
-    asked = "" if facts.asked_bytes is None else f" ({format_bytes(facts.asked_bytes)} were asked for)"
-    if facts.device == "cpu":
-        asked = f"{asked}: the host's, not a device's"
+        claim = f"the server found no room for its cache of keys and values{held}"
+    else:
+        kind = Kind.OUTSIDE if facts.what == "NCCL" or facts.asked_bytes is not None else Kind.UNKNOWN
+        claim = f"{facts.what} found no room on the device, outside of PyTorch's allocator{asked}"
+    return Finding(kind=kind, claim=claim, evidence=_moment(facts), changes=advice.against_elsewhere(facts))
+
+
+def _unknown(facts: MemoryFacts) -> Finding:
+    asked = "" if facts.asked_bytes is None else f" ({format_gib(facts.asked_bytes)} were asked for)"
+    if facts.short_bytes == 0:
+        free = format_gib(facts.free_bytes or 0)
+        claim = (
+            f"{free} were free, more than was asked for{asked}: the driver limits one allocation, or others had it "
+            "for a moment"
+        )
+        return Finding(kind=Kind.UNKNOWN, claim=claim, evidence=_moment(facts), changes=advice.against_refusal(facts))
     return Finding(
         kind=Kind.UNKNOWN,
         claim=f"memory ran out{asked}; how much there was is not said, so peak, fragmentation and leak look alike",
         evidence=_moment(facts),
-        changes=(
-            Change(line="with jettison.watch(model):", why="around the loop: it writes down what is needed to tell"),
-        ),
+        changes=(advice.WATCH, *advice.of_trainer(facts)),
     )
 
 
@@ -189,17 +223,24 @@ def _peak(facts: MemoryFacts, growth: int) -> Finding:
     if facts.failed and short is not None:
         evidence.insert(0, _missing(facts, short))
     if growth:
-        evidence.append(f"beside that, {format_bytes(growth)} have been left behind by steps: less than is missing")
+        evidence.append(f"beside that, {format_gib(growth)} have been left behind by steps: less than is missing")
     shape = _by_shape(facts)
     evidence += shape
     total = (facts.allocated_bytes or 0) + (facts.asked_bytes or 0)
     during = "" if facts.phase is Phase.UNKNOWN else f" in {facts.phase}"
     grew = ", of a batch that is larger than those before" if shape else ""
-    if facts.failed:
-        claim = f"a peak{during}: the step needs {format_bytes(total)} at once{grew}"
-    else:
-        claim = f"the peak is {format_bytes(facts.allocated_bytes or 0)}{during}; nothing in here ran out of memory"
-    changes = _smaller_peak(facts, short, shape=bool(shape)) if facts.failed else ()
+    if not facts.failed:
+        claim = f"the peak is {format_gib(facts.allocated_bytes or 0)}{during}; nothing in here ran out of memory"
+        return Finding(kind=Kind.PEAK, claim=claim, evidence=tuple(evidence))
+    if facts.total_bytes is not None and (facts.asked_bytes or 0) > facts.total_bytes:
+        claim = (
+            f"a peak{during}: one tensor of {format_gib(facts.asked_bytes or 0)} is larger than the device, which has "
+            f"{format_gib(facts.total_bytes)}: no plan of activations helps"
+        )
+        return Finding(kind=Kind.PEAK, claim=claim, evidence=tuple(evidence), changes=advice.against_one_tensor(facts))
+    what = "loading needs more than" if facts.phase is Phase.PARAMETERS else "the step needs"
+    claim = f"a peak{during}: {what} {format_gib(total)} at once{grew}"
+    changes = advice.against_peak(facts, short, shape=bool(shape))
     return Finding(kind=Kind.PEAK, claim=claim, evidence=tuple(evidence), changes=changes)
 
 
@@ -207,24 +248,42 @@ def _peak(facts: MemoryFacts, growth: int) -> Finding:
 
 
 def _missing(facts: MemoryFacts, short: int) -> str:
-    unused = "" if not facts.unused_bytes else f", and {format_bytes(facts.unused_bytes)} lie unused between tensors"
-    missing = format_bytes(max(0, short - (facts.unused_bytes or 0)))
-    asked, free = format_bytes(facts.asked_bytes or 0), format_bytes(facts.free_bytes or 0)
-    return f"{asked} were asked for, {free} were free{unused}: {missing} are missing"
+    unused = ""
+    if facts.unused_bytes:
+        unused = f", and {format_gib(facts.unused_bytes)} lie unused between tensors"
+    return (
+        f"{format_gib(facts.asked_bytes or 0)} were asked for, {format_gib(facts.free_bytes or 0)} were free{unused}: "
+        f"{format_gib(short)} are missing"
+    )
 
 
 def _moment(facts: MemoryFacts) -> tuple[str, ...]:
-    """Phase and place, and what filled the memory."""
+    """Phase and place, what filled the memory, and who holds the rest of the device."""
     found = []
     if facts.phase is not Phase.UNKNOWN or facts.site:
         phase = "" if facts.phase is Phase.UNKNOWN else f"in {facts.phase}"
         found.append(f"it was {phase}{f' at {facts.site}' if facts.site else ''}".replace("  ", " "))
+    if facts.trainer:
+        found.append(f"the traceback is of {facts.trainer}")
     whole = sum(part.nbytes for part in facts.parts)
     for part in facts.parts[:MOST_PARTS]:
         share = format_percent(part.nbytes / max(1, whole))
-        found.append(f"{format_bytes(part.nbytes)} ({share}): {part.module or 'no stack'}{_role(part.role)}")
-    if facts.outside_bytes > MIB:
-        found.append(f"{format_bytes(facts.outside_bytes)} of this process are not PyTorch's: context, NCCL, libraries")
+        inner = f", most at {part.site}" if part.site and part.site != part.module else ""
+        found.append(f"{format_gib(part.nbytes)} ({share}): {part.module or 'no stack'}{_role(part.role)}{inner}")
+    words = words_of(facts.device).outside
+    rounding = SLACK * (facts.total_bytes or 0)  # of figures with two decimals
+    for nbytes, what in (
+        (facts.outside_bytes, f"of this process are not PyTorch's: {words}"),
+        (facts.other_processes_bytes, "are other processes'"),
+        (facts.unaccounted_bytes, f"are another process's, or this one's outside of PyTorch: {words}"),
+        (facts.private_bytes, "are held unused in private pools (CUDA graphs), for nobody else"),
+        (
+            facts.shared_bytes,
+            "are above the device's capacity: the driver has them in shared or virtual memory, slowly",
+        ),
+    ):
+        if nbytes > max(MIB, 0 if nbytes != facts.unaccounted_bytes else rounding):
+            found.append(f"{format_gib(nbytes)} {what}")
     return (*found, *facts.notes)
 
 
@@ -246,61 +305,11 @@ def _by_shape(facts: MemoryFacts) -> list[str]:
     if last.peak_bytes is None or not peaks or last.peak_bytes < HIGHER_PEAK * max(peaks):
         return []
     return [
-        f"this step wanted {format_bytes(last.peak_bytes)}; those before peaked at "
-        f"{format_bytes(round(median(peaks)))} (median), at {format_bytes(max(peaks))} at most"
+        f"this step wanted {format_gib(last.peak_bytes)}; those before peaked at "
+        f"{format_gib(round(median(peaks)))} (median), at {format_gib(max(peaks))} at most"
     ]
 
 
 def _levels(steps: tuple[StepBytes, ...]) -> str:
     shown = steps if len(steps) <= 6 else (*steps[:3], *steps[-3:])
-    return "; ".join(f"step {step.step}: {format_bytes(step.between_bytes)}" for step in shown)
-
-
-# what to do -----------------------------------------------------------------------------------------------------------
-
-
-def _smaller_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple[Change, ...]:
-    if facts.phase is Phase.PARAMETERS:
-        return _SMALLER_PARAMETERS
-    changes = []
-    if facts.phase is Phase.OPTIMIZER:
-        line = "torch.optim.AdamW(model.parameters(), foreach=False)"
-        changes.append(Change(line=line, why="its temporaries are then one parameter's, not all parameters'"))
-    names = f"{facts.site} {' '.join(part.module for part in facts.parts[:2])}"
-    if any(word in names for word in _LOSS):
-        line = "for piece in hidden.split(1024, dim=1): loss = loss + head_and_loss(piece)"
-        changes.append(Change(line=line, why="logits of a piece of the sequence at a time, under a checkpoint"))
-    held = sum(part.nbytes for part in facts.parts if part.role in (Phase.FORWARD, Phase.RECOMPUTE))
-    if short and held + (facts.asked_bytes or 0) > short and held:
-        share = 1 - short / (held + (facts.asked_bytes or 0))
-        changes.append(
-            Change(
-                line=f"micro_batch = {share:.2f} of this one; accumulate gradients over the rest",
-                why=f"activations are {format_bytes(held)} of it, and {format_bytes(short)} are missing",
-            )
-        )
-    if shape:
-        fitted = max(facts.steps[1:-1], key=lambda step: (step.batch_elements or 0, step.peak_bytes or 0))
-        line = f"batches of at most {fitted.batch}" if fitted.batch else "batches no longer than those before"
-        changes.append(Change(line=line, why="those went through: sort by length, or cut what is longer"))
-    if facts.allocated_bytes is not None and facts.free_bytes is not None and facts.phase is not Phase.OPTIMIZER:
-        budget = (facts.allocated_bytes + facts.free_bytes) // MIB
-        changes += [
-            Change(
-                line=f'jettison.auto_checkpoint(model, batch, "{budget}MiB", optimizer=optimizer)',
-                why="plans each layer below what there is, and refuses, with the smallest budget, where that cannot be",
-            ),
-            Change(line=f"jettison plan MODEL --budget {budget}MiB", why="says beforehand what that costs in time"),
-        ]
-    return tuple(changes)
-
-
-_SMALLER_PARAMETERS: Final = (
-    Change(line='state = torch.load(file, map_location="cpu", mmap=True)', why="what is read then has no second copy"),
-    Change(line="model = model.to(torch.bfloat16)    # before .to(device)", why="half of the bytes of fp32"),
-    Change(line="for block in model.layers: fully_shard(block)", why="each rank then holds its share of parameters"),
-    Change(
-        line="jettison ledger MODEL --dp 8 --zero 3", why="says what each rank would hold, before anything is built"
-    ),
-)
-"""No step has begun: nothing of activations would help."""
+    return "; ".join(f"step {step.step}: {format_gib(step.between_bytes)}" for step in shown)

@@ -1,52 +1,48 @@
-"""A request that failed, read out of any log: PyTorch's message of CUDA, ROCm or the host, old form and new.
+"""The first request that failed, read out of any log; see `oom_forms` for the messages and `log_text` for the rest.
 
-What the message leaves out, the rest of the log may say: the traceback has the phase and the line, and loops that print
+What a message leaves out, the log may say: the traceback has the phase, the line and the trainer, and loops that print
 what is allocated step by step show whether it grows. `max` and `reserved` figures are left alone: they never fall.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from jettison.diagnose.facts import MemoryFacts, Phase, StepBytes
+from jettison.diagnose.facts import Failure, MemoryFacts, Phase, StepBytes, phase_named
+from jettison.diagnose.log_text import decoded, joined, lines_before
+from jettison.diagnose.logits import speaks_of_logits
+from jettison.diagnose.oom_forms import count_messages, first_form, more_figures, size_of
+from jettison.diagnose.trainers import trainer_of
 from jettison.errors import UsageError
+from jettison.traces.frames import Frame, place_of, role_of
 
 MOST_READ_BYTES: Final = 256 << 20
 RESTARTS_FROM: Final = 3
 """Steps: a number that falls by less is another rank's line."""
-_SIZE: Final = r"([\d.,]+) ?(bytes|[KMGT]i?B|B)\b"
-_SCALE: Final = {"bytes": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SCALE_2: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_WRITTEN: Final = {unit.lower(): unit for unit in (_SCALE | _SCALE_2)}
-_BEGINS: Final = re.compile(rf"(?:CUDA|HIP|XPU) out of memory\. +Tried to allocate {_SIZE}")
-_HOST: Final = re.compile(
-    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes"
-)
-_MPS: Final = re.compile(
-    rf"MPS backend out of memory \(MPS allocated: {_SIZE}, other allocations: {_SIZE}, max allowed: {_SIZE}\)\. "
-    rf"Tried to allocate {_SIZE}"
-)
-_BARE: Final = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation")
+NEAR_LINES: Final = 12
+"""Before a message: in these a word about logits is about what failed."""
+_WRITTEN: Final = {unit.lower(): unit for unit in ("KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")}
 _STEP: Final = re.compile(r"\b(?:step|iter|iteration)\b[\s:=/#\['\"]*([\d,]+)", re.IGNORECASE)
 _ALLOCATED: Final = re.compile(r"(?<!max )(?<!max_)(?<!peak )\ballocated\b[^\d\n|]{0,12}([\d.,]+) ?([KMGT]i?B)\b")
 _UNIT_FIRST: Final = re.compile(
     r"(?<!max )(?<!max_)(?<!peak )(?<!peak_)allocated[ _]?\(?(GiB|GB|MiB|MB)\)?[\"']?\s*[:=]\s*([\d.]+)", re.IGNORECASE
 )
 _MEGATRON: Final = re.compile(r"memory \((MB|GB)\) \| allocated: ([\d.]+)")
-_FILE: Final = re.compile(r'\bFile "([^"\n]+)", line (\d+), in (\S+)')  # ranks and times may stand before it
-_LIBRARY: Final = ("/torch/", "site-packages", "/lib/python", "<frozen")
-_PHASES: Final = (  # the innermost part of a traceback that fits
-    (Phase.OPTIMIZER, "torch/optim/", ""),
-    (Phase.RECOMPUTE, "torch/utils/checkpoint", "recompute"),
-    (Phase.RECOMPUTE, "torch/utils/checkpoint", "unpack"),
-    (Phase.BACKWARD, "torch/autograd/", "backward"),
-    (Phase.FORWARD, "torch/nn/modules/", "forward"),
-    (Phase.FORWARD, "torch/nn/modules/module.py", "_call_impl"),
-    (Phase.PARAMETERS, "torch/nn/modules/module.py", "_apply"),
-    (Phase.PARAMETERS, "torch/serialization.py", "load"),
+_BEGINS: Final = re.compile(r"Traceback (?:of TorchScript )?\(most recent call last\)")
+_FRAMES: Final = (  # Python's, rich's and IPython's, a notebook's cell, older IPython's
+    re.compile(r'\bFile "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>[\w.<>]+)'),
+    re.compile(r"(?:File )?(?P<file>[^\s:]+\.py|[A-Za-z]:\\\S+?\.py):(?P<line>\d+),? in (?P<function>[\w.<>]+)"),
+    re.compile(r"(?P<file>Cell In ?\[\d+\]), line (?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?"),
+    re.compile(r"^(?P<file>\S+\.py|<ipython-input-\S+>) in (?P<function>[\w.<>]+)"),
 )
+_EVALUATES: Final = re.compile(
+    r"^(?:generate|_sample|_greedy_search|_beam_search|evaluate|evaluation_loop|prediction_step|predict|validation_step"
+    r"|test_step|prediction_loop|inference_mode|_generate_and_score_completions|run_validation|sample)$"
+)
+_SHARDS: Final = re.compile(r"Loading (?:checkpoint )?shards:[^\n|]*\|[^|\n]*\|\s*(\d+)/(\d+)")
 
 
 def read_oom_log(path: Path) -> MemoryFacts:
@@ -58,111 +54,106 @@ def read_oom_log(path: Path) -> MemoryFacts:
     try:
         if path.stat().st_size > MOST_READ_BYTES:
             raise UsageError(f"{path} has {path.stat().st_size} bytes; cut out what stands around 'out of memory'")
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = decoded(path.read_bytes())
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; give a file that exists") from error
     return facts_of_log(text, path.name)
 
 
 def facts_of_log(text: str, name: str) -> MemoryFacts:
-    """The same of a text.
+    """Facts of the first message of a text.
 
     Raises:
         UsageError: nothing in it ran out of memory.
     """
-    found = _BEGINS.search(text) or _MPS.search(text) or _HOST.search(text) or _BARE.search(text)
-    if found is None:
+    first = first_form(text)
+    if first is None:
         raise UsageError(
             f"{name} says nowhere that memory ran out; expected a log with PyTorch's 'out of memory' message, a "
             "snapshot of torch.cuda.memory._dump_snapshot, or what jettison.watch() wrote"
         )
-    before = text[: found.start()]
-    phase, site = _traceback(before)
-    common = {"source": name, "failed": True, "phase": phase, "site": site, "steps": _steps(before)}
-    if found.re is _HOST:
-        return MemoryFacts(asked_bytes=int(found[1]), device="cpu", **common)  # type: ignore[arg-type]
-    if found.re is _BARE:
-        return MemoryFacts(notes=("the message has no figures",), **common)  # type: ignore[arg-type]
-    if found.re is _MPS:
-        return MemoryFacts(device="mps", **_mps(found), **common)  # type: ignore[arg-type]
-    times = len(_BEGINS.findall(text))
-    notes = (f"memory ran out {times} times in this log: this is the first",) if times > 1 else ()
-    message = text[found.start() : found.start() + 2000]
-    figures = _new_form(message) if "in use" in message or "is free" in message else _old_form(message)
-    settings = re.sub(r"(?:If reserved but|try setting)[^\n]*", "", text)
-    expandable = True if re.search(r"expandable_segments['\"]?\s*[:=]\s*true", settings, re.IGNORECASE) else None
-    asked = _size(found[1], found[2])
-    return MemoryFacts(asked_bytes=asked, expandable=expandable, notes=notes, **figures, **common)  # type: ignore[arg-type]
-
-
-def _new_form(message: str) -> dict[str, int | None]:
-    """torch 2.1 and later."""
-    total = _first(message, rf"total capacity of {_SIZE}")
-    free = _first(message, rf"of which {_SIZE} is free")
-    own = _first(message, rf"this process has {_SIZE} memory in use")
-    allowed = _first(message, rf"{_SIZE} allowed")
-    allocated = _first(message, rf"{_SIZE} is allocated by PyTorch")
-    unused = _first(message, rf"{_SIZE} is reserved by PyTorch but unallocated")
-    others = sum(_size(*pair) for pair in re.findall(rf"Process \d+ has {_SIZE} memory in use", message))
-    held = (allocated or 0) + (unused or 0)
-    if allowed is not None and free is not None:
-        total, free = allowed, max(0, min(free, allowed - held))
-    return {
-        "total_bytes": total,
-        "free_bytes": free,
-        "allocated_bytes": allocated,
-        "unused_bytes": unused,
-        "other_processes_bytes": others,
-        "outside_bytes": max(0, own - held) if own is not None else 0,
-    }
-
-
-def _mps(found: re.Match[str]) -> dict[str, int]:
-    """Apple's: what is allowed is a share of the machine's memory, and other allocations are the process's as well."""
-    allocated, outside, total, asked = (_size(found[2 * i + 1], found[2 * i + 2]) for i in range(4))
-    free = max(0, total - allocated - outside)
-    figures = {"asked_bytes": asked, "allocated_bytes": allocated, "total_bytes": total, "free_bytes": free}
-    return {**figures, "outside_bytes": outside}
-
-
-def _old_form(message: str) -> dict[str, int | None]:
-    """torch 1 and 2.0."""
-    allocated = _first(message, rf"{_SIZE} already allocated")
-    reserved = _first(message, rf"{_SIZE} reserved in total by PyTorch")
-    return {
-        "total_bytes": _first(message, rf"{_SIZE} total capacity"),
-        "free_bytes": _first(message, rf"{_SIZE} free"),
-        "allocated_bytes": allocated,
-        "unused_bytes": None if allocated is None or reserved is None else max(0, reserved - allocated),
-    }
-
-
-def _first(text: str, pattern: str) -> int | None:
-    found = re.search(pattern, text)
-    return None if found is None else _size(found[1], found[2])
-
-
-def _size(number: str, unit: str) -> int:
-    scale = (_SCALE | _SCALE_2)[unit]
-    try:
-        return round(float(number.replace(",", "").rstrip(".")) * scale)
-    except ValueError:
-        return 0
-
-
-def _traceback(before: str) -> tuple[Phase, str]:
-    """Phase and place of the traceback that ends right before the message."""
-    at = before.rfind("Traceback (most recent call last)")
-    frames = _FILE.findall(before[at:]) if at >= 0 else []
-    place = next(
-        ("/".join(file.split("/")[-2:]) + f":{line} {function}")
-        for file, line, function in [*reversed(frames), ("", "", "")]
-        if not any(part in file for part in _LIBRARY)
+    form, found = first
+    spaced, tight = (form.read(one, found) for one in joined(text, found.start(), form.window))
+    figures = tight if more_figures(tight, spaced) else spaced
+    trace = _traceback(lines_before(text, found.start()))
+    notes = list(figures.pop("notes", ()))
+    times = count_messages(text)
+    if times > 1:
+        notes.append(f"memory ran out {times} times in this log: this is the first")
+    notes += _loaded(text, found.start()) if trace.phase is Phase.PARAMETERS else []
+    return MemoryFacts(
+        source=name,
+        failed=True,
+        phase=trace.phase,
+        site=trace.place,
+        logits=trace.logits,
+        trainer=trace.trainer,
+        evaluating=trace.evaluating,
+        steps=_steps(text[: found.start()]),
+        notes=tuple(notes),
+        **_pinned({"expandable": _expandable(text)} | figures, trace),
     )
-    for phase, part, word in _PHASES:
-        if any(part in file and word in function for file, _, function in frames):
-            return phase, place.strip(": ")
-    return Phase.UNKNOWN, place.strip(": ")
+
+
+def _expandable(text: str) -> bool | None:
+    """Whether expandable segments are switched on; what a message suggests is no setting."""
+    settings = re.sub(r"(?:If reserved but|try setting)[^\n]*", "", text)
+    return True if re.search(r"expandable_segments['\"]?\s*[:=]\s*true", settings, re.IGNORECASE) else None
+
+
+def _loaded(text: str, at: int) -> list[str]:
+    """How far the loading of a model had come: its progress bar stands before the traceback, or behind it."""
+    bars = _SHARDS.findall(text[max(0, at - 20_000) : at + 20_000])
+    return [f"{bars[-1][0]} of {bars[-1][1]} shards of the checkpoint were loaded"] if bars else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trace:
+    """What a traceback says."""
+
+    phase: Phase = Phase.UNKNOWN
+    place: str = ""
+    trainer: str = ""
+    logits: bool = False
+    evaluating: bool = False
+    pinned: bool = False
+
+
+def _traceback(lines: list[str]) -> _Trace:
+    """The traceback that ends right before a message; its beginning may be cut off."""
+    begin = max((at for at, line in enumerate(lines) if _BEGINS.search(line)), default=0)
+    numbered = [(at, frame) for at, line in enumerate(lines) if at >= begin and (frame := _frame(line)) is not None]
+    frames = [frame for _, frame in reversed(numbered)]
+    if not frames:
+        return _Trace()
+    near = [line for line in lines[max(begin, len(lines) - NEAR_LINES) :] if line.strip()]
+    files = [file.replace("\\", "/") for _, file, _ in frames]
+    functions = [function.rsplit(".", 1)[-1] for function, _, _ in frames]
+    return _Trace(
+        phase=phase_named(role_of(frames)),
+        place=place_of(frames),
+        trainer=trainer_of([f"/{file}" for file in files]),
+        logits=speaks_of_logits(*near),
+        evaluating=any(_EVALUATES.match(function) for function in functions) and "backward" not in functions,
+        pinned=any("pin_memory" in text for text in (*functions[:3], *files[:3], *near[-3:])),
+    )
+
+
+def _frame(line: str) -> Frame | None:
+    for pattern in _FRAMES:
+        found = pattern.search(line)
+        if found is not None:
+            parts = found.groupdict()
+            file = parts["file"] if not parts["file"].startswith("Cell In") else f"<{parts['file']}>"
+            return parts["function"] or "<module>", file, int(parts.get("line") or 0)
+    return None
+
+
+def _pinned(figures: dict[str, Any], trace: _Trace) -> dict[str, Any]:
+    """A driver's error where memory of the host was to be pinned is the host's."""
+    if figures.get("failure") is not Failure.LIBRARY or figures.get("what") != "the driver" or not trace.pinned:
+        return figures
+    return figures | {"failure": Failure.HOST, "device": "cpu", "what": "pinned memory"}
 
 
 def _steps(before: str) -> tuple[StepBytes, ...]:
@@ -190,5 +181,5 @@ def _allocated(line: str) -> int | None:
     for pattern, number, unit in ((_MEGATRON, 2, 1), (_ALLOCATED, 1, 2), (_UNIT_FIRST, 2, 1)):
         found = pattern.search(line)
         if found is not None:
-            return _size(found[number], _WRITTEN.get(found[unit].lower(), found[unit]))
+            return size_of(found[number], _WRITTEN.get(found[unit].lower(), found[unit]))
     return None

@@ -1,28 +1,31 @@
 """A memory snapshot as facts: which step and phase, what was there, what outlives steps, what lies in pieces.
 
-Steps are not in a snapshot. They are seen in its bytes: in each they rise by the activations and fall again. A rise
-counts where it is at least `SWING` of the largest fall; between two of them lies the end of a step, or of a
-micro-batch.
+Steps are those whose ends the snapshot's stacks give (`DeviceSnapshot.step_ends`). Where there are none, nothing is
+said of growth: what rises within a forward is activations, and what an optimizer keeps is its state.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from jettison.diagnose.facts import MemoryFacts, Part, StepBytes, Survivor, phase_named
 from jettison.diagnose.growth import never_falls
+from jettison.diagnose.logits import speaks_of_logits
+from jettison.traces.frames import OPTIMIZER
 from jettison.traces.snapshot import DeviceSnapshot, Snapshot
-from jettison.traces.timeline import Ints, MemoryTimeline, by_module_and_role
+from jettison.traces.timeline import Label, MemoryTimeline
 
-SWING: Final = 0.4
 FIRST_STEPS: Final = 2
 """Steps in which state appears that is meant to stay: the optimizer's, caches, compiled code."""
 FEWEST_STEPS: Final = 4
 """After the first ones, before anything is said of growth."""
 SHARE_OF_STEPS: Final = 0.6
-"""In which a place has to leave something behind: prefetched batches are there from the last few only."""
+"""In which a place has to leave something behind, one of the first third among them: prefetched batches, and what is
+kept of the last few, are there from the last few only.
+"""
 LEAST_TO_GROW: Final = 6
 """After the first ones, before a place is said to hold more and more: of fewer, sizes of batches rise by chance."""
 MOST_LOOKED: Final = 30
@@ -32,18 +35,22 @@ LEAST_GROWTH: Final = 0.001
 
 
 def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
-    """Of the device on which a request failed, else of the fullest."""
+    """Facts of the device on which a request failed, else of the fullest."""
     failing = [device for device in snapshot.devices if device.out_of_memory]
     device = failing[0] if failing else snapshot.busiest
     timeline = device.timeline
     failed = device.out_of_memory[0] if device.out_of_memory else None
     moment = timeline.peak_event if failed is None else failed.event - 1
-    found = by_module_and_role(timeline.shares(moment))
-    parts = [Part(module=m, role=r, nbytes=n, count=c) for (m, r), (n, c) in found.items()]
+    parts = _parts(timeline, moment)
     at = timeline.start_bytes if moment < 0 else int(timeline.live_bytes[moment])
-    phase, site = _where(timeline, moment) if failed is None else (failed.label.role, failed.label.module)
-    rises = step_bounds(timeline.live_bytes[: moment + 1] if failed else timeline.live_bytes)
-    pieces = [piece for segment in device.segments if segment.is_split for piece in segment.free_pieces_bytes]
+    label = _where(timeline, moment) if failed is None else failed.label
+    steps = step_bounds(device, len(timeline.allocation) if failed is None else moment + 1)
+    pieces = [
+        piece
+        for segment in device.segments
+        if segment.is_split and not segment.is_private
+        for piece in segment.free_pieces_bytes
+    ]
     return MemoryFacts(
         source=snapshot.name,
         failed=failed is not None,
@@ -51,22 +58,39 @@ def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
         free_bytes=None if failed is None else failed.free_bytes,
         allocated_bytes=at,
         unused_bytes=_unused(device, at) if device.segments else None,
+        private_bytes=sum(sum(s.free_pieces_bytes) for s in device.segments if s.is_private),
         largest_piece_bytes=max(pieces, default=0) if device.segments else None,
         expandable=_expandable(snapshot, device),
-        phase=phase_named(phase),
-        site=site,
-        parts=tuple(parts),
-        steps=_steps(timeline, rises, at + failed.asked_bytes if failed else None),
-        survivors=survivors(timeline, [low for low, _ in rises]),
+        phase=phase_named(label.role),
+        site=label.module,
+        logits=speaks_of_logits(label.module, label.site),
+        parts=parts,
+        steps=_steps(timeline, steps, at + failed.asked_bytes if failed else None),
+        places_known=True,
+        survivors=survivors(timeline, [low for low, _ in steps]),
         notes=() if device.complete else ("the oldest events are missing: of what was there before nothing is known",),
     )
 
 
-def _where(timeline: MemoryTimeline, event: int) -> tuple[str, str]:
+def _parts(timeline: MemoryTimeline, moment: int) -> tuple[Part, ...]:
+    """By module and role, the largest first; each with the site that has most of it."""
+    found: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
+    for share in timeline.shares(moment):
+        one = share.label
+        found.setdefault((one.module, one.role), []).append((share.nbytes, share.count, one.site))
+    parts = [
+        Part(
+            module=module, role=role, nbytes=sum(n for n, _, _ in own), count=sum(c for _, c, _ in own), site=own[0][2]
+        )
+        for (module, role), own in found.items()
+    ]
+    return tuple(sorted(parts, key=lambda part: (-part.nbytes, part.module, part.role)))
+
+
+def _where(timeline: MemoryTimeline, event: int) -> Label:
     if event < 0:
-        return "unknown", ""
-    label = timeline.labels[int(timeline.label_of[int(timeline.allocation[event])])]
-    return label.role, label.module
+        return Label(module="", role="unknown")
+    return timeline.labels[int(timeline.label_of[int(timeline.allocation[event])])]
 
 
 def _expandable(snapshot: Snapshot, device: DeviceSnapshot) -> bool | None:
@@ -81,37 +105,41 @@ def _expandable(snapshot: Snapshot, device: DeviceSnapshot) -> bool | None:
 def _unused(device: DeviceSnapshot, live_bytes: int) -> int:
     """Held and not used at that moment. Segments are as they were at the end: what has died since was in use then."""
     if not device.out_of_memory:
-        return sum(sum(segment.free_pieces_bytes) for segment in device.segments if segment.is_split)
+        split = [segment for segment in device.segments if segment.is_split and not segment.is_private]
+        return sum(sum(segment.free_pieces_bytes) for segment in split)
     allocated = sum(segment.allocated_bytes for segment in device.segments)
     died_since = max(0, live_bytes - device.timeline.end_bytes)
-    return max(0, device.reserved_bytes - allocated - died_since)
+    private = sum(sum(segment.free_pieces_bytes) for segment in device.segments if segment.is_private)
+    return max(0, device.reserved_bytes - allocated - died_since - private)
 
 
-def step_bounds(live_bytes: Ints) -> list[tuple[int, int]]:
-    """(event at which bytes are lowest, event at which they are highest then), step by step."""
-    if not len(live_bytes):
+def step_bounds(device: DeviceSnapshot, events: int) -> list[tuple[int, int]]:
+    """Each step's event at which fewest bytes are allocated, and the one at which most are afterwards.
+
+    Empty where no end of a step is seen. What follows the last end is a step where a forward or backward is in it.
+
+    Args:
+        events: how many of the first events to look at.
+    """
+    timeline = device.timeline
+    ends = [end for end in device.step_ends if end < events]
+    if not ends:
         return []
-    highest = np.maximum.accumulate(live_bytes)
-    least = SWING * float((highest - live_bytes).max())
-    if least <= 0:
-        return []
-    values = live_bytes.tolist()
-    bounds: list[tuple[int, int]] = []
-    low = high = 0
-    rising = False
-    for at, value in enumerate(values):
-        if rising:
-            if value > values[high]:
-                high = at
-            elif values[high] - value >= least:
-                bounds.append((low, high))
-                low, rising = at, False
-        elif value <= values[low]:
-            low = at
-        elif value - values[low] >= least:
-            high, rising = at, True
-    bounds.append((low, high if rising else len(values) - 1))
-    return bounds
+    bounds = [0, *(end - 1 for end in ends if end)]  # what the last event of a step leaves is between steps
+    if _has_work(timeline, ends[-1], events):
+        bounds.append(events)
+    found = []
+    for begin, end in pairwise(bounds):
+        if end > begin:
+            low = begin + int(timeline.live_bytes[begin:end].argmin())
+            found.append((low, low + int(timeline.live_bytes[low:end].argmax())))
+    return found
+
+
+def _has_work(timeline: MemoryTimeline, begin: int, end: int) -> bool:
+    own = timeline.allocation[begin:end][timeline.is_birth[begin:end]]
+    labels = np.unique(timeline.label_of[own]).tolist()
+    return any(timeline.labels[label].role in ("forward", "backward", "recompute") for label in labels)
 
 
 def _steps(timeline: MemoryTimeline, bounds: list[tuple[int, int]], last_peak: int | None) -> tuple[StepBytes, ...]:
@@ -141,10 +169,13 @@ def survivors(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]
     alive, step = alive[late], step[late]
     found = []
     for label in np.unique(timeline.label_of[alive]).tolist():
+        if timeline.labels[label].role == OPTIMIZER:
+            continue  # its state: a parameter that gets its first gradient late gets its state late
         own = timeline.label_of[alive] == label
         steps = len(np.unique(step[own]))
         nbytes = int(timeline.nbytes[alive[own]].sum())
-        if steps >= max(3, SHARE_OF_STEPS * possible) and nbytes >= LEAST_GROWTH * timeline.peak_bytes:
+        early = int(step[own].min()) < FIRST_STEPS + possible / 3
+        if early and steps >= max(3, SHARE_OF_STEPS * possible) and nbytes >= LEAST_GROWTH * timeline.peak_bytes:
             named = timeline.labels[label]
             found.append(Survivor(module=named.module, role=named.role, nbytes=nbytes, steps=steps))
     return tuple(sorted(found, key=lambda one: -one.nbytes)) or _growing(timeline, ends)
@@ -164,6 +195,8 @@ def _growing(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]:
         np.add.at(held[at], timeline.label_of[alive], timeline.nbytes[alive])
     found = []
     for label, named in enumerate(timeline.labels):
+        if named.role == OPTIMIZER:
+            continue
         levels = held[:, label].tolist()
         more = levels[-1] - levels[0]
         if more >= LEAST_GROWTH * timeline.peak_bytes and never_falls(levels):

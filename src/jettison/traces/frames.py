@@ -1,12 +1,14 @@
-"""What a stack says about an allocation: whose it is, and in which part of a step it was made.
+"""What a stack says about an allocation: the line that made it, and the part of a training step.
 
-A stack of PyTorch's names files and functions, not modules. The module is then the innermost place outside of
-libraries; the role is the part of the step that frames of torch give away. Stacks that Jettison writes say both: see
-`OWN`.
+Frames come from PyTorch's memory snapshots and from tracebacks. With ``stacks="all"``, which is the default of
+`torch.cuda.memory._record_memory_history`, a stack begins with C++ frames (the unwinder, the allocator, ATen), and
+Python frames lie between and behind frames of the interpreter; they are in order among themselves. Stacks that Jettison
+writes name role and module: see `OWN`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,30 +19,61 @@ Frame = tuple[str, str, int]
 OWN: Final = "<jettison>"
 """File name of the outermost frame of stacks that Jettison writes; the innermost is then (role, module, 0)."""
 UNKNOWN: Final = "unknown"
-_LIBRARIES = ("/torch/", "site-packages", "<frozen", "/lib/python", "torch/csrc", "aten/src", "c10/", "??")
-_ROLES: tuple[tuple[str, str, str], ...] = (  # role, part of a file's name, part of a function's name
-    ("optimizer", "torch/optim/", ""),
-    ("backward", "torch/autograd/", "backward"),
-    ("backward", "", "torch::autograd::Engine"),
-    ("backward", "", "torch::autograd::python::PythonEngine"),
-    ("recompute", "torch/utils/checkpoint", "recompute"),
-    ("recompute", "torch/utils/checkpoint", "unpack"),
+OPTIMIZER: Final = "optimizer"
+ZERO_GRAD: Final = "zero_grad"
+
+_TORCH: Final = re.compile(
+    r"(?:site|dist)-packages/(?:torch|functorch)/|/torchinductor_|<eval_with_key>"
+    r"|(?:^|/)torch/(?:(?:nn|optim|autograd|utils|cuda|distributed|amp|fx|jit|_[a-z]\w*)/"
+    r"|(?:functional|serialization|storage|_\w+)\.py$)"
+)
+_LIBRARY: Final = re.compile(
+    r"(?:site|dist)-packages/|/lib(?:64)?/python\d|/[Pp]ython3?\d*/[Ll]ib/|<frozen |<string>|<decorator-gen|<attrs "
+    r"|<__array_function__|(?:^|/)s?bin/[^/.]+$"
+)
+_ANGLED: Final = re.compile(r"<[^<>]*>[.\w]*$")
+_NODE: Final = re.compile(r"\b(?:generated::(\w+Backward\d*)|(AccumulateGrad|CopySlices|CopyBackwards))::apply\b")
+_ORIGINAL: Final = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
+
+# role, part of a file's name, function: whole, or "" for any
+_ROLES: Final[tuple[tuple[str, str, str], ...]] = (
+    (OPTIMIZER, "torch/optim/", ""),
+    ("backward", "", "backward"),
+    ("backward", "torch/autograd/", "grad"),
+    ("backward", "torch/autograd/", "_engine_run_backward"),
     ("forward", "torch/nn/modules/module.py", "_call_impl"),
-    ("forward", "", "forward"),
     ("parameters", "torch/nn/modules/module.py", "_apply"),
+    ("parameters", "torch/serialization.py", "load"),
+    ("parameters", "torch/serialization.py", "_load"),
+    ("parameters", "safetensors/torch.py", ""),
+    ("parameters", "accelerate/utils/modeling.py", ""),
+    ("parameters", "transformers/core_model_loading.py", ""),
+    ("parameters", "transformers/modeling_utils.py", "_load_state_dict_into_meta_model"),
+    ("parameters", "transformers/modeling_utils.py", "from_pretrained"),
+    ("forward", "", "forward"),
     ("parameters", "", "__init__"),
 )
+_RECOMPUTES: Final = ("recompute", "unpack", "backward")
+_ENGINE: Final = ("torch::autograd::Engine", "torch::autograd::python::PythonEngine")
+_OUTER: Final = {"forward": ("recompute", "backward"), "parameters": ("forward", "recompute", "backward", OPTIMIZER)}
+"""By what a frame of the outside overrules one of the inside."""
 
 
 def label_of_frames(frames: Sequence[Frame]) -> Label:
-    """What a stack says."""
+    """The label of an allocation.
+
+    ``module`` is the first Python frame of the user's code; else of a library that is not torch; else of torch; else
+    the autograd node. ``site`` is the innermost Python frame outside of torch, where that is another one.
+    """
     if frames and frames[-1][1] == OWN:
         role, module, _ = frames[0]
         return Label(module=module, role=role, site=frames[-1][0] if len(frames) > 1 else "")
-    if not frames:
-        return Label(module="", role=UNKNOWN)
-    place = next((f for f in frames if f[1] and not any(part in f[1] for part in _LIBRARIES)), None)
-    return Label(module="" if place is None else _text(place), role=_role(frames), site=_text(frames[0]))
+    python = [frame for frame in (_slashed(f) for f in frames) if is_python(frame)]
+    place = place_of(python)
+    inner = next((frame for frame in python if not is_torch(frame[1])), python[0] if python else None)
+    return Label(
+        module=place or _node(frames), role=role_of(frames), site="" if inner is None else text_of_frame(inner)
+    )
 
 
 def frames_of_label(label: Label) -> list[dict[str, str | int]]:
@@ -48,15 +81,84 @@ def frames_of_label(label: Label) -> list[dict[str, str | int]]:
     return [{"name": label.role, "filename": label.module, "line": 0}, {"name": label.site, "filename": OWN, "line": 0}]
 
 
-def _text(frame: Frame) -> str:
+def frames_of_original(trace: str) -> list[Frame]:
+    """The lines of the model behind generated code: ``fx_original_trace`` of a frame, the innermost first."""
+    return [(function, file, int(line)) for file, line, function in reversed(_ORIGINAL.findall(trace))]
+
+
+def place_of(frames: Sequence[Frame]) -> str:
+    """The first Python frame of the user's code, else of a library, else of torch; "" where no frame is Python's."""
+    python = [frame for frame in (_slashed(f) for f in frames) if is_python(frame)]
+    theirs = [frame for frame in python if not is_torch(frame[1])]
+    own = next((frame for frame in theirs if not _LIBRARY.search(frame[1])), None)
+    found = own or next(iter(theirs), None) or next(iter(python), None)
+    return "" if found is None else text_of_frame(found)
+
+
+def is_python(frame: Frame) -> bool:
+    """Whether a frame is Python's, and not C++'s: a Python file, a cell or a string, or a script without a suffix."""
+    function, file, line = frame
+    name = file.rsplit("/", 1)[-1]
+    if name.endswith((".py", ".pyw", ".pyx", ".ipynb")) or _ANGLED.search(name):
+        return True
+    plain = function.isidentifier() or function.startswith("<")
+    return line > 0 and bool(name) and "." not in name and plain and "/include/" not in file and name != "??"
+
+
+def is_torch(file: str) -> bool:
+    """Whether a file is torch's own, or code that torch generated."""
+    return bool(_TORCH.search(file))
+
+
+def role_of(frames: Sequence[Frame]) -> str:
+    """The part of a step, by the innermost frame that tells; see `_OUTER` for what overrules it.
+
+    A forward within `Optimizer.step` remains one: Lightning runs the whole step in the optimizer's closure.
+    """
+    slashed = [_slashed(frame) for frame in frames]
+    found = UNKNOWN
+    for frame in slashed:
+        one = _role(frame)
+        if found == UNKNOWN or one in _OUTER.get(found, ()):
+            found = one
+    if found in (OPTIMIZER, "recompute") or not any(function.startswith(_ENGINE) for function, _, _ in slashed):
+        return found
+    return "backward"  # frames of Python may stand behind those of the engine that called them
+
+
+def ends_step(frames: Sequence[Frame]) -> str:
+    """`OPTIMIZER` or `ZERO_GRAD` where a stack is inside of a step of an optimizer, or of `zero_grad`; else ""."""
+    if any(function == ZERO_GRAD and is_python((function, file, line)) for function, file, line in frames):
+        return ZERO_GRAD
+    return OPTIMIZER if role_of(frames) == OPTIMIZER else ""
+
+
+def text_of_frame(frame: Frame) -> str:
+    """A frame as messages show it: the file with its folder, the line, the function."""
     function, file, line = frame
     name = "/".join(file.split("/")[-2:])
     return f"{name}:{line} {function}" if name else function
 
 
-def _role(frames: Sequence[Frame]) -> str:
-    """The first role of the list that a frame fits."""
-    for role, file, function in _ROLES:
-        if any(file in f[1] and function in f[0] for f in frames):
-            return role
-    return UNKNOWN
+def _slashed(frame: Frame) -> Frame:
+    function, file, line = frame
+    return (function, file.replace("\\", "/"), line) if "\\" in file else frame
+
+
+def _role(frame: Frame) -> str:
+    function, file, _ = frame
+    if not is_python(frame):
+        return UNKNOWN
+    name = function.rsplit(".", 1)[-1]
+    if "torch/utils/checkpoint" in file and any(word in name for word in _RECOMPUTES):
+        return "recompute"
+    return next((role for role, part, whole in _ROLES if part in file and whole in ("", name)), UNKNOWN)
+
+
+def _node(frames: Sequence[Frame]) -> str:
+    """The autograd node that a stack of C++ alone evaluates."""
+    for function, _, _ in frames:
+        found = _NODE.search(function)
+        if found is not None:
+            return str(found[1] or found[2])
+    return ""

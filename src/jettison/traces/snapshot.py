@@ -1,9 +1,14 @@
 """CUDA memory snapshots: what `torch.cuda.memory._dump_snapshot` writes, read without torch.
 
-The structure is that of torch 2.11 to 2.13: a dictionary with ``segments`` (what the caching allocator holds, cut
+The structure is that of torch 2.1 to 2.15: a dictionary with ``segments`` (what the caching allocator holds, cut
 into blocks) and ``device_traces`` (by device, events in order; the oldest may have been overwritten). Older files are
-the list of segments alone. Bytes are those that were asked for, as events have them; `torch.cuda.memory_allocated`
+the list of segments alone, and blocks have a ``history`` with the stack. Which events have a stack depends on
+``context`` of `torch.cuda.memory._record_memory_history`: none, allocations, or frees as well; ``stacks`` says whether
+C++ frames are in it. Bytes are those that were asked for, as events have them; `torch.cuda.memory_allocated`
 rounds each allocation up to 512. An allocation is freed at ``free_requested``, where that function stops counting it.
+
+Steps end where the optimizer or `zero_grad` allocates, frees, or is annotated (``global_record_annotations``). Without
+such a stack there are none: bytes alone do not tell a layer from a step.
 """
 
 from __future__ import annotations
@@ -15,10 +20,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.errors import UsageError
-from jettison.traces.frames import label_of_frames
+from jettison.traces.frames import OPTIMIZER, ZERO_GRAD, Frame, ends_step, frames_of_original, label_of_frames
 from jettison.traces.plain_pickle import load_plain
 from jettison.traces.timeline import Label, MemoryTimeline, TimelineWriter
 
+MOST_FRAMES: Final = 256
 MOST_EVENTS: Final = 20_000_000
 """Events and blocks of a snapshot, together."""
 _BORN = ("alloc",)
@@ -28,7 +34,10 @@ _ALLOCATED = ("active_allocated", "active_pending_free_request")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """One piece of memory that the caching allocator has from the driver."""
+    """One piece of memory that the caching allocator has from the driver.
+
+    ``is_private``: it belongs to a pool of its own (CUDA graphs, `torch.cuda.MemPool`), which nothing else may use.
+    """
 
     address: int
     total_bytes: int
@@ -37,6 +46,7 @@ class Segment:
     blocks: int
     free_pieces_bytes: tuple[int, ...] = ()
     is_expandable: bool = False
+    is_private: bool = False
 
     @property
     def is_split(self) -> bool:
@@ -56,13 +66,19 @@ class OutOfMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSnapshot:
-    """One device. ``complete``: nothing was freed whose allocation is not in the trace."""
+    """One device.
+
+    Args:
+        complete: nothing was freed whose allocation is not in the trace.
+        step_ends: numbers of events after which a training step has ended, in order; see `_StepEnds`.
+    """
 
     index: int
     timeline: MemoryTimeline
     segments: tuple[Segment, ...]
     complete: bool
     out_of_memory: tuple[OutOfMemory, ...] = ()
+    step_ends: tuple[int, ...] = ()
 
     @property
     def reserved_bytes(self) -> int:
@@ -111,6 +127,9 @@ def snapshot_of(content: object, name: str) -> Snapshot:
         own.setdefault(reader.whole(segment, "device", 0), []).append(segment)
         reader.count(len(reader.listed(segment.get("blocks"), "blocks")))
     used = {index for index, trace in enumerate(traces) if trace} | set(own)
+    notes = reader.listed(found.get("external_annotations", []), "external_annotations")
+    reader.count(len(notes))
+    reader.annotations = [reader.dictionary(entry, "an annotation") for entry in notes]
     devices = tuple(
         reader.device(index, traces[index] if index < len(traces) else [], own.get(index, []))
         for index in sorted(used or {0})
@@ -125,6 +144,7 @@ class _Reader:
 
     def __init__(self, name: str) -> None:
         self.name, self.counted = name, 0
+        self.annotations: list[Mapping[str, Any]] = []
 
     def wrong(self, what: str) -> UsageError:
         return UsageError(f"{self.name} is no CUDA memory snapshot: {what}; expected what _dump_snapshot writes")
@@ -154,18 +174,36 @@ class _Reader:
         events = [self.dictionary(entry, "an event") for entry in trace]
         return _device(self, index, events, segments)
 
-    def label(self, entry: Mapping[str, Any], known: dict[object, Label]) -> Label:
-        frames = entry.get("frames", [])
+    def stack(self, entry: Mapping[str, Any], known: dict[object, _Stack]) -> _Stack:
+        """The stack of an event or of a block; of older files, that of the newest entry of a block's history."""
+        frames = entry.get("frames")
+        if frames is None and entry.get("history"):
+            frames = self.dictionary(self.listed(entry["history"], "history")[0], "a history").get("frames")
+        if frames is None:
+            return _NO_STACK
         if id(frames) not in known:  # the frames live as long as the file's content does
-            pairs = []
-            for frame in self.listed(frames, "frames")[:256]:
+            pairs: list[Frame] = []
+            for frame in self.listed(frames, "frames")[:MOST_FRAMES]:
                 place = self.dictionary(frame, "a frame")
+                if "fx_original_trace" in place:
+                    pairs += frames_of_original(str(place["fx_original_trace"])[:4000])
                 pairs.append((str(place.get("name", ""))[:400], str(place.get("filename", ""))[:400], _line(place)))
             key = tuple(pairs)
             if key not in known:
-                known[key] = label_of_frames(key)
+                known[key] = _Stack(label=label_of_frames(key), ends=ends_step(key)) if key else _NO_STACK
             known[id(frames)] = known[key]
         return known[id(frames)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stack:
+    """What is known of a stack. ``ends``: as `ends_step` has it."""
+
+    label: Label
+    ends: str = ""
+
+
+_NO_STACK: Final = _Stack(label=label_of_frames(()))
 
 
 def _line(frame: Mapping[str, Any]) -> int:
@@ -185,8 +223,62 @@ def _blocks(reader: _Reader, segments: list[Mapping[str, Any]]) -> Iterator[tupl
             block = reader.dictionary(entry, "a block")
             size = reader.whole(block, "size")
             if block.get("state") in _ALLOCATED:
-                yield reader.whole(block, "address", at), reader.whole(block, "requested_size", size) or size, block
+                yield reader.whole(block, "address", at), _requested(reader, block, size), block
             at += size
+
+
+def _requested(reader: _Reader, block: Mapping[str, Any], size: int) -> int:
+    """Bytes that were asked for: older files have them in the block's history."""
+    history = block.get("history")
+    if isinstance(history, list) and history and "requested_size" not in block:
+        return reader.whole(reader.dictionary(history[0], "a history"), "real_size", size) or size
+    return reader.whole(block, "requested_size", size) or size
+
+
+class _StepEnds:
+    """Finds where steps end, from marks that stacks and annotations give.
+
+    Two marks belong to one end unless something of the next step lies between them: a forward, or, where no stack tells
+    of one, any other allocation. So an optimizer that steps parameter by parameter within backward ends one step. Of
+    `Optimizer.step` and `zero_grad` the one counts that is seen more often: a fused optimizer allocates only once.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[str, list[tuple[int, int, int]]] = {OPTIMIZER: [], ZERO_GRAD: []}
+        self._forwards = self._others = 0
+
+    def allocated(self, stack: _Stack) -> None:
+        """Count what separates two ends."""
+        if not stack.ends:
+            self._forwards += stack.label.role == "forward"
+            self._others += 1
+
+    def mark(self, ends: str, events: int) -> None:
+        """A mark of one kind, after so many events."""
+        if ends:
+            self._marks[ends].append((events, self._forwards, self._others))
+
+    def found(self) -> tuple[int, ...]:
+        """Numbers of events after which steps end."""
+        return max((self._ends(marks) for marks in self._marks.values()), key=len)
+
+    def _ends(self, marks: list[tuple[int, int, int]]) -> tuple[int, ...]:
+        by = 1 if self._forwards else 2
+        last = {}
+        for mark in marks:
+            last[mark[by]] = mark[0]
+        return tuple(sorted(set(last.values())))
+
+
+def _annotated(reader: _Reader, index: int) -> list[tuple[int, str]]:
+    """Microseconds and kind of annotations that end a step; torch's optimizers record themselves by these names."""
+    found = []
+    for entry in reader.annotations:
+        name = str(entry.get("name", ""))
+        kind = OPTIMIZER if name.startswith("Optimizer.step#") else ZERO_GRAD if ".zero_grad#" in name else ""
+        if kind and entry.get("device", index) == index:
+            found.append((reader.whole(entry, "time_us", 0), kind))
+    return sorted(found)
 
 
 def _device(
@@ -194,34 +286,40 @@ def _device(
 ) -> DeviceSnapshot:
     """What was freed and not allocated in the trace, or is there at the end and was not, was there before it."""
     writer = TimelineWriter(f"device {index}")
-    known: dict[object, Label] = {}
+    known: dict[object, _Stack] = {}
     live: dict[int, int] = {}
+    ends, notes = _StepEnds(), _annotated(reader, index)[::-1]
     early = _unseen(reader, events)
     complete = not early
     for address, size, entry in early:
-        live[address] = writer.already(size, reader.label(entry, known))
+        live[address] = writer.already(size, reader.stack(entry, known).label)
     born = {reader.whole(e, "addr", 0) for e in events if e.get("action") in _BORN}
     for address, size, block in _blocks(reader, segments):
         if address not in born and address not in live:
-            live[address] = writer.already(size, reader.label(block, known))
+            live[address] = writer.already(size, reader.stack(block, known).label)
     last, failed = 0, []
     for event in events:
         action = event.get("action")
         time_ns = reader.whole(event, "time_us", last // 1000) * 1000
         last = time_ns
+        while notes and notes[-1][0] * 1000 <= time_ns:
+            ends.mark(notes.pop()[1], writer.events)
         if action in _BORN:
-            address = reader.whole(event, "addr")
+            address, stack = reader.whole(event, "addr"), reader.stack(event, known)
             if address in live:  # its end was not recorded
                 writer.free(live.pop(address), time_ns)
-            live[address] = writer.allocate(reader.whole(event, "size"), reader.label(event, known), time_ns)
+            live[address] = writer.allocate(reader.whole(event, "size"), stack.label, time_ns)
+            ends.allocated(stack)
+            ends.mark(stack.ends, writer.events)
         elif action in _DIED:
             gone = live.pop(reader.whole(event, "addr"), None)
             if gone is not None:
                 writer.free(gone, time_ns)
+                ends.mark(reader.stack(event, known).ends, writer.events)
         elif action == "oom":
             asked, free = reader.whole(event, "size"), reader.whole(event, "device_free", 0)
             writer.mark(f"out of memory: {asked} bytes were asked for")
-            label = reader.label(event, known)
+            label = reader.stack(event, known).label
             failed.append(OutOfMemory(event=writer.events, asked_bytes=asked, free_bytes=free, label=label))
         elif action == "user_defined":
             writer.mark(str(event.get("user_metadata", "") or "mark")[:200])
@@ -231,6 +329,7 @@ def _device(
         segments=tuple(_segments(reader, segments)),
         complete=complete,
         out_of_memory=tuple(failed),
+        step_ends=ends.found(),
     )
 
 
@@ -265,4 +364,5 @@ def _segments(reader: _Reader, segments: list[Mapping[str, Any]]) -> Iterator[Se
             blocks=len(blocks),
             free_pieces_bytes=tuple(b["size"] for b in blocks if b.get("state") not in _ALLOCATED),
             is_expandable=segment.get("is_expandable") is True,
+            is_private=segment.get("segment_pool_id", (0, 0)) not in ((0, 0), [0, 0]),
         )

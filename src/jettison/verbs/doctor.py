@@ -12,8 +12,8 @@ from jettison.diagnose.oom_log import read_oom_log
 from jettison.diagnose.oom_snapshot import facts_of_snapshot
 from jettison.diagnose.watch_record import read_watch_record
 from jettison.report.findings import FindingsReport
-from jettison.report.parts import exact
 from jettison.traces.snapshot import read_snapshot
+from jettison.units import format_gib
 from jettison.verbs.snapshots import is_snapshot
 
 OOM_SCHEMA = "jettison.oom/1"
@@ -52,7 +52,7 @@ def _rows(facts: MemoryFacts, found: Finding) -> list[tuple[str, str]]:
         ("free", facts.free_bytes),
         ("of", facts.total_bytes),
     )
-    return rows + [(name, exact(nbytes)) for name, nbytes in sizes if nbytes is not None]
+    return rows + [(name, format_gib(nbytes)) for name, nbytes in sizes if nbytes is not None]
 
 
 def _document(facts: MemoryFacts, found: Finding) -> dict[str, Any]:
@@ -65,7 +65,12 @@ def _document(facts: MemoryFacts, found: Finding) -> dict[str, Any]:
         "free_bytes",
         "total_bytes",
         "expandable",
+        "device",
+        "trainer",
     )
-    return {"cause": str(found.kind), "phase": str(facts.phase), "site": facts.site} | {
-        name: getattr(facts, name) for name in names
-    }
+    return {
+        "cause": str(found.kind),
+        "phase": str(facts.phase),
+        "site": facts.site,
+        "holders": [{"holder": name, "bytes": nbytes} for name, nbytes in facts.holders],
+    } | {name: getattr(facts, name) for name in names}

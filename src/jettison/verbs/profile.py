@@ -77,7 +77,7 @@ def _levels(facts: MemoryFacts) -> list[tuple[str, str]]:
     if len(facts.steps) < 2:
         return []
     last = facts.steps[-1].between_bytes
-    return [("between steps", f"{exact(last)} after {len(facts.steps) - 1} rises and falls")]
+    return [("between steps", f"{exact(last)} after {len(facts.steps) - 1} steps")]
 
 
 def _trace(trace: ProfilerTrace, gpu: Hardware | None) -> FindingsReport:

@@ -238,6 +238,13 @@ class ListDocument(TypedDict):
     request: Request | None
 
 
+class OomHolder(TypedDict):
+    """Who holds bytes of the device; together all of them are its capacity."""
+
+    holder: str
+    bytes: int
+
+
 class OomDocument(TypedDict):
     """Why memory ran out; bytes that a file does not say are null."""
 
@@ -253,6 +260,9 @@ class OomDocument(TypedDict):
     free_bytes: int | None
     total_bytes: int | None
     expandable: bool | None
+    device: str
+    trainer: str
+    holders: list[OomHolder]
     findings: list[Finding]
     request: Request | None
 

@@ -1,0 +1,319 @@
+"""What to change when memory ran out: by cause, device (`devices.py`) and trainer (`trainers.py`)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from jettison.diagnose.devices import words_of
+from jettison.diagnose.facts import Failure, MemoryFacts, Phase
+from jettison.diagnose.finding import Change
+from jettison.diagnose.logits import speaks_of_logits
+from jettison.diagnose.trainers import trainer_named
+from jettison.units import MIB, format_gib
+
+HEADROOM: Final = 0.9
+"""Of a device whose memory is exceeded: the rest is for the context, which the source does not tell from the excess."""
+_TRITON: Final = ("cuda", "hip", "xpu")
+
+WATCH: Final = Change(line="with jettison.watch(model):", why="around the loop: it writes down what is needed to tell")
+_LENGTHS: Final = Change(
+    line="collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=512)",
+    why="few different lengths leave few different pieces",
+)
+AGAINST_PRIVATE_POOLS: Final = (
+    Change(
+        line='model = torch.compile(model)    # not mode="reduce-overhead"',
+        why="each recorded CUDA graph keeps a pool of its own",
+    ),
+    Change(
+        line="torch._inductor.config.triton.cudagraph_skip_dynamic_graphs = True",
+        why="no graph, and no pool, for each further shape",
+    ),
+)
+_SMALLER_PARAMETERS: Final = (
+    Change(line='state = torch.load(file, map_location="cpu", mmap=True)', why="what is read then has no second copy"),
+    Change(line="model = model.to(torch.bfloat16)    # before .to(device)", why="half of the bytes of fp32"),
+    Change(line="for block in model.layers: fully_shard(block)", why="each rank then holds its share of parameters"),
+    Change(
+        line="jettison ledger MODEL --dp 8 --zero 3", why="says what each rank would hold, before anything is built"
+    ),
+)
+"""No step has begun: nothing of activations would help."""
+
+
+def against_leak(facts: MemoryFacts) -> tuple[Change, ...]:
+    """Let go of what a step makes."""
+    first = facts.survivors[0] if facts.survivors else None
+    where = first.module if first else "what a step adds to a list, a dictionary or an attribute"
+    changes = []
+    if first is None or first.role in ("forward", "unknown", "recompute"):
+        changes.append(
+            Change(
+                line="total_loss += loss.item()    # not: total_loss += loss",
+                why=f"whoever keeps a tensor of the forward keeps the graph behind it; look at {where}",
+            )
+        )
+    else:
+        changes.append(
+            Change(line=f"# {where}: let go of it when a step ends", why="each step makes it anew, and keeps it")
+        )
+    if first is None:
+        line = "with jettison.watch(model):"
+        changes.append(Change(line=line, why="on a GPU it writes a snapshot, which names lines"))
+    return tuple(changes)
+
+
+def against_fragmentation(facts: MemoryFacts) -> tuple[Change, ...]:
+    """Let pieces join."""
+    words = words_of(facts.device)
+    if words.expandable and not facts.expandable:
+        later = "; PYTORCH_ALLOC_CONF from torch 2.10 on" if facts.device == "cuda" else ""
+        line, why = f"export {words.expandable}", f"segments then grow in place, so that pieces join{later}"
+    else:
+        line = words.empty_cache or "torch.accelerator.empty_cache()"
+        why = "once, where shapes change (before an evaluation)"
+    return (Change(line=line, why=why), _LENGTHS)
+
+
+def against_others(facts: MemoryFacts) -> tuple[Change, ...]:
+    """Find who holds the device, or take another."""
+    words = words_of(facts.device)
+    changes = []
+    if words.processes:
+        changes.append(Change(line=words.processes, why="says which they are"))
+    if words.choose:
+        changes.append(Change(line=f"{words.choose} python ...", why="takes another device"))
+    return (*changes, *of_trainer(facts))
+
+
+def against_outside(facts: MemoryFacts) -> tuple[Change, ...]:
+    """What this process holds beside PyTorch's allocator."""
+    words = words_of(facts.device)
+    changes: list[Change] = []
+    if facts.device == "mps":
+        changes += _plan(facts)
+        changes.append(
+            Change(line=words.empty_cache, why="gives back what PyTorch holds unused; Metal's own buffers stay")
+        )
+    if words.communicators:
+        why = "says how many communicators there are: each has buffers of its own, and few groups need few"
+        changes.append(Change(line=f"{words.communicators} python ...", why=why))
+    if facts.device in ("cuda", "hip"):
+        line = "XLA_PYTHON_CLIENT_PREALLOCATE=false TF_FORCE_GPU_ALLOW_GROWTH=true python ..."
+        changes.append(Change(line=line, why="JAX and TensorFlow take most of a device for themselves when they start"))
+    return (*changes, *of_trainer(facts))
+
+
+def against_size(facts: MemoryFacts) -> tuple[Change, ...]:
+    """Look at shapes."""
+    where = f" (at {facts.site})" if facts.site else ""
+    why = (
+        f"an index, a length or a broadcast is wrong before it{where}: look at shapes and at values that become shapes"
+    )
+    return (Change(line="print({name: value.shape for name, value in batch.items()})", why=why),)
+
+
+def against_one_tensor(facts: MemoryFacts) -> tuple[Change, ...]:
+    """One tensor that no device of this size holds: scores of attention, or logits."""
+    if facts.logits:
+        return _fused_loss(facts)
+    return (
+        Change(
+            line="torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",
+            why="scores of attention grow with the square of the sequence; fused attention never makes them",
+        ),
+        *of_trainer(facts, recompute=False),
+    )
+
+
+def against_refusal(facts: MemoryFacts) -> tuple[Change, ...]:
+    """A request that failed beside enough free memory."""
+    words = words_of(facts.device)
+    changes = []
+    if words.processes:
+        changes.append(Change(line=words.processes, why="says who else uses the device"))
+    if words.empty_cache:
+        changes.append(Change(line=words.empty_cache, why="gives back what is held unused, before the large request"))
+    return (*changes, *of_trainer(facts))
+
+
+_HOST_LIMITS: Final = (
+    (("oom_kill", "oom-kill event", "OOM Killed", "memory limit"), "#SBATCH --mem=0", "takes all memory of the node"),
+    (("OOMKilled",), "resources: {limits: {memory: 256Gi}}", "the container's limit, not the machine's, was reached"),
+    (("Memory cgroup",), "docker run --memory=256g ...", "the container's limit, not the machine's, was reached"),
+)
+_LESS_HOST: Final = (
+    Change(
+        line="DataLoader(..., num_workers=2, prefetch_factor=2)",
+        why="each worker is a process with a copy of the dataset's Python objects, and batches that wait",
+    ),
+    Change(
+        line='state = torch.load(file, map_location="cpu", mmap=True)',
+        why="each rank on a machine otherwise reads a copy of its own",
+    ),
+)
+
+
+def against_elsewhere(facts: MemoryFacts) -> tuple[Change, ...]:
+    """The host, /dev/shm, a library, a server."""
+    if facts.failure is Failure.SHARED:
+        return (
+            Change(line="docker run --shm-size=16g ...    # or --ipc=host", why="containers have 64 MiB of it"),
+            Change(line='torch.multiprocessing.set_sharing_strategy("file_system")', why="uses files in its place"),
+        )
+    if facts.failure is Failure.SERVER:
+        return (*(against_others(facts) if facts.unaccounted_bytes else ()), *_of_server(facts))
+    if facts.failure is Failure.LIBRARY:
+        return _room_for_libraries(facts)
+    changes = []
+    if facts.failure is Failure.KILLED:
+        line = 'dmesg -T | grep -iE "out of memory|oom-kill"'
+        changes.append(Change(line=line, why="says whether it was the kernel, what each process held, and the limit"))
+        for words, limit, why in _HOST_LIMITS:
+            if any(word in facts.what for word in words):
+                changes.append(Change(line=limit, why=why))
+    elif facts.what == "pinned memory":
+        line = "DataLoader(..., pin_memory=False)    # or fewer tensors offloaded"
+        changes.append(
+            Change(line=line, why="pinned memory cannot be swapped out; ulimit -l and the container limit it")
+        )
+    return (*changes, *_LESS_HOST, WATCH)
+
+
+def _room_for_libraries(facts: MemoryFacts) -> tuple[Change, ...]:
+    words = words_of(facts.device)
+    changes = [
+        Change(
+            line="torch.cuda.set_per_process_memory_fraction(0.95)",
+            why="PyTorch's cache then leaves room for libraries, and gives unused memory back before they need it",
+        )
+    ]
+    if facts.what == "NCCL":
+        line = 'torch.distributed.init_process_group(device_id=torch.device("cuda", local_rank))'
+        changes.append(Change(line=line, why="communicators are then made before the model fills the device"))
+        changes.append(Change(line=f"{words.communicators} python ...", why="says which communicator wanted how much"))
+    else:
+        changes.append(Change(line=f"{words.processes}", why="says who holds the device"))
+        changes.append(WATCH)
+    return (*changes, *of_trainer(facts))
+
+
+def _of_server(facts: MemoryFacts) -> tuple[Change, ...]:
+    trainer = trainer_named(facts.trainer or "vLLM")
+    line = trainer.smaller if trainer is not None and trainer.serves else "--gpu-memory-utilization 0.85"
+    return (Change(line=line, why="fewer sequences and a shorter one need a smaller cache"),)
+
+
+# a peak ---------------------------------------------------------------------------------------------------------------
+
+
+def against_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple[Change, ...]:
+    """A smaller step, the cheapest change first.
+
+    Args:
+        shape: the batch is larger than those before.
+    """
+    if facts.phase is Phase.PARAMETERS:
+        return _SMALLER_PARAMETERS
+    trainer = trainer_named(facts.trainer)
+    if trainer is not None and trainer.serves:
+        return _of_server(facts)
+    changes: list[Change] = []
+    if facts.phase is Phase.OPTIMIZER:
+        line = "torch.optim.AdamW(model.parameters(), foreach=False)"
+        changes.append(Change(line=line, why="its temporaries are then one parameter's, not all parameters'"))
+        if trainer is not None and trainer.optimizer:
+            changes.append(Change(line=trainer.optimizer, why=f"{trainer.name}: a smaller optimizer state"))
+    names = (part.module for part in facts.parts[:2])
+    if facts.logits or speaks_of_logits(facts.site, *names, *(part.site for part in facts.parts[:2])):
+        changes += _fused_loss(facts)
+    held = sum(part.nbytes for part in facts.parts if part.role in (Phase.FORWARD, Phase.RECOMPUTE))
+    if short and held + (facts.asked_bytes or 0) > short and held:
+        share = 1 - short / (held + (facts.asked_bytes or 0))
+        line = f"micro_batch = {share:.2f} of this one; accumulate gradients over the rest"
+        why = f"activations are {format_gib(held)} of it, and {format_gib(short)} are missing"
+        changes.append(Change(line=line, why=why))
+    if shape:
+        fitted = max(facts.steps[1:-1], key=lambda step: (step.batch_elements or 0, step.peak_bytes or 0))
+        line = f"batches of at most {fitted.batch}" if fitted.batch else "batches no longer than those before"
+        changes.append(Change(line=line, why="those went through: sort by length, or cut what is longer"))
+    if facts.evaluating:
+        return (*changes, *_smaller_evaluation(facts))
+    if facts.phase is not Phase.OPTIMIZER:
+        changes += [*_plan(facts), *of_trainer(facts)]
+    return tuple(changes)
+
+
+def budget_mib(facts: MemoryFacts) -> int | None:
+    """What tensors may have: what they have and what is free, never more than the device; None if that is not known."""
+    if facts.allocated_bytes is None or facts.free_bytes is None:
+        return None
+    budget = facts.allocated_bytes + facts.free_bytes
+    if facts.total_bytes is not None:
+        most = int(facts.total_bytes * HEADROOM) if facts.shared_bytes else facts.total_bytes
+        budget = min(budget, most)
+    return budget // MIB
+
+
+def _plan(facts: MemoryFacts) -> tuple[Change, ...]:
+    budget = budget_mib(facts)
+    if not budget:
+        return ()
+    trainer = trainer_named(facts.trainer)
+    line = f'jettison.auto_checkpoint(model, batch, "{budget}MiB", optimizer=optimizer)'
+    if trainer is not None and trainer.plan:
+        line = trainer.plan.format(budget=f"{budget}MiB")
+    return (
+        Change(
+            line=line,
+            why="plans each layer below what there is, and refuses, with the smallest budget, where that cannot be",
+        ),
+        Change(line=f"jettison plan MODEL --budget {budget}MiB", why="says beforehand what that costs in time"),
+    )
+
+
+def _fused_loss(facts: MemoryFacts) -> tuple[Change, ...]:
+    trainer = trainer_named(facts.trainer)
+    changes = []
+    if trainer is not None and trainer.loss:
+        changes.append(
+            Change(line=trainer.loss, why=f"{trainer.name}: logits of the whole batch are never held at once")
+        )
+    elif facts.device in _TRITON:
+        line = "loss = LigerFusedLinearCrossEntropyLoss()(model.lm_head.weight, hidden, labels)    # liger-kernel"
+        changes.append(Change(line=line, why="head and loss in one kernel: logits are never held"))
+    line = "for piece in hidden.split(1024, dim=1): loss = loss + head_and_loss(piece)"
+    changes.append(Change(line=line, why="logits of a piece of the sequence at a time, under a checkpoint"))
+    return tuple(changes)
+
+
+def _smaller_evaluation(facts: MemoryFacts) -> tuple[Change, ...]:
+    trainer = trainer_named(facts.trainer)
+    changes = [
+        Change(
+            line="with torch.inference_mode(): ...", why="without it the graph of a backward that never runs is kept"
+        )
+    ]
+    if trainer is not None and trainer.evaluate:
+        changes.append(
+            Change(line=trainer.evaluate, why=f"{trainer.name}: predictions then leave the device piece by piece")
+        )
+    return tuple(changes)
+
+
+def of_trainer(facts: MemoryFacts, *, recompute: bool = True) -> tuple[Change, ...]:
+    """The settings of the framework whose loop it is; none where it is the user's own."""
+    trainer = trainer_named(facts.trainer)
+    if trainer is None or facts.phase is Phase.PARAMETERS:
+        return ()
+    if trainer.serves:
+        return _of_server(facts)
+    if facts.evaluating:
+        return _smaller_evaluation(facts)
+    changes = []
+    if trainer.recompute and recompute:
+        why = f"{trainer.name}: recomputes activations; in place of a plan, not beside one"
+        changes.append(Change(line=trainer.recompute, why=why))
+    if trainer.smaller:
+        changes.append(Change(line=trainer.smaller, why=f"{trainer.name}: a smaller micro-batch, with the same batch"))
+    return tuple(changes)
