@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jettison.capture.quick_fakes import QuickFakeMode, call_key
@@ -26,11 +26,21 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "several": lambda a, b: aten.native_layer_norm.default(a, [4], None, None, 1e-5),
     "a list": lambda a, b: torch.cat([a, b.t()]),
     "made": lambda a, b: torch.empty(3, dtype=torch.int64),
+    "in a result": lambda a, b: torch.mul(a, 2, out=a),
+    "in another result": lambda a, b: torch.mul(a, 2, out=b.t()),
+    "in a result of another size": lambda a, b: torch.mul(a, 2, out=torch.empty(0)),
+    "unsafe view": lambda a, b: aten._unsafe_view.default(a, [3, 8]),
+    "indices": lambda a, b: aten.embedding.default(a, INDICES),
+    "a real one first": lambda a, b: torch.cat([REAL, a]),
+    "a real one in place": lambda a, b: REAL.clone().add_(a[0, 0]),
     "drawn": lambda a, b: torch.rand_like(a),
     "some left out": lambda a, b: aten.native_layer_norm_backward.default(
         a, a, [4], a[:, :1], a[:, :1], None, None, [True, False, False]
     ),
 }
+
+
+INDICES, REAL = torch.tensor([[0, 1], [2, 0]]), torch.ones(2, 4)
 
 
 def told(mode: FakeTensorMode, call: Callable[[Tensor, Tensor], Any]) -> list[Any]:
@@ -51,8 +61,8 @@ def told(mode: FakeTensorMode, call: Callable[[Tensor, Tensor], Any]) -> list[An
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_answer_from_memory_is_that_of_torch(name: str) -> None:
-    quick = QuickFakeMode()
-    expected = told(FakeTensorMode(), CALLS[name])
+    quick = QuickFakeMode(allow_non_fake_inputs=True)
+    expected = told(FakeTensorMode(allow_non_fake_inputs=True), CALLS[name])
     answers = [told(quick, CALLS[name]) for _ in range(4)]
     assert answers == [expected] * 4
     assert quick._remembered
@@ -107,5 +117,9 @@ def test_what_has_no_key() -> None:
     assert call_key(func, (fake, 1), {"alpha": 2}, mode) != call_key(func, (fake, 1), None, mode)
     assert call_key(func, (fake, stranger), None, mode) is None
     assert call_key(func, (fake, stranger), None) is not None
-    assert call_key(func, (fake, torch.empty(2)), None) is None
+    real = torch.empty(2)
+    assert call_key(func, (fake, real), None) != call_key(func, (fake, fake), None)
+    assert call_key(func, (fake, real[:1]), None) != call_key(func, (fake, real), None)
+    assert call_key(func, (fake, real.to_sparse()), None) is None
+    assert call_key(func, (fake, nn.Parameter(real)), None) is None
     assert call_key(func, (fake, torch.Generator()), None) is None

@@ -10,8 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jettison.dryrun.kernel_trial import OpRequest
+from jettison.dryrun import op_costs
+from jettison.dryrun.kernel_trial import OpRequest, least_seconds, workspaces
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
+from jettison.dryrun.stand_ins import StandInMemory
 from jettison.measure import interleaved, rng_digest
 from jettison.measure.memory import AllocationCounter
 
@@ -75,6 +77,62 @@ def test_a_deadline_never_leaves_a_workspace_unmeasured():
     assert price.workspace_bytes >= 25 * x.nbytes, "the unfolded columns"
     assert price.seconds > 0, "of the one run that there was"
     assert measure_ops([late])[late.key].workspace_bytes == price.workspace_bytes
+
+
+def test_where_only_workspaces_are_asked_for_large_elementwise_calls_follow_from_small_ones(monkeypatch):
+    monkeypatch.setattr(op_costs, "_KNOWN", {})
+    ran: list[str] = []
+
+    def noted(requests):
+        ran.extend(request.key for request in requests)
+        return workspaces(requests)
+
+    monkeypatch.setattr(op_costs, "workspaces", noted)
+    few, many, most = (torch.rand(n) for n in (1 << 8, 1 << 16, 1 << 22))
+    calls = (
+        (aten.exp.default, lambda x: (x,)),
+        (aten.mul.Tensor, lambda x: (x, x)),
+        (aten.cumsum.default, lambda x: (x, 0)),
+    )
+    named = {(func, x): request(func, *given(x)) for x in (few, many, most) for func, given in calls}
+    mixed = request(aten.mul.Tensor, most, most.double())
+    prices = measure_ops([*named.values(), mixed], timed=False)
+    left = {named[aten.exp.default, most].key, named[aten.mul.Tensor, most].key}
+    assert sorted(ran) == sorted({*prices} - left), "each of the others once"
+    assert all(prices[key].workspace_bytes == 0 for key in left)
+    assert all(price.rough for price in prices.values())
+    timed = measure_ops([named[aten.exp.default, most], mixed])
+    assert all(price.seconds > 0 and not price.rough for price in timed.values())
+    assert sorted(ran) == sorted({*prices} - {named[aten.mul.Tensor, most].key}), "one that had run is only timed"
+
+
+def test_one_large_elementwise_call_is_run(monkeypatch):
+    monkeypatch.setattr(op_costs, "_KNOWN", {})
+    most = request(aten.exp.default, torch.rand(1 << 22))
+    assert measure_ops([most], timed=False)[most.key].seconds > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64])
+def test_made_up_arguments_are_handed_on(dtype):
+    memory, size = StandInMemory(), 1 << 18
+    first = memory.take(dtype, size)
+    memory.give_back([first.view(2, -1).t()])
+    del first
+    assert any(memory._free.values()) is dtype.is_floating_point, "zeros are made sooner than looked for"
+    again, other = memory.take(dtype, size), memory.take(dtype, size)
+    assert not any(memory._free.values())
+    assert again.untyped_storage().nbytes() == other.untyped_storage().nbytes() == size * dtype.itemsize
+    if dtype.is_floating_point:
+        assert all(bool(((one >= 0.09) & (one <= 1)).all()) for one in (again, other))
+        assert not torch.equal(again, other)
+
+
+def test_what_a_kernel_has_written_to_is_not_handed_on():
+    memory, x = StandInMemory(), torch.rand(1 << 18)
+    for func in (aten.zero_.default, aten.exp.default):
+        least_seconds(request(func, x), 0.0, memory)
+    (left,) = memory._free.values()
+    assert [bool((one >= 0.09).all()) for one in left] == [True], "that of exp"
 
 
 def test_kernel_that_ends_its_process_is_priced_in_another_one():

@@ -1,12 +1,15 @@
 """A `FakeTensorMode` that answers sooner what it has been asked before.
 
 A dry run asks for the same shapes block after block and plan after plan, and torch's own cache of them spends most of
-its time on working out where to look. What that cache has answered once is remembered here under a key that takes less:
-of each tensor its layout in memory, of everything else type and value. Whatever has no such key goes torch's way.
+its time on working out where to look. What torch has answered once is remembered here under a key that takes less: of
+each tensor its layout in memory, of everything else type and value. Remembered is what torch's cache remembers, and
+what that leaves out though layouts alone decide it: results in ``out=``, `_unsafe_view`, calls that are given real
+tensors beside fake ones (an embedding's indices). Whatever has no such key goes torch's way.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from jettison.capture.trees import op_leaves
 
 _VALUES = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
@@ -57,9 +62,44 @@ def _add(key: list[Any], values: Iterable[Any], mode: FakeTensorMode | None) -> 
             key += (kind, len(value))
             if not _add(key, value, mode):
                 return False
+        elif kind is Tensor and value.layout is torch.strided and not (value.requires_grad or _is_marked(value)):
+            key += (kind, value.shape, value.stride(), value.storage_offset(), value.dtype, value.device)
         else:
             return False
     return True
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    return tensor.is_neg() or tensor.is_conj() or tensor.is_inference()
+
+
+_TOUCHY = tuple(
+    torch.Tag.__members__[name] for name in ("data_dependent_output", "dynamic_output_shape", "inplace_view")
+)
+_LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
+
+
+@functools.lru_cache(maxsize=4096)
+def _hangs_on_layouts(func: Any) -> bool:
+    """Whether layouts, and values that are no tensors, say what an operator returns, and in whose memory."""
+    if func in _LIFTS or func.namespace not in ("aten", "prims") or any(tag in func.tags for tag in _TOUCHY):
+        return False
+    return not _is_composite(func)
+
+
+@functools.lru_cache(maxsize=4096)
+def _makes_its_results(func: Any) -> bool:
+    """Whether all that it returns is new memory."""
+    return not (func.is_view or func._schema.is_mutable or func in _IN_ITS_MEMORY or _is_composite(func))
+
+
+def _is_composite(func: Any) -> bool:
+    """Made of other operators: it may return what it was given, or not."""
+    implicit = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), implicit))
+
+
+_IN_ITS_MEMORY = frozenset({torch.ops.aten._unsafe_view.default, *_LIFTS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +107,8 @@ class _Made:
     """One tensor that an operator returns.
 
     Args:
-        given: the argument that it is, by position; -1 for none.
-        viewed: the argument that it is a view of, by position; -1 for none.
+        given: the argument that it is, by position, those by name behind; -1 for none.
+        viewed: the argument whose memory it is in, by position; -1 for none.
     """
 
     shape: tuple[int, ...]
@@ -87,18 +127,21 @@ class QuickFakeMode(FakeTensorMode):
         super().__init__(**options)
         self._remembered: dict[Any, tuple[bool, tuple[_Made | None, ...]]] = {}
         self._answer: tuple[Any, ...] | None = None
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """What an operator returns."""
         key = self._key(func, args, kwargs)
         known = self._remembered.get(key) if key is not None else None
         if known is not None:
-            return self._again(known, args)
+            return self._again(known, args, kwargs)
         try:
             out = super().dispatch(func, types, args, kwargs or {})
             answer, self._answer = self._answer, None
-            if key is not None and answer is not None and answer[0] is func and answer[1] is args and answer[2] is out:
-                made = _made(func, args, out)
+            cached = answer is not None and answer[0] is func and answer[1] is args and answer[2] is out
+            # what a call has changed in its arguments is not the layout that the key has
+            if key is not None and (cached or (_hangs_on_layouts(func) and key == self._key(func, args, kwargs))):
+                made = _made(func, args, kwargs, out)
                 if made is not None:
                     self._remembered[key] = (isinstance(out, tuple), made)
             return out
@@ -115,41 +158,71 @@ class QuickFakeMode(FakeTensorMode):
         if not self.cache_enabled:
             return None
         key = call_key(func, args, kwargs, self)
-        return key if key is None or func not in _BY_STORAGE else (key, args[0].untyped_storage().nbytes())
+        if key is None or (Tensor in key and not _makes_its_results(func)):
+            return None
+        return key if func not in _BY_STORAGE else (key, args[0].untyped_storage().nbytes())
 
-    def _again(self, known: tuple[bool, tuple[_Made | None, ...]], args: tuple[Any, ...]) -> Any:
+    def _again(
+        self, known: tuple[bool, tuple[_Made | None, ...]], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> Any:
         several, made = known
+        given = (*args, *kwargs.values()) if kwargs else args
         guard = torch._C._DisableTorchDispatch()
         try:
-            found = [None if one is None else self._one(one, args) for one in made]
+            found = [None if one is None else self._one(one, given) for one in made]
         finally:
             del guard
         return tuple(found) if several else found[0]
 
-    def _one(self, one: _Made, args: tuple[Any, ...]) -> Tensor:
+    def _one(self, one: _Made, given: tuple[Any, ...]) -> Tensor:
         if one.given >= 0:
-            given: Tensor = args[one.given]
-            return given
+            same: Tensor = given[one.given]
+            return same
         meta = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta")
         if one.viewed >= 0:
-            meta.set_(args[one.viewed].untyped_storage(), one.offset, one.shape, one.stride)
-        fake: Tensor = FakeTensor(self, meta, one.device)
+            meta.set_(given[one.viewed].untyped_storage(), one.offset, one.shape, one.stride)
+        return self._fake(meta, one.device)
+
+    def _fake(self, meta: Tensor, device: torch.device) -> Tensor:
+        """A fake tensor like all others on its device; its constructor takes four times as long."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            fake: Tensor = FakeTensor(self, meta, device)
+            self._attributes[device] = dict(vars(fake))
+            return fake
+        fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+        if self._allow_unsafe_data_ptr_access:
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+        else:
+            torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(attributes)
         return fake
 
 
-def _made(func: Any, args: tuple[Any, ...], out: Any) -> tuple[_Made | None, ...] | None:
+def _made(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, out: Any
+) -> tuple[_Made | None, ...] | None:
     """How to make what an operator returned once more; None where it takes more than a shape."""
+    given = (*args, *kwargs.values()) if kwargs else args
+    memory = [value.untyped_storage()._cdata if isinstance(value, Tensor) else None for value in given]
+    inside = {leaf.untyped_storage()._cdata for leaf in op_leaves(given) if isinstance(leaf, Tensor)} - set(memory)
     found: list[_Made | None] = []
     for one in out if isinstance(out, tuple) else (out,):
         if one is None:
             found.append(None)
             continue
-        if type(one) is not FakeTensor:
+        if type(one) is not FakeTensor or one.constant is not None or one.layout is not torch.strided:
             return None
-        given = next((i for i, value in enumerate(args) if value is one), -1)
-        viewed = next((i for i, value in enumerate(args) if isinstance(value, Tensor)), -1) if func.is_view else -1
-        if given < 0 and (one.requires_grad or one.is_neg() or one.is_conj() or one.is_inference()):
+        same = next((i for i, value in enumerate(given) if value is one), -1)
+        if same < 0 and (one.requires_grad or _is_marked(one)):
             return None
+        storage = one.untyped_storage()
+        viewed = next((i for i, other in enumerate(memory) if other == storage._cdata), -1)
+        if same < 0 and viewed < 0:
+            extent = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta").untyped_storage()
+            if storage._cdata in inside or one.storage_offset() or storage.nbytes() != extent.nbytes():
+                return None
+            inside.add(storage._cdata)  # no other result may be in it
         shape, stride = tuple(one.shape), one.stride()
-        found.append(_Made(shape, stride, one.storage_offset(), one.dtype, one.fake_device, given, viewed))
+        found.append(_Made(shape, stride, one.storage_offset(), one.dtype, one.fake_device, same, viewed))
     return tuple(found)

@@ -151,7 +151,7 @@ def infers_shapes() -> bool:
     what it runs for that is no op of the model.
     """
     propagation = sys.modules.get("torch.distributed.tensor._sharding_prop")
-    if propagation is None:
+    if propagation is None or not torch.distributed.is_initialized():  # no DTensor without a mesh, nor that without it
         return False
     code = propagation.ShardingPropagator._propagate_tensor_meta_non_cached.__code__
     frame: Any = sys._getframe(1)

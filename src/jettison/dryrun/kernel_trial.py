@@ -11,16 +11,18 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves, tree_map
 
+from jettison.capture.op_traits import writes
+from jettison.dryrun.stand_ins import StandInMemory
 from jettison.measure.peak import ALLOCATION_EVENT
 
 REPEATS = 3
@@ -113,9 +115,10 @@ def workspaces(
     found: dict[str, KernelRun | Exception] = {}
     with private_randomness(requests), torch.no_grad():
         on_cpu = [request for request in requests if request.device == "cpu"]
+        memory = StandInMemory()
         for start in range(0, len(on_cpu), TOGETHER):
             group = on_cpu[start : start + TOGETHER]
-            found.update(_cpu_runs(group))
+            found.update(_cpu_runs(group, memory))
             for request in group:
                 done(request, found[request.key])
         for request in requests:
@@ -125,13 +128,18 @@ def workspaces(
     return found
 
 
-def least_seconds(request: OpRequest, first_seconds: float) -> float:
-    """The least of a few runs; where a second run is not affordable the one that there was."""
+def least_seconds(request: OpRequest, first_seconds: float, memory: StandInMemory | None = None) -> float:
+    """The least of a few runs; where a second run is not affordable the one that there was.
+
+    Args:
+        memory: of the arguments, where many requests are timed in turn; their generators are private then.
+    """
     if first_seconds > 10 * OPERATOR_BUDGET_SECONDS:
         return first_seconds
     samples: list[float] = []
-    with private_randomness([request]), torch.no_grad():
-        args, kwargs = _stand_ins(request)
+    private = private_randomness([request]) if memory is None else nullcontext()
+    given = StandInMemory() if memory is None else memory
+    with private, torch.no_grad(), _stand_ins(request, given) as (args, kwargs):
         start = time.perf_counter()
         while len(samples) < REPEATS or (len(samples) < 20 and time.perf_counter() - start < OPERATOR_BUDGET_SECONDS):
             samples.append(_one_run(request.func, args, kwargs, cuda=request.device.startswith("cuda")))
@@ -148,35 +156,37 @@ def _one_run(func: Any, args: Any, kwargs: Any, *, cuda: bool) -> float:
     return time.perf_counter() - start
 
 
-def _cpu_runs(requests: Sequence[OpRequest]) -> dict[str, KernelRun | Exception]:
+def _cpu_runs(requests: Sequence[OpRequest], memory: StandInMemory) -> dict[str, KernelRun | Exception]:
     """One profiler session for all: each call runs inside a named range, and the range claims its allocations."""
     outputs: dict[str, int] = {}
     found: dict[str, KernelRun | Exception] = {}
     names: dict[str, str] = {}
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(profile_memory=True) as profiler:
         for index, request in enumerate(requests):
             try:
-                args, kwargs = _stand_ins(request)
-                for split, largest in enumerate(_largest_groups(request, args)):
-                    if largest:
-                        args[2].copy_(_ends(args, largest))
-                    names[_range_name(index, split)] = request.key
-                    with record_function(_range_name(index, split)):
-                        out = request.func(*args, **kwargs)
-                    outputs[request.key] = _new_bytes(_asked_for(request, args, out), (args, kwargs))
-                    del out
+                with _stand_ins(request, memory) as (args, kwargs):
+                    for split, largest in enumerate(_largest_groups(request, args)):
+                        if largest:
+                            args[2].copy_(_ends(args, largest))
+                        names[_range_name(index, split)] = request.key
+                        with record_function(_range_name(index, split)):
+                            out = request.func(*args, **kwargs)
+                        outputs[request.key] = _new_bytes(_asked_for(request, args, out), (args, kwargs))
+                        del out
                 del args, kwargs
             except Exception as error:  # a kernel may refuse stand-in values in any way it likes
                 found[request.key] = error.with_traceback(None)
-    events = profiler.profiler.kineto_results.events()
+    results = profiler.kineto_results
+    assert results is not None, "it has ended"
+    events = results.events()
     ranges = {event.name(): (event.start_ns(), event.end_ns()) for event in events if event.name() in names}
-    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == ALLOCATION_EVENT)
-    starts = [at for at, _ in memory]
+    allocations = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == ALLOCATION_EVENT)
+    starts = [at for at, _ in allocations]
     for name, key in names.items():
         if key in found and isinstance(found[key], Exception):
             continue
         begin, end = ranges[name]
-        inside = memory[bisect_left(starts, begin) : bisect_right(starts, end)]
+        inside = allocations[bisect_left(starts, begin) : bisect_right(starts, end)]
         run = KernelRun(seconds=(end - begin) / 1e9, workspace_bytes=max(0, _peak_of(inside) - outputs[key]))
         known = found.get(key)
         if isinstance(known, KernelRun):  # another split of the same rows
@@ -229,7 +239,7 @@ def _peak_of(memory: list[tuple[int, int]]) -> int:
 def _device_run(request: OpRequest) -> KernelRun | Exception:
     cuda = request.device.startswith("cuda")
     try:
-        args, kwargs = _stand_ins(request)
+        args, kwargs = _made_up(request, _memory)
         if not cuda:
             return KernelRun(seconds=_one_run(request.func, args, kwargs, cuda=False), workspace_bytes=0)
         device = torch.device(request.device)
@@ -257,9 +267,34 @@ def _new_bytes(out: Any, inputs: Any) -> int:
     return sum(new.values(), 0)
 
 
-def _stand_ins(request: OpRequest) -> tuple[tuple[Any, ...], dict[str, Any]]:
+@contextmanager
+def _stand_ins(request: OpRequest, memory: StandInMemory) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Real arguments for a request, whose memory the next one may have."""
+    taken: list[Tensor] = []
+
+    def make(meta: TensorMeta) -> Tensor:
+        if meta.device != "cpu":
+            return _memory(meta)
+        taken.append(memory.take(meta.dtype, meta.storage_elements).as_strided(meta.shape, meta.stride))
+        return taken[-1]
+
+    args, kwargs = _made_up(request, make)
+    try:
+        yield args, kwargs
+    finally:
+        written = {id(tensor) for tensor in writes(request.func, args, kwargs)}
+        memory.give_back([tensor for tensor in taken if id(tensor) not in written])
+
+
+def _made_up(request: OpRequest, make: Callable[[TensorMeta], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Real arguments for a request; each spans the storage that its strides need, and no more."""
-    args, kwargs = tree_map(_stand_in, (request.args, dict(request.kwargs)))
+
+    def stand_in(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):  # the user's own
+            return leaf.clone_state()
+        return make(leaf) if isinstance(leaf, TensorMeta) else leaf
+
+    args, kwargs = tree_map(stand_in, (request.args, dict(request.kwargs)))
     if _has_offsets(request, args):
         rows = _rows(args)
         args[2].copy_(torch.linspace(rows / args[2].numel(), rows, args[2].numel()).to(args[2].dtype))
@@ -284,12 +319,6 @@ def _fill_mask(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> N
     count = values.shape[places] if places >= 0 else 1
     flat = torch.arange(mask.numel(), device=mask.device) < (mask.numel() if count == 1 else count)
     mask.copy_(flat.view(mask.shape))
-
-
-def _stand_in(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Generator):  # the user's own
-        return leaf.clone_state()
-    return _memory(leaf) if isinstance(leaf, TensorMeta) else leaf
 
 
 def _memory(meta: TensorMeta) -> Tensor:

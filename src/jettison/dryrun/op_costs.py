@@ -6,16 +6,18 @@ stand-in tensors (`kernels.py`): here if its kernel is known to be safe on made-
 
 NOTE [ Every workspace is known ]
 Seconds may be estimated, bytes may not: a budget is a promise. So every distinct request runs once for its workspace,
-whatever that takes; the deadline bounds only the repetitions that make seconds precise. Where a kernel cannot be run
-its workspace is bounded by the bytes of what it reads and writes (for a convolution: by the unfolded columns), and
-`OpPrice.problem` says so.
+whatever that takes, but for large elementwise calls of which smaller ones were seen to take nothing. The deadline
+bounds only the repetitions that make seconds precise; only what may be computed again has those. Where a kernel cannot
+be run its workspace is bounded by the bytes of what it reads and writes (for a convolution: by the unfolded columns),
+and `OpPrice.problem` says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,8 +28,9 @@ from torch import Tensor
 from jettison.capture.op_traits import is_communication
 from jettison.capture.quick_fakes import call_key
 from jettison.capture.trees import op_leaves
-from jettison.dryrun.kernel_trial import KernelRun, OpRequest, least_seconds, workspaces
+from jettison.dryrun.kernel_trial import KernelRun, OpRequest, least_seconds, private_randomness, workspaces
 from jettison.dryrun.safe_kernels import has_no_workspace, is_safe
+from jettison.dryrun.stand_ins import StandInMemory
 from jettison.dryrun.worker import run_apart
 
 Figures = TypeVar("Figures")
@@ -38,45 +41,97 @@ MEMORY_SHARE = 0.5  # of what the machine has free: a kernel whose arguments tak
 @dataclass(frozen=True, kw_only=True)
 class OpPrice:
     """`seconds`: the least of a few runs, None where the operator could not be run. `workspace_bytes`: the allocator's
-    peak inside the call, less its outputs; a bound from above where ``problem`` says why it could not be run."""
+    peak inside the call, less its outputs; a bound from above where ``problem`` says why it could not be run.
+    ``rough``: only the workspace was asked for, and seconds are those of one run, or None."""
 
     seconds: float | None
     workspace_bytes: int
     problem: str = ""
+    rough: bool = False
 
 
 UNPRICED = OpPrice(seconds=None, workspace_bytes=0)
+ROUGH = replace(UNPRICED, rough=True)
 
 
 _KNOWN: dict[tuple[int, str], OpPrice] = {}
 """Of this process, by threads and key: kernels take other workspaces on another number of threads."""
 
 
-def measure_ops(requests: Iterable[OpRequest], *, total_seconds: float = 10.0) -> dict[str, OpPrice]:
+def measure_ops(
+    requests: Iterable[OpRequest], *, total_seconds: float = 10.0, timed: bool = True
+) -> dict[str, OpPrice]:
     """Prices by `OpRequest.key`. Distinct requests run once a process, in order of their keys; a cache has the rest.
 
     See NOTE [ Every workspace is known ]. When ``total_seconds`` are spent, seconds are those of the one run that there
     was. Every random generator is left as it was. The same request has the same price whenever it is asked for in one
     process, so that what a plan said is the least to be had can be had.
+
+    Args:
+        timed: seconds matter; else only workspaces do.
     """
     threads = torch.get_num_threads()
     distinct = {request.key: request for request in requests}
     missing = [distinct[key] for key in sorted(distinct) if (threads, key) not in _KNOWN]
     deadline = time.perf_counter() + total_seconds
-    for key, price in _priced(missing).items():
+    for key, price in _priced(missing if timed else _worth_running(missing)).items():
         _KNOWN[threads, key] = price
     for request in missing:
-        price = _KNOWN[threads, request.key]
-        if price.seconds is None or not is_safe(request.func) or time.perf_counter() > deadline:
-            continue
-        try:
-            seconds = least_seconds(request, price.seconds)
-        except Exception:  # ran once, and now there is no room for it: what was measured stands
-            continue
-        _KNOWN[threads, request.key] = OpPrice(seconds=seconds, workspace_bytes=price.workspace_bytes)
+        if (threads, request.key) not in _KNOWN:
+            _KNOWN[threads, request.key] = ROUGH
+        elif not timed:
+            _KNOWN[threads, request.key] = replace(_KNOWN[threads, request.key], rough=True)
+    if timed:
+        rough = [distinct[key] for key in sorted(distinct) if _KNOWN[threads, key].rough]
+        for key, price in _priced(
+            [request for request in rough if _KNOWN[threads, request.key].seconds is None]
+        ).items():
+            _KNOWN[threads, key] = price
+        _time([*missing, *rough], threads, deadline)
     if any(request.device.startswith("cuda") for request in missing) and torch.cuda.is_available():
         torch.cuda.empty_cache()  # what the kernels took is not held on to
     return {key: _KNOWN[threads, key] for key in distinct}
+
+
+def _time(requests: Sequence[OpRequest], threads: int, deadline: float) -> None:
+    """Make the seconds of prices precise, as long as there is time."""
+    memory = StandInMemory()
+    with private_randomness(requests):
+        for request in requests:
+            price = replace(_KNOWN[threads, request.key], rough=False)
+            if price.seconds is not None and is_safe(request.func) and time.perf_counter() <= deadline:
+                # a kernel that ran once may have no room now: what was measured stands
+                with contextlib.suppress(Exception):
+                    price = replace(price, seconds=least_seconds(request, price.seconds, memory))
+            _KNOWN[threads, request.key] = price
+
+
+LARGE_BYTES = 8 << 20
+"""An elementwise call on more is not run for its workspace where `TELLING_BYTES` or more took none."""
+TELLING_BYTES = 256 << 10
+
+
+def _worth_running(requests: Sequence[OpRequest]) -> list[OpRequest]:
+    """Requests whose workspaces smaller ones do not tell: an elementwise kernel takes none at any size, or at each.
+    What smaller ones take is asked for first.
+    """
+    kinds: dict[Any, list[OpRequest]] = {}
+    for request in requests:
+        same = torch.Tag.pointwise in request.func.tags and len({meta.dtype for meta in request.metas}) == 1
+        kinds.setdefault((request.func, request.metas[0].dtype, request.device) if same else request.key, []).append(
+            request
+        )
+    found: list[OpRequest] = []
+    for alike in kinds.values():
+        sizes = {request.key: sum(meta.nbytes for meta in request.metas) for request in alike}
+        large = [request for request in alike if sizes[request.key] > LARGE_BYTES]
+        if not large or not any(TELLING_BYTES <= nbytes <= LARGE_BYTES for nbytes in sizes.values()):
+            found += alike
+            continue
+        small = measure_ops([request for request in alike if request not in large], timed=False)
+        if any(price.workspace_bytes for price in small.values()):
+            found += large
+    return found
 
 
 def _priced(requests: list[OpRequest]) -> dict[str, OpPrice]:
@@ -135,6 +190,7 @@ class MeasuredWorkspace:
     def __init__(self, prices: Mapping[str, OpPrice]) -> None:
         self._prices = prices
         self._most: dict[str, int] = {}
+        self._nothing: dict[Any, bool] = {}
         for key, price in prices.items():
             name = key.partition("(")[0]
             self._most[name] = max(self._most.get(name, 0), price.workspace_bytes)
@@ -144,6 +200,11 @@ class MeasuredWorkspace:
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Bytes of workspace of this call."""
         if has_no_workspace(func):
+            return 0
+        nothing = self._nothing.get(func)
+        if nothing is None:
+            nothing = self._nothing[func] = self._most.get(str(func)) == 0 and torch.Tag.pointwise in func.tags
+        if nothing and _of_one_type(args):
             return 0
         key = call_key(func, args, kwargs)
         found = self._answers.get(key) if key is not None else None
@@ -155,8 +216,6 @@ class MeasuredWorkspace:
 
     def _looked_up(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         most = self._most.get(str(func))
-        if most == 0 and _takes_nothing(func, args):
-            return 0
         if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in op_leaves(args, kwargs)):
             return most or 0  # a sparse one cannot be made up
         request = OpRequest.of(func, args, kwargs)
@@ -167,10 +226,15 @@ class MeasuredWorkspace:
         return price.workspace_bytes
 
 
-def _takes_nothing(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether other calls that took no workspace say that this one does not."""
-    # mixed types are cast inside the kernel
-    return torch.Tag.pointwise in func.tags and len({a.dtype for a in args if isinstance(a, Tensor)}) < 2
+def _of_one_type(args: tuple[Any, ...]) -> bool:
+    """Whether an elementwise kernel casts none of its arguments, which it would do inside."""
+    found = None
+    for value in args:
+        if isinstance(value, Tensor):
+            if found is not None and value.dtype is not found:
+                return False
+            found = value.dtype
+    return True
 
 
 class Pricing:
@@ -186,8 +250,8 @@ class Pricing:
         self._workspace = MeasuredWorkspace(self.prices)
 
     def learn(self, requests: Iterable[OpRequest]) -> None:
-        """Have prices for these, where ops are run."""
-        missing = [request for request in requests if request.key not in self.prices]
+        """Have prices for these, seconds among them, where ops are run."""
+        missing = [request for request in requests if self.prices.get(request.key, ROUGH).rough]
         if self.run and missing:
             self.prices.update(measure_ops(missing))
             self._workspace = MeasuredWorkspace(self.prices)
@@ -198,7 +262,7 @@ class Pricing:
         for _ in range(ROUNDS):
             if not self.run or not self._workspace.unknown:
                 break
-            self.prices.update(measure_ops(self._workspace.unknown.values()))
+            self.prices.update(measure_ops(self._workspace.unknown.values(), timed=False))
             self._workspace = MeasuredWorkspace(self.prices)
             found = dry_run(self._workspace)
         return found
