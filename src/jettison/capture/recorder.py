@@ -94,6 +94,10 @@ class Recorder(Tape):
         self.nested_at: list[int] = []  # for each call of a nested region, the number of ops before it
         self.hollow: set[int] = set()  # buffers that no kernel writes
         self.asked: set[int] = set()  # slots that a backward inside the forward has read
+        self.detached: dict[int, str] = {}  # op -> the trained parameter that it reads without its graph
+        self._trained = {
+            n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad and plain(p) is p
+        }
         self._switches = kernel_switches()
         for position, leaf in enumerate(inputs):
             if isinstance(leaf, Tensor) and not self.knows(leaf) and storage_of(leaf) not in self._named:
@@ -198,6 +202,10 @@ class Recorder(Tape):
             given = args, kwargs
         index = len(self.ops)
         inputs = list(dict.fromkeys(ref.buffer for ref in _refs(given)))
+        for ref, tensor in zip(_refs(ran.given), _tensors(ran.args, ran.kwargs), strict=True):
+            name = self.names.get(ref.buffer, "")
+            if not tensor.requires_grad and name in self._trained:
+                self.detached[index] = name
         if any(self.buffers[b].source is not Source.OP for b in pieces):
             anchor = Anchor.MUTATED
         written = tuple((old, self._overwrite(old, parts, index)) for old, parts in pieces.items())
@@ -387,6 +395,7 @@ class Recorder(Tape):
             entangled=self.entangled,
             overwritten=frozenset(self.overwritten),
             asked=frozenset(self.inputs[b] for b in asked if b in self.inputs),
+            detached=self.detached,
         )
 
     def _anchored(self, op: Op, asked: set[int]) -> Op:

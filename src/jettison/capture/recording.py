@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -139,6 +140,7 @@ class RegionTrace:
     form: str = ""  # the program's, before anything was anchored for what others write
     written_later: frozenset[int] = frozenset()  # buffers that those two are about
     asked: frozenset[int] = frozenset()  # leaf positions of arguments that a backward inside the forward reads
+    detached: dict[int, str] = field(default_factory=dict)  # op -> parameter that it reads without its graph
 
     def anchor(self, late: frozenset[Place], inside: frozenset[int] = frozenset()) -> None:
         """What somebody else writes to later. Of what is saved autograd gets what it holds by then, so nobody may
@@ -163,6 +165,25 @@ class RegionTrace:
         self.taps = {b: tap for b, tap in self.taps.items() if buffers[b].keepable}
         self.program = replace(self.program, ops=ops, buffers=buffers)
 
+    def anchor_reads(self, names: Collection[str]) -> None:
+        """Keep what is computed of these parameters and buffers, which somebody writes to before backward."""
+        moving = {b for b, name in self.names.items() if name in names}
+        self._anchor({op.index for op in self.program.ops if moving.intersection(op.inputs)})
+
+    def anchor_detached(self, names: Collection[str]) -> None:
+        """Keep what is computed of these parameters without their graph: their optimizer steps inside of backward, and
+        only reads that autograd knows of come before that.
+        """
+        self._anchor({op for op, name in self.detached.items() if name in names})
+        self.detached = {op: name for op, name in self.detached.items() if name not in names}
+
+    def _anchor(self, found: Collection[int]) -> None:
+        if found:
+            self.form = self.form or self.program.form()
+            anchored = {op: replace(self.program.ops[op], anchor=Anchor.MUTATED) for op in found}
+            ops = tuple(op if op.anchor else anchored.get(op.index, op) for op in self.program.ops)
+            self.program = replace(self.program, ops=ops)
+
     def buffers_at(self, places: frozenset[Place]) -> frozenset[int]:
         """Those of some arguments and outputs."""
         found = {b for b, position in self.inputs.items() if (False, position) in places}
@@ -186,6 +207,12 @@ class RegionTrace:
         ]
         text = repr((self.program.digest(), calls, self.slots, self.inputs, self.names, leaves, self.reads))
         return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()
+
+    @cached_property
+    def casts(self) -> dict[int, str]:
+        """Saved casts that autocast made and may have in its cache, each with the name of its parameter."""
+        made = {ref.buffer: e.reads[0].buffer for e in self.sequence if e.skippable for ref in e.makes}
+        return {ref.buffer: self.names[made[ref.buffer]] for ref in self.slots if ref.buffer in made}
 
     @property
     def draws(self) -> bool:

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class _Kind(Enum):
@@ -160,3 +160,14 @@ def infers_shapes() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def stepped_in_backward(module: nn.Module) -> set[str]:
+    """Names of parameters with hooks that run once their gradient is there: an optimizer may step in one."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if is_stepped_in_backward(parameter)}
+
+
+def is_stepped_in_backward(parameter: Any) -> bool:
+    """Whether it has such hooks; see `stepped_in_backward`."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

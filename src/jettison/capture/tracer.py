@@ -26,7 +26,7 @@ from jettison.capture.sharded import cast_batch, sharded_modules
 from jettison.capture.signature import call_signature, global_signature, opaque_copy
 from jettison.capture.streams import default_stream
 from jettison.capture.stub import forwards, stub_outputs
-from jettison.capture.tensor_subclasses import plain, storage_of
+from jettison.capture.tensor_subclasses import plain, stepped_in_backward, storage_of
 from jettison.capture.trees import tree_leaves
 from jettison.capture.values import tracing
 from jettison.errors import JettisonError, RecordingLeft, TraceError
@@ -133,6 +133,8 @@ def _traced(
     _mark_shared(trace, tracer)
     assert tracer.root is not None
     mark_overwritten(trace, tracer.memory, tracer.root)
+    for name, found in [(call.name, trace.classes[call.class_key].trace) for call in trace.calls] + [("", trace.root)]:
+        found.anchor_detached(stepped_in_backward(model.get_submodule(name)))
     return trace
 
 

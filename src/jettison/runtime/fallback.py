@@ -12,7 +12,7 @@ state, buffers and random streams is undone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from jettison.capture.python_state import Reach
 from jettison.capture.signature import as_signed, global_signature
 from jettison.capture.streams import Streams
 from jettison.capture.tensor_subclasses import arrived, desugars, is_dense, plain, storage_of, version_of
-from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
+from jettison.capture.trees import op_leaves, tree_flatten, tree_leaves, tree_unflatten
 from jettison.capture.undo import WritesUndone
 from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.callers import of_a_region
@@ -34,6 +34,9 @@ from jettison.runtime.handles import Held
 from jettison.runtime.witness import Check, Rounded, Witness, compare, is_same, spots_of
 
 Forward = Callable[..., Any]
+Stale = Callable[[str, int | None, int | None], StaleTensor]
+"""Makes the error for a tensor that was written to since the forward, from its name (of an argument none) and both
+versions."""
 RAN_BACKWARD = "its forward runs a backward of its own"
 
 
@@ -233,6 +236,66 @@ def _buffers_as(module: nn.Module, buffers: Buffers) -> Iterator[Buffers]:
             tables[i][name] = buffer
 
 
+Parameters = list[tuple[dict[str, Any], str, Tensor]]
+
+
+def _parameters_of(module: nn.Module) -> Parameters:
+    tables = [sub._parameters for sub in module.modules()]
+    return [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
+
+
+@contextlib.contextmanager
+def _parameters_as(parameters: Parameters) -> Iterator[None]:
+    """Modules have these meanwhile, where they have others by now. What FSDP has emptied it fills again by itself."""
+    before = [
+        (table, name, table.get(name))
+        for table, name, tensor in parameters
+        if table.get(name) is not tensor and is_dense(tensor) and plain(tensor).untyped_storage().nbytes()
+    ]
+    others = {(id(table), name) for table, name, _ in before}
+    for table, name, tensor in parameters:
+        if (id(table), name) in others:
+            table[name] = tensor
+    try:
+        yield
+    finally:
+        for table, name, own in before:
+            if own is None:
+                del table[name]
+            else:
+                table[name] = own
+
+
+def _named(module: nn.Module, without: set[tuple[int, str]]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, but for these buffers."""
+    for i, (path, sub) in enumerate(module.named_modules()):
+        prefix = f"{path}." if path else ""
+        for name, tensor in (*sub._parameters.items(), *sub._buffers.items()):
+            if tensor is not None and (i, name) not in without:
+                yield prefix + name, tensor
+
+
+class _Reads(TorchDispatchMode):
+    """Refuses to read what was written to since the forward.
+
+    Args:
+        moved: by storage, its name, and its version then and now.
+    """
+
+    def __init__(self, moved: Mapping[int, tuple[str, int | None, int | None]], stale: Stale) -> None:
+        super().__init__()
+        self.moved, self.stale = moved, stale
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if desugars(types):
+            return NotImplemented
+        if not func.is_view:
+            for tensor in op_leaves(args, kwargs or {}):
+                if isinstance(tensor, Tensor) and is_dense(tensor) and storage_of(tensor) in self.moved:
+                    raise self.stale(*self.moved[storage_of(tensor)])
+        return func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def _without_gradients(module: nn.Module) -> Iterator[None]:
     """What a forward adds to gradients of the module's parameters is gone afterwards."""
@@ -265,6 +328,7 @@ class Rerun:
 
     Args:
         wrong: makes the error for a tensor that came back as another one, from what is wrong with it.
+        stale: see `Stale`.
     """
 
     def __init__(
@@ -278,6 +342,7 @@ class Rerun:
         how: Check,
         salt: int,
         wrong: Callable[[str], WrongValue],
+        stale: Stale,
         rounded: Rounded,
     ) -> None:
         self.module = module
@@ -285,7 +350,7 @@ class Rerun:
         self.call = (args, kwargs)
         self.how = how
         self.salt = salt
-        self.wrong = wrong
+        self.wrong, self.stale = wrong, stale
         self.rounded = None if how is Check.EXACT else rounded
         self.versions = [(leaf, version_of(leaf)) for leaf in tree_leaves(self.call) if isinstance(leaf, Tensor)]
         self.free = {storage_of(t) for t in (*module.parameters(), *module.buffers()) if is_dense(t)}
@@ -294,6 +359,8 @@ class Rerun:
         self.signature = global_signature()
         self.buffers = _copies(module, verdict.written)
         self.also: Buffers = {}  # written to as well, this time
+        self.parameters = _parameters_of(module)  # under functional_call others than the module's own
+        self.left: dict[str, tuple[Tensor, int | None]] = {}  # what it read by name, and the versions after the forward
         self.count = 0
         self.hollow = verdict.hollow
         self.wanted: dict[int, Witness | None] = {}
@@ -306,6 +373,7 @@ class Rerun:
             output = self.forward(*self.call[0], **self.call[1])
         written = {key: b for key, b in _buffers_of(self.module) if versions.get(key) != version_of(b)}
         self.also = {key: b for key, b in written.items() if key not in self.buffers}
+        self.left = {n: (t, version_of(t)) for n, t in _named(self.module, {*self.buffers, *self.also}) if is_dense(t)}
         return output
 
     @of_a_region
@@ -329,11 +397,8 @@ class Rerun:
     def _again(self) -> None:
         for leaf, version in self.versions:
             if version_of(leaf) != version:
-                raise StaleTensor(
-                    f"an argument of a checkpointed region was modified by an inplace operation between forward and "
-                    f"backward: it is at version {version_of(leaf)}; expected version {version}. Write to it after "
-                    "backward, or clone it first"
-                )
+                raise self.stale("", version, version_of(leaf))
+        moved = {storage_of(t): (n, v, version_of(t)) for n, (t, v) in self.left.items() if version_of(t) != v}
         leaves, spec = tree_flatten(self.call)
         with torch.no_grad():
             given = [_argument(leaf, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -361,6 +426,8 @@ class Rerun:
                 as_signed(self.signature),
                 _buffers_as(self.module, buffers),
                 _buffers_as(self.module, also),
+                _parameters_as(self.parameters),
+                _Reads(moved, self.stale) if moved else contextlib.nullcontext(),
                 torch.autograd.graph.saved_tensors_hooks(pack, unpack),
             ):
                 self.forward(*args, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any, Final
 
 import torch
@@ -13,15 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from jettison.capture.dispatch import CaptureMode
-from jettison.capture.recording import TensorRef
-from jettison.capture.tensor_subclasses import plain, storage_of, wrapping
+from jettison.capture.recording import Place, TensorRef
+from jettison.capture.tensor_subclasses import plain, storage_of, version_of, wrapping
 from jettison.capture.trees import tree_leaves
-from jettison.errors import WrongValue
+from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck
 from jettison.runtime.frame import UNWRAPPED, Frame
 from jettison.runtime.graph_fingerprint import next_sequence_number
-from jettison.runtime.handles import Diverged, Handle, Held
+from jettison.runtime.handles import Box, Diverged, Handle, Held
 from jettison.runtime.moves import Transit
 from jettison.runtime.offload import Group
 from jettison.runtime.packing import Packed
@@ -158,10 +158,8 @@ class ActiveFrame(Frame):
         plain_words = str(super().wrong(handle))
         kind = likely_kind(self.recipe, handle.index, self.region)
         after = self.region.recordings.wrong(self.recipe, f"{plain_words}. {kind}", looked=self.looked)
-        for module in self.region.model.modules():  # what has changed for one may have for others, a step later
-            recordings = getattr(vars(module).get("forward"), "recordings", None)
-            if recordings is not None:
-                recordings.forget()
+        for region in regions_of(self.region):  # what has changed for one may have for others, a step later
+            region.recordings.forget()
         return WrongValue(
             f"{plain_words} (call {self.number} of this region). {kind} The gradients of this step must not be used; "
             f"from the next step on this region {after}"
@@ -172,6 +170,39 @@ class ActiveFrame(Frame):
         error = super().lost(handle)
         self.region.recordings.distrust(self.recipe, str(error))
         return error
+
+    def stale(self, buffer: int, then: int, now: int | None) -> StaleTensor:
+        """As any frame's. From the next step on nothing that was written to in this one is computed with again."""
+        error = super().stale(buffer, then, now)
+        recordings = self.region.recordings
+        name = self.recipe.parameters.get(buffer)
+        if name is None and buffer not in self.recipe.trace.inputs:
+            recordings.distrust(self.recipe, str(error))
+            return StaleTensor(f"{error}; from the next step on this region runs without a recording")
+        names = set() if name is None else {name}
+        places = {(False, self.recipe.trace.inputs[buffer])} if name is None else set()
+        compute_less_again(self.region, str(error), names, places)
+        return StaleTensor(f"{error}. From the next step on the plan keeps what is computed of it")
+
+    def drop(self, slot: SlotAction, tensor: Tensor, index: int) -> Handle:
+        """As any frame's."""
+        if slot.cast and not self.fake:
+            self.region.recordings.note_cast(slot.cast, tensor)
+        return super().drop(slot, tensor, index)
+
+    def leave(self) -> None:
+        """As any frame's."""
+        boxes = self.boxes or ()
+        for buffer, name in self.recipe.trace.casts.items():
+            n = self.recipe.box_of.get(buffer)
+            if n is not None and isinstance(box := boxes[n], Box) and box.tensor is not None and not self.fake:
+                self.region.recordings.note_cast(name, box.tensor)
+        super().leave()
+
+    def written(self) -> set[str]:
+        """Names of parameters and buffers that somebody wrote to since this forward."""
+        names = self.recipe.parameters
+        return {names[b] for b, (_, _, tensor, version) in self.parameters.items() if version_of(tensor) != version}
 
     def tap(self, path: str, is_output: bool, call: int, tree: Any) -> None:
         """A module boundary was crossed; box what recipes want of it."""
@@ -193,6 +224,35 @@ class ActiveFrame(Frame):
                 n = wanted.get((call, leaf))
                 if n is not None and _is(tensor, self.recipe.trace.given[self.recipe.boxes[n]]):
                     self.hold(n, tensor)
+
+
+def regions_of(region: Any) -> list[Any]:
+    """All regions of its model that are planned now."""
+    found = [vars(module).get("forward") for module in region.model.modules()]
+    return [one for one in found if getattr(one, "recordings", None) is not None]
+
+
+def compute_less_again(region: Any, why: str, names: Set[str] = frozenset(), places: Set[Place] = frozenset()) -> None:
+    """A step has stopped, since what this region computes with in backward is not what its forward had. From now on it
+    and those of its class, which do alike things, keep what is computed of it; without a recording, all that they save.
+
+    Args:
+        names: parameters and buffers of the region that somebody wrote to.
+        places: arguments that somebody wrote to.
+    """
+    for one in regions_of(region):
+        written = {name for frame in one.frames for name in frame.written()}
+        if type(one.module) is type(region.module):
+            one.recordings.differs = why
+            one.recordings.moves(written | names, places=places)
+        else:
+            one.recordings.moves(written)
+
+
+def named(module: nn.Module, name: str) -> str:
+    """A parameter or a buffer, in words."""
+    parameter = any(name == one for one, _ in module.named_parameters(remove_duplicate=False))
+    return f"{'parameter' if parameter else 'buffer'} {name!r}"
 
 
 def likely_kind(recipe: Recipe, slot: int, region: Any) -> str:

@@ -13,7 +13,7 @@ from jettison.capture.recording import layout, layout_of
 from jettison.capture.sharded import whole_now
 from jettison.capture.signature import kernel_switches, switched
 from jettison.capture.tensor_subclasses import Narrow, arrived, plain, storage_of, version_of, wrapping
-from jettison.errors import WrongValue
+from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.handles import Box, Diverged, Handle, Held, NarrowHandle, box_for
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recipe import AWAY, Recipe, SlotAction
@@ -238,6 +238,12 @@ class Frame:
             "step must not be used; from the next step on it runs without a recording"
         )
 
+    def stale(self, buffer: int, then: int, now: int | None) -> StaleTensor:
+        """What to raise where something that a tensor is computed from was written to."""
+        name = self.recipe.parameters.get(buffer)
+        kind = "parameter" if isinstance(self.parameters.get(buffer, (None,) * 4)[2], nn.Parameter) else "buffer"
+        return stale("a kept tensor" if name is None else f"{kind} {name!r}", self.name, then, now)
+
     def wrong(self, handle: Handle) -> WrongValue:
         """What to raise where a tensor came back as another one."""
         slot = self.recipe.trace.program.slots[handle.index]
@@ -258,7 +264,7 @@ class Frame:
         if parameter is not None:
             table, leaf, tensor, version = parameter
             if version_of(tensor) != version:
-                raise stale(f"parameter {self.recipe.parameters[buffer]!r}", self.name, version, version_of(tensor))
+                raise self.stale(buffer, version, version_of(tensor))
             if table[leaf] is not tensor or (tensor.__class__ not in UNWRAPPED and plain(tensor) is not tensor):
                 tensor = plain(whole_now(self.model, table, leaf, tensor))
             return tensor
@@ -268,7 +274,7 @@ class Frame:
             if held is None:
                 raise self.lost(handle)
             if version_of(held) != box.version:
-                raise stale("a kept tensor", self.name, box.version, version_of(held))
+                raise self.stale(buffer, box.version, version_of(held))
             return held if held.__class__ in UNWRAPPED else arrived(held)
         if isinstance(box, Handle):
             tensor = self.memo[buffer] = plain(box.frame.recompute(box))

@@ -34,7 +34,7 @@ from jettison.runtime.listeners import CallListener, Watched
 from jettison.runtime.offload import Group, OffloadEngine
 from jettison.runtime.offload_setup import imagined_engine, place_of, shared_engine
 from jettison.runtime.recipe import Recipe
-from jettison.runtime.recordings import Prepared, Recordings
+from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings
 from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.way import Way
 from jettison.runtime.without_recipe import run_without_recipe
@@ -348,6 +348,9 @@ class PlannedForward:
     ) -> Any:
         prepared.calls += 1
         if prepared.recipe is None:
+            return run_without_recipe(self, prepared, args, kwargs)
+        if prepared.recipe.trace.casts and self.recordings.has_stale_casts():
+            prepared = self.recordings.leave(key, STALE_CASTS)
             return run_without_recipe(self, prepared, args, kwargs)
         try:
             return self._run_planned(prepared, key, leaves, args, kwargs)

@@ -49,6 +49,7 @@ class SlotAction:
     ] = ()  # box numbers that a dropped slot's recipe reads, or where what has moved or is packed is found
     view: TensorRef | None = None  # how the slot views what backward gets; None where it is that tensor
     fill: int | None = None  # box number that this slot fills
+    cast: str = ""  # name of the parameter of which autocast made it
     hollow: bool = False  # nothing is ever written there, and bits that are chance cannot be compared
 
     @cached_property
@@ -232,7 +233,8 @@ def _slot_action(
         return SlotAction(kind, ref, boxes=(box,), view=_seen(recipe, ref), fill=unfilled.pop(buffer, None))
     if buffer in recipe.makers:
         view = None if sources.get(buffer) == ref else ref
-        return SlotAction("drop", ref, boxes=closures[recipe.makers[buffer]], view=view, hollow=buffer in trace.hollow)
+        boxes, cast = closures[recipe.makers[buffer]], trace.casts.get(buffer, "")
+        return SlotAction("drop", ref, boxes=boxes, view=view, cast=cast, hollow=buffer in trace.hollow)
     if trace.program.buffers[buffer].source is Source.PARAMETER:
         return SlotAction("parameter", ref, parameter=trace.names[buffer])
     return SlotAction("keep", ref, fill=unfilled.pop(buffer, None))

@@ -15,18 +15,20 @@ of. Once a run or a tensor tells that a recording is wrong, all that was put asi
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from jettison.capture.guard import ModuleGuard, Setting, same_values
 from jettison.capture.recording import Place, RegionTrace
 from jettison.capture.region_tracer import trace_region
 from jettison.capture.sharded import precision_of
+from jettison.capture.tensor_subclasses import is_stepped_in_backward, plain, stepped_in_backward, version_of
 from jettison.capture.tracer import trace_root
 from jettison.errors import RecordingLeft, TraceError, UnsupportedModule
 from jettison.ledger.program import Program
@@ -40,6 +42,10 @@ from jettison.solve.policy import Offload, offloaded_by, packed_by
 
 GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording
 WRITTEN_LATER = "others write to its arguments or results before backward"
+STALE_CASTS = (
+    "its forward gets casts of weights out of autocast's cache that are older than the weights, since the loop steps "
+    "its optimizer without leaving autocast; torch trains so, on gradients of the older weights"
+)
 MOST_PREPARED = 256  # signatures of one region that are known at a time
 MOST_ASIDE = 4  # settings under which something is known that do not hold now
 
@@ -102,8 +108,11 @@ class Recordings:
         self.owners = owners_of(module)
         self.guard: ModuleGuard | None = None
         self.never = ""  # why no call is recorded
+        self.differs = ""  # why its Python may not run again in backward, where one run of it was not like the first
         self.shared: frozenset[int] = frozenset()  # leaf positions of arguments that live elsewhere anyway
         self.late: frozenset[Place] = frozenset()  # what others write to before backward
+        self.casts: dict[str, tuple[Any, int | None]] = {}  # of parameters, by autocast: see `note_cast`
+        self.written: set[str] = set()  # parameters and buffers that somebody wrote to between forward and backward
         self.late_inside: dict[str, frozenset[int]] = {}  # the same of what it leaves behind, by the program's form
         self._forgotten, self._changed = forgotten, changed
         self._planned: dict[Any, Program] = {}  # by way and signature
@@ -189,7 +198,15 @@ class Recordings:
         if prepared is not None and not prepared.checked and precision_of(self.module) != self._precision:
             self.forget()  # FSDP came after the recording, with casts of its own
             prepared = None
+        if prepared is not None and prepared.recipe is not None and self._steps_in_backward(prepared.recipe.trace):
+            self.forget()
+            prepared = None
         return prepared or self._prepare(key, args, kwargs, own)
+
+    def _steps_in_backward(self, trace: RegionTrace) -> bool:
+        """Whether a parameter that is read without its graph has got hooks since this was recorded."""
+        tables = [self.owners[name] for name in trace.detached.values()]
+        return any(is_stepped_in_backward(table[leaf]) for table, leaf in tables)
 
     def must_check(self, prepared: Prepared, recipe: Recipe, leaves: list[Any]) -> frozenset[Any] | None:
         """What has changed since a run was last checked, although it did not matter then; None if nothing that counts.
@@ -264,6 +281,36 @@ class Recordings:
         self._distrusted[key] = why
         self.prepared.pop((self.number, key), None)
 
+    def note_cast(self, name: str, tensor: Tensor) -> None:
+        """Autocast has cast this parameter. As long as the loop does not leave autocast, its cache has that tensor,
+        whatever becomes of the parameter.
+        """
+        table, leaf = self.owners[name]
+        self.casts[name] = weakref.ref(plain(tensor).untyped_storage()), version_of(table[leaf])
+
+    def has_stale_casts(self) -> bool:
+        """Whether this forward gets casts of parameters that were written to since."""
+        for name, (storage, version) in self.casts.items():
+            table, leaf = self.owners[name]
+            if storage() is not None and version_of(table[leaf]) != version:
+                return True
+        return False
+
+    def moves(self, names: Set[str], *, places: Set[Place] = frozenset()) -> None:
+        """Somebody wrote to these parameters and buffers, or to arguments at these places, between a forward and its
+        backward: what is computed of them is kept from now on.
+        """
+        if names - self.written or places - self.late:
+            self.written |= names
+            self.late |= places
+            self._aside.clear()
+            self.forget()
+
+    def leave(self, key: Any, why: str) -> Prepared:
+        """Calls of this signature have no program from this one on."""
+        self._distrusted[key] = why
+        return self._fall_back(key, why)
+
     def distrust(self, recipe: Recipe, problem: str) -> None:
         """A tensor came back wrong: calls like that one have no program from now on."""
         for (number, key), prepared in self.prepared.items():
@@ -291,6 +338,8 @@ class Recordings:
             if self.late_inside and not inside:
                 return self._fall_back(key, WRITTEN_LATER, Verdict(again=False, why=WRITTEN_LATER))
             trace.anchor(self.late, inside)
+            trace.anchor_reads(self.written)
+            trace.anchor_detached(stepped_in_backward(self.module))
             self._acquit(key, trace)
             if not self._is_as_planned(key, trace.program):
                 self._changed()
@@ -329,8 +378,12 @@ class Recordings:
             self._everything = ModuleGuard(self.module)
 
     def _store(self, key: Any, trace: RegionTrace) -> Prepared:
+        prepared = self.prepared[self.number, key] = Prepared(recipe=self._compile(trace))
+        return prepared
+
+    def _compile(self, trace: RegionTrace) -> Recipe:
         policy = self.way.policy
-        recipe = compile_recipe(
+        return compile_recipe(
             trace,
             policy.kept(trace.program),
             linked=self.way.linked,
@@ -338,8 +391,6 @@ class Recordings:
             offloaded=offloaded_by(policy, trace.program) - trace.buffers_at(self.way.lives),
             packed=packed_by(policy, trace.program) - trace.buffers_at(self.way.lives),
         )
-        prepared = self.prepared[self.number, key] = Prepared(recipe=recipe)
-        return prepared
 
     def _fall_back(self, key: Any, problem: str, verdict: Verdict | None = None) -> Prepared:
         prepared = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from jettison.capture.isolation import without_our_hooks
 from jettison.capture.trees import tree_leaves
-from jettison.errors import WrongValue
+from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.fallback import Rerun, Verdict, trial
+from jettison.runtime.forward_run import compute_less_again, named
 from jettison.runtime.offload_hooks import OffloadHooks
 from jettison.runtime.recordings import WRITTEN_LATER, Prepared
 from jettison.solve.policy import Offload, keeps_everything
@@ -26,6 +27,8 @@ def run_without_recipe(
 ) -> Any:
     """One call. The first one that may be computed again is tried: see `runtime.fallback`."""
     is_kept = region.is_root or keeps_everything(region.way.policy)
+    if not is_kept and region.recordings.differs:
+        prepared.verdict = Verdict(again=False, why=region.recordings.differs)
     if not is_kept and prepared.verdict is None:
         late = region.recordings.late or region.recordings.late_inside
         prepared.verdict = (
@@ -91,12 +94,23 @@ def _has_budget(region: PlannedForward) -> bool:
 
 
 def _rerun(region: PlannedForward, prepared: Prepared, verdict: Verdict, args: Any, kwargs: Any) -> Rerun:
+    name = region.name or "the model"
+
     def wrong(what: str) -> WrongValue:
-        prepared.verdict = Verdict(again=False, why=what)
+        compute_less_again(region, what)
         return WrongValue(
-            f"{region.name or 'the model'} was checkpointed and ran again for backward, and {what} (call "
-            f"{region.calls} of this region). Its forward hangs on state that changed between the two runs. The "
-            "gradients of this step must not be used; from the next step on it is kept as plain autograd keeps it"
+            f"{name} was checkpointed and ran again for backward, and {what} (call {region.calls} of this region). Its "
+            "forward hangs on state that changed between the two runs. The gradients of this step must not be used; "
+            "from the next step on it is kept as plain autograd keeps it"
+        )
+
+    def stale(written: str, then: int | None, now: int | None) -> StaleTensor:
+        what = named(region.module, written) if written else "an argument"
+        compute_less_again(region, f"{what} was written to between forward and backward", {written} - {""})
+        return StaleTensor(
+            f"{what} of {name}, which was checkpointed and ran again for backward, was modified by an inplace "
+            f"operation between forward and backward: it is at version {now}; expected version {then}. From the next "
+            "step on it is kept as plain autograd keeps it"
         )
 
     return Rerun(
@@ -108,5 +122,6 @@ def _rerun(region: PlannedForward, prepared: Prepared, verdict: Verdict, args: A
         how=region.how,
         salt=region.calls,
         wrong=wrong,
+        stale=stale,
         rounded=region.rounded,
     )
