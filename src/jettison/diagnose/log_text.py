@@ -9,7 +9,7 @@ from typing import Final
 _ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 _BOX: Final = "│┃║╎|"
 _TAG: Final = re.compile(
-    r"\s*(?P<tag>\[(?:rank|default|local_rank|node|trainer|worker)?[ _-]?\d+\]:?|\[\d+,\d+\]<std(?:err|out)>:"
+    r"\s*(?P<tag>\[(?:[A-Za-z_]+)?[ _-]?\d+\]:?|\[\d+,\d+\]<std(?:err|out)>:"
     r"|\([\w.-]+(?: [\w.-]+)* pid=\d+[^)]*\)|\d{1,5}:(?=\s)|[A-Za-z][\w.-]*\s+\|(?=\s))[ ]?"
 )
 """The rank, the process, the task or the container whose line it is: torchrun, mpirun, Ray, srun -l, docker compose."""
@@ -21,7 +21,7 @@ _PREFIX: Final = re.compile(
     r"|\[\s*\d+\.\d+\]"
     r"|[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+\]"
     r"|\[?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)\]?(?:\s\d\d-\d\d \d\d:\d\d:\d\d)?"
-    r"(?:\s\[[\w./]+:\d+\])?(?:\s*[-|:](?=\s))?(?=\s)"
+    r"(?:\s\[?[\w./]+:\d+\])?(?:\s*[-|:](?=\s))?(?=\s)"
     r"|E(?=\s{2,}))[ ]?"
 )
 _BORDER: Final = re.compile(rf"\s*[{_BOX}]\s?|\s*[╭╰├][─━]*")

@@ -35,7 +35,8 @@ MOST_PARTS: Final = 5
 SLACK: Final = 0.01
 """Of a device: less that nobody is named for is not spoken of."""
 MUCH: Final = 0.1
-"""Of a device: a context and buffers of communication have a few GiB between them."""
+MUCH_BYTES: Final = 3 << 29
+"""Of a device, and at least so many: a context, its kernels and buffers of communication have that between them."""
 MUCH_OTHERS: Final = 0.03
 """Of a device: a desktop has less."""
 ABSURD: Final = 64
@@ -67,16 +68,16 @@ def diagnose_memory(facts: MemoryFacts) -> Finding:
 def _held_elsewhere(facts: MemoryFacts, short: int) -> Finding | None:
     """Where what is missing is there, and not free: in pieces, in private pools, with others, outside of PyTorch."""
     unused, total = facts.unused_bytes or 0, facts.total_bytes or 0
-    loading = facts.phase is Phase.PARAMETERS
+    loading, much = facts.phase is Phase.PARAMETERS, max(short, MUCH * total, MUCH_BYTES)
     if unused >= short and (not loading or unused >= MUCH * total):  # weights that are read in leave no holes
         return _fragmentation(facts, short)
     if facts.private_bytes and unused + facts.private_bytes >= short:
         return _private(facts, short)
     if facts.other_processes_bytes >= max(short, MUCH_OTHERS * total):
         return _others(facts, short)
-    if facts.outside_bytes >= max(short, MUCH * total):
+    if facts.outside_bytes >= much:
         return _outside(facts, short)
-    if facts.other_processes_bytes + facts.outside_bytes + facts.unaccounted_bytes >= max(short, MUCH * total):
+    if facts.other_processes_bytes + facts.outside_bytes + facts.unaccounted_bytes >= much:
         return _others(facts, short)
     return None
 
@@ -145,7 +146,7 @@ def _private(facts: MemoryFacts, short: int) -> Finding:
 def _others(facts: MemoryFacts, short: int) -> Finding:
     named, left = facts.other_processes_bytes, facts.unaccounted_bytes
     missing = f"{format_gib(short)} are missing"
-    if named >= max(left, facts.outside_bytes):
+    if named >= max(left, short):
         claim = f"other processes hold {format_gib(named)} of the device; {missing}"
     else:
         words = words_of(facts.device).outside

@@ -84,6 +84,9 @@ def held_figures(
     notes: list[str] = []
     if total is not None and held > total * (1 + SLACK):
         return _figures(total, free, allocated, unused, 0) | {"shared_bytes": held + (free or 0) - total}
+    if free is not None and total is not None and free > max(0, total - held) * (1 + SLACK):
+        free = max(0, total - held)
+        notes.append("the driver calls more free than the device has left: memory that is shared with the host")
     if own is None and processes:
         slack = SLACK * (total or held)
         mine = min((one for one in processes if one >= held - slack), default=None)
@@ -168,12 +171,13 @@ def _limited(figures: Figures, allowed: int | None) -> Figures:
 def _old_form(text: str) -> Figures:
     """torch 1 and 2.0, and what was made of it."""
     allocated = _first(text, rf"{_SIZE} already allocated")
-    reserved = _first(text, rf"{_SIZE} reserved in total") or _first(text, rf"{_SIZE} cached")
+    reserved = _first(text, rf"{_SIZE} reserved in total")
+    held = None if allocated is None or reserved is None else max(0, reserved - allocated)
     return held_figures(
         total=_first(text, rf"{_SIZE} total capac\w*"),
         free=_first(text, rf"{_SIZE} free"),
         allocated=allocated,
-        unused=None if allocated is None or reserved is None else max(0, reserved - allocated),
+        unused=_first(text, rf"{_SIZE} cached") if held is None else held,  # torch 1.3 and before: cached is unused
     )
 
 
@@ -248,7 +252,8 @@ def _nccl(text: str, found: re.Match[str]) -> Figures:
 
 
 def _driver(text: str, found: re.Match[str]) -> Figures:
-    device = "hip" if found[0].startswith(("HIP", "hip", "ROCBLAS", "MIOPEN")) else "cuda"
+    device = "hip" if found[0].startswith(("HIP", "hip", "ROCBLAS", "rocblas")) else "cuda"
+    device = "mps" if found[0].startswith("kIOGPU") else device
     what = next((name for name in ("cuBLAS", "cuDNN", "cuSOLVER") if found[0].startswith(name.upper())), "the driver")
     figures = {"device": device, "failure": Failure.LIBRARY, "what": what}
     return figures | {"notes": ("the message has no figures",)}
@@ -269,7 +274,12 @@ def _server(text: str, found: re.Match[str]) -> Figures:
 
 FORMS: Final[tuple[Form, ...]] = (
     Form(begins=re.compile(rf"\b([A-Z]{{2,5}}){_W}out{_W}of{_W}memory\.{_W}Tried{_W}to{_W}allocate"), read=_allocator),
-    Form(begins=re.compile(r"Allocation on device(?: \S+)? would exceed allowed memory"), read=_async),
+    Form(
+        begins=re.compile(
+            r"Allocation on device(?: \S+)? would exceed allowed memory|OutOfMemoryError: Allocation on device"
+        ),
+        read=_async,
+    ),
     Form(begins=re.compile(r"MPS backend out of memory"), read=_mps),
     Form(begins=re.compile(rf"Invalid buffer size: {_SIZE}"), read=_mps_buffer),
     Form(
@@ -281,7 +291,7 @@ FORMS: Final[tuple[Form, ...]] = (
     Form(begins=re.compile(r"Unable to allocate ([\d.]+) ([KMGTPE]?i?B|bytes) for an array"), read=_array),
     Form(
         begins=re.compile(
-            r"^(?:.*\s)?(?:numpy\.\S+)?MemoryError\b|std::bad_alloc|\[Errno 12\] Cannot allocate memory"
+            r"(?:^|[\s.])MemoryError\b(?!: Unable)|std::bad_alloc|\[Errno 12\] Cannot allocate memory"
             r"|os error 1455|paging file is too small|cudaHostAlloc|cudaErrorHostMemory",
             re.MULTILINE,
         ),
@@ -292,7 +302,8 @@ FORMS: Final[tuple[Form, ...]] = (
             r"exitcode\s*: -9\b|Signal 9 \(SIGKILL\)|<Signals\.SIGKILL: 9>|return code = -9\b|returncode[:=] ?-9\b"
             r"|[Ee]xit(?:ed)?(?: with)?(?: status| code)?:? 137\b|Memory cgroup out of memory|Out of memory: Kill"
             r"|invoked oom-killer|oom-kill:constraint|oom[_-]kill event|OOMKilled|OOM Killed"
-            r"|killed due to (?:the node running low on memory|memory pressure)|[Ee]xceeded (?:job |step )?memory limit"
+            r"|killed due to (?:the node running low on memory|memory pressure)"
+            r"|[Ee]xceeded (?:job |step )?memory (?:limit|allocation)"
             r"|is killed by signal: Killed"
             r"|: line \d+: +\d+ Killed\b|^Killed$|^\[\d+\][+-]?\s+Killed\b|was killed by the OOM killer"
             r"|A process of this unit has been killed by the OOM",
@@ -313,7 +324,7 @@ FORMS: Final[tuple[Form, ...]] = (
         begins=re.compile(
             r"(?:CUDA|HIP)(?: driver)? error: out of memory|(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED"
             r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory|ROCBLAS_STATUS_MEMORY_ERROR|rocblas_status_memory_error"
-            r"|CUDA_ERROR_OUT_OF_MEMORY"
+            r"|CUDA_ERROR_OUT_OF_MEMORY|kIOGPUCommandBufferCallbackErrorOutOfMemory"
         ),
         read=_driver,
     ),

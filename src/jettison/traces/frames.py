@@ -29,7 +29,7 @@ _TORCH: Final = re.compile(
 )
 _LIBRARY: Final = re.compile(
     r"(?:site|dist)-packages/|/lib(?:64)?/python\d|/[Pp]ython3?\d*/[Ll]ib/|<frozen |<string>|<decorator-gen|<attrs "
-    r"|<__array_function__|(?:^|/)s?bin/[^/.]+$"
+    r"|<__array_function__|unsloth_compiled_cache/|(?:^|/)s?bin/[^/.]+$"
 )
 _ANGLED: Final = re.compile(r"<[^<>]*>[.\w]*$")
 _NODE: Final = re.compile(r"\b(?:generated::(\w+Backward\d*)|(AccumulateGrad|CopySlices|CopyBackwards))::apply\b")

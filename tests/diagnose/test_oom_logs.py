@@ -1,0 +1,96 @@
+"""Each log of `oom_logs.py`: cause, device, figures, holders, phase, line, trainer, and what is said and never said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jettison.cli.main import run
+from jettison.diagnose.facts import MemoryFacts
+from jettison.diagnose.finding import Finding
+from jettison.diagnose.log_text import decoded
+from jettison.diagnose.memory import diagnose_memory
+from jettison.diagnose.oom_log import facts_of_log, read_oom_log
+from support.oom_logs import OWN, REPORTED, Case
+
+GIB = 1 << 30
+CASES = (*REPORTED, *OWN)
+FIGURES = ("asked", "allocated", "unused", "free", "total")
+
+
+def read(case: Case) -> tuple[MemoryFacts, Finding]:
+    data = case.text if isinstance(case.text, bytes) else case.text.encode()
+    facts = facts_of_log(decoded(data), "run.log")
+    return facts, diagnose_memory(facts)
+
+
+def said(found: Finding) -> str:
+    return "\n".join((found.claim, *found.evidence, *(f"{c.line}\n{c.why}" for c in found.changes)))
+
+
+def near(nbytes: int | None, gib: float) -> bool:
+    """Figures are exact but for rounding of sums: a few bytes."""
+    return nbytes is not None and abs(nbytes - gib * GIB) < 16
+
+
+def test_there_are_as_many_as_the_table_says() -> None:
+    assert len(OWN) >= 40
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_log_is_read_right(case: Case) -> None:
+    facts, found = read(case)
+    text = said(found)
+    assert (found.kind, facts.device) == (case.kind, case.device), text
+    for name in FIGURES:
+        expected = getattr(case, name)
+        assert expected is None or near(getattr(facts, f"{name}_bytes"), expected), (name, facts)
+    holders = dict(facts.holders)
+    for name, expected in case.holders.items():
+        assert near(holders.get(name), expected), (name, holders)
+    assert case.phase in (None, facts.phase) and case.site in (None, facts.site), (facts.phase, facts.site)
+    assert facts.trainer == case.trainer
+    assert not case.first or case.first in found.changes[0].line, found.changes[0].line
+    for words in case.says:
+        assert words in text, (words, text)
+    for words in case.never:
+        assert words not in text, (words, text)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_holders_are_never_more_than_the_device(case: Case) -> None:
+    facts, _ = read(case)
+    if facts.total_bytes is None or facts.device == "cpu" or facts.free_bytes is None:
+        return
+    assert abs(sum(nbytes for _, nbytes in facts.holders) - facts.total_bytes) < 0.001 * facts.total_bytes
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_budget_that_is_advised_is_one_that_the_device_has(case: Case) -> None:
+    facts, found = read(case)
+    for change in found.changes:
+        if change.line.startswith("jettison plan"):
+            budget = int(change.line.split()[-1].removesuffix("MiB")) << 20
+            assert facts.total_bytes is not None and budget <= facts.total_bytes
+
+
+def test_files_are_read_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = next(case for case in OWN if isinstance(case.text, bytes))
+    assert isinstance(case.text, bytes)
+    file = tmp_path / "run.log"
+    file.write_bytes(case.text)
+    assert read_oom_log(file).allocated_bytes == round(76.5 * GIB)
+    assert run(["doctor", "--oom", str(file), "--format", "json"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert document["device"] == "cuda"
+    assert sum(one["bytes"] for one in document["holders"]) == pytest.approx(document["total_bytes"], rel=1e-6)
+
+
+def test_figures_are_shown_in_gib_with_one_decimal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.log"
+    file.write_text(str(OWN[0].text))
+    assert run(["doctor", "--oom", str(file)]) == 0
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines()[:8])
+    assert (rows["allocated"].strip(), rows["free"].strip()) == ("71.0 GiB", "0.9 GiB")
