@@ -27,10 +27,12 @@ _TORCH: Final = re.compile(
     r"|(?:^|/)torch/(?:(?:nn|optim|autograd|utils|cuda|distributed|amp|fx|jit|_[a-z]\w*)/"
     r"|(?:functional|serialization|storage|_\w+)\.py$)"
 )
-_LIBRARY: Final = re.compile(
-    r"(?:site|dist)-packages/|/lib(?:64)?/python\d|/[Pp]ython3?\d*/[Ll]ib/|<frozen |<string>|<decorator-gen|<attrs "
-    r"|<__array_function__|unsloth_compiled_cache/|(?:^|/)s?bin/[^/.]+$"
+_LIBRARY: Final = re.compile(r"(?:site|dist)-packages/|unsloth_compiled_cache/")
+_PYTHON: Final = re.compile(
+    r"/lib(?:64)?/python\d|/[Pp]ython3?\d*/[Ll]ib/|<frozen |<string>|<decorator-gen|<attrs |<__array_function__"
+    r"|(?:^|/)s?bin/[^/.]+$"
 )
+"""Python's own library, code that it generated, and launchers."""
 _ANGLED: Final = re.compile(r"<[^<>]*>[.\w]*$")
 _NODE: Final = re.compile(r"\b(?:generated::(\w+Backward\d*)|(AccumulateGrad|CopySlices|CopyBackwards))::apply\b")
 _ORIGINAL: Final = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
@@ -89,10 +91,15 @@ def frames_of_original(trace: str) -> list[Frame]:
 def place_of(frames: Sequence[Frame]) -> str:
     """The first Python frame of the user's code, else of a library, else of torch; "" where no frame is Python's."""
     python = [frame for frame in (_slashed(f) for f in frames) if is_python(frame)]
-    theirs = [frame for frame in python if not is_torch(frame[1])]
-    own = next((frame for frame in theirs if not _LIBRARY.search(frame[1])), None)
-    found = own or next(iter(theirs), None) or next(iter(python), None)
+    found = min(python, key=lambda frame: _rank(frame[1]), default=None)
     return "" if found is None else text_of_frame(found)
+
+
+def _rank(file: str) -> int:
+    """Whose code a file is: the user's, a library's, torch's, Python's."""
+    if is_torch(file):
+        return 2
+    return 1 if _LIBRARY.search(file) else 3 if _PYTHON.search(file) else 0
 
 
 def is_python(frame: Frame) -> bool:

@@ -288,6 +288,7 @@ def _device(
     writer = TimelineWriter(f"device {index}")
     known: dict[object, _Stack] = {}
     live: dict[int, int] = {}
+    stacks: dict[int, _Stack] = {}
     ends, notes = _StepEnds(), _annotated(reader, index)[::-1]
     early = _unseen(reader, events)
     complete = not early
@@ -309,13 +310,17 @@ def _device(
             if address in live:  # its end was not recorded
                 writer.free(live.pop(address), time_ns)
             live[address] = writer.allocate(reader.whole(event, "size"), stack.label, time_ns)
+            stacks[address] = stack
             ends.allocated(stack)
             ends.mark(stack.ends, writer.events)
         elif action in _DIED:
-            gone = live.pop(reader.whole(event, "addr"), None)
+            address = reader.whole(event, "addr")
+            gone = live.pop(address, None)
             if gone is not None:
                 writer.free(gone, time_ns)
-                ends.mark(reader.stack(event, known).ends, writer.events)
+                stack = reader.stack(event, known)
+                if stack is not stacks.get(address):  # where frees have no stack of their own, it is the allocation's
+                    ends.mark(stack.ends, writer.events)
         elif action == "oom":
             asked, free = reader.whole(event, "size"), reader.whole(event, "device_free", 0)
             writer.mark(f"out of memory: {asked} bytes were asked for")
@@ -323,6 +328,9 @@ def _device(
             failed.append(OutOfMemory(event=writer.events, asked_bytes=asked, free_bytes=free, label=label))
         elif action == "user_defined":
             writer.mark(str(event.get("user_metadata", "") or "mark")[:200])
+    for address, _, block in _blocks(reader, segments):
+        if address in live and stacks.get(address, _NO_STACK) is _NO_STACK:  # recorded with context="state"
+            writer.relabel(live[address], reader.stack(block, known).label)
     return DeviceSnapshot(
         index=index,
         timeline=writer.timeline(),

@@ -164,6 +164,10 @@ class TimelineWriter:
         self._label_of.append(self._labels.setdefault(label, len(self._labels)))
         return len(self._nbytes) - 1
 
+    def relabel(self, number: int, label: Label) -> None:
+        """Give an allocation another label: its stack was found later."""
+        self._label_of[number] = self._labels.setdefault(label, len(self._labels))
+
     def allocate(self, nbytes: int, label: Label, time_ns: int) -> int:
         """An allocation; its number."""
         number = self.already(nbytes, label)
