@@ -132,7 +132,7 @@ def tensors_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
 def test_a_run_gone_to_nan_stops_before_its_weights_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = recipe(tmp_path, steps=9, model=spoilt(monkeypatch, *range(4, 99)))
     with pytest.raises(
-        NotFinite, match=r"^step 4: the loss is nan on rank 0.*last good one is .*step-00000003\."
+        NotFinite, match=r"^step 4: the loss is nan on rank 0.*last good checkpoint is .*step-00000003\."
     ) as error:
         train(made)
     assert error.value.exit_code == 1 and "\n" not in str(error.value)

@@ -69,7 +69,12 @@ def stand_in(leaf: Any) -> Any:
 def undisturbed(module: nn.Module, values: Iterable[Any]) -> Iterator[None]:
     """Tensors that were there, random generators and Python's state come out as they went in."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices), leaving_nothing([module], values), WritesUndone():
+    with (
+        torch.random.fork_rng(devices=devices),
+        leaving_nothing([module], values),
+        WritesUndone(),
+        torch.autograd.set_detect_anomaly(False),  # gradients are memory that nobody has written to
+    ):
         yield
 
 

@@ -398,6 +398,7 @@ def _on_its_terms(loss: Tensor, prediction: Tensor, target: Tensor) -> Tensor:
 _TRUTH = "_jettison_truth"
 _LOGIC: dict[str, Any] = {"aten::any": any, "aten::all": all, "aten::mul": all, "aten::bitwise_and": all}
 _LOGIC |= {"aten::logical_and": all, "aten::logical_or": any, "aten::bitwise_or": any, "aten::clone": all}
+_LOGIC |= {"aten::_is_any_true": any, "aten::_is_all_true": all}  # torch.autograd's own check, in anomaly mode
 _NOTS = ("aten::logical_not", "aten::bitwise_not")
 
 

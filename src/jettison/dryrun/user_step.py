@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,8 +35,9 @@ from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from jettison.parallel.agree import Agreement
 from jettison.parallel.imagined import imagined_copy, inside_of_ddp
-from jettison.runtime.assumptions import backward_kinds
+from jettison.runtime.assumptions import RETAINED, backward_kinds
 from jettison.runtime.callers import is_transforming
+from jettison.runtime.graph_fingerprint import next_sequence_number
 
 Step = Callable[..., Any]
 """``step(model, batch)``, or ``step(*models, batch)``: forwards and backwards of one training step."""
@@ -62,7 +64,8 @@ class ModelUse:
     """How a step uses one model.
 
     Args:
-        in_flight: the most calls that are between forward and backward at a time.
+        in_flight: the most calls at a time whose saved tensors are there: between forward and backward, and behind a
+            backward that retained the graph.
         adds_up: a forward begins when gradients of an earlier one are there.
         backwards: what they are like, as `backward_kinds` says it.
         gradients: those that the step left, fake; of parameters that none reached there is none.
@@ -99,20 +102,19 @@ def observe(step: Step, copies: Copies, batches: Sequence[Any], mode: FakeTensor
             use.gradients |= found.gradients
             use.backwards |= found.backwards
             use.in_flight = max(use.in_flight, found.in_flight)
-            use.adds_up = use.adds_up or len(found.calls) > found.in_flight
+            use.adds_up = use.adds_up or found.adds_up
     return uses
 
 
 def _observed(step: Step, copies: Copies, batch: Any, mode: FakeTensorMode) -> list[ModelUse]:
     modules = modules_of(copies)
     uses = [ModelUse() for _ in modules]
-    waiting: list[set[int]] = [set() for _ in modules]
+    watchers = [_Watcher(use) for use in uses]
     hooks = []
-    for number, copied in enumerate(modules):
-        before, after = _watchers(uses[number], waiting[number])
+    for watcher, copied in zip(watchers, modules, strict=True):
         inner = inside_of_ddp(copied)
-        hooks.append(inner.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(inner.register_forward_hook(after))
+        hooks.append(inner.register_forward_pre_hook(watcher.before, with_kwargs=True))
+        hooks.append(inner.register_forward_hook(watcher.after))
     try:
         with _on_fakes(step, modules, batch, mode), _without_optimizers():
             step(*copies, opaque_copy(batch))
@@ -142,7 +144,7 @@ def _observed(step: Step, copies: Copies, batch: Any, mode: FakeTensorMode) -> l
             "Planning runs it on a copy without memory: not on what it finds elsewhere (a closure, self.model), nor on "
             "other methods alone (model.encode)"
         )
-    if all(len(left) == len(use.calls) for left, use in zip(waiting, uses, strict=True)):
+    if all(len(watcher.unasked) == len(watcher.use.calls) for watcher in watchers):
         raise UsageError("step= ran no backward of the model's output; expected forwards and backwards of one step")
     return uses
 
@@ -164,34 +166,69 @@ def copies_of(models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode, sta
         return [copied(number, one) for number, one in enumerate(models)]
 
 
-def _watchers(use: ModelUse, waiting: set[int]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Hooks before and after a model's forward that note its calls with gradients, and which wait for backward."""
-    running: list[int] = []
+class _Watcher:
+    """Hooks before and after a model's forward: its calls with gradients, and which of them wait for a backward.
 
-    def asked(call: int, ends: Sequence[Tensor]) -> None:
-        waiting.discard(call)
-        use.backwards |= backward_kinds(ends)
+    A call's saved tensors go with the first backward that does not retain the graph, or with the last node of its graph
+    (a double backward keeps some of them): all of them have the call's mark.
+    """
 
-    def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __init__(self, use: ModelUse) -> None:
+        self.use = use
+        self.running: list[tuple[int, int]] = []  # with the number of the call's first node
+        self.unasked: set[int] = set()  # calls that no backward has come to
+        self.held: dict[int, weakref.ref[_Mark]] = {}  # calls whose saved tensors may be there
+
+    def before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        use = self.use
         if is_transforming():  # it runs without a plan there, and what it keeps is counted as it comes
             use.transformed = True
         elif torch.is_grad_enabled():
-            running.append(len(use.calls))
+            call = len(use.calls)
+            self.running.append((call, next_sequence_number()))
             given = tree_map(_apart, opaque_copy((args, kwargs)))
+            use.adds_up = use.adds_up or len(self.unasked) < call
             use.calls.append(ModelCall(args=given[0], kwargs=given[1], switches=global_signature()))
-            waiting.add(running[-1])
-            use.in_flight = max(use.in_flight, len(waiting))
+            self.unasked.add(call)
+            use.in_flight = max(use.in_flight, 1 + sum(mark() is not None for mark in self.held.values()))
 
-    def after(module: nn.Module, _args: Any, output: Any) -> None:
+    def after(self, module: nn.Module, _args: Any, output: Any) -> None:
         if is_transforming() or not torch.is_grad_enabled():
             return
-        call = running.pop()
+        call, start = self.running.pop()
         trained = [p for p in module.parameters() if p.requires_grad]
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _gradient: asked(call, trained[:1] + trained[-1:]))
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for leaf in made:
+            leaf.register_hook(lambda _gradient: self.asked(call, trained[:1] + trained[-1:]))
+        self.held[call] = _marked(made, start)
 
-    return before, after
+    def asked(self, call: int, ends: Sequence[Tensor]) -> None:
+        """A backward has come to a call."""
+        self.unasked.discard(call)
+        kinds = backward_kinds(ends)
+        self.use.backwards |= kinds
+        if RETAINED not in kinds:
+            self.held.pop(call, None)
+
+
+class _Mark:
+    """Lives as long as a node that has it."""
+
+
+def _marked(outputs: Iterable[Tensor], start: int) -> weakref.ref[_Mark]:
+    """A mark at all nodes behind some tensors, from the one of that number on."""
+    mark = _Mark()
+    stack = [t.grad_fn for t in outputs]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if node is None or not node.next_functions or node._sequence_nr() < start:  # a leaf's, or made before
+            continue
+        node.metadata[_Mark] = mark
+        following = {after for after, _ in node.next_functions} - seen
+        stack.extend(following)
+        seen |= following
+    return weakref.ref(mark)
 
 
 def _apart(leaf: Any) -> Any:

@@ -26,16 +26,16 @@ def reads_hold(trace: RegionTrace, leaves: list[Any]) -> bool:
     values = trace.made | {b: plain(leaves[position]) for b, position in trace.inputs.items()}
     done: set[int] = set()
     with torch.no_grad():
-        for read in trace.reads:
-            for index in read.calls or ():
-                if index not in done:
-                    done.add(index)
-                    try:
+        try:
+            for read in trace.reads:
+                for index in read.calls or ():
+                    if index not in done:
+                        done.add(index)
                         _run(trace, trace.calls[index], values)
-                    except VALUES_WANTED:  # a dry run has none
-                        return False
-            if not _found_again(trace, read, values):
-                return False
+                if not _found_again(trace, read, values):
+                    return False
+        except VALUES_WANTED:  # a dry run has none
+            return False
     return True
 
 

@@ -171,9 +171,9 @@ class Checkpoints:
             self._commit(pending.state)
 
     def newest(self) -> str:
-        """The newest complete one, in words."""
+        """The newest complete checkpoint, in words."""
         complete = self._complete()
-        return f"the last good one is {complete[-1]}" if complete else "there is none yet"
+        return f"the last good checkpoint is {complete[-1]}" if complete else "no checkpoint has been written yet"
 
     def _damaged(self, path: Path, error: BaseException) -> UsageError:
         older = [one for one in self._complete() if one < path]
