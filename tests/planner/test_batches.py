@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import warnings
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ import jettison
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.planner import batches
-from jettison.runtime.batch_shape import BatchShape
+from jettison.runtime.batch_shape import BatchShape, map_tensors
 from jettison.units import Bytes
 from support.toys import Headed, Mlp
 
@@ -207,6 +210,47 @@ def test_one_shape_covers_another_that_is_nowhere_longer() -> None:
         assert not whole.covers(BatchShape.of((), {"ids": other}))
     assert not whole.covers(BatchShape.of((), {"labels": torch.zeros(1)}))
     assert str(whole) == "4 x 8 (ids, mask)"
+
+
+@dataclass
+class Rows:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "named"),
+    [
+        (torch.zeros(4, 96), "4 x 96 (0)"),
+        ({"ids": torch.zeros(4, 96), "mask": torch.zeros(4, 96)}, "4 x 96 (ids, mask)"),
+        ([{"ids": torch.zeros(4, 96), "mask": torch.zeros(4, 96)}], "4 x 96 (ids, mask)"),  # a Trainer's
+        ([{"ids": torch.zeros(4, 96)}, {"ids": torch.zeros(4, 64)}], "4 x 96 (0.ids), 4 x 64 (1.ids)"),
+        (UserDict(ids=torch.zeros(4, 96)), "4 x 96 (ids)"),  # a tokenizer's BatchEncoding is one
+        (Rows(torch.zeros(4, 96)), "4 x 96 (x)"),
+        ((torch.zeros(4, 96), 3), "4 x 96 (0)"),
+        (3, "no tensors"),
+    ],
+)
+def test_a_batch_is_named_by_what_it_holds(batch: Any, named: str) -> None:
+    shape = BatchShape.of((batch,))
+    assert str(shape) == named
+    longer = map_tensors(lambda _, tensor: torch.zeros(4, 2 * tensor.shape[1]), batch)
+    assert BatchShape.of((longer,)).covers(shape)
+    assert shape.covers(BatchShape.of((longer,))) is (named == "no tensors")
+    assert BatchShape.read(json.loads(json.dumps(shape.written()))) == shape
+
+
+def test_a_larger_batch_in_a_loop_of_ones_own_is_cured_as_the_warning_says() -> None:
+    def step(model: nn.Module, batch: Any) -> None:
+        model(batch["x"]).square().mean().backward()
+
+    model = net()
+    handle = jettison.auto_checkpoint(model, {"x": rows(ROWS)}, Bytes(1 << 30), step=step)
+    with pytest.warns(UserWarning, match=r"argument 0 is 80 x .*To have it held: call handle\.expect\(batch\)"):
+        step(model, {"x": rows(80)})
+    model.zero_grad()
+    with warnings.catch_warnings(action="error"):
+        handle.expect({"x": rows(96)})
+        step(model, {"x": rows(96)})
 
 
 def test_a_copy_of_a_planned_model_meets_no_batches() -> None:

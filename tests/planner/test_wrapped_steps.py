@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.ranks import Launches, run_ranks
-from support.wrapped_steps import FOUR, MORE, REFERENCE, TWO, four_ranks, two_ranks, two_ranks_more
+from support.wrapped_steps import FIRST, FOUR, MORE, REFERENCE, TWO, four_ranks, two_ranks, two_ranks_more
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +53,13 @@ def test_a_sharded_reference_is_planned_beside(two: Launches) -> None:
         assert rank["measured"] <= rank["budget"]
         assert rank["measured"] == pytest.approx(rank["predicted"], rel=0.03)
     assert len({rank["hash"] for rank in found}) == 1
+
+
+@pytest.mark.parametrize("how", FIRST)
+def test_ranks_whose_first_batches_differ_have_one_plan(two: Launches, how: str) -> None:
+    found = [rank[how] for rank in two[2]]
+    assert all(rank["same"] for rank in found)
+    assert found[0]["predicted"] == found[1]["predicted"]
+    assert found[0]["hash"] == found[1]["hash"]
+    if how != "neither covers":
+        assert found[0]["predicted"] == two[2][0][FIRST[0]]["predicted"]

@@ -42,6 +42,8 @@ MORE = (
 )
 """For which there is time in a slow test."""
 REFERENCE = "beside a reference"
+FIRST = ("longer", "longer, with shapes", "longer, with shapes on meta", "neither covers")
+"""Which first batches ranks have that share parameters."""
 FOUR = ("hsdp", "tp and fsdp")
 
 
@@ -234,8 +236,35 @@ def beside_a_reference() -> dict[str, Any]:
     }
 
 
+def first_batches(how: str) -> dict[str, Any]:
+    """Each rank has a first batch of its own shape, and trains on others."""
+    rank = distributed.get_rank()
+    mine = {"longer": (ROWS, LENGTH - 12 * rank), "neither covers": (ROWS - 2 * rank, LENGTH - 12 + 12 * rank)}
+    first = torch.randint(0, WORDS, mine["neither covers" if how == "neither covers" else "longer"])
+    largest = torch.randint(0, WORDS, (ROWS, LENGTH))
+    shapes = {"longer, with shapes": [largest], "longer, with shapes on meta": [largest.to("meta")]}.get(how, [])
+    model = wrapped("blocks")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    handle = jettison.auto_checkpoint(model, first, "2MiB", optimizer=optimizer, step=once, shapes=shapes)
+    expected = wrapped("blocks")
+    plain = torch.optim.AdamW(expected.parameters(), 1e-3)
+    same = True
+    for length in (LENGTH - 12, LENGTH - 15):
+        ids = torch.randint(0, WORDS, (ROWS - 2, length - rank))
+        once(model, ids)
+        once(expected, ids)
+        pairs = zip(model.parameters(), expected.parameters(), strict=True)
+        same = same and all(torch.equal(whole(a.grad), whole(b.grad)) for a, b in pairs)
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+    assert handle.plan is not None
+    return {"same": same, "predicted": handle.plan.predicted.peak_bytes, "hash": handle.plan.hash}
+
+
 def two_ranks(_: Any) -> dict[str, Any]:
-    return {how: check(how) for how in TWO} | {REFERENCE: beside_a_reference()}
+    found = {how: check(how) for how in TWO} | {REFERENCE: beside_a_reference()}
+    return found | {how: first_batches(how) for how in FIRST}
 
 
 def two_ranks_more(_: Any) -> dict[str, Any]:

@@ -77,7 +77,8 @@ def test_a_last_save_that_fails_is_an_error(
     made = recipe(tmp_path, steps=2)
     section = replace(made.checkpoint, every=every, asynchronous=asynchronous)
     with pytest.raises(
-        SaveFailed, match=r"the last weights, of step 2, are not saved: .*No space left.*no checkpoint has been written yet"
+        SaveFailed,
+        match=r"the last weights, of step 2, are not saved: .*No space left.*no checkpoint has been written yet",
     ):
         train(replace(made, checkpoint=section))
 

@@ -26,7 +26,7 @@ import hashlib
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -194,6 +194,17 @@ class Agreement:
             number = each.least()
         return number
 
+    def union(self, own: Collection[str]) -> list[str]:
+        """What any rank has, each once, in one order for all.
+
+        Raises:
+            PlanMismatch: a rank failed, or did not come in time.
+        """
+        found = sorted(set(own))
+        for each in self.rounds:
+            found = each.union(found)
+        return found
+
     def first(self, make: Callable[[], Made], tell: Callable[[Made], str]) -> Made | str:
         """What ``make`` returns, on the first rank of the group; on the others what ``tell`` says of it. Without a
         group every rank is the first.
@@ -290,6 +301,19 @@ class Round:
         """The smallest that was said."""
         with self._words():
             return int(self.tree.hear("least"))
+
+    def union(self, own: Sequence[str]) -> list[str]:
+        """What any rank has, in order."""
+
+        def merge(words: Sequence[tuple[int, bytes]]) -> bytes:
+            return json.dumps(sorted({one for _, word in words for one in json.loads(word)})).encode()
+
+        with self._words():
+            word = self.tree.say("union", json.dumps(list(own)).encode(), merge)
+        if word is not None:
+            self.tree.tell("union", word)
+        with self._words():
+            return [str(one) for one in json.loads(self.tree.hear("union"))]
 
     def settle(self, own: Verdict) -> Verdict:
         """What all verdicts come to."""

@@ -225,7 +225,7 @@ def describe_step(
 
 
 def nbytes_of(batch: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return BatchShape.of((batch,)).nbytes
 
 
 def _without_meta(batch: Any, models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode) -> Any:

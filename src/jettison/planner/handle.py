@@ -248,13 +248,17 @@ def follow_loop(
     made = applied.plans or ((applied.plan,) if applied.plan is not None else ())
     applied.batches = plans
     predicted_bytes = max(plan.predicted.peak_bytes for plan in made)
-    root = next(region for region in applied.regions if region.is_root)
+    roots = [region for region in applied.regions if region.is_root]
+    for one in roots:
+        if one.assumptions is not None:
+            one.assumptions.expects = plans is not None and not by_itself
+    root = roots[0]
     device = next((p.device for p in root.module.parameters() if p.device.type == "cuda"), None)
     if device is not None:
         applied.look_at(CudaMeter(device=device), optimizer, predicted_bytes, budget)
     applied.hooks.append(
         OptimizerWatch(
-            [region.module for region in applied.regions if region.is_root],
+            [one.module for one in roots],
             optimizer,
             budget_bytes=budget.nbytes,
             predicted=_predicted(plans, predicted_bytes),

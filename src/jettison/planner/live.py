@@ -28,6 +28,7 @@ from jettison.planner.host import Host, hardware_of, host_of
 from jettison.planner.optimizers import Optimizers, as_one
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
 from jettison.planner.planner import make_planner
+from jettison.planner.rank_batches import alike
 from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
 from jettison.planner.together import Together, together
@@ -255,12 +256,16 @@ def auto_checkpoint(
                 budget = of_reserved(budget, nn.ModuleList(modules))
             if budget.words:
                 progress(f"budget {budget.words}")
-            if not isinstance(model, nn.Module) or step is not None or models or others or is_wrapped(model):
+            batches = [batch, *others]
+            if isinstance(model, nn.Module):  # stages of a pipeline exchange tensors of one shape
+                batches = alike(batches, ranks.sharing)
+            plain = isinstance(model, nn.Module) and step is None and not models and not is_wrapped(model)
+            if not plain or len(batches) > 1:
                 whole = checked_step(step, models, model, regions=regions, loss_fn=loss_fn, holds_output=holds_output)
                 return auto_checkpoint_step(
                     whole,
                     given,
-                    [batch, *others],
+                    batches,
                     budget,
                     optimizer=steps,
                     regions=regions,
@@ -279,12 +284,12 @@ def auto_checkpoint(
                 holds_output=holds_output,
                 gradients_held=now if gradients_held is None else gradients_held,
                 check=how,
-                elsewhere_bytes=elsewhere_bytes(model, batch, steps),
+                elsewhere_bytes=elsewhere_bytes(model, batches[0], steps),
                 compile=settings,
             )
             return _auto_checkpoint(
                 model,
-                batch,
+                batches[0],
                 budget,
                 optimizer=steps,
                 loss_fn=loss_fn,

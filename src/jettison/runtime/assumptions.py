@@ -65,6 +65,7 @@ class Assumptions:
         self.budget_bytes = budget_bytes
         self.gradients_held = gradients_held
         self.said = set(backwards)
+        self.expects = False  # the handle plans for batches that it is told of
         self.looked = False  # at the backward of the latest forward
         self.has_loss = True  # in what the latest forward returned
 
@@ -211,7 +212,9 @@ class Assumptions:
             f"batch {changes}",
             f"the batch is larger than the one that was planned for: {changes}",
             "the batch it was given",
-            "plan with the largest batch of the run, and with every argument that it will have",
+            "call handle.expect(batch) before each step"
+            if self.expects
+            else "plan with the largest batch of the run, and with every argument that it will have",
         )
 
     def _say(self, key: str, what: str, assumed: str, advice: str) -> None:

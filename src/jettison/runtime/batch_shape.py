@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,18 @@ class Size:
 
     dims: tuple[int, ...]
     nbytes: int
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one element; 0 where there is none."""
+        return self.nbytes // max(1, math.prod(self.dims))
+
+    def around(self, other: Size) -> Size:
+        """As long as either of them in every dim."""
+        if len(self.dims) != len(other.dims):
+            return max(self, other, key=lambda size: size.nbytes)
+        dims = tuple(map(max, self.dims, other.dims))
+        return Size(dims, math.prod(dims) * max(self.element_bytes, other.element_bytes))
 
     def __str__(self) -> str:
         return " x ".join(map(str, self.dims)) or "a scalar"
@@ -44,6 +58,29 @@ class BatchShape:
         """Whether the other is like this one, and nowhere longer: a step on it takes no more."""
         known = dict(self.sizes)
         return all(where in known and _within(size, known[where]) for where, size in other.sizes)
+
+    def around(self, other: BatchShape) -> BatchShape:
+        """As long as either of them, everywhere."""
+        found = dict(self.sizes)
+        for where, size in other.sizes:
+            found[where] = found[where].around(size) if where in found else size
+        return BatchShape(tuple(found.items()))
+
+    def can_become(self, other: BatchShape) -> bool:
+        """Whether the other has the same tensors, in other lengths."""
+        return [where for where, _ in self.sizes] == [where for where, _ in other.sizes] and all(
+            len(size.dims) == len(wanted.dims) and size.element_bytes == wanted.element_bytes
+            for (_, size), (_, wanted) in zip(self.sizes, other.sizes, strict=True)
+        )
+
+    def written(self) -> list[Any]:
+        """As `read` has it, in JSON's terms."""
+        return [[where, list(size.dims), size.nbytes] for where, size in self.sizes]
+
+    @classmethod
+    def read(cls, written: list[Any]) -> BatchShape:
+        """A shape that another rank has written."""
+        return cls(tuple((where, Size(tuple(dims), nbytes)) for where, dims, nbytes in written))
 
     def beyond(self, other: BatchShape) -> list[str]:
         """Where this one is longer than the other, or has more, in words."""
@@ -76,26 +113,61 @@ def _size(tensor: Tensor) -> Size:
 
 
 def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Tensors in lists, mappings (a tokenizer's ``BatchEncoding``), trees that torch knows, and the attributes of
-    objects that hold some (dataclasses), with their paths.
-    """
+    """Tensors of a tree, with their paths."""
     if isinstance(value, Tensor):
         yield path, value
         return
-    if isinstance(value, list | tuple):
-        inside: Any = enumerate(value)
-    elif hasattr(value, "keys") and hasattr(value, "__getitem__"):
-        inside = [(key, value[key]) for key in value.keys()]  # noqa: SIM118 (it may be no Mapping)
-    elif type(value) in SUPPORTED_NODES:
-        inside = enumerate(SUPPORTED_NODES[type(value)].flatten_fn(value)[0])
-    elif not isinstance(value, type | nn.Module) and any(
-        isinstance(one, Tensor) for one in getattr(value, "__dict__", {}).values()
-    ):
-        inside = vars(value).items()
-    else:
-        return
-    for key, one in inside:
+    for key, one in _inside(value):
         yield from _tensors(one, (*path, str(key)))
+
+
+def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
+    """By key: of lists, mappings (a tokenizer's ``BatchEncoding``), trees that torch knows, and the attributes of
+    objects that hold tensors (dataclasses).
+    """
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    if _is_mapping(value):
+        return [(key, value[key]) for key in value.keys()]  # noqa: SIM118 (it may be no Mapping)
+    if type(value) in SUPPORTED_NODES:
+        return enumerate(SUPPORTED_NODES[type(value)].flatten_fn(value)[0])
+    return vars(value).items() if _holds_tensors(value) else ()
+
+
+def _is_mapping(value: Any) -> bool:
+    return hasattr(value, "keys") and hasattr(value, "__getitem__")
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, type | nn.Module):
+        return False
+    return any(isinstance(one, Tensor) for one in getattr(value, "__dict__", {}).values())
+
+
+def map_tensors(change: Callable[[str, Tensor], Tensor], value: Any, *path: str) -> Any:
+    """The same tree with other tensors.
+
+    Args:
+        change: is given each tensor's name, as in `BatchShape.sizes`, and the tensor.
+    """
+    if isinstance(value, Tensor):
+        return change(".".join(path), value)
+    changed = {key: map_tensors(change, one, *path, str(key)) for key, one in _inside(value)}
+    if isinstance(value, list | tuple):
+        return value._make(changed.values()) if hasattr(value, "_make") else type(value)(changed.values())
+    if _is_mapping(value):
+        made: Any = copy.copy(value)
+        for key, one in changed.items():
+            made[key] = one
+        return made
+    if type(value) in SUPPORTED_NODES:
+        node = SUPPORTED_NODES[type(value)]
+        return node.unflatten_fn(changed.values(), node.flatten_fn(value)[1])
+    if changed:
+        made = copy.copy(value)
+        vars(made).update(changed)
+        return made
+    return value
 
 
 def _within(size: Size, most: Size) -> bool:

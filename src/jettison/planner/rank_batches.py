@@ -1,0 +1,74 @@
+"""The batches that ranks with shared parameters plan for: one list of shapes, whatever batch each of them has first.
+
+Such ranks follow one plan, and are compared op by op. Each has a shard of the data, whose first batch may be longer or
+shorter than another rank's. So they tell each other their shapes and plan for those that no other one covers. A rank
+that has no batch of such a shape stretches its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jettison.errors import PlanMismatch
+from jettison.parallel.agree import Agreement
+from jettison.runtime.batch_shape import BatchShape, map_tensors
+
+MOST_SHAPES = 4
+"""That are planned for as they are; of more, one batch that covers them all."""
+
+
+def alike(batches: Sequence[Any], sharing: Agreement) -> list[Any]:
+    """Batches of the same shapes on all ranks, in one order.
+
+    Raises:
+        PlanMismatch: batches do not have the same tensors on all ranks.
+    """
+    if not sharing.rounds:
+        return list(batches)
+    own = {BatchShape.of((batch,)): batch for batch in reversed(batches)}
+    told = [BatchShape.read(json.loads(text)) for text in sharing.union([json.dumps(s.written()) for s in own])]
+    wanted = _outermost(told)
+    if len(wanted) > MOST_SHAPES:
+        wanted = [_around(wanted)]
+    return [own[shape] if shape in own else _stretched(own, shape) for shape in wanted]
+
+
+def _outermost(shapes: Sequence[BatchShape]) -> list[BatchShape]:
+    """Those that no other one covers; the largest last."""
+    found = [one for one in shapes if not any(other is not one and other.covers(one) for other in shapes)]
+    return sorted(found, key=lambda shape: (shape.nbytes, str(shape)))
+
+
+def _around(shapes: Sequence[BatchShape]) -> BatchShape:
+    """A shape that covers all of them."""
+    first, *others = shapes
+    for other in others:
+        first = first.around(other)
+    return first
+
+
+def _stretched(own: dict[BatchShape, Any], shape: BatchShape) -> Any:
+    """A batch of this rank in another shape: its last rows and columns are repeated, so that values stay valid."""
+    names = [where for where, _ in shape.sizes]
+    base = next((one for one in own if one.can_become(shape)), None)
+    if base is None:
+        raise PlanMismatch(
+            f"ranks that share parameters have batches of other tensors: one has {shape}, this one has "
+            f"{'; '.join(map(str, own))}. They follow one plan: give all of them a batch with the same tensors "
+            f"({', '.join(names)}), of the same types and numbers of dims"
+        )
+    dims = {where: size.dims for where, size in shape.sizes}
+    return map_tensors(lambda where, tensor: _grown(tensor, dims[where]), own[base], "0")
+
+
+def _grown(tensor: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim, size in enumerate(dims):
+        if tensor.shape[dim] != size:
+            index = torch.arange(size, device=tensor.device).clamp(max=max(0, tensor.shape[dim] - 1))
+            tensor = tensor.index_select(dim, index)
+    return tensor
