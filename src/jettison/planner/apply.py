@@ -58,8 +58,8 @@ def apply_from_another_rank(
     if likeness(traced) != like:
         raise PlanMismatch(
             "this rank's model runs other ops than that of the rank that made the plan, or on tensors of other shapes. "
-            "Ranks that share parameters follow one plan: call auto_checkpoint with the same model and the same batch on "
-            "all of them; values of the batch, and arguments that are no tensors, may choose other ops"
+            "Ranks that share parameters follow one plan: call auto_checkpoint with the same model and batch on all "
+            "of them; values of the batch, and arguments that are no tensors, may choose other ops"
         )
     digests = {call.name: traced.program(call).digest() for call in traced.calls}
     layers = tuple(replace(entry, digest=digests[entry.layer]) for entry in plan.layers)
