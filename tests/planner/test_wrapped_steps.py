@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.ranks import Launches, run_ranks
-from support.wrapped_steps import FIRST, FOUR, MORE, REFERENCE, TWO, four_ranks, two_ranks, two_ranks_more
+from support.wrapped_steps import FIRST, FOUR, MORE, OWN, REFERENCE, TWO, four_ranks, two_ranks, two_ranks_more
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +29,7 @@ def holds(found: list[dict[str, Any]]) -> None:
     assert len({rank["hash"] for rank in found}) == 1
 
 
-@pytest.mark.parametrize("how", TWO)
+@pytest.mark.parametrize("how", (*TWO, OWN))
 def test_two_ranks_keep_a_budget(two: Launches, how: str) -> None:
     holds([rank[how] for rank in two[2]])
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -23,7 +23,7 @@ from jettison.measure.tensors import static_tensors
 from jettison.train.dry_step import alive
 from jettison.train.phase_memory import MemoryMeter
 from jettison.units import Bytes
-from support.toys import Words
+from support.toys import Mlp, Words
 
 LAYERS, WIDTH, WORDS, ROWS, LENGTH = 4, 32, 100, 8, 32
 TWO = ("blocks mixed", "blocks kept whole, accumulated", "ddp views accumulated without sync", "tp")
@@ -42,6 +42,7 @@ MORE = (
 )
 """For which there is time in a slow test."""
 REFERENCE = "beside a reference"
+OWN = "parameters of its own"
 FIRST = ("longer", "longer, with shapes", "longer, with shapes on meta", "neither covers")
 """Which first batches ranks have that share parameters."""
 FOUR = ("hsdp", "tp and fsdp")
@@ -262,9 +263,60 @@ def first_batches(how: str) -> dict[str, Any]:
     return {"same": same, "predicted": handle.plan.predicted.peak_bytes, "hash": handle.plan.hash}
 
 
+class Own(nn.Module):
+    """Each rank uses an expert of its own, and none the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(64, 256) for _ in range(LAYERS))
+        self.experts = nn.ModuleList(nn.Linear(64, 512) for _ in range(distributed.get_world_size() + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        loss: Tensor = self.experts[distributed.get_rank()](x).square().mean()
+        return loss
+
+
+def of_its_own() -> dict[str, Any]:
+    """Parameters that only another rank uses have gradients and state, too."""
+    x = torch.randn(256, 64)
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Own(), find_unused_parameters=True)
+        return model, torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        loss.backward()
+        return loss
+
+    def trained(model: Any, optimizer: Any) -> list[Tensor]:
+        for _ in range(2):
+            step(model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = made()
+    expected, plain = trained(model, optimizer), peak("ddp", model, optimizer, step, x)
+    model, optimizer = made()
+    handle = jettison.auto_checkpoint(model, x, Bytes(int(0.88 * plain)), optimizer=optimizer)
+    assert handle.plan is not None
+    return {
+        "same": all(map(torch.equal, trained(model, optimizer), expected)),
+        "budget": int(0.88 * plain),
+        "predicted": handle.plan.predicted.peak_bytes,
+        "measured": peak("ddp", model, optimizer, step, x),
+        "hash": handle.plan.hash,
+        "said": [],
+    }
+
+
 def two_ranks(_: Any) -> dict[str, Any]:
     found = {how: check(how) for how in TWO} | {REFERENCE: beside_a_reference()}
-    return found | {how: first_batches(how) for how in FIRST}
+    return found | {how: first_batches(how) for how in FIRST} | {OWN: of_its_own()}
 
 
 def two_ranks_more(_: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -75,6 +75,11 @@ def held_by_ddp(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
+def may_be_used_elsewhere(model: nn.Module) -> bool:
+    """Whether a rank may leave parameters out that other ranks use: DistributedDataParallel was told to expect it."""
+    return isinstance(model, DistributedDataParallel) and bool(model.find_unused_parameters or model.static_graph)
+
+
 def gradients_stay(model: nn.Module) -> bool:
     """Whether a model's gradients live in memory that is never freed, as views of DistributedDataParallel's buckets."""
     return isinstance(model, DistributedDataParallel) and bool(model.gradient_as_bucket_view)
@@ -99,6 +104,8 @@ class ImaginedReplica(nn.Module):
         super().__init__()
         self.module, self.views, self.gradients_wait, self.freed = module, views, False, True
         self._averages = self._expects = True  # from now on; in the backward of the latest forward
+        self._elsewhere: tuple[nn.Parameter, ...] = ()
+        self._finishes = False  # what is done behind the running backward is known to it
         self._buckets: dict[nn.Parameter, Tensor] = {}  # of gradients that are beside them now
         if views:
             for parameter in module.parameters():
@@ -114,6 +121,26 @@ class ImaginedReplica(nn.Module):
             if self.views and self.freed and not self._averages:
                 self._leave_buckets()
         return self.module(*args, **kwargs)
+
+    def used_elsewhere(self, parameters: Iterable[nn.Parameter]) -> None:
+        """From now on each has a gradient once a backward has averaged, whether this rank used it or not: the reducer
+        makes those as it ends (``copy_bucket_to_grad`` in torch/csrc/distributed/c10d/reducer.cpp).
+        """
+        self._elsewhere = tuple(parameters)
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._will_finish)
+
+    def _will_finish(self, _parameter: nn.Parameter) -> None:
+        if self._expects and not self._finishes:
+            self._finishes = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        self._finishes = False
+        for parameter in self._elsewhere:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

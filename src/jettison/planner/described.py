@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from jettison.dryrun.step import ModulePolicy, OneBatch, fake_optimizer, optimiz
 from jettison.dryrun.user_step import Copies, ModelCall, ModelUse, Step, UserStep, copies_of, observe
 from jettison.errors import TraceError
 from jettison.parallel.agree import Agreement
-from jettison.parallel.imagined import ImaginedReplica, gradients_stay, inside_of_ddp
+from jettison.parallel.imagined import ImaginedReplica, gradients_stay, inside_of_ddp, may_be_used_elsewhere
 from jettison.parallel.pipeline import stand_in_loss
 from jettison.planner.compile_blocks import compiled_modules, survey_blocks
 from jettison.planner.host import Host
@@ -159,6 +159,30 @@ class OwnStep:
         if self.optimizer is not None:
             dry_step.optimizer = optimizer_over(self.optimizer, self.modules, dry_step.all, self.mode)
         return dry_step
+
+    @property
+    def reached(self) -> set[str]:
+        """Parameters that got gradients, of models of which a rank may leave some out."""
+        return {
+            f"{number}.{name}"
+            for number, (model, copied) in enumerate(zip(self.modules, modules_of(self.copies), strict=True))
+            if may_be_used_elsewhere(model)
+            for name, parameter in copied.named_parameters()
+            if parameter in self.gradients
+        }
+
+    def with_reached(self, names: Collection[str]) -> OwnStep:
+        """The same, where other ranks' parts of the step reach these parameters, too (see `reached`)."""
+        gradients = dict(self.gradients)
+        for number, copied in enumerate(modules_of(self.copies)):
+            if isinstance(copied, ImaginedReplica):
+                found = [p for name, p in copied.named_parameters() if f"{number}.{name}" in names]
+                new = [p for p in found if p not in gradients and p.requires_grad]
+                if new:
+                    copied.used_elsewhere(new)
+                with self.mode:
+                    gradients |= {p: torch.empty_like(p) for p in new}
+        return replace(self, gradients=gradients)
 
     def plans(self, budget_bytes: int) -> list[Plan]:
         """See `Described`."""

@@ -147,7 +147,8 @@ def auto_checkpoint_step(
     beside += sum(map(held_by_ddp, modules))
     loop = Loop(gradients_held=held, check=how, elsewhere_bytes=beside, compile=compiling)
     one = describe_step(step, models, batches, optimizer, {}, regions, loop, progress, ranks.stages)
-    one = replace(one, hardware=hardware, host=host)
+    reached = ranks.reached(one.reached)
+    one = replace(one.with_reached(reached), hardware=hardware, host=host)
     note_losses(one.traces, losses)
     budget = budget.with_least(ranks.with_traced(one.traces, budget.nbytes))
 
@@ -165,7 +166,7 @@ def auto_checkpoint_step(
         def describe(batch: Any) -> OwnStep:
             found = describe_step(step, models, [batch], optimizer, blocks, None, loop, progress)
             note_losses(found.traces, losses)
-            return replace(found, hardware=hardware, host=host)
+            return replace(found.with_reached(reached), hardware=hardware, host=host)
 
         plans = BatchPlans(
             regions=_by_model(applied.regions),

@@ -47,6 +47,14 @@ class Together:
         self.stages.least(0)
         return self.sharing.least(self.replicas.least(budget_bytes))
 
+    def reached(self, names: Collection[str]) -> set[str]:
+        """Parameters that some rank's step reaches, of those that average gradients.
+
+        Raises:
+            PlanMismatch: one failed, or did not come in time.
+        """
+        return set(self.sharing.union(self.replicas.union(names)))
+
     def with_traced(self, traces: Iterable[ModelTrace], budget_bytes: int) -> int:
         """The budget, once ranks that the models talk to by themselves plan together, too.
 
