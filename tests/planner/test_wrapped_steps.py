@@ -29,7 +29,7 @@ def holds(found: list[dict[str, Any]]) -> None:
     assert len({rank["hash"] for rank in found}) == 1
 
 
-@pytest.mark.parametrize("how", (*TWO, OWN))
+@pytest.mark.parametrize("how", TWO)
 def test_two_ranks_keep_a_budget(two: Launches, how: str) -> None:
     holds([rank[how] for rank in two[2]])
 
@@ -53,6 +53,13 @@ def test_a_sharded_reference_is_planned_beside(two: Launches) -> None:
         assert rank["measured"] <= rank["budget"]
         assert rank["measured"] == pytest.approx(rank["predicted"], rel=0.03)
     assert len({rank["hash"] for rank in found}) == 1
+
+
+def test_parameters_that_another_rank_uses_are_counted(two: Launches) -> None:
+    for rank in (rank[OWN] for rank in two[2]):
+        assert rank["same"]
+        assert rank["measured"] <= rank["budget"]
+        assert rank["measured"] == pytest.approx(rank["predicted"], abs=256)
 
 
 @pytest.mark.parametrize("how", FIRST)

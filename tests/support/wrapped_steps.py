@@ -309,8 +309,6 @@ def of_its_own() -> dict[str, Any]:
         "budget": int(0.88 * plain),
         "predicted": handle.plan.predicted.peak_bytes,
         "measured": peak("ddp", model, optimizer, step, x),
-        "hash": handle.plan.hash,
-        "said": [],
     }
 
 
