@@ -893,7 +893,7 @@ HOST = (
         "(pid: 4817) of binary: /opt/env/bin/python\n",
         kind=Kind.HOST,
         device="cpu",
-        says=("the process was killed", "dmesg"),
+        says=("killed with SIGKILL", "dmesg"),
         never=("auto_checkpoint(model", "nvidia-smi"),
     ),
     Case(
@@ -1033,4 +1033,82 @@ HOST = (
     ),
 )
 
-OWN = (*ALLOCATORS, *PLACES, *TRAINERS, *HOST)
+TRAPS = (
+    Case(
+        name="a structured log",
+        text='{"ts": "2026-11-20T10:00:01Z", "level": "error", "msg": "'
+        + (traceback(*BACKWARD) + PLAIN).replace('"', '\\"').replace("\n", "\\n")
+        + '"}\n',
+        kind=Kind.PEAK,
+        phase=Phase.BACKWARD,
+        **PLAIN_IS,
+    ),
+    Case(
+        name="a line of the traceback names another error",
+        text=traceback(*MODEL) + "    except (MemoryError, RuntimeError):\n" + PLAIN,
+        kind=Kind.PEAK,
+        phase=Phase.FORWARD,
+        **PLAIN_IS,
+    ),
+    Case(
+        name="a file that could not be opened before it",
+        text="WARNING: unable to open file /work/cache/index.json\n" + traceback(*MODEL) + PLAIN,
+        kind=Kind.PEAK,
+        **PLAIN_IS,
+    ),
+    Case(
+        name="the loop calls its output logits, and a block runs out",
+        text='Traceback (most recent call last):\n  File "/work/run/train.py", line 88, in <module>\n'
+        "    logits = model(batch)\n"
+        + traceback(CALL, ("/work/run/model.py", 31, "forward")).split("\n", 1)[1]
+        + PLAIN,
+        kind=Kind.PEAK,
+        phase=Phase.FORWARD,
+        never=("Liger", "hidden.split"),
+        **PLAIN_IS,
+    ),
+    Case(
+        name="only the message has its rank",
+        text=traceback(*MODEL) + "[rank0]: " + PLAIN,
+        kind=Kind.PEAK,
+        phase=Phase.FORWARD,
+        **PLAIN_IS,
+    ),
+    Case(
+        name="NCCL's last error",
+        text="ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async "
+        "4194304 bytes\n",
+        kind=Kind.OUTSIDE,
+        asked=4 / 1024,
+    ),
+    Case(
+        name="THC",
+        text="RuntimeError: cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/generic/THCStorage.cu:58\n",
+        kind=Kind.UNKNOWN,
+    ),
+    Case(
+        name="others have two thirds, and expandable segments are on",
+        text="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
+        + new("0.50 GiB", "79.15 GiB", "0.20 GiB", "24.00 GiB", "0.10 GiB", own="25.00 GiB"),
+        kind=Kind.OTHERS,
+        holders={UNNAMED: 79.15 - 0.2 - 25.0, OUTSIDE: 0.9},
+        says=("54.0 GiB",),
+    ),
+    Case(
+        name="vLLM loads safetensors",
+        text="Loading safetensors checkpoint shards:  43% Completed | 3/7 [00:02<00:03,  1.1it/s]\n"
+        + traceback(
+            (f"{SITE}/vllm/model_executor/model_loader/loader.py", 402, "load_model"),
+            (f"{SITE}/safetensors/torch.py", 315, "load_file"),
+        )
+        + PLAIN,
+        kind=Kind.PEAK,
+        phase=Phase.PARAMETERS,
+        trainer="vLLM",
+        says=("3 of 7 shards",),
+        never=("auto_checkpoint",),
+        **PLAIN_IS,
+    ),
+)
+
+OWN = (*ALLOCATORS, *PLACES, *TRAINERS, *HOST, *TRAPS)

@@ -9,7 +9,7 @@ from typing import Final
 _ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 _BOX: Final = "│┃║╎|"
 _TAG: Final = re.compile(
-    r"\s*(?P<tag>\[(?:[A-Za-z_]+)?[ _-]?\d+\]:?|\[\d+,\d+\]<std(?:err|out)>:"
+    r"\s*(?P<tag>\[(?:[A-Za-z_]+)?[ _:-]{0,2}\d+\]:?|\[\d+,\d+\]<std(?:err|out)>:"
     r"|\([\w.-]+(?: [\w.-]+)* pid=\d+[^)]*\)|\d{1,5}:(?=\s)|[A-Za-z][\w.-]*\s+\|(?=\s))[ ]?"
 )
 """The rank, the process, the task or the container whose line it is: torchrun, mpirun, Ray, srun -l, docker compose."""
@@ -40,6 +40,8 @@ def decoded(data: bytes) -> str:
         text = data.decode("utf-8-sig", errors="replace")
     if "\x1b" in text:
         text = _ANSI.sub("", text)
+    if '\\n  File \\"' in text:  # a traceback within a string of a structured log
+        text = text.replace('\\"', '"').replace("\\n", "\n")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -76,7 +78,7 @@ def lines_before(text: str, at: int) -> list[str]:
     """Lines that lead to a position, without prefixes; of interleaved ranks those of the same one."""
     tag = tag_of(line_around(text, at))
     lines = text[max(0, at - 400 * MOST_LINES) : at].split("\n")[-MOST_LINES:]
-    return [without_prefix(line) for line in lines if not tag or tag_of(line) == tag]
+    return [without_prefix(line) for line in lines if not tag or tag_of(line) in ("", tag)]
 
 
 def joined(text: str, at: int, length: int) -> tuple[str, str]:

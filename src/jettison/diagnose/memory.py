@@ -14,6 +14,7 @@ A source that does not say enough to tell them apart is *unknown*.
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from statistics import median
 from typing import Final
@@ -39,6 +40,7 @@ MUCH_BYTES: Final = 3 << 29
 """Of a device, and at least so many: a context, its kernels and buffers of communication have that between them."""
 MUCH_OTHERS: Final = 0.03
 """Of a device: a desktop has less."""
+_SAYS_MEMORY: Final = re.compile(r"memory|oom", re.IGNORECASE)
 ABSURD: Final = 64
 """Times a device's memory: no shape that anybody meant is so large."""
 ABSURD_BYTES: Final = 16 << 40
@@ -183,6 +185,8 @@ def _elsewhere(facts: MemoryFacts) -> Finding:
         used = "" if facts.allocated_bytes is None else f"; the process held {format_gib(facts.allocated_bytes)} of it"
         limit = "" if facts.total_bytes is None else f", of {format_gib(facts.total_bytes)} that were allowed"
         kind, claim = Kind.HOST, f"the process was killed: the host's memory ran out, not a device's{used}{limit}"
+        if not _SAYS_MEMORY.search(facts.what):
+            claim = "the process was killed with SIGKILL, as it is when the host's memory runs out; no device said so"
     elif facts.failure is Failure.HOST:
         kind = Kind.HOST
         claim = f"the host's memory ran out, not a device's{asked}{f': {facts.what}' if facts.what else ''}"

@@ -291,8 +291,8 @@ FORMS: Final[tuple[Form, ...]] = (
     Form(begins=re.compile(r"Unable to allocate ([\d.]+) ([KMGTPE]?i?B|bytes) for an array"), read=_array),
     Form(
         begins=re.compile(
-            r"(?:^|[\s.])MemoryError\b(?!: Unable)|std::bad_alloc|\[Errno 12\] Cannot allocate memory"
-            r"|os error 1455|paging file is too small|cudaHostAlloc|cudaErrorHostMemory",
+            r"(?:^|\]: ?|\| )(?:[\w.]+\.)?MemoryError(?:$|: (?!Unable))|std::bad_alloc"
+            r"|\[Errno 12\] Cannot allocate memory|os error 1455|paging file is too small",
             re.MULTILINE,
         ),
         read=_host_plain,
@@ -312,17 +312,12 @@ FORMS: Final[tuple[Form, ...]] = (
         read=_killed,
         window=KERNEL_WINDOW,
     ),
-    Form(
-        begins=re.compile(r"insufficient shared memory|unable to (?:write to|open) (?:file|shared memory)"),
-        read=_shared,
-    ),
-    Form(
-        begins=re.compile(r"NCCL WARN Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:calloc|malloc)"),
-        read=_nccl,
-    ),
+    Form(begins=re.compile(r"insufficient shared memory|unable to (?:write to|mmap)[^\n]{0,60}</torch_"), read=_shared),
+    Form(begins=re.compile(r"Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:calloc|malloc)"), read=_nccl),
     Form(
         begins=re.compile(
-            r"(?:CUDA|HIP)(?: driver)? error: out of memory|(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED"
+            r"(?:CUDA|HIP)(?: driver)? [Ee]rror: out of memory|cuda runtime error \(2\) ?: out of "
+            r"memory|(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED"
             r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory|ROCBLAS_STATUS_MEMORY_ERROR|rocblas_status_memory_error"
             r"|CUDA_ERROR_OUT_OF_MEMORY|kIOGPUCommandBufferCallbackErrorOutOfMemory"
         ),

@@ -17,13 +17,11 @@ from jettison.diagnose.logits import speaks_of_logits
 from jettison.diagnose.oom_forms import count_messages, first_form, more_figures, size_of
 from jettison.diagnose.trainers import trainer_of
 from jettison.errors import UsageError
-from jettison.traces.frames import Frame, place_of, role_of
+from jettison.traces.frames import Frame, is_torch, place_of, role_of
 
 MOST_READ_BYTES: Final = 256 << 20
 RESTARTS_FROM: Final = 3
 """Steps: a number that falls by less is another rank's line."""
-NEAR_LINES: Final = 12
-"""Before a message: in these a word about logits is about what failed."""
 _WRITTEN: Final = {unit.lower(): unit for unit in ("KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")}
 _STEP: Final = re.compile(r"\b(?:step|iter|iteration)\b[\s:=/#\['\"]*([\d,]+)", re.IGNORECASE)
 _ALLOCATED: Final = re.compile(r"(?<!max )(?<!max_)(?<!peak )\ballocated\b[^\d\n|]{0,12}([\d.,]+) ?([KMGT]i?B)\b")
@@ -34,15 +32,17 @@ _MEGATRON: Final = re.compile(r"memory \((MB|GB)\) \| allocated: ([\d.]+)")
 _BEGINS: Final = re.compile(r"Traceback (?:of TorchScript )?\(most recent call last\)")
 _FRAMES: Final = (  # Python's, rich's and IPython's, a notebook's cell, older IPython's
     re.compile(r'\bFile "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>[\w.<>]+)'),
-    re.compile(r"(?:File )?(?P<file>[^\s:]+\.py|[A-Za-z]:\\\S+?\.py):(?P<line>\d+),? in (?P<function>[\w.<>]+)"),
+    re.compile(
+        r"(?:File )?(?P<file>[^\s:]+\.py|[A-Za-z]:\\\S+?\.py):(?P<line>\d+),? in(?: (?P<function>[\w.<>]+)|\s*$)"
+    ),
     re.compile(r"(?P<file>Cell In ?\[\d+\]), line (?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?"),
     re.compile(r"^(?P<file>\S+\.py|<ipython-input-\S+>) in (?P<function>[\w.<>]+)"),
 )
 _EVALUATES: Final = re.compile(
-    r"^(?:generate|_sample|_greedy_search|_beam_search|evaluate|evaluation_loop|prediction_step|predict|validation_step"
-    r"|test_step|prediction_loop|inference_mode|_generate_and_score_completions|run_validation|sample)$"
+    r"^(?:generate|_sample|_greedy_search|_beam_search|evaluate|evaluation_loop|prediction_step|predict_step|validation_step"
+    r"|test_step|prediction_loop|_generate_and_score_completions|run_validation)$"
 )
-_SHARDS: Final = re.compile(r"Loading (?:checkpoint )?shards:[^\n|]*\|[^|\n]*\|\s*(\d+)/(\d+)")
+_SHARDS: Final = re.compile(r"Loading (?:safetensors )?(?:checkpoint )?shards:[^\n]*?\|\s*(\d+)/(\d+)")
 
 
 def read_oom_log(path: Path) -> MemoryFacts:
@@ -126,7 +126,8 @@ def _traceback(lines: list[str]) -> _Trace:
     frames = [frame for _, frame in reversed(numbered)]
     if not frames:
         return _Trace()
-    near = [line for line in lines[max(begin, len(lines) - NEAR_LINES) :] if line.strip()]
+    last = max((at for at, (_, file, _) in numbered if not is_torch(file.replace("\\", "/"))), default=numbered[-1][0])
+    near = lines[last:]  # from the innermost frame outside of torch
     files = [file.replace("\\", "/") for _, file, _ in frames]
     functions = [function.rsplit(".", 1)[-1] for function, _, _ in frames]
     return _Trace(
@@ -135,7 +136,7 @@ def _traceback(lines: list[str]) -> _Trace:
         trainer=trainer_of([f"/{file}" for file in files]),
         logits=speaks_of_logits(*near),
         evaluating=any(_EVALUATES.match(function) for function in functions) and "backward" not in functions,
-        pinned=any("pin_memory" in text for text in (*functions[:3], *files[:3], *near[-3:])),
+        pinned=any("pin_memory" in text for text in (*functions[:3], *files[:3], *near)),
     )
 
 
