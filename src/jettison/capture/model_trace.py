@@ -125,16 +125,25 @@ class ModelTrace:
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """Everything run on the fake copy belongs into this context; autocast is as it was when the trace was taken."""
-        with (
-            as_signed(self.root_signature[1]),
-            leaving_nothing([self.fake_model], [self.loss_fn, *tree_leaves(self.batch)]),
-            tracing(self.mode, values_known=self.values_known),
-        ):
+        with context_of(self, self.fake_model):
             yield
 
     def program(self, call: BlockCall) -> Program:
         """The program of a block call; without ops where it could not be recorded."""
         return self.classes[call.class_key].program
+
+
+@contextlib.contextmanager
+def context_of(trace: ModelTrace, module: nn.Module) -> Iterator[None]:
+    """See `ModelTrace.context`, for one module of the fake copy that is run alone: what it can reach is looked at, and
+    put back; not the rest of the model.
+    """
+    with (
+        as_signed(trace.root_signature[1]),
+        leaving_nothing([module], [trace.loss_fn, *tree_leaves(trace.batch)]),
+        tracing(trace.mode, values_known=trace.values_known),
+    ):
+        yield
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.fakes import fake_batch
-from jettison.capture.model_trace import BlockClass, ModelTrace
+from jettison.capture.model_trace import BlockClass, ModelTrace, context_of
 from jettison.capture.recording import RegionTrace
 from jettison.capture.signature import as_signed
 from jettison.capture.tracer import unseen_outputs
@@ -185,7 +185,7 @@ def dry_run_block(
     how = Check(trace.loop.check)
     switches = as_signed(cls.signature[1])  # the model may switch autocast on around its blocks (Accelerate, Fabric)
     region = planned(module, cls.example, policy, cls.trace, cls.signature, how)
-    with trace.context(), switches, quiet_gc(), region:
+    with context_of(trace, module), switches, quiet_gc(), region:
         hold_gradients(trace, module)
         try:
             levels = block_levels(module, (cls.args, cls.kwargs), shared, workspace, trace.device_type)

@@ -121,6 +121,7 @@ class _Builder:
     progress: Progress
     _observations: dict[str, tuple[RegionOption, ...]] = field(default_factory=dict, init=False)
     _measured: dict[str, Mapping[str, Levels]] = field(default_factory=dict, init=False)
+    _dry_runs: dict[tuple[str, frozenset[int], frozenset[int]], RegionOption] = field(default_factory=dict, init=False)
 
     def levels(self, key: str) -> Mapping[str, Levels]:
         """Of a class of compiled blocks, by point."""
@@ -250,22 +251,23 @@ class _Builder:
     def _options_of(self, key: str, points: Iterable[FrontierPoint]) -> Iterator[RegionOption]:
         """Levels of each point. What is on the host is as what stays, but in `resident_bytes`."""
         program = self.trace.classes[key].trace.program
-        known: dict[tuple[frozenset[int], frozenset[int]], RegionOption] = {}
         for p in points:
-            held = p.kept, p.narrowed
-            if held not in known:
-                known[held] = self._block(key, p.kept, p.key, p.seconds, p.narrowed)
+            seen = self._block(key, p.kept, p.key, p.seconds, p.narrowed)
             sent = program.kept_bytes(p.moved)
-            stays = known[held].resident_bytes - sent
+            stays = seen.resident_bytes - sent
             if stays >= 0:
-                yield replace(known[held], key=p.key, seconds=p.seconds, resident_bytes=stays, offloaded_bytes=sent)
+                yield replace(seen, resident_bytes=stays, offloaded_bytes=sent)
 
     def _block(
         self, key: str, kept: frozenset[int], name: str, seconds: float, narrowed: frozenset[int] = frozenset()
     ) -> RegionOption:
-        cls = self.trace.classes[key]
-        policy = exactly(cls.program, kept, narrowed=narrowed)
-        return self.pricing.known(lambda w: dry_run_block(self.trace, cls, policy, name, seconds, w))
+        known = self._dry_runs.get((key, kept, narrowed))
+        if known is None:
+            cls = self.trace.classes[key]
+            policy = exactly(cls.program, kept, narrowed=narrowed)
+            known = self.pricing.known(lambda w: dry_run_block(self.trace, cls, policy, name, seconds, w))
+            self._dry_runs[key, kept, narrowed] = known
+        return replace(known, key=name, seconds=seconds)
 
     def _root(self, point: FrontierPoint, plain: Mapping[str, RegionOption]) -> RootOption:
         return self.pricing.known(
