@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -213,19 +214,33 @@ def dry_run_batch(
 
 
 def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Workspace | None = None) -> None:
-    """A first step, which is not counted, where the optimizer has no state yet. What no gradient reaches gets none.
+    """A first step, which is not counted, where trained parameters have no state yet. What no gradient reaches gets
+    none.
 
     Args:
         workspace: is asked about every op of it.
     """
     optimizer = dry_step.optimizer
-    if optimizer is None or all(one.state for one in getattr(optimizer, "optimizers", [optimizer])):
+    if optimizer is None or optimizer in _HAVE_STATE:
+        return
+    if all(map(_has_state, getattr(optimizer, "optimizers", [optimizer]))):
+        _HAVE_STATE.add(optimizer)
         return
     with _ready(parts, dry_step):
         with AllocationCounter(dry_step.alive(), workspace=workspace, device=parts[0].trace.device_type) as counter:
             dry_step.leave_gradients(counter)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    _HAVE_STATE.add(optimizer)
+
+
+_HAVE_STATE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers whose state was made, or was there: a step is enough for that."""
+
+
+def _has_state(optimizer: torch.optim.Optimizer) -> bool:
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return bool(optimizer.state) and all(p in optimizer.state for p in trained)
 
 
 def dry_run(

@@ -8,6 +8,7 @@ not. Once that has taken as long as planning does, it gets a plan of its own.
 
 from __future__ import annotations
 
+import operator
 import time
 import warnings
 from collections import OrderedDict
@@ -59,11 +60,13 @@ class Treatment:
     """Plans that are installed under one number.
 
     Args:
+        trained: a byte for each parameter of the models, 1 where it is; and so again, 1 where it ever was.
         policies: for each model, how another trace of it is treated so. They hold no trace, which holds a batch.
     """
 
     number: int
     shape: BatchShape
+    trained: bytes
     policies: Sequence[Callable[[ModelTrace], ModulePolicy]]
     peak_bytes: int
     added_seconds: float
@@ -71,15 +74,20 @@ class Treatment:
 
 @dataclass(frozen=True, kw_only=True)
 class Cover:
-    """A plan under which batches fit that are nowhere longer than this one.
+    """A plan under which batches fit that are nowhere longer than this one, where no more parameters are trained.
 
     Args:
         peak_bytes: of a step on it. The plan may have been made for another batch, of which a step takes less.
     """
 
     shape: BatchShape
+    trained: bytes
     treatment: Treatment
     peak_bytes: int
+
+    def covers(self, shape: BatchShape, trained: bytes) -> bool:
+        """Whether a step on such a batch takes no more."""
+        return self.shape.covers(shape) and _is_within(trained, self.trained)
 
 
 @dataclass(kw_only=True)
@@ -111,30 +119,34 @@ class BatchPlans:
     treatments: list[Treatment] = field(default_factory=list)
     covers: list[Cover] = field(default_factory=list)
     now: Cover | None = None
-    _seen: OrderedDict[BatchShape, _Seen] = field(default_factory=OrderedDict)
+    _ever: bytes = b""
+    _seen: OrderedDict[tuple[BatchShape, bytes], _Seen] = field(default_factory=OrderedDict)
 
     def begin(self, shapes: Iterable[BatchShape], traces: Sequence[ModelTrace], plans: Sequence[Plan]) -> None:
         """The plan that is installed already, and the batches that it was made for."""
         shapes = list(shapes)
         largest = max(shapes, key=lambda shape: shape.nbytes)
         parts = [module_policy(trace, plan) for trace, plan in zip(traces, plans, strict=True)]
-        made = self._treatment(0, largest, parts, plans)
-        self.covers += [Cover(shape=shape, treatment=made, peak_bytes=made.peak_bytes) for shape in shapes]
+        trained = self._trained()
+        made = self._treatment(0, largest, trained, parts, plans)
+        self.covers += [
+            Cover(shape=shape, trained=trained, treatment=made, peak_bytes=made.peak_bytes) for shape in shapes
+        ]
         self.now = self.covers[0]
 
     def meet(self, batch: Any) -> None:
         """The next step is on this batch: the plan that it needs holds from here on."""
-        shape = self.shape_of(batch)
-        seen = self._seen.get(shape)
+        shape, trained = self.shape_of(batch), self._trained()
+        seen = self._seen.get((shape, trained))
         if seen is None:
             if len(self._seen) >= MOST_SHAPES:
                 self._seen.popitem(last=False)
-            seen = self._seen[shape] = _Seen()
+            seen = self._seen[shape, trained] = _Seen()
         if seen.cover is None:
-            seen.cover = self._covering(shape) or self._make(shape, batch)
+            seen.cover = self._covering(shape, trained) or self._make(shape, trained, batch)
         seen.steps += 1
         self._follow(seen.cover)
-        self._pay_rent(shape, seen, seen.cover.treatment, batch)
+        self._pay_rent(shape, trained, seen, batch)
 
     def restrict(self, budget_bytes: int) -> None:
         """Whatever comes has to fit this budget: no plan is known to cover anything."""
@@ -153,49 +165,72 @@ class BatchPlans:
                 peak_bytes=seen.cover.peak_bytes,
                 recompute_seconds=seen.cover.treatment.added_seconds,
             )
-            for shape, seen in self._seen.items()
+            for (shape, _), seen in self._seen.items()
             if seen.cover is not None
         ]
         return sorted(found, key=lambda one: -one.steps)
 
-    def _covering(self, shape: BatchShape) -> Cover | None:
+    def _trained(self) -> bytes:
+        """Which parameters are trained now, and which ever were: an optimizer keeps their state."""
+        known = (regions[-1].assumptions for regions in self.regions)
+        now = b"".join(one.trained() for one in known if one is not None)
+        if len(self._ever) != len(now):
+            self._ever = bytes(len(now))
+        self._ever = bytes(map(operator.or_, self._ever, now))
+        return now + self._ever
+
+    def _covering(self, shape: BatchShape, trained: bytes) -> Cover | None:
         """Of the plans that were made for such a batch or a larger one, that which computes least again."""
-        found = [cover for cover in self.covers if cover.shape.covers(shape)]
+        found = [cover for cover in self.covers if cover.covers(shape, trained)]
         return min(found, key=lambda one: one.treatment.added_seconds, default=None)
 
-    def _make(self, shape: BatchShape, batch: Any) -> Cover:
+    def _make(self, shape: BatchShape, trained: bytes, batch: Any) -> Cover:
         """A plan under which this batch fits; where none does, or none can be made, the most frugal that there is."""
+        what = self._named(shape, trained)
+        self.progress(f"no plan covers {what}")
         try:
-            with reported(self.progress, f"planning for a batch of {shape}, which no plan covers") as done:
-                described = self.describe(batch)
-                made = self._tried(shape, described) or self._planned(shape, described)
-                done(f"planned for a batch of {shape}: predicted peak {format_bytes(made.peak_bytes)}")
+            described = self.describe(batch)
+            made = self._tried(shape, trained, described) or self._planned(shape, trained, described)
         except JettisonError as error:
             frugal = max(self.treatments, key=lambda one: one.added_seconds)
             warnings.warn(
-                f"a batch of {shape} cannot be planned for ({error}). It runs under the plan for {frugal.shape}, and "
+                f"{what} cannot be planned for ({error}). It runs under the plan for {frugal.shape}, and "
                 "its peak may be above the budget (gradients are not affected)",
                 stacklevel=2,
             )
-            return Cover(shape=frugal.shape, treatment=frugal, peak_bytes=frugal.peak_bytes)
+            return Cover(shape=frugal.shape, trained=trained, treatment=frugal, peak_bytes=frugal.peak_bytes)
+        finally:
+            for regions in self.regions:
+                if regions[-1].assumptions is not None:
+                    regions[-1].assumptions.follow()
         self._cover(made)
         for regions, calls in zip(self.regions, described.calls, strict=True):
             if (assumptions := regions[-1].assumptions) is not None:
                 assumptions.planned += calls
         return made
 
-    def _tried(self, shape: BatchShape, described: Described) -> Cover | None:
+    def _named(self, shape: BatchShape, trained: bytes) -> str:
+        """In words, with what is trained where that is more than any plan knows."""
+        if any(_is_within(trained, one.trained) for one in self.treatments):
+            return f"a batch of {shape}"
+        count = len(trained) // 2
+        known = [one.trained[:count] for one in self.treatments]
+        more = min(sum(map(operator.gt, trained[:count], then)) for then in known)
+        return f"a batch of {shape} with {more} more parameters trained"
+
+    def _tried(self, shape: BatchShape, trained: bytes, described: Described) -> Cover | None:
         """A plan that is there, under which this fits. What has blocks without a program is planned instead."""
         if any(cls.stood_in for trace in described.traces for cls in trace.classes.values()):
             return None
-        for treatment in sorted(self.treatments, key=lambda one: one.added_seconds)[:MOST_TRIED]:
+        alike = [one for one in self.treatments if one.trained == trained]
+        for treatment in sorted(alike, key=lambda one: one.added_seconds)[:MOST_TRIED]:
             parts = [of(trace) for trace, of in zip(described.traces, treatment.policies, strict=True)]
             peak_bytes = described.peak_bytes(parts)
             if peak_bytes + UNSEEN_BYTES <= self.budget_bytes:
-                return Cover(shape=shape, treatment=treatment, peak_bytes=peak_bytes)
+                return Cover(shape=shape, trained=trained, treatment=treatment, peak_bytes=peak_bytes)
         return None
 
-    def _planned(self, shape: BatchShape, described: Described) -> Cover:
+    def _planned(self, shape: BatchShape, trained: bytes, described: Described) -> Cover:
         """A new plan, installed beside the others."""
         began = time.perf_counter()
         try:
@@ -203,9 +238,9 @@ class BatchPlans:
         except Infeasible as error:
             plans = described.plans(error.minimum_budget_bytes)
             warnings.warn(
-                f"a batch of {shape} does not fit into {format_bytes(self.budget_bytes)}: the smallest plan for it "
-                f"needs {format_bytes(error.minimum_budget_bytes)}, and is what it runs under. Use a smaller batch, or "
-                "a larger budget",
+                f"{self._named(shape, trained)} does not fit into {format_bytes(self.budget_bytes)}: the smallest plan "
+                f"for it needs {format_bytes(error.minimum_budget_bytes)}, and is what it runs under. Use a smaller "
+                "batch, or a larger budget",
                 stacklevel=2,
             )
         parts = [module_policy(trace, plan) for trace, plan in zip(described.traces, plans, strict=True)]
@@ -217,15 +252,16 @@ class BatchPlans:
         }
         self.planning_seconds = time.perf_counter() - began
         (number,) = numbers  # plans are added to all models at a time
-        made = self._treatment(number, shape, parts, plans)
-        return Cover(shape=shape, treatment=made, peak_bytes=made.peak_bytes)
+        made = self._treatment(number, shape, trained, parts, plans)
+        return Cover(shape=shape, trained=trained, treatment=made, peak_bytes=made.peak_bytes)
 
     def _treatment(
-        self, number: int, shape: BatchShape, parts: Sequence[ModulePolicy], plans: Sequence[Plan]
+        self, number: int, shape: BatchShape, trained: bytes, parts: Sequence[ModulePolicy], plans: Sequence[Plan]
     ) -> Treatment:
         made = Treatment(
             number=number,
             shape=shape,
+            trained=trained,
             policies=[_like(part) for part in parts],
             peak_bytes=max(plan.predicted.peak_bytes for plan in plans),
             added_seconds=sum(plan.predicted.added_seconds for plan in plans),
@@ -234,11 +270,13 @@ class BatchPlans:
         return made
 
     def _cover(self, made: Cover) -> None:
-        within = [one for one in self.covers if one.treatment is made.treatment and made.shape.covers(one.shape)]
+        within = [one for one in self.covers if one.treatment is made.treatment and made.covers(one.shape, one.trained)]
         self.covers = [one for one in self.covers if one not in within] + [made]
 
-    def _pay_rent(self, shape: BatchShape, seen: _Seen, treatment: Treatment, batch: Any) -> None:
+    def _pay_rent(self, shape: BatchShape, trained: bytes, seen: _Seen, batch: Any) -> None:
         """Count what this step computes again; plan for its shape once that has come to what planning costs."""
+        assert seen.cover is not None
+        treatment = seen.cover.treatment
         if treatment.shape == shape or treatment.added_seconds <= 0.0:
             return
         seen.rent_seconds += treatment.added_seconds * min(1.0, shape.nbytes / max(1, treatment.shape.nbytes))
@@ -247,7 +285,7 @@ class BatchPlans:
         seen.rent_seconds = float("-inf")  # once
         try:
             with reported(self.progress, f"planning for batches of {shape}, of which {seen.steps} came") as done:
-                own = self._planned(shape, self.describe(batch))
+                own = self._planned(shape, trained, self.describe(batch))
                 done(f"planned for batches of {shape}: predicted peak {format_bytes(own.peak_bytes)}")
         except JettisonError:
             return  # it has a plan
@@ -260,6 +298,11 @@ class BatchPlans:
         if before is None or cover.treatment is not before.treatment:
             for regions in self.regions:
                 follow(regions, cover.treatment.number)
+
+
+def _is_within(trained: bytes, most: bytes) -> bool:
+    """Whether no parameter is trained that is not among the others. A model with other parameters is said elsewhere."""
+    return trained == most or len(trained) != len(most) or all(map(operator.le, trained, most))
 
 
 def _like(part: ModulePolicy) -> Callable[[ModelTrace], ModulePolicy]:

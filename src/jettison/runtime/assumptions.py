@@ -71,11 +71,16 @@ class Assumptions:
 
     def follow(self) -> None:
         """The model has the parameters that it has now."""
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.frozen = [p for p in self.model.parameters() if not p.requires_grad]
+        self.parameters = list(self.model.parameters())
+        trained = [p for p in self.parameters if p.requires_grad]
+        self.frozen = [p for p in self.parameters if not p.requires_grad]
         self.ends = [trained[0], trained[-1]] if trained else []
         self.outputs: list[weakref.ref[Tensor]] = []  # of the latest forward
         self.gradient_bytes = sum(plain(p).nbytes for p in trained)
+
+    def trained(self) -> bytes:
+        """A byte for each parameter, 1 where it is trained now."""
+        return bytes([p.requires_grad for p in self.parameters])
 
     def forward_begins(self, signature: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], waiting: int) -> None:
         """Look at what is there before a step.
@@ -113,7 +118,9 @@ class Assumptions:
                 "thawed",
                 f"{len(thawed)} parameters ({format_bytes(nbytes)}) are trained that were frozen",
                 "that they have no gradients, no optimizer's state, and that their products keep no inputs",
-                "remove() the plan, and plan again as the model is trained now",
+                "call handle.expect(batch) before each step"
+                if self.expects
+                else "remove() the plan, and plan again as the model is trained now",
             )
         if waiting >= self.in_flight:
             self._say(
