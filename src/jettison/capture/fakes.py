@@ -40,6 +40,7 @@ from jettison.capture.sharded import (
     whole_parameters,
 )
 from jettison.capture.snapshots import MOST_SHARED
+from jettison.capture.sparse_fakes import is_sparse, makes_sparse, sparse_result, with_fake_parts, with_places
 from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.capture.trees import tree_map
 from jettison.errors import TraceError
@@ -95,11 +96,21 @@ class StepFakeMode(QuickFakeMode):
     `aten.native_layer_norm`: the CPU's real kernel gives statistics of the weight's type, the fake one of the input's.
     """
 
+    sparse = False
+    """Whether there are sparse tensors: see `sparse_fakes`."""
     guesses = False
     """Whether a value that is asked for is made up (true, 1, all rows) instead of being an error."""
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.sparse and any(map(is_sparse, args[:2])):
+            found = sparse_result(func, args, kwargs)
+            if found is not None:
+                return found
+        if makes_sparse(func):
+            self.sparse = True
+            args, kwargs = with_fake_parts(args, kwargs)
+        args = with_places(func, args)
         if func in _BY_VALUES:
             found = _by_values(func, args, self.guesses)
             if found is not None:
@@ -251,6 +262,8 @@ class _Faker:
                 return _as_parameter(tensor, wrapped)
             return wrapped.requires_grad_(tensor.requires_grad)
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:  # these fake their parts
+            if is_sparse(tensor):
+                return self._sparse(tensor)
             parts = self._mode.from_tensor(tensor)
             return parts
         device = self._device or tensor.device
@@ -258,6 +271,18 @@ class _Faker:
         if isinstance(tensor, nn.Parameter):
             return _as_parameter(tensor, fake)
         return fake.requires_grad_(tensor.requires_grad)
+
+    def _sparse(self, tensor: Tensor) -> Tensor:
+        """Of a sparse one all entries: a coalesced gradient, the momentum of one."""
+        if isinstance(self._mode, StepFakeMode):
+            self._mode.sparse = True
+        with torch.no_grad(), self._mode:
+            indices, values = self.like(tensor._indices().detach()), self.like(tensor._values().detach())
+            made = torch.ops.aten._sparse_coo_tensor_unsafe(
+                indices, values, tensor.shape, is_coalesced=tensor.is_coalesced()
+            )
+        found: Tensor = made.requires_grad_(tensor.requires_grad)
+        return found
 
     def of_meta(self, meta: Tensor, device: torch.device) -> Tensor:
         """A fake tensor of a meta tensor's shape."""

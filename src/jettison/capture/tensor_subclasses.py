@@ -171,3 +171,22 @@ def stepped_in_backward(module: nn.Module) -> set[str]:
 def is_stepped_in_backward(parameter: Any) -> bool:
     """Whether it has such hooks; see `stepped_in_backward`."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Tensors in one memory each that a tensor is made of: itself, or the indices and values of a sparse one."""
+    tensor = plain(tensor)
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of the memory under a tensor."""
+    return sum({s._cdata: s.nbytes() for s in (part.untyped_storage() for part in parts_of(tensor))}.values())

@@ -16,7 +16,7 @@ from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.recording import TensorRef
 from jettison.capture.signature import opaque_copy
 from jettison.capture.stub import tensors_made
-from jettison.capture.tensor_subclasses import has_gradients, plain, storage_of
+from jettison.capture.tensor_subclasses import bytes_of, has_gradients, parts_of, plain, storage_of
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.measure.memory import AllocationCounter, Workspace
 from jettison.measure.tensors import static_tensors
@@ -40,7 +40,7 @@ def block_levels(
     counter = AllocationCounter([*static_tensors(module), *outer], workspace=workspace, device=device)
     with counter:
         start = counter.live_bytes
-        held = sum(plain(p.grad).nbytes for p in module.parameters() if p.grad is not None)
+        held = sum(bytes_of(p.grad) for p in module.parameters() if p.grad is not None)
         counter.reset_peak()
         given = given_to_block(leaves, shared)
         args, kwargs = tree_unflatten(given, spec)
@@ -159,7 +159,7 @@ def with_memory_of_their_own(gradients: Mapping[nn.Parameter, Tensor]) -> dict[n
     """Gradients that share theirs with no other one. Such a one may hold more than it shows: of a parameter that a
     batch of one row is expanded from autograd keeps a view of what that gradient was a part of.
     """
-    alone = {p: g.untyped_storage()._cdata for p, g in gradients.items() if type(g) is FakeTensor}
+    alone = {p: storage_of(parts_of(g)[-1]) for p, g in gradients.items() if type(g) is FakeTensor}
     times = Counter(alone.values())
     return {p: gradients[p] for p, storage in alone.items() if times[storage] == 1}
 

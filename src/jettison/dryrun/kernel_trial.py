@@ -22,12 +22,19 @@ from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.op_traits import writes
+from jettison.capture.tensor_subclasses import parts_of, storage_of
 from jettison.dryrun.stand_ins import StandInMemory
 from jettison.measure.peak import ALLOCATION_EVENT
 
 REPEATS = 3
 OPERATOR_BUDGET_SECONDS = 0.006
 TOGETHER = 256  # kernels in one profiler session
+_BAG_SIZES = {
+    torch.ops.aten._embedding_bag_backward.default: 4,
+    torch.ops.aten._embedding_bag_dense_backward.default: 3,
+}
+"""Where they are told how many rows each bag has."""
+_BY_MASK = (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default)
 _PUTS = (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default)
 
 
@@ -259,11 +266,9 @@ def _device_run(request: OpRequest) -> KernelRun | Exception:
 
 def _new_bytes(out: Any, inputs: Any) -> int:
     """Bytes of distinct storages in `out` that are none of the inputs'."""
-    known = {leaf.untyped_storage()._cdata for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
-    new = {}
-    for leaf in tree_leaves(out):
-        if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
-            new[leaf.untyped_storage()._cdata] = leaf.untyped_storage().nbytes()
+    known = {storage_of(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
+    parts = [part for leaf in tree_leaves(out) if isinstance(leaf, Tensor) for part in parts_of(leaf)]
+    new = {storage_of(part): part.untyped_storage().nbytes() for part in parts if storage_of(part) not in known}
     return sum(new.values(), 0)
 
 
@@ -304,7 +309,16 @@ def _made_up(request: OpRequest, make: Callable[[TensorMeta], Tensor]) -> tuple[
         args[1].fill_(args[0].shape[1 if args[2] else 0])
     if request.func in _PUTS:
         _fill_mask(*args[:3])
+    if request.func in _BAG_SIZES and (at := _BAG_SIZES[request.func]) < len(args):
+        args = (*args[:at], torch.ones_like(args[at]), *args[at + 1 :])  # a row of each bag has a gradient
+    if request.func in _BY_MASK:
+        args = (args[0], tree_map(_all_true, args[1]), *args[2:])  # the most that there can be
     return args, kwargs
+
+
+def _all_true(leaf: Any) -> Any:
+    is_mask = isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8)
+    return torch.ones_like(leaf, memory_format=torch.contiguous_format) if is_mask else leaf
 
 
 def _fill_mask(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> None:

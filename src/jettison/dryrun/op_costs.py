@@ -27,6 +27,7 @@ from torch import Tensor
 
 from jettison.capture.op_traits import is_communication
 from jettison.capture.quick_fakes import call_key
+from jettison.capture.sparse_fakes import sparse_workspace
 from jettison.capture.trees import op_leaves
 from jettison.dryrun.kernel_trial import KernelRun, OpRequest, least_seconds, private_randomness, workspaces
 from jettison.dryrun.safe_kernels import has_no_workspace, is_safe
@@ -216,9 +217,9 @@ class MeasuredWorkspace:
         return found
 
     def _looked_up(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        most = self._most.get(str(func))
         if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in op_leaves(args, kwargs)):
-            return most or 0  # a sparse one cannot be made up
+            return sparse_workspace(func, args)
+        most = self._most.get(str(func))
         request = OpRequest.of(func, args, kwargs)
         price = self._prices.get(request.key)
         if price is None:
@@ -228,10 +229,12 @@ class MeasuredWorkspace:
 
 
 def _of_one_type(args: tuple[Any, ...]) -> bool:
-    """Whether an elementwise kernel casts none of its arguments, which it would do inside."""
+    """Whether an elementwise kernel casts none of its arguments, which it would do inside, and none is sparse."""
     found = None
     for value in args:
         if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                return False
             if found is not None and value.dtype is not found:
                 return False
             found = value.dtype

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from jettison.capture.sparse_fakes import makes_sparse
+
 _TAGS = tuple(
     getattr(torch.Tag, name) for name in ("core", "pointwise", "reduction", "view_copy") if hasattr(torch.Tag, name)
 )
@@ -77,6 +79,7 @@ def has_no_workspace(func: Any) -> bool:
     return (
         bool(func.is_view)
         or name == "aten::detach_"
+        or makes_sparse(func)
         or name.startswith(
             (
                 "aten::_foreach_",

@@ -23,10 +23,11 @@ from jettison.capture.fakes import fake_batch
 from jettison.capture.model_trace import BlockClass, ModelTrace, context_of
 from jettison.capture.recording import RegionTrace
 from jettison.capture.signature import as_signed
+from jettison.capture.sparse_fakes import is_sparse
 from jettison.capture.tracer import unseen_outputs
 from jettison.dryrun.block import block_levels, hold_gradients, run_step, with_memory_of_their_own
 from jettison.dryrun.observed import stand_in_for_opaque
-from jettison.errors import TraceError
+from jettison.errors import TraceError, UsageError
 from jettison.ledger.levels import StepLevels
 from jettison.measure.memory import AllocationCounter, AllocationEvent, Workspace, quiet_gc
 from jettison.measure.tape import Tape
@@ -230,6 +231,7 @@ def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: W
         with AllocationCounter(dry_step.alive(), workspace=workspace, device=parts[0].trace.device_type) as counter:
             dry_step.leave_gradients(counter)
             optimizer.step()
+            refuse_growing_state(optimizer)
         optimizer.zero_grad(set_to_none=True)
     _HAVE_STATE.add(optimizer)
 
@@ -241,6 +243,20 @@ _HAVE_STATE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return bool(optimizer.state) and all(p in optimizer.state for p in trained)
+
+
+def refuse_growing_state(optimizer: torch.optim.Optimizer) -> None:
+    """Whether the state has a size.
+
+    Raises:
+        UsageError: it has sparse tensors, to which every step adds its gradient's entries.
+    """
+    if any(is_sparse(value) for value in tree_leaves(list(optimizer.state.values()))):
+        raise UsageError(
+            f"the state of {type(optimizer).__name__} has the sparse gradients of an Embedding(sparse=True) in it (its "
+            "momentum), and grows by their entries in every step: no budget holds. Train that table with SparseAdam or "
+            "with SGD(momentum=0)"
+        )
 
 
 def dry_run(

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jettison.capture.tensor_subclasses import desugars, infers_shapes, plain
+from jettison.capture.tensor_subclasses import desugars, infers_shapes, parts_of, plain
 from jettison.capture.values import WHICH_DEVICE, which_device
 from jettison.measure.numbers import NO_NODE, KeptNumbers, current_node, number_bytes
 from jettison.measure.tape import NOBODY, Tape, leaves_of
@@ -228,11 +228,8 @@ class AllocationCounter(TorchDispatchMode):
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """These are gone, although somebody who watches the run still holds them."""
         self._settle()
-        for tensor in tensors:
-            try:
-                entry = self._storages.pop(plain(tensor).untyped_storage()._cdata, None)
-            except (NotImplementedError, RuntimeError):  # a sparse one has none
-                continue
+        for part in (part for tensor in tensors for part in parts_of(tensor)):
+            entry = self._storages.pop(part.untyped_storage()._cdata, None)
             if entry is not None:
                 self._change(entry, -entry.bytes)
 
@@ -358,9 +355,13 @@ class AllocationCounter(TorchDispatchMode):
         if self._device is not None and tensor.device.type != self._device:
             return
         tensor = plain(tensor)
+        if tensor.layout is not torch.strided:
+            for part in parts_of(tensor):
+                self._meet(part, operator, node)
+            return
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse tensors have no storage: their parts are met on their own
+        except (NotImplementedError, RuntimeError):  # a wrapper of `torch.func`'s has none
             return
         known = self._storages.get(storage._cdata)
         nbytes = self._rounded(storage.nbytes())
@@ -409,7 +410,12 @@ class AllocationCounter(TorchDispatchMode):
         if func is not _ACCUMULATE and func not in _INTO_ZEROS:
             return None
         operand = args[0]
-        if not isinstance(operand, Tensor) or torch.is_grad_enabled() or not _is_dense(operand):
+        if (
+            not isinstance(operand, Tensor)
+            or operand.layout is not torch.strided
+            or torch.is_grad_enabled()
+            or not _is_dense(operand)
+        ):
             return None
         if operand._is_view():  # its base is alive, and the engine not alone with the storage
             return None

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from jettison.capture.tensor_subclasses import plain
+from jettison.capture.tensor_subclasses import parts_of
 
 
 def unique_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages under `tensors`."""
     sizes = {}
     for tensor in tensors:
-        storage = plain(tensor).untyped_storage()
-        sizes[storage._cdata] = storage.nbytes()
+        for part in parts_of(tensor):
+            storage = part.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
 
 
