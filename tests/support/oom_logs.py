@@ -612,6 +612,8 @@ PLACES = (
             )
         ),
         kind=Kind.PEAK,
+        phase=Phase.BACKWARD,
+        site="run/zero.py:1 hook",
         **PLAIN_IS,
     ),
     Case(

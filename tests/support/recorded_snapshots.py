@@ -55,6 +55,7 @@ IN_FORWARD = (LINEAR, CALL, EINOPS, BLOCK, CALL, MODEL, CALL, LOOP, MAIN, ENTRY)
 IN_BUILD = (py("__init__", f"{SITE}/torch/nn/modules/linear.py", 106), BUILD, MAIN, ENTRY)
 IN_STATE = (ADAM, STEP, WRAPPER, STEP_LINE, MAIN, ENTRY)
 IN_STEP = (FOREACH, STEP, WRAPPER, STEP_LINE, MAIN, ENTRY)
+IN_HOOK = (FOREACH, STEP, WRAPPER, py("hook", "/home/me/run/train.py", 15))
 IN_ZERO = (ZERO, ZERO_LINE, MAIN, ENTRY)
 KEPT = (KEEP, MAIN, ENTRY)
 ENGINE: tuple[dict[str, Any], ...] = ()
@@ -232,17 +233,33 @@ class Loop:
     fused: bool = False
     late_state: bool = False
     """Half of the parameters get their first gradient, and their state, one by one."""
+    in_backward: bool = False
+    """The optimizer steps each parameter once its gradient is there, in a hook."""
+    lingers: bool = False
+    """What the optimizer allocates lives until the next forward."""
 
     def record(self, recorder: Recorder) -> None:
         parameters = [recorder.alloc(4 * MIB, IN_BUILD) for _ in range(self.layers)]
+        kept: list[int] = []
         for step in range(self.steps):
-            held = [recorder.alloc(8 * MIB, IN_FORWARD) for _ in range(self.layers)]
+            held = []
+            for _ in range(self.layers):
+                held.append(recorder.alloc(8 * MIB, IN_FORWARD))
+                recorder.free(kept, IN_FORWARD)
+                kept = []
             if self.keeps:
                 recorder.alloc(self.keeps, KEPT)
             gradients = []
             for address in reversed(held):
                 gradients.append(recorder.alloc(4 * MIB, ENGINE))
                 recorder.free([address], ENGINE)
+                if self.in_backward:
+                    recorder.free([recorder.alloc(6 * MIB, IN_HOOK)], IN_HOOK)
+                    recorder.free([gradients.pop()], IN_HOOK)
+            if self.in_backward:
+                continue
+            if self.lingers:
+                kept = [recorder.alloc(2 * MIB, IN_STEP)]
             if step == 0:
                 for _ in parameters:
                     recorder.alloc(8 * MIB, IN_STATE)

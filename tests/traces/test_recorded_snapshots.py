@@ -117,6 +117,15 @@ def test_steps_end_where_the_optimizer_or_zero_grad_is(name: str, fused: bool) -
         assert len({step.between_bytes for step in facts.steps[2:-1]}) == 1
 
 
+@pytest.mark.parametrize("loop", [Loop(steps=9, in_backward=True), Loop(steps=9, lingers=True)])
+@pytest.mark.parametrize("name", EVENTS_HAVE_STACKS)
+def test_what_an_optimizer_does_elsewhere_ends_no_step(name: str, loop: Loop) -> None:
+    """Steps within backward; memory of the optimizer's that is freed in a forward, where a free may have its stack."""
+    facts = facts_of_snapshot(snapshot_of(recorded(EVENTS_HAVE_STACKS[name], loop.record).content(), "x"))
+    assert len(facts.steps) == 9
+    assert diagnose_memory(facts).kind is Kind.PEAK
+
+
 @pytest.mark.parametrize("name", EVENTS_HAVE_STACKS)
 def test_a_leak_is_found_in_each_mode_that_has_stacks(name: str) -> None:
     facts = facts_of_snapshot(
