@@ -167,7 +167,7 @@ def test_a_step_of_ones_own_fits_and_trains_the_same(
     own = loop(step, frozen)
     models, optimizer, _ = own
     mode = fake_mode(allow_non_fake_inputs=True)
-    uses = observe(step, copies_of(models, mode), [ids], mode)
+    uses = observe(step, copies_of(models, mode), [ids], mode).uses
     assert tuple(use.in_flight for use in uses) == in_flight
     budget = int(plain * share)
     several = models if len(models) > 1 else ()
@@ -323,8 +323,8 @@ def without_backward(model: Any, ids: Tensor) -> Any:
     [
         ({"step": "contrastive"}, "expected a function step"),
         ({"step": without_backward}, "ran no backward"),
-        ({"step": with_its_optimizer}, "runs the step of SGD"),
-        ({"step": freeing}, r"calls zero_grad\(\) of SGD"),
+        ({"step": with_its_optimizer}, "runs the step of a SGD that optimizer= does not have; give it all"),
+        ({"step": freeing}, r"calls zero_grad\(\) of a SGD that optimizer= does not have"),
         ({"step": contrastive, "shapes": 3}, "shapes= is a int; expected a list"),
         ({"step": preferred, "models": nn.Linear(2, 2)}, "models= is a Linear; expected a list"),
         ({"step": contrastive, "loss_fn": torch.sum}, "leave loss_fn= out"),

@@ -26,6 +26,7 @@ from jettison.capture.signature import as_signed
 from jettison.capture.sparse_fakes import is_sparse
 from jettison.capture.tracer import unseen_outputs
 from jettison.dryrun.block import block_levels, hold_gradients, run_step, with_memory_of_their_own
+from jettison.dryrun.inner_optimizers import each_of
 from jettison.dryrun.observed import stand_in_for_opaque
 from jettison.errors import TraceError, UsageError
 from jettison.ledger.levels import StepLevels
@@ -80,6 +81,11 @@ class DryStep(Protocol):
         """Over the modules' parameters. Its state is made in a first step that is not counted."""
         ...
 
+    @property
+    def last(self) -> Sequence[torch.optim.Optimizer]:
+        """Optimizers of the loop that step behind the passes."""
+        ...
+
     def around(self, trace: ModelTrace) -> contextlib.AbstractContextManager[None]:
         """Everything that is run of it, an optimizer's step included, runs in here.
 
@@ -131,6 +137,11 @@ class OneBatch:
     def modules(self) -> Sequence[nn.Module]:
         """See `DryStep`."""
         return (self.trace.fake_model,)
+
+    @property
+    def last(self) -> Sequence[torch.optim.Optimizer]:
+        """See `DryStep`."""
+        return each_of(self.optimizer)
 
     def around(self, trace: ModelTrace) -> contextlib.AbstractContextManager[None]:
         """See `DryStep`."""
@@ -224,7 +235,7 @@ def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: W
     optimizer = dry_step.optimizer
     if optimizer is None or optimizer in _HAVE_STATE:
         return
-    if all(map(_has_state, getattr(optimizer, "optimizers", [optimizer]))):
+    if all(map(_has_state, each_of(optimizer))):
         _HAVE_STATE.add(optimizer)
         return
     with _ready(parts, dry_step):
@@ -273,7 +284,7 @@ def dry_run(
         told: gets the tape of the step, and what was alive when it was over.
     """
     make_state(parts, dry_step)
-    optimizer = dry_step.optimizer
+    last_ones = dry_step.last
     device = parts[0].trace.device_type
     with _ready(parts, dry_step) as installed:
         engines = [regions[-1].offload for regions in installed if regions[-1].offload is not None]
@@ -288,10 +299,11 @@ def dry_run(
                 _listen(installed[0], counter)
             forward, backward, held = dry_step.passes(counter)
             counter.reset_peak()
-            if optimizer is not None:
+            if last_ones:
                 counter.phase("optimizer")
+            for optimizer in last_ones:
                 optimizer.step()
-            last = counter.peak_bytes if optimizer is not None else 0
+            last = counter.peak_bytes if last_ones else 0
             if tape is not None and told is not None:
                 told(tape, counter.live_bytes)
             del held
@@ -305,7 +317,7 @@ def dry_run(
         static_bytes=static + beside,
         forward_peak_bytes=forward + beside,
         backward_peak_bytes=backward + beside,
-        optimizer_peak_bytes=last + beside if optimizer is not None else 0,
+        optimizer_peak_bytes=last + beside if last_ones else 0,
         host_bytes=host_bytes,
         pinned_bytes=pinned_bytes,
         transfers=transfers,
@@ -318,13 +330,13 @@ def dry_run_events(part: ModulePolicy, dry_step: DryStep) -> tuple[AllocationEve
     not among them.
     """
     make_state([part], dry_step)
-    optimizer = dry_step.optimizer
     with _ready([part], dry_step):
         device = part.trace.device_type
         with AllocationCounter(dry_step.alive(), device=device, record_events=True) as counter:
             *_, held = dry_step.passes(counter)
-            if optimizer is not None:
+            if dry_step.last:
                 counter.phase("optimizer")
+            for optimizer in dry_step.last:
                 optimizer.step()
             del held
         return counter.events

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jettison.capture.fakes import roughly
 from jettison.capture.isolation import leaving_nothing
@@ -30,6 +29,7 @@ from jettison.capture.trees import tree_leaves, tree_map
 from jettison.capture.values import tracing
 from jettison.dryrun.block import with_memory_of_their_own
 from jettison.dryrun.imagined_pipeline import ImaginedSchedule, Scheduled, modules_of
+from jettison.dryrun.inner_optimizers import each_of, noting_steps, standing_in
 from jettison.errors import JettisonError, TraceError, UsageError
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
@@ -68,7 +68,7 @@ class ModelUse:
             backward that retained the graph.
         adds_up: a forward begins when gradients of an earlier one are there.
         backwards: what they are like, as `backward_kinds` says it.
-        gradients: those that the step left, fake; of parameters that none reached there is none.
+        gradients: that parameters had when an optimizer stepped or the step ended, fake.
         transformed: it is also called in transforms of `torch.func`.
     """
 
@@ -88,27 +88,72 @@ class ModelUse:
         return list(found.values())
 
 
-def observe(step: Step, copies: Copies, batches: Sequence[Any], mode: FakeTensorMode) -> list[ModelUse]:
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a step was seen to do.
+
+    Args:
+        uses: of each module.
+        inside: numbers of the loop's optimizers that the step itself runs.
+        left: parameters that had gradients when it was over.
+    """
+
+    uses: list[ModelUse]
+    inside: frozenset[int] = frozenset()
+    left: frozenset[nn.Parameter] = frozenset()
+
+
+def observe(
+    step: Step,
+    copies: Copies,
+    batches: Sequence[Any],
+    mode: FakeTensorMode,
+    optimizer: torch.optim.Optimizer | None = None,
+    copied: torch.optim.Optimizer | None = None,
+) -> Seen:
     """Run a step on fake copies, once for each batch, and see how it calls each of their modules. Nothing real is
     computed with, nothing stays behind.
+
+    Args:
+        optimizer, copied: the loop's, and its copy over fake parameters.
 
     Raises:
         UsageError: no model is called with gradients, or there is no backward.
     """
     uses = [ModelUse() for _ in modules_of(copies)]
+    inside: set[int] = set()
+    left: set[nn.Parameter] = set()
     for batch in batches:
-        for use, found in zip(uses, _observed(step, copies, batch, mode), strict=True):
+        with standing_in(optimizer, copied):
+            seen = _observed(step, copies, batch, mode, optimizer)
+        inside |= seen.inside
+        left |= seen.left
+        for use, found in zip(uses, seen.uses, strict=True):
             use.calls += found.calls
             use.gradients |= found.gradients
             use.backwards |= found.backwards
             use.in_flight = max(use.in_flight, found.in_flight)
             use.adds_up = use.adds_up or found.adds_up
-    return uses
+    return Seen(uses=uses, inside=frozenset(inside), left=frozenset(left))
 
 
-def _observed(step: Step, copies: Copies, batch: Any, mode: FakeTensorMode) -> list[ModelUse]:
+def _observed(
+    step: Step, copies: Copies, batch: Any, mode: FakeTensorMode, optimizer: torch.optim.Optimizer | None
+) -> Seen:
     modules = modules_of(copies)
     uses = [ModelUse() for _ in modules]
+    inside: set[int] = set()
+    left: set[nn.Parameter] = set()
+
+    def note() -> set[nn.Parameter]:
+        for use, copied in zip(uses, modules, strict=True):
+            use.gradients |= {p: p.grad for p in copied.parameters() if p.grad is not None}
+        return {p for copied in modules for p in copied.parameters() if p.grad is not None}
+
+    def stepped(number: int) -> None:
+        inside.add(number)
+        note()
+
     watchers = [_Watcher(use) for use in uses]
     hooks = []
     for watcher, copied in zip(watchers, modules, strict=True):
@@ -116,10 +161,9 @@ def _observed(step: Step, copies: Copies, batch: Any, mode: FakeTensorMode) -> l
         hooks.append(inner.register_forward_pre_hook(watcher.before, with_kwargs=True))
         hooks.append(inner.register_forward_hook(watcher.after))
     try:
-        with _on_fakes(step, modules, batch, mode), _without_optimizers():
+        with _on_fakes(step, modules, batch, mode), noting_steps(optimizer, stepped):
             step(*copies, opaque_copy(batch))
-        for use, copied in zip(uses, modules, strict=True):
-            use.gradients = {p: p.grad for p in copied.parameters() if p.grad is not None}
+        left = note()
     except (JettisonError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of anybody's code
@@ -146,7 +190,7 @@ def _observed(step: Step, copies: Copies, batch: Any, mode: FakeTensorMode) -> l
         )
     if all(len(watcher.unasked) == len(watcher.use.calls) for watcher in watchers):
         raise UsageError("step= ran no backward of the model's output; expected forwards and backwards of one step")
-    return uses
+    return Seen(uses=uses, inside=frozenset(inside), left=frozenset(left))
 
 
 def copies_of(models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode, stages: Agreement | None = None) -> Copies:
@@ -237,36 +281,6 @@ def _apart(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _without_optimizers() -> Iterator[None]:
-    """A step has forwards and backwards; its optimizer is the loop's.
-
-    Raises:
-        UsageError: an optimizer steps, or frees gradients.
-    """
-
-    def steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        raise UsageError(
-            f"step= runs the step of {type(optimizer).__name__}; expected forwards and backwards alone. Leave it to "
-            "the loop and give optimizer=, whose step is dry-run after them"
-        )
-
-    def frees(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
-        raise UsageError(
-            f"step= calls zero_grad() of {type(optimizer).__name__}, which has the real model's parameters; call "
-            "model.zero_grad() there, or leave it to the loop"
-        )
-
-    own = torch.optim.Optimizer.zero_grad
-    hook = register_optimizer_step_pre_hook(steps)
-    torch.optim.Optimizer.zero_grad = frees
-    try:
-        yield
-    finally:
-        torch.optim.Optimizer.zero_grad = own
-        hook.remove()
-
-
-@contextlib.contextmanager
 def _printable() -> Iterator[None]:
     """A number without a value can be printed, as 1."""
     own = FakeTensor.__format__
@@ -306,6 +320,8 @@ class UserStep:
         batches: the largest last.
         gradients: what the step was seen to leave at parameters (`ModelUse`).
         gradients_held: parameters have gradients when the step begins.
+        optimizer, copied: the loop's, and its copy over the fake parameters.
+        seen: the step's optimizers. Where it runs some itself, it begins with the gradients that it left the last time.
     """
 
     def __init__(
@@ -318,12 +334,17 @@ class UserStep:
         *,
         gradients: Mapping[nn.Parameter, Tensor],
         gradients_held: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+        copied: torch.optim.Optimizer | None = None,
+        seen: Seen | None = None,
     ) -> None:
         self.step, self.batches, self.mode, self.gradients_held = step, batches, mode, gradients_held
         self.gradients, self._own = gradients, with_memory_of_their_own(gradients)
         self.copies, self.all = copies, modules_of(copies)
         self.modules: Sequence[nn.Module] = [inside_of_ddp(self.all[number]) for number in planned]
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.loops_own, self.optimizer = optimizer, copied
+        self.inside = frozenset() if seen is None else seen.inside
+        self.left = seen.left if seen is not None and seen.inside else None
         self.switches = global_signature()
 
     def alive(self) -> Iterable[Tensor]:
@@ -338,8 +359,17 @@ class UserStep:
         """Under the switches that were on when planning was asked for, not under those of a call inside of the step:
         leaving the step's own autocast has to empty its cache.
         """
-        with as_signed(self.switches), _on_fakes(self.step, self.all, self.batches, trace.mode):
+        with (
+            as_signed(self.switches),
+            _on_fakes(self.step, self.all, self.batches, trace.mode),
+            standing_in(self.loops_own, self.optimizer),
+        ):
             yield
+
+    @property
+    def last(self) -> Sequence[torch.optim.Optimizer]:
+        """See `DryStep`."""
+        return [one for number, one in enumerate(each_of(self.optimizer)) if number not in self.inside]
 
     def leave_gradients(self, counter: AllocationCounter) -> None:
         """See `DryStep`."""
@@ -365,6 +395,8 @@ class UserStep:
         return counter.peak_bytes, counter.peak_bytes, result
 
     def _hold_gradients(self) -> None:
-        if self.gradients_held:
-            for parameter in (p for model in self.all for p in model.parameters() if p.requires_grad):
+        if self.left is None and not self.gradients_held:
+            return
+        for parameter in (p for model in self.all for p in model.parameters() if p.requires_grad):
+            if self.left is None or parameter in self.left:
                 parameter.grad = self._own[parameter] if parameter in self._own else torch.empty_like(parameter)

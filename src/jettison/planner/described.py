@@ -19,7 +19,7 @@ from jettison.capture.trees import tree_leaves
 from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import ModulePolicy, OneBatch, fake_optimizer, optimizer_over
-from jettison.dryrun.user_step import Copies, ModelCall, ModelUse, Step, UserStep, copies_of, observe
+from jettison.dryrun.user_step import Copies, ModelCall, ModelUse, Seen, Step, UserStep, copies_of, observe
 from jettison.errors import TraceError
 from jettison.parallel.agree import Agreement
 from jettison.parallel.imagined import ImaginedReplica, gradients_stay, inside_of_ddp, may_be_used_elsewhere
@@ -130,6 +130,7 @@ class OwnStep:
     copies: Copies
     batches: Sequence[Any]
     parts: Sequence[Part]
+    seen: Seen
     gradients: Mapping[nn.Parameter, Tensor]
     optimizer: torch.optim.Optimizer | None
     mode: FakeTensorMode
@@ -153,12 +154,18 @@ class OwnStep:
         """Over copies of the models."""
         planned = [part.number for part in self.parts]
         held = self.loop.gradients_held
-        dry_step = UserStep(
-            self.step, self.copies, planned, self.batches, self.mode, gradients=self.gradients, gradients_held=held
+        return UserStep(
+            self.step,
+            self.copies,
+            planned,
+            self.batches,
+            self.mode,
+            gradients=self.gradients,
+            gradients_held=held,
+            optimizer=self.optimizer,
+            copied=_copied(self.optimizer, self.modules, self.copies, self.mode),
+            seen=self.seen,
         )
-        if self.optimizer is not None:
-            dry_step.optimizer = optimizer_over(self.optimizer, self.modules, dry_step.all, self.mode)
-        return dry_step
 
     @property
     def reached(self) -> set[str]:
@@ -223,11 +230,13 @@ def describe_step(
     mode = fake_mode(allow_non_fake_inputs=True)
     batches = [_without_meta(batch, models, mode) for batch in batches]
     copies = copies_of(models, mode, stages)
-    uses = observe(step, copies, batches, mode)
+    seen = observe(step, copies, batches, mode, optimizer, _copied(optimizer, modules_of(models), copies, mode))
+    uses = seen.uses
     for copied, use in zip(modules_of(copies), uses, strict=True):
         if isinstance(copied, ImaginedReplica):
             copied.gradients_wait, copied.freed = loop.gradients_held or use.adds_up, not loop.gradients_held
-    loop = replace(loop, gradients_held=loop.gradients_held or any(map(gradients_stay, modules_of(models))))
+    stay = any(map(gradients_stay, modules_of(models))) or bool(seen.inside and seen.left)
+    loop = replace(loop, gradients_held=loop.gradients_held or stay)
     progress("tracing")
     parts = [
         _part(number, inside_of_ddp(one), use, mode, blocks.get(number, regions), loop)
@@ -240,12 +249,19 @@ def describe_step(
         copies=copies,
         batches=sorted(batches, key=nbytes_of),
         parts=parts,
+        seen=seen,
         gradients={parameter: gradient for use in uses for parameter, gradient in use.gradients.items()},
         optimizer=optimizer,
         mode=mode,
         loop=loop,
         progress=progress,
     )
+
+
+def _copied(
+    optimizer: torch.optim.Optimizer | None, modules: Sequence[nn.Module], copies: Copies, mode: FakeTensorMode
+) -> torch.optim.Optimizer | None:
+    return None if optimizer is None else optimizer_over(optimizer, modules, modules_of(copies), mode)
 
 
 def nbytes_of(batch: Any) -> int:

@@ -133,7 +133,7 @@ class Judge:
             return None
         beside = self.trace.loop.elsewhere_bytes
         forward = found.peak_of("forward")
-        optimizer = self.dry_step.optimizer is not None
+        optimizer = bool(self.dry_step.last)
         backward, last = max(forward, found.peak_of("backward")), found.peak_of("optimizer")
         return StepPeaks(
             peak_bytes=max(forward, backward, last) + beside,

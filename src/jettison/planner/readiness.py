@@ -55,7 +55,11 @@ def _check_module(name: str, module: nn.Module) -> None:
             "replicate_with_fsdp's replicate over the other axis of the mesh"
         )
     if isinstance(module.forward, PlannedForward):
-        raise UnsupportedModule(f"{name} already runs under a plan; call .remove() on its handle first")
+        raise UnsupportedModule(
+            f"{name} already runs under a plan; call .remove() on its handle first. Half-steps that share networks (a "
+            "GAN's) are one step: auto_checkpoint(first, batch, budget, models=(first, second), step=whole_step, "
+            "optimizer=(of_first, of_second))"
+        )
     refuse_checkpointing(name, module)
 
 

@@ -60,6 +60,11 @@ class LoopStep:
         self._buckets = places.averaging == "ddp"
         self._engines: dict[int, Engine] = {}
 
+    @property
+    def last(self) -> Sequence[torch.optim.Optimizer]:
+        """See `DryStep`."""
+        return (self.optimizer,)
+
     def around(self, trace: ModelTrace) -> AbstractContextManager[None]:
         """See `DryStep`."""
         return trace.context()
