@@ -1,31 +1,15 @@
-"""Pages for newcomers: code and commands print what they say, figures of the lesson are drawn from the engine."""
+"""The lesson: figures are drawn from its engine, chapters are in the table. What its blocks print: tests/pages."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from examples.numpy_engine import figures
 
-from support.consoles import commands, first_difference, printed, python_blocks, run_python
+from support.consoles import first_difference
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSON = ROOT / "docs" / "lesson"
-BEGIN = [ROOT / "docs" / f"{name}.md" for name in ("start", "comparison")]
-PAGES = sorted([*LESSON.glob("*.md"), *(ROOT / "docs" / "how-to").glob("*.md"), *BEGIN])
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.stem)
-def test_code_prints_what_the_page_says(page: Path) -> None:
-    for text, got in run_python(page):
-        assert got == text
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
-def test_commands_print_what_the_page_says(page: Path) -> None:
-    for command in commands(page):
-        different = first_difference(command.lines, printed(command.words))
-        assert different is None, f"{page.name}: {command.words}: {different}"
 
 
 def test_figures_are_the_engines(tmp_path: Path) -> None:

@@ -1,120 +1,118 @@
-"""Every block of code and every command on every page is run, or says which test runs it, or why none does."""
+"""Every block of every page runs as a reader runs it, or the table says which test runs it, or why none does."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from pages.table import PAGES
-from pages.worlds import Page, World
-from support.consoles import first_difference, said, without_figures
+from pages.session import ROOT, Block, Reader, blocks_of, reading
+from pages.table import PAGES, Page
+from support.consoles import first_difference, without_figures
 
-ROOT = Path(__file__).resolve().parents[2]
-WHOLE = {"docs/start.md", "docs/comparison.md", "docs/claims.md"}  # tests/lesson
-LOG = {"docs/log.md"}  # what was run once, on one machine
-
-
-def pages() -> list[Path]:
-    found = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-    return [page for page in found if str(page.relative_to(ROOT)) not in WHOLE | LOG]
+MOST_NOT_HERE = 13
+MOST_FILES = 6
+WRITTEN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+READ = sorted(page for page in WRITTEN if blocks_of(page))
 
 
-def blocks(page: Path) -> list[tuple[str, str]]:
-    """Kind and text of each block that can be run."""
-    text = page.read_text(encoding="utf-8")
-    return re.findall(r"^```(python|console|sh)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
-def first_line(block: str) -> str:
-    return block.partition("\n")[0]
+def known(page: Path) -> Page:
+    return PAGES.get(name_of(page), Page())
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
-def test_every_block_is_run_or_says_why_not(page: Path) -> None:
-    known = PAGES.get(str(page.relative_to(ROOT)), Page())
-    lines = [first_line(block) for _, block in blocks(page)]
-    keys = [*known.run, *known.not_here]
-    for line in lines:
-        assert [key for key in keys if line.startswith(key)], f"{line!r} is in no world, and has no reason"
-    for key in keys:
+def begins(block: Block, keys: object) -> str:
+    """The longest of the keys that a block's first line begins with; empty where none does."""
+    return max((key for key in keys if block.first_line.startswith(key)), key=len, default="")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_is_said_of_a_page_is_about_its_blocks(name: str) -> None:
+    page, lines = PAGES[name], [block.first_line for block in blocks_of(ROOT / name)]
+    for key in (*page.slow, *page.measured, *page.prints, *page.not_here):
         assert [line for line in lines if line.startswith(key)], f"{key!r} is gone from the page"
-    for reason in known.not_here.values():
+    for words in page.codes:
+        assert [block for block in blocks_of(ROOT / name) if f"{words}\n" in block.text], f"{words!r} is gone"
+    for reason in page.not_here.values():
         assert not reason.startswith("tests/") or (ROOT / reason).exists(), reason
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert all(file.removesuffix(".py") in text for file in page.files), "a file that the page does not speak of"
 
 
-CASES = [(page, line, world) for page, known in PAGES.items() for line, world in known.run.items()]
+def test_exceptions_grow_only_on_purpose() -> None:
+    """Blocks that run elsewhere or nowhere, and files that a page takes for given."""
+    assert (
+        sum(bool(begins(block, known(page).not_here)) for page in READ for block in blocks_of(page))
+        <= MOST_NOT_HERE + 3
+    )
+    assert sum(len(page.not_here) for page in PAGES.values()) <= MOST_NOT_HERE
+    assert sum(len(page.files) for page in PAGES.values()) <= MOST_FILES
 
 
-def _cases(*, slow: bool) -> list[object]:
-    return [pytest.param(*case, id=f"{case[0]}: {case[1][:60]}") for case in CASES if case[2].slow is slow]
+def _is_slow(page: Path) -> bool:
+    return any(begins(block, known(page).slow) for block in blocks_of(page))
 
 
-@pytest.mark.parametrize(("page", "line", "world"), _cases(slow=False))
-def test_it_does_what_the_page_says(
-    page: str, line: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs(page, line, world, tmp_path, monkeypatch)
+@pytest.mark.parametrize("page", READ, ids=name_of)
+def test_a_page_runs_as_it_stands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs(page, tmp_path, monkeypatch, slow=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "line", "world"), _cases(slow=True))
-def test_it_does_what_the_page_says_in_its_time(
-    page: str, line: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs(page, line, world, tmp_path, monkeypatch)
+@pytest.mark.parametrize("page", [page for page in READ if _is_slow(page)], ids=name_of)
+def test_all_of_a_page_runs_as_it_stands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs(page, tmp_path, monkeypatch, slow=True)
 
 
-def runs(page: str, line: str, world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks whose first line begins so, in a folder of their own, one after another."""
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("BROWSER", "true")  # of --open
-    before = set(sys.modules)
-    names = world.setup(folder)
-    try:
-        for kind, block in blocks(ROOT / page):
-            if not first_line(block).startswith(line):
+def runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, slow: bool) -> None:
+    """The blocks of a page in their order; those that take long only where that is asked for."""
+    about = known(page)
+    with reading(folder, page, monkeypatch) as reader:
+        for make in about.files.values():
+            make(folder)
+        for block in blocks_of(page):
+            if begins(block, about.not_here) or (not slow and begins(block, about.slow)):
                 continue
-            if kind == "python":
-                with contextlib.redirect_stdout(io.StringIO()):
-                    exec(compile(block, page, "exec"), names)
-            else:
-                for words, text in commands_of(kind, block):
-                    prints(words, text, world)
-    finally:
-        for name in set(sys.modules) - before:
-            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
-                del sys.modules[name]
+            run_block(reader, block, about)
 
 
-def commands_of(kind: str, block: str) -> list[tuple[str, str]]:
-    """Commands, and what stands below them."""
-    if kind == "sh":
-        return [(words, "") for words in block.splitlines()]
-    parts = (part.partition("\n") for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:])
-    return [(words, text) for words, _, text in parts]
+def run_block(reader: Reader, block: Block, about: Page) -> None:
+    """One block: what it prints is what stands on the page."""
+    if block.file:
+        reader.save(block)
+    elif block.kind == "python":
+        printed = reader.python(block)
+        if block.output:
+            assert printed == block.output
+        if pattern := about.prints.get(begins(block, about.prints), ""):
+            assert re.fullmatch(pattern, printed, re.DOTALL), printed
+    elif block.kind == "sh":
+        reader.shell(block.text)
+    else:
+        measured = bool(begins(block, about.measured))
+        for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+            words, _, text = part.partition("\n")
+            prints(reader, words, text, code=about.codes.get(f"$ {words}", 0), measured=measured)
 
 
-def prints(words: str, text: str, world: World) -> None:
-    """What a command says is what stands below it; notes and errors may be wrapped there."""
-    found = said(words)
-    assert found.code == world.code, found.err
+def prints(reader: Reader, words: str, text: str, *, code: int, measured: bool) -> None:
+    """What a command prints is what stands below it; a page may leave hints out, and wraps errors."""
+    found, out, err = reader.command(words)
+    assert found == code, (words, err)
     if not text.strip():
         return
-    if world.code:
-        wanted, got = (" ".join(lines) for lines in (text.split(), " ".join(found.err).split()))
-        assert re.fullmatch(".*".join(map(re.escape, wanted.split("..."))), got), got
+    lines = text.rstrip().splitlines()
+    error = "jettison: " + ".*".join(map(re.escape, " ".join(lines).removeprefix("jettison: ").split("...")))
+    if code and re.fullmatch(error, " ".join(" ".join(err).split())):
         return
-    lines, printed = text.rstrip().splitlines(), "\n".join([*found.out, *found.err]).rstrip().splitlines()
-    if world.measured:
-        lines, printed = (
-            [line if line == "..." else without_figures(line) for line in lines],
-            [*map(without_figures, printed)],
-        )
-    different = first_difference(tuple(lines), printed)
-    assert different is None, f"{words}: {different}"
+    if measured:
+        lines = [line if line == "..." else without_figures(line) for line in lines]
+    different = []
+    for streams in (out, [*out, *err]):
+        printed = "\n".join(streams).rstrip().splitlines()
+        different.append(first_difference(tuple(lines), [*map(without_figures, printed)] if measured else printed))
+    assert None in different, f"{words}: {different[0]}"

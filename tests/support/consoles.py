@@ -11,29 +11,10 @@ import io
 import re
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 
 from examples.numpy_engine.__main__ import main as engine
 
 from jettison.cli.main import run as jettison
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """What stands behind the dollar sign, and the lines below it."""
-
-    words: str
-    lines: tuple[str, ...]
-
-
-def commands(page: Path) -> list[Command]:
-    """Of all console blocks of a page."""
-    found = []
-    for block in re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            words, *lines = part.splitlines()
-            found.append(Command(words=words, lines=tuple(lines)))
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +38,6 @@ def said(words: str) -> Said:
             engine(arguments[2:])
     lines = [[line.rstrip() for line in text.getvalue().splitlines()] for text in (out, err)]
     return Said(code=code, out=lines[0], err=lines[1])
-
-
-def printed(words: str) -> list[str]:
-    """What a command prints to stdout."""
-    return said(words).out
 
 
 def without_figures(line: str) -> str:
@@ -88,22 +64,3 @@ def first_difference(expected: tuple[str, ...], got: list[str]) -> str | None:
             return line
         skips = False
     return None if skips or at == len(got) else f"and then {got[at]!r}"
-
-
-def python_blocks(page: Path) -> list[tuple[str, str | None]]:
-    """Code, and the text that it should print, where one follows it."""
-    blocks = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", page.read_text(encoding="utf-8"), re.DOTALL)
-    return [(code, text or None) for code, text in blocks]
-
-
-def run_python(page: Path) -> list[tuple[str, str]]:
-    """What each block with a text should print, and what it did; the blocks of a page share their names."""
-    names: dict[str, object] = {}
-    found = []
-    for code, text in python_blocks(page):
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            exec(compile(code, str(page), "exec"), names)
-        if text is not None:
-            found.append((text, out.getvalue()))
-    return found
