@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import re
@@ -29,6 +30,8 @@ myst_heading_anchors = 4
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = [name for name in ("lightning",) if importlib.util.find_spec(name) is None]
+"""Other people's trainers are optional; their pages are not."""
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 default_role = "code"

@@ -107,6 +107,7 @@ def test_a_terminal_is_never_silent_and_is_left_clean(monkeypatch: pytest.Monkey
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "TICK_SECONDS", 0.001)
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.001)
     before = threading.active_count()
     with reported(shown, "planning Net"):
         for text in ("tracing", "choosing"):

@@ -109,13 +109,23 @@ def __getattr__(name: str) -> Any:
         offered = ", ".join([*_HOME_OF, *_ROOMS])
         raise AttributeError(f"module 'jettison' has no attribute {name!r}; it offers {offered}")
     try:
-        return getattr(import_module(home), name)
+        return getattr(_imported(home), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         from jettison.extras import install
 
         raise ImportError(f"jettison.{name} needs torch: {install('torch')}") from error
+
+
+def _imported(home: str) -> ModuleType:
+    """A module, which may take torch and seconds to import: a terminal says so."""
+    if home in sys.modules:
+        return import_module(home)  # another thread may be at it still
+    from jettison.progress import shown
+
+    with shown.running(f"loading {home}"):
+        return import_module(home)
 
 
 def __dir__() -> list[str]:

@@ -22,7 +22,9 @@ from typing import Final, TextIO
 Progress = Callable[[str], None]
 
 LOGGER: Final = logging.getLogger("jettison")
+FIRST_SECONDS: Final = 0.3
 TICK_SECONDS: Final = 1.0
+"""After so many seconds a terminal shows what is being done, and then as often."""
 LONG_SECONDS: Final = 2.0
 """Work that took as long is worth a line of its own on a terminal."""
 _CLEAR: Final = "\r\x1b[2K"
@@ -103,6 +105,7 @@ class _Status:
         self.text, self._stream = text, stream
         self._began = time.perf_counter()
         self._ended = threading.Event()
+        self._written = False
         self._thread = threading.Thread(target=self._rewrite, name="jettison-progress", daemon=True)
 
     def __enter__(self) -> None:
@@ -111,11 +114,12 @@ class _Status:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        if time.perf_counter() - self._began >= TICK_SECONDS:
+        if self._written:
             _write(self._stream, _CLEAR)
 
     def _rewrite(self) -> None:
-        while not self._ended.wait(TICK_SECONDS):
+        while not self._ended.wait(TICK_SECONDS if self._written else FIRST_SECONDS):
+            self._written = True
             columns = shutil.get_terminal_size((80, 25)).columns
             seconds = f" ({time.perf_counter() - self._began:.0f} s)"
             text = f"jettison: {self.text}"[: max(0, columns - len(seconds) - 1)]
