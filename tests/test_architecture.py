@@ -20,7 +20,18 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SOURCE / "jettison"
 
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "parse_units", "dtypes", "progress", "identity", "processors", "extras", "one_line"),
+    (
+        "units",
+        "errors",
+        "parse_units",
+        "dtypes",
+        "progress",
+        "identity",
+        "processors",
+        "extras",
+        "one_line",
+        "whole_files",
+    ),
     ("spec",),
     ("ledger",),
     ("formula", "capture"),
@@ -52,6 +63,7 @@ WITHOUT_TORCH = (
     "processors",
     "extras",
     "one_line",
+    "whole_files",
     "dtypes",
     "spec",
     "ledger",

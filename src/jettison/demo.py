@@ -35,6 +35,7 @@ from jettison.train.data import standard_library_text
 from jettison.units import format_bytes, format_percent
 from jettison.verbs.report import report
 from jettison.verbs.verify import verify
+from jettison.whole_files import write_whole
 
 PREDICTION_WITHIN = 0.02
 
@@ -139,8 +140,8 @@ def run_demo(
     del plain, plain_optimizer
     proof = verify(model, batches[0], handle=applied, optimizer=optimizer, rounds=rounds, progress=progress)
     applied.remove()
-    (out / "plan.json").write_text(applied.plan.to_json(), encoding="utf-8")
-    (out / "proof.json").write_text(proof.to_json(), encoding="utf-8")
+    write_whole(out / "plan.json", applied.plan.to_json())
+    write_whole(out / "proof.json", proof.to_json())
     result = DemoResult(
         losses_plain=tuple(loss.item() for loss in losses[0]),
         losses_planned=tuple(loss.item() for loss in losses[1]),
@@ -149,7 +150,7 @@ def run_demo(
         proof=proof,
         out=out,
     )
-    result.report.write_text(report([out / "proof.json"]).html(), encoding="utf-8")
+    write_whole(result.report, report([out / "proof.json"]).html())
     return result
 
 

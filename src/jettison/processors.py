@@ -7,11 +7,28 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
 
 
 def cores() -> int:
     """Those that the system lets it use, where the system says; otherwise all that there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def end_pool(pool: ProcessPoolExecutor, *, now: bool) -> None:
+    """Let a pool's processes go.
+
+    Args:
+        now: nobody waits for what they are at.
+    """
+    if now:
+        for worker in list((pool._processes or {}).values()):
+            worker.kill()
+    # not waited for, the pool's thread closes a pipe that the interpreter writes to when it exits
+    pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager

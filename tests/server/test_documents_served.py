@@ -182,10 +182,11 @@ def test_what_cannot_be_asked_is_refused_in_words(server: Served, verb: str, bod
         (b"[" * 33 + b"]" * 33, 400, "at most 32 lists and objects"),
         (b"[" * 200_000, 400, "at most 32 lists and objects"),
         (b'{"model": "' + b"[{" * 50 + b'\\""}', 422, "model: expected one of"),  # brackets in a text are none
-        (b'{"model": "gpt2", "model": "gpt-22b", "seq": 0}', 422, "0"),
+        (b'{"model": "gpt2", "model": "gpt-22b", "seq": 0}', 400, "the key 'model' stands twice in one object"),
+        (b'{"config": {"model_type": "llama", "model_type": "gpt2"}}', 400, "the key 'model_type' stands twice"),
         (b'{"name": "' + b"x" * 300_000 + b'"}', 413, "at most 262144 bytes"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_bodies_that_are_none(server: Served, content: bytes, status: int, sentence: str) -> None:
     answer = httpx.post(f"{server.url}/api/ledger", content=content, headers=JSON, timeout=600)

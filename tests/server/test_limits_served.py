@@ -1,6 +1,7 @@
 """Nothing is lost, and nothing is without a bound: queues, seconds, bytes, slow clients, and the end."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import httpx
@@ -130,16 +132,37 @@ def test_seconds_and_bytes_of_work_are_bounded() -> None:
             until(lambda: server.workers() not in ([], before))
 
 
+def only_worker(server: Served) -> int:
+    """The one process of a server that has one, once it is there."""
+    until(lambda: len(server.workers()) == 1)
+    (worker,) = server.workers()
+    return worker
+
+
+@LINUX
+def test_a_worker_that_crashes_is_not_said_to_be_killed() -> None:
+    with served(Limits(workers=1)) as server, ThreadPoolExecutor(1) as beside:
+        worker = only_worker(server)
+        asked = beside.submit(server.post, "search", {**SEARCH, "id": "unlucky-one"})
+        until(lambda: server.get("/api/requests/unlucky-one").json().get("state") == "working")
+        os.kill(worker, signal.SIGABRT)
+        answer = asked.result(PATIENCE)
+        assert (answer.status_code, answer.json()["title"]) == (500, "crashed")
+        assert "crashed (SIGABRT), as C code does that gets no more than 4.00 GiB" in answer.json()["detail"]
+
+
 @LINUX
 def test_a_worker_that_dies_is_replaced() -> None:
     with served(Limits(workers=1)) as server, ThreadPoolExecutor(1) as beside:
-        (before,) = server.workers()
+        before = only_worker(server)
         asked = beside.submit(server.post, "search", {**SEARCH, "id": "unlucky-one"})
         until(lambda: server.get("/api/requests/unlucky-one").json().get("state") == "working")
         os.kill(before, signal.SIGKILL)
-        assert asked.result(PATIENCE).status_code == 422  # as when the kernel's memory killer comes
+        answer = asked.result(PATIENCE)
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+        assert "was ended (SIGKILL), by somebody or by a system that is short of memory" in answer.json()["detail"]
         assert server.post("plan", PLAN).status_code == 200
-        (idle,) = server.workers()
+        idle = only_worker(server)
         assert idle != before
         os.kill(idle, signal.SIGKILL)
         until(lambda: gone(idle))
@@ -201,9 +224,55 @@ def test_many_connections_are_a_503_for_the_next() -> None:
     with served(Limits(workers=1, connections=5)) as server:
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(5)]
         until(lambda: server.get("/api").status_code == 503)
+        crowded = server.get("/api")
+        assert crowded.headers["Content-Type"] == "application/problem+json"
+        assert crowded.json()["detail"].startswith("5 connections are open, as many as may")
         for client in idle:
             client.close()
         until(lambda: server.get("/api").status_code == 200)
+
+
+def padded_head(port: int, nbytes: int) -> bytes:
+    """A request whose head has so many bytes, most of them in a header that nobody reads."""
+    begin, end = f"GET /api HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nX-Padding: ".encode(), b"x\r\n\r\n"
+    return begin + b" " * (nbytes - len(begin) - len(end)) + end
+
+
+def test_the_head_of_a_request_is_bounded() -> None:
+    """To the byte, however it comes: alone, in pieces, or behind another request."""
+    limits = Limits(workers=1)
+    with served(limits) as server:
+        for over, pieces, behind in product((0, 1, 2000, 16_000, 200_000), (1, 7), (False, True)):
+            head, status = padded_head(server.port, limits.head_bytes + over), 431 if over else 200
+            size = -(-len(head) // pieces)
+            with socket.create_connection(("127.0.0.1", server.port)) as client:
+                client.settimeout(PATIENCE)
+                client.sendall(padded_head(server.port, 200) if behind else b"")
+                found = b""
+                with contextlib.suppress(ConnectionError):  # it may be closed before the last piece
+                    for at in range(0, len(head), size):
+                        client.sendall(head[at : at + size])
+                        time.sleep(0.005 if pieces > 1 else 0)
+                while found.count(b"HTTP/1.1 ") <= behind and (piece := client.recv(65536)):
+                    found += piece
+                answers = [int(part.split()[0]) for part in found.split(b"HTTP/1.1 ")[1:]]
+                assert answers == ([200, status] if behind else [status]), (over, pieces, behind)
+                if status == 431:
+                    assert b"content-type: application/problem+json" in found.lower()
+
+
+def test_what_is_no_http_is_a_problem_document() -> None:
+    with served(Limits(workers=1)) as server:
+        for sent in (b"\x16\x03\x01 hello\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nHost localhost\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", server.port)) as client:
+                client.settimeout(PATIENCE)
+                client.sendall(sent)
+                head, _, body = said(client).partition(b"\r\n\r\n")
+                assert head.split()[1] == b"400"
+                assert b"content-type: application/problem+json" in head and b"X-Content-Type" not in body
+                problem = json.loads(body)
+                assert (problem["status"], problem["title"]) == (400, "bad request")
+                assert "expected HTTP/1.1" in problem["detail"]
 
 
 def test_two_servers_on_one_port() -> None:
@@ -241,10 +310,10 @@ def test_nobody_else_on_the_network_is_listened_to() -> None:
 def test_a_signal_ends_all_at_once(number: signal.Signals) -> None:
     """While a worker is busy and a request waits: both are told, nothing is left, and the server was content."""
     with served(Limits(workers=1)) as server, ThreadPoolExecutor(2) as beside:
-        (worker,) = server.workers()
-        folder = Path(f"/proc/{worker}/cwd").resolve()
+        worker = only_worker(server)
         asked = [beside.submit(server.post, "search", {**SEARCH, "id": "busy-search"})]
         until(lambda: server.get("/api/requests/busy-search").json()["state"] == "working")
+        folder = Path(f"/proc/{worker}/cwd").resolve()
         asked.append(beside.submit(server.post, "plan", {**PLAN, "id": "waiting-plan"}))
         until(lambda: server.get("/api/requests/waiting-plan").json()["state"] == "waiting")
         begin = time.monotonic()
@@ -263,21 +332,23 @@ def test_a_signal_ends_all_at_once(number: signal.Signals) -> None:
 @LINUX
 def test_workers_end_with_a_server_that_was_killed() -> None:
     with served(Limits(workers=1)) as server, ThreadPoolExecutor(1) as beside:
-        (worker,) = server.workers()
+        worker = only_worker(server)
         beside.submit(server.post, "search", {**SEARCH, "id": "busy-search"})
         until(lambda: server.get("/api/requests/busy-search").json().get("progress"))
         server.process.kill()
         until(lambda: gone(worker), 8)  # before it would have said anything that nobody reads
 
 
-def test_without_the_extra(tmp_path: Path) -> None:
-    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError('no', name='uvicorn')")
-    code = """from jettison.server import serve_page
+def test_without_the_extra() -> None:
+    code = """import importlib.util
+there = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "uvicorn" else there(name, package)
+from jettison.server import serve_page
 try:
     serve_page("", port=0, started=print)
 except Exception as error:
     print(type(error).__name__, error)"""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src")])}
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "UsageError --serve needs uvicorn: pip install '.[serve]' in a clone of Jettison\n"
 

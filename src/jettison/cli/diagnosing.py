@@ -12,6 +12,7 @@ from jettison.cli.output import asked, deliver, refuse_to_overwrite
 from jettison.cli.parameters import Force, Format, app
 from jettison.errors import UsageError
 from jettison.report.console import hint, progress
+from jettison.whole_files import write_whole
 
 if TYPE_CHECKING:
     from jettison.report.findings import FindingsReport
@@ -71,7 +72,7 @@ def doctor(
     if (note := doubtful(measured)) is not None:
         hint(note)
     if out is not None:
-        out.write_text(hardware_toml(measured), encoding="utf-8")
+        write_whole(out, hardware_toml(measured))
         hint(f"wrote {out}")
     if form == "human" and out is None:
         sys.stdout.write(hardware_toml(measured))

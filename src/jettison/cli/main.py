@@ -15,6 +15,7 @@ from cyclopts import CycloptsError
 from jettison.cli.completing import completion
 from jettison.cli.diagnosing import doctor, profile
 from jettison.cli.exporting import export
+from jettison.cli.interrupts import EXIT_INTERRUPTED, end_at_once_on_interrupt, end_now, interrupted, say_interrupted
 from jettison.cli.listing import list_names
 from jettison.cli.output import Answered, error_document
 from jettison.cli.pages import explore
@@ -48,12 +49,16 @@ COMMANDS = (
 EXTRAS = {"torch": "torch", "transformers": "hf", "safetensors": "hf", "starlette": "serve", "uvicorn": "serve"}
 """What installs a package that some verbs need."""
 
-EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
+EXIT_INTERNAL, EXIT_USAGE, EXIT_PIPE = 1, 2, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and leave with its exit code: 0 fits or proven, 2 usage, 3 infeasible, 4 proof failed."""
-    sys.exit(run(sys.argv[1:] if arguments is None else list(arguments)))
+    end_at_once_on_interrupt()
+    code = run(sys.argv[1:] if arguments is None else list(arguments))
+    if code == EXIT_INTERRUPTED and interrupted():
+        end_now()
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -85,16 +90,22 @@ def _run(arguments: list[str]) -> int:
         hint(f"jettison: {answered.error}")
         return answered.error.exit_code
     except JettisonError as error:
+        if interrupted():
+            say_interrupted()
+            return EXIT_INTERRUPTED
         hint(f"jettison: {error}")
         return _failed(arguments, type(error).__name__, str(error), error.exit_code, error.details)
     except KeyboardInterrupt:
-        hint("jettison: interrupted")
+        say_interrupted()
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         raise
     except (
         Exception
     ) as error:  # a package that is not here; a bug of ours, or of the factory that was called: show where
+        if interrupted():  # within an import, or a library that takes it for a failure of its own
+            say_interrupted()
+            return EXIT_INTERRUPTED
         extra = EXTRAS.get((getattr(error, "name", None) or "").partition(".")[0])
         if isinstance(error, ModuleNotFoundError) and extra is not None:
             message = f"this needs {error.name}, which is not installed: {install(extra)}"

@@ -12,6 +12,7 @@ from jettison.errors import JettisonError, UsageError
 from jettison.predict.run_fields import CommonRequest
 from jettison.report.console import hint, show
 from jettison.report.json_text import json_text
+from jettison.whole_files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -110,5 +111,5 @@ def deliver(
         sys.stdout.write(text)
         sys.stdout.flush()
     if out is not None:
-        out.write_text(text, encoding="utf-8")
+        write_whole(out, text)
         hint(f"wrote {out}")

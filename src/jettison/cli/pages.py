@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import webbrowser
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +14,7 @@ from jettison.cli.output import refuse_to_overwrite
 from jettison.cli.parameters import Force, app
 from jettison.errors import UsageError
 from jettison.processors import cores
-from jettison.report.console import hint
+from jettison.report.console import hint, progress
 from jettison.units import format_bytes
 
 
@@ -54,7 +56,8 @@ def explore(
 
     if figures is not None:
         require_browser()
-    written = write(models, out, jobs=cores())
+    with progress() as say:
+        written = write(models, out, jobs=cores(), progress=say)
     hint(f"wrote {out} ({format_bytes(written)})")
     if figures is not None:
         hint(f"wrote {len(save_figures(out.read_text(encoding='utf-8'), figures))} files to {figures}")
@@ -70,16 +73,23 @@ def _serve(models: tuple[str, ...], *, out: Path | None, port: int | None, show:
     """
     if out is not None:
         raise UsageError(f"got --out {out} and --serve; a page that is served is no file: leave one away")
-    from jettison.server import Limits, serve_page
-    from jettison.server.explorer import served_explorer
+    from jettison.report.explorer_models import subjects
+    from jettison.server import serve_page
 
-    def started(url: str) -> None:
-        print(url, flush=True)
-        hint("Ctrl-C ends it")
-        if show:
-            webbrowser.open(url)
+    subjects(models)  # what is no model is refused before anything is served
+    with ExitStack() as spinner:
 
-    limits = Limits()
-    serve_page(
-        served_explorer(models, limits, jobs=cores()), port=0 if port is None else port, started=started, limits=limits
-    )
+        def started(url: str) -> None:
+            print(url, flush=True)
+            hint("Ctrl-C ends it")
+            if show:
+                webbrowser.open(url)
+
+        def say(text: str) -> None:
+            if not spinning:
+                spinning.append(spinner.enter_context(progress()))
+            spinning[0](text)
+
+        spinning: list[Callable[[str], None]] = []
+        with suppress(KeyboardInterrupt):  # that is how it ends; the server itself has a handler once it is loaded
+            serve_page(models, port=0 if port is None else port, started=started, progress=say, ready=spinner.close)

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from jettison.cli.output import asked, deliver, refuse_to_overwrite
 from jettison.cli.parameters import Force, Format, app
 from jettison.report.console import hint
+from jettison.whole_files import write_whole
 
 
 @app.command
@@ -38,7 +39,7 @@ def report(
     made = answer(files)
     html = made.html()
     deliver(made.document, made.table, form=form, out=None, request=asked(files=files))
-    target.write_text(html, encoding="utf-8")
+    write_whole(target, html)
     hint(f"wrote {target}")
     if figures is not None:
         written = save_figures(html, figures)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from jettison.progress import Progress, silent
 from jettison.report.explorer_builders import Builder, asked, built
 from jettison.report.explorer_closed_form import closed_form_data
 from jettison.report.explorer_fit import fit_data
@@ -64,13 +65,19 @@ SERVED: Final = " The page asks this machine alone, and works while `jettison ex
 
 
 def explorer_page(
-    models: Sequence[str], *, panels: Sequence[Panel] = PANELS, served: bool = False, jobs: int = 1
+    models: Sequence[str],
+    *,
+    panels: Sequence[Panel] = PANELS,
+    served: bool = False,
+    jobs: int = 1,
+    progress: Progress = silent,
 ) -> str:
     """The page about these models and the published ones that it always has.
 
     Args:
         models: presets, config.json files or their folders; none: a choice of presets.
         jobs: processes that work its data out, at most.
+        progress: is told what is worked out.
 
     Raises:
         UsageError: a model that is none of them.
@@ -81,7 +88,7 @@ def explorer_page(
         "Activation memory, explored",
         intro=INTRO.rstrip() + (SERVED if served else ALONE) + _left_out(models),
         scripts=scripts,
-        data=built(builders, models, jobs=jobs),
+        data=built(builders, models, jobs=jobs, progress=progress),
         served=served,
     )
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from jettison.errors import UsageError
+from jettison.whole_files import write_whole
 
 NAMES: Final = (
     "chromium",
@@ -91,8 +92,8 @@ def save_figures(html: str, folder: Path) -> list[Path]:
 
 def _written(folder: Path, name: str, svg: str, png: bytes) -> list[Path]:
     paths = [folder / f"{name}.svg", folder / f"{name}.png"]
-    paths[0].write_text(svg, encoding="utf-8")
-    paths[1].write_bytes(png)
+    write_whole(paths[0], svg)
+    write_whole(paths[1], png)
     return paths
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any, Final, Generic, TypeVar
 
-from jettison.processors import deaf_to_interrupts
+from jettison.processors import deaf_to_interrupts, end_pool
 
 CHUNKS: Final = 8
 """Parts, for each worker, that a round of work is cut into."""
@@ -55,11 +55,7 @@ class Workers(Generic[_Q]):
             now: nobody waits for what they are at.
         """
         for pool in self._pools:
-            if now:
-                for worker in list((pool._processes or {}).values()):
-                    worker.terminate()
-            # not waited for, the pool's thread closes a pipe that the interpreter writes to when it exits
-            pool.shutdown(wait=True, cancel_futures=True)
+            end_pool(pool, now=now)
 
     def map(
         self, work: Callable[[_Q, _T], _R], items: Sequence[_T], key: Callable[[_T], tuple[object, ...]]

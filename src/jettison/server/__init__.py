@@ -5,25 +5,46 @@ Starlette and uvicorn are the extra ``serve``, imported when a server starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 from jettison.errors import UsageError
 from jettison.extras import install
+from jettison.progress import Progress, silent
 from jettison.server.limits import Limits
+from jettison.server.listening import ADDRESS, listening
 from jettison.server.offer import offer
 
 
-def serve_page(page: str, *, port: int, started: Callable[[str], None], limits: Limits | None = None) -> None:
-    """Serve ``page`` and the planner on 127.0.0.1 until Ctrl-C; ``port`` 0 is a free one.
+def serve_page(
+    page: str | Sequence[str],
+    *,
+    port: int,
+    started: Callable[[str], None],
+    limits: Limits | None = None,
+    progress: Progress = silent,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve a page and the planner on 127.0.0.1 until Ctrl-C.
+
+    Args:
+        page: its text; or the models that the explorer is about, whose page a process makes meanwhile.
+        port: 0 is a free one.
+        started: is told the URL as soon as somebody listens there; requests wait for what is still being loaded.
+        progress: is told what is worked out for the page.
+        ready: is called when the page is there.
 
     Raises:
-        UsageError: the port cannot be used, or the extra is not installed.
+        UsageError: the port cannot be used, the extra is not installed, or a model is none.
     """
-    try:
+    absent = next((name for name in ("uvicorn", "starlette") if find_spec(name) is None), None)
+    if absent is not None:
+        raise UsageError(f"--serve needs {absent}: {install('serve')}")
+    with listening(port) as listener:
+        started(f"http://{ADDRESS}:{listener.getsockname()[1]}/")
         from jettison.server.serving import run
-    except ImportError as error:
-        raise UsageError(f"--serve needs {error.name}: {install('serve')}") from None
-    run(page, port=port, limits=Limits() if limits is None else limits, started=started)
+
+        run(page, listener, limits=Limits() if limits is None else limits, progress=progress, ready=ready)
 
 
 __all__ = ["Limits", "offer", "serve_page"]

@@ -20,6 +20,7 @@ from jettison.server.answering import Answer
 from jettison.server.guard import HEADERS
 from jettison.server.limits import Limits
 from jettison.server.offer import offer
+from jettison.server.page import WAITING, ServedPage
 from jettison.server.pool import Job, Pool, cancelled
 from jettison.server.problems import MEDIA_TYPE, Problem
 from jettison.server.questions import VERBS, Verb, question
@@ -28,12 +29,14 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 _POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">')
 
 
-def application(page: str, pool: Pool, limits: Limits) -> Starlette:
+def application(page: ServedPage, pool: Pool, limits: Limits) -> Starlette:
     """What is served: ``page`` at the root, and questions for the pool."""
-    policy = _policy_of(page)
 
     async def root(_request: Request) -> Response:
-        return Response(page, media_type="text/html", headers={"Content-Security-Policy": policy})
+        if page.text is None:
+            return Response(WAITING, 503, media_type="text/html", headers={"Retry-After": "1"})
+        policy = _policy_of(page.text)
+        return Response(page.text, media_type="text/html", headers={"Content-Security-Policy": policy})
 
     async def offered(_request: Request) -> Response:
         return JSONResponse(offer(limits))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,10 +35,11 @@ HEADERS: Final[Mapping[str, str]] = {
 class Guard:
     """Checks each request's Host and Origin, sets headers, and bounds how slowly an answer may be taken."""
 
-    def __init__(self, app: ASGIApp, *, port: int, limits: Limits) -> None:
-        """``port`` is the one that the server listens on."""
+    def __init__(self, app: ASGIApp, *, port: int, limits: Limits, crowded: Callable[[], bool]) -> None:
+        """``port`` is where the server listens; ``crowded`` says whether it has more connections than it may."""
         self.app = app
         self.limits = limits
+        self.crowded = crowded
         self.hosts = frozenset({f"127.0.0.1:{port}", f"localhost:{port}"})
         self.origins = frozenset(f"http://{host}" for host in self.hosts)
 
@@ -57,6 +58,9 @@ class Guard:
             await _tell(problem, sending)
 
     def _problem(self, scope: Scope) -> Problem | None:
+        if self.crowded():
+            detail = f"{self.limits.connections} connections are open, as many as may; close some, or ask again later"
+            return Problem(503, "too many connections", detail, retry_seconds=1)
         hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
         if len(hosts) != 1 or hosts[0].lower() not in self.hosts:
             return Problem(421, "misdirected", f"expected the host {' or '.join(sorted(self.hosts))}, as it is printed")
@@ -83,9 +87,14 @@ def _values(scope: Scope, name: bytes) -> list[str]:
     return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
 
 
-async def _tell(problem: Problem, send: Send) -> None:
+def as_response(problem: Problem) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Headers and body of a problem after which the connection is closed: what the client still sends is not read."""
     body = json.dumps(problem.document()).encode()
-    headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(len(body)).encode())]
-    headers.append((b"connection", b"close"))  # its body is not read
+    own = {"content-type": MEDIA_TYPE, "content-length": str(len(body)), "connection": "close", **problem.headers()}
+    return [(name.lower().encode(), value.encode()) for name, value in own.items()], body
+
+
+async def _tell(problem: Problem, send: Send) -> None:
+    headers, body = as_response(problem)
     await send({"type": "http.response.start", "status": problem.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -15,13 +16,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import jettison
 from jettison.server.answering import Answer
 from jettison.server.limits import Limits
 from jettison.server.problems import Problem
+from jettison.server.process import started_process
 from jettison.server.questions import Question
 from jettison.server.worker import INTERNAL, OUT_OF_MEMORY, REFUSED
 from jettison.units import format_bytes
+
+_SIGNALS = frozenset(signal.Signals)
+_CRASHES = frozenset(
+    number for name in ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE") if (number := getattr(signal, name, None))
+)
+"""Signals that a process gets for what its own code does."""
+_ENDING_SECONDS = 5.0
+"""From the end of a process's output to its own."""
 
 
 def cancelled() -> Problem:
@@ -185,18 +194,9 @@ class Worker:
 
     @classmethod
     async def started(cls, folder: Path, limits: Limits) -> asyncio.subprocess.Process:
-        """A process that works in ``folder`` and has our own source, whatever the working directory was."""
-        source = str(Path(jettison.__file__).resolve().parents[1])
-        path = os.pathsep.join([source, *(os.path.abspath(p) for p in sys.path if p)])
-        env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "jettison.server.worker", str(folder), str(limits.worker_bytes)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=env,
-            limit=limits.answer_bytes,
-            start_new_session=True,  # what the terminal sends to us does not go to it
-        )
+        """A process that works in ``folder``."""
+        arguments = ("jettison.server.worker", str(folder), str(limits.worker_bytes))
+        return await started_process(arguments, limits.answer_bytes)
 
     async def ready(self) -> None:
         """Wait until it has loaded what it needs.
@@ -246,7 +246,21 @@ class Worker:
             return Problem(413, "too long", f"the document has more than {format_bytes(self.limits.answer_bytes)}")
         except (ConnectionError, BrokenPipeError):
             pass
-        return self._problem(OUT_OF_MEMORY if self.process.returncode != 0 else INTERNAL, "")
+        return await self._end_of_process()
+
+    async def _end_of_process(self) -> Problem:
+        """It closed its output. One that is out of memory says so itself, unless C code ends it."""
+        try:
+            code = await asyncio.wait_for(self.process.wait(), _ENDING_SECONDS)
+        except TimeoutError:
+            code = 0
+        name = signal.Signals(-code).name if -code in _SIGNALS else f"exit code {code}"
+        if code > 0 or -code in _CRASHES:
+            most = format_bytes(self.limits.worker_bytes)
+            detail = f"the process that worked on it crashed ({name}), as C code does that gets no more than {most} of "
+            return Problem(500, "crashed", f"{detail}memory, or that has a bug; use the command line to see which")
+        detail = f"the process that worked on it was ended ({name}), by somebody or by a system that is short of memory"
+        return Problem(503, "worker ended", f"{detail}; ask again", retry_seconds=1)
 
     def _problem(self, kind: str, detail: str) -> Problem:
         if kind == OUT_OF_MEMORY:

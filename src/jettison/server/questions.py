@@ -141,7 +141,7 @@ def decoded(body: bytes, limits: Limits) -> dict[str, Any]:
     if _depth(body) > limits.depth:
         raise Problem(400, "too deep", f"expected at most {limits.depth} lists and objects inside of one another")
     try:
-        values = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        values = json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_each_key_once)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise Problem(400, "not JSON", f"the body is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(values, dict):
@@ -156,6 +156,16 @@ def _depth(body: bytes) -> int:
         depth += 1 if bracket in b"[{" else -1
         deepest = max(deepest, depth)
     return deepest
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Readers differ in which of two values they take."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice[:LONGEST]!r} stands twice in one object; expected it once")
+    return found
 
 
 def _no_constant(text: str) -> float:

@@ -1,55 +1,38 @@
-"""A server on loopback from when its port is printed until Ctrl-C."""
+"""A server on loopback from when its socket listens until Ctrl-C."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import uvicorn
 
-from jettison.errors import UsageError
+from jettison.progress import Progress
 from jettison.server.app import application
 from jettison.server.guard import Guard
 from jettison.server.limits import Limits
+from jettison.server.page import ServedPage
 from jettison.server.patient import PatientProtocol
 from jettison.server.pool import Pool
 
-ADDRESS = "127.0.0.1"
-HIGHEST_PORT = 65535
 
+def run(
+    page: str | Sequence[str], listener: socket.socket, *, limits: Limits, progress: Progress, ready: Callable[[], None]
+) -> None:
+    """Serve until SIGINT or SIGTERM.
 
-def run(page: str, *, port: int, limits: Limits, started: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; ``started`` is told the URL when questions can be asked.
+    Args:
+        page: its text, or the models that it is about.
+        progress: is told what is worked out for the page.
+        ready: is called when it is there.
 
     Raises:
-        UsageError: the port is taken, or is none.
+        UsageError: a model that is none.
     """
-    with _listening(port) as listener:
-        asyncio.run(_serve(page, listener, limits, started))
-
-
-@contextmanager
-def _listening(port: int) -> Iterator[socket.socket]:
-    """A socket that listens on loopback alone, on this port or, for 0, on a free one."""
-    if not 0 <= port <= HIGHEST_PORT:
-        raise UsageError(f"got --port {port}; expected 1 to {HIGHEST_PORT}, or none for a free one")
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        if os.name == "posix":  # a port that was just given up; one that somebody listens on stays refused
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((ADDRESS, port))
-            listener.listen(1024)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise UsageError(f"port {port} cannot be used ({reason}); give another --port, or none") from None
-        yield listener
-    finally:
-        listener.close()
+    asyncio.run(_serve(ServedPage(page), listener, limits, progress, ready))
 
 
 class _Server(uvicorn.Server):
@@ -60,13 +43,48 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(page: str, listener: socket.socket, limits: Limits, started: Callable[[str], None]) -> None:
-    port = listener.getsockname()[1]
+async def _serve(
+    page: ServedPage, listener: socket.socket, limits: Limits, progress: Progress, ready: Callable[[], None]
+) -> None:
     pool = Pool(limits)
-    protocol = type("Protocol", (PatientProtocol,), {"head_seconds": limits.head_seconds})
-    config = uvicorn.Config(
-        Guard(application(page, pool, limits), port=port, limits=limits),
-        http=protocol,
+    server = _Server(_config(page, pool, listener, limits, lambda: len(server.server_state.connections)))
+    ended = asyncio.Event()
+    _on_signals(ended)
+
+    async def made() -> None:
+        await page.make(limits, progress)
+        ready()
+
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    needed = {asyncio.create_task(pool.start()), asyncio.create_task(made())}
+    stopping = asyncio.create_task(ended.wait())
+    try:
+        left: set[asyncio.Task[object]] = {serving, stopping, *needed}
+        while not (serving.done() or stopping.done()):
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            for task in done & needed:
+                task.result()
+    finally:  # work ends at once, so that those who wait for it are told, and then the server
+        server.should_exit = True
+        for task in (*needed, stopping):
+            task.cancel()
+        await page.stop()
+        await pool.stop()
+        with suppress(asyncio.CancelledError):
+            await serving
+
+
+def _config(
+    page: ServedPage, pool: Pool, listener: socket.socket, limits: Limits, connections: Callable[[], int]
+) -> uvicorn.Config:
+    def crowded() -> bool:
+        return connections() > limits.connections
+
+    app = application(page, pool, limits)
+    return uvicorn.Config(
+        Guard(app, port=listener.getsockname()[1], limits=limits, crowded=crowded),
+        http=type("Protocol", (PatientProtocol,), {"limits": limits}),
+        h11_max_incomplete_event_size=limits.head_bytes,
         ws="none",
         lifespan="off",
         log_level="warning",
@@ -74,32 +92,8 @@ async def _serve(page: str, listener: socket.socket, limits: Limits, started: Ca
         server_header=False,
         proxy_headers=False,
         date_header=False,
-        limit_concurrency=limits.connections,
         timeout_graceful_shutdown=max(1, round(limits.stop_seconds)),
     )
-    server = _Server(config)
-    ended = asyncio.Event()
-    _on_signals(ended)
-    stopping = asyncio.create_task(_stop(ended, server, pool))
-    try:
-        starting = asyncio.create_task(pool.start())
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            starting.result()
-            started(f"http://{ADDRESS}:{port}/")
-            await server.serve(sockets=[listener])
-        else:
-            starting.cancel()
-    finally:
-        stopping.cancel()
-        await pool.stop()
-
-
-async def _stop(ended: asyncio.Event, server: uvicorn.Server, pool: Pool) -> None:
-    """When a signal came: end work at once, so that those who wait for it are told, and then the server."""
-    await ended.wait()
-    server.should_exit = True
-    await pool.stop()
 
 
 def _on_signals(ended: asyncio.Event) -> None:

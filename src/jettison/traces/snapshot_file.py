@@ -17,6 +17,7 @@ import numpy as np
 
 from jettison.traces.frames import frames_of_label
 from jettison.traces.timeline import MemoryTimeline
+from jettison.whole_files import whole_file
 
 GRANULARITY_BYTES: Final = 512
 SMALL_BYTES: Final = 1 << 20
@@ -27,7 +28,7 @@ _POOL: Final = (0, 0)
 def write_snapshot(path: Path, timelines: list[MemoryTimeline]) -> None:
     """Write a snapshot of several devices: the first timeline's is device 0."""
     content = snapshot_content(timelines)
-    with path.open("wb") as file:
+    with whole_file(path) as partial, partial.open("wb") as file:
         pickle.dump(content, file, protocol=4)
 
 

@@ -60,12 +60,13 @@ def train(
         RankLost: another rank has gone, or hangs.
         NotFinite: a loss or gradient is not, and the recipe says to stop then.
     """
-    with joined() as world, StopRequest() as stop, ExitStack() as held:
+    with joined() as world, ExitStack() as held:
         if not world.leads:
             say = warn = silent
         recipe = world.together(make)
         same_everywhere(recipe, world)
         session = prepare(recipe, world, held, must_resume=must_resume, say=say, warn=warn)
+        stop = held.enter_context(StopRequest())  # before the first step nothing would be lost
         seconds = parse_seconds(recipe.timeout)
         stepping = held.enter_context(ExitStack())
         stepping.enter_context(waiting_for(world, seconds))

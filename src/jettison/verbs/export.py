@@ -19,6 +19,7 @@ from jettison.solve.plan import Plan
 from jettison.spec.precision import Gradients
 from jettison.spec.run import Run
 from jettison.spec.states_on_host import StatesOnHost
+from jettison.whole_files import write_whole
 
 
 def export_plan(
@@ -132,5 +133,5 @@ def write_files(found: Exported, out: Path, *, force: bool) -> tuple[Path, ...]:
         raise UsageError(f"{there[0]} is there already; give --force to replace it, or another --out")
     for path, text in targets.items():
         path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     return tuple(targets)

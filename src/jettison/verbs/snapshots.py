@@ -14,6 +14,7 @@ from jettison.traces.chrome import chrome_json, step_trace, timelines_json
 from jettison.traces.snapshot import read_snapshot
 from jettison.traces.snapshot_file import write_snapshot
 from jettison.traces.timeline import MemoryTimeline
+from jettison.whole_files import write_whole
 
 _JSON_BEGINS: Final = b'{["-0123456789tfn \t\r\n\xef'
 
@@ -70,7 +71,7 @@ def write_timelines(
         timelines: a process of the trace, and a device of the snapshot, for each.
     """
     if timeline is not None:
-        timeline.write_text(timelines_json(title, timelines), encoding="utf-8")
+        write_whole(timeline, timelines_json(title, timelines))
         yield _wrote_trace(timeline)
     if snapshot is not None:
         write_snapshot(snapshot, list(timelines))
@@ -97,7 +98,7 @@ def write_step_files(report: EstimateReport, *, timeline: Path | None, snapshot:
     """
     if timeline is not None:
         made = step_trace(report.model, report.memory, report.found)
-        timeline.write_text(chrome_json(made), encoding="utf-8")
+        write_whole(timeline, chrome_json(made))
         yield _wrote_trace(timeline)
     if snapshot is not None:
         made = step_trace(report.model, report.memory, report.found, by_tensor=True)

@@ -14,6 +14,7 @@ from jettison.train.recipe import PlanSection, TrainRecipe
 from jettison.train.recipe_file import read_recipe
 from jettison.train.result import TrainResult
 from jettison.verbs.report import report
+from jettison.whole_files import write_whole
 
 
 def train(
@@ -61,7 +62,7 @@ def _written(folder: Path, warn: Progress) -> str | None:
     """The page about the run in this folder; where there can be none a warning: the run is done all the same."""
     path = folder / "report.html"
     try:
-        path.write_text(report([folder]).html(), encoding="utf-8")
+        write_whole(path, report([folder]).html())
     except (OSError, JettisonError) as error:
         warn(f"no report is written to {path}: {error}")
         return None
