@@ -1,6 +1,7 @@
 """Each log of `oom_logs.py`: cause, device, figures, holders, phase, line, trainer, and what is said and never said."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from jettison.diagnose.finding import Finding
 from jettison.diagnose.log_text import decoded
 from jettison.diagnose.memory import diagnose_memory
 from jettison.diagnose.oom_log import facts_of_log, read_oom_log
+from jettison.errors import UsageError
 from support.oom_logs import OWN, REPORTED, Case
 
 GIB = 1 << 30
@@ -74,6 +76,25 @@ def test_a_budget_that_is_advised_is_one_that_the_device_has(case: Case) -> None
         if change.line.startswith("jettison plan"):
             budget = int(change.line.split()[-1].removesuffix("MiB")) << 20
             assert facts.total_bytes is not None and budget <= facts.total_bytes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_logs_that_are_cut_and_torn_are_read_or_refused(seed: int) -> None:
+    chance = random.Random(seed)
+    for case in CASES:
+        text = decoded(case.text if isinstance(case.text, bytes) else case.text.encode())
+        torn = list(text[: chance.randrange(1, len(text) + 1)])
+        for _ in range(chance.randrange(8)):
+            torn[chance.randrange(len(torn))] = chance.choice("\n│ .0G:[]()x9")
+        try:
+            facts = facts_of_log("".join(torn), "run.log")
+        except UsageError:
+            continue
+        found = diagnose_memory(facts)
+        assert found.claim
+        held = [nbytes for name, nbytes in facts.holders if name != "shared or virtual memory"]
+        assert all(nbytes > 0 for nbytes in held)
+        assert not facts.total_bytes or facts.device == "cpu" or (facts.free_bytes or 0) <= facts.total_bytes * 1.02
 
 
 def test_files_are_read_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

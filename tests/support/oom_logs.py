@@ -375,8 +375,7 @@ ALLOCATORS = (
         asked=9.0,
         holders={OTHERS: 20.08, OUTSIDE: 52.02 - 46.9},
         phase=Phase.FORWARD,
-        says=("other processes hold 20.1 GiB", "CUDA_VISIBLE_DEVICES"),
-        never=("auto_checkpoint",),
+        says=("other processes hold 20.1 GiB", "CUDA_VISIBLE_DEVICES", "54200MiB"),
     ),
     Case(
         name="a desktop has too little to matter",
@@ -1095,6 +1094,21 @@ TRAPS = (
         kind=Kind.OTHERS,
         holders={UNNAMED: 79.15 - 0.2 - 25.0, OUTSIDE: 0.9},
         says=("54.0 GiB",),
+    ),
+    Case(
+        name="holes in a device that is all but full",
+        text=traceback(*BACKWARD) + old("20.00 MiB", "23.70 GiB", "22.06 GiB", "3.31 MiB", "22.32 GiB"),
+        kind=Kind.FRAGMENTATION,
+        unused=0.26,
+        says=("1.1 % of the device", "expandable_segments:True", "auto_checkpoint"),
+    ),
+    Case(
+        name="outputs that Accelerate makes fp32",
+        text=traceback(*TRAINER, CALL, (f"{SITE}/accelerate/utils/operations.py", 781, "_convert_to_fp32")) + PLAIN,
+        kind=Kind.PEAK,
+        trainer="transformers Trainer",
+        first="use_liger_kernel=True",
+        **PLAIN_IS,
     ),
     Case(
         name="vLLM loads safetensors",

@@ -207,6 +207,7 @@ def test_private_pools_are_nobody_elses() -> None:
          "run/model.py:22 forward", "recompute"),
         ((py("backward", "/home/me/run/ops.py", 12), py("apply", f"{SITE}/torch/autograd/function.py", 307),
           EVALUATES), "run/ops.py:12 backward", "backward"),
+        ((cpp("at::_ops::sum_dim_IntList::call(at::Tensor const&)"), EVALUATES), "aten::sum_dim_IntList", "backward"),
         ((py("train", "/home/me/torch/train.py", 5), MAIN), "torch/train.py:5 train", "unknown"),
         ((py("forward", "/usr/lib/python3/dist-packages/transformers/models/llama/modeling_llama.py", 240), CALL,
           ENTRY), "llama/modeling_llama.py:240 forward", "forward"),

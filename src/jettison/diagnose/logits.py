@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 _WORDS: Final = re.compile(
-    r"cross_entropy|CrossEntropy|log_softmax|LogSoftmax|nll_loss|NllLoss|loss_utils\.py|ForCausalLMLoss|lm_head"
+    r"cross_entropy|CrossEntropy|log_softmax|LogSoftmax|nll_loss|NllLoss|loss_utils\.py|ForCausalLMLoss|lm_head|convert_to_fp32"
     r"|(?<![a-z_])logits?(?:_[a-z]+)?\b|compute_loss_func|selective_log_softmax|_get_per_token_logps|entropy_from_logits"
 )
 

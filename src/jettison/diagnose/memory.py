@@ -35,6 +35,8 @@ HIGHER_PEAK: Final = 1.05
 MOST_PARTS: Final = 5
 SLACK: Final = 0.01
 """Of a device: less that nobody is named for is not spoken of."""
+LITTLE: Final = 0.02
+"""Of a device, in pieces: mended, they last for a few requests more."""
 MUCH: Final = 0.1
 MUCH_BYTES: Final = 3 << 29
 """Of a device, and at least so many: a context, its kernels and buffers of communication have that between them."""
@@ -132,6 +134,10 @@ def _fragmentation(facts: MemoryFacts, short: int) -> Finding:
         evidence.append("expandable segments are switched on already")
     claim = f"fragmentation: {format_gib(short)} beyond what is free are there, in pieces"
     changes = advice.against_fragmentation(facts)
+    if facts.total_bytes and unused < LITTLE * facts.total_bytes:
+        share = format_percent(unused / facts.total_bytes)
+        evidence.append(f"the pieces are {share} of the device: it is all but full, and the next request fails as well")
+        changes += advice.against_peak(facts, short, shape=False)
     return Finding(kind=Kind.FRAGMENTATION, claim=claim, evidence=(*evidence, *_moment(facts)), changes=changes)
 
 

@@ -83,7 +83,8 @@ def against_others(facts: MemoryFacts) -> tuple[Change, ...]:
         changes.append(Change(line=words.processes, why="says which they are"))
     if words.choose:
         changes.append(Change(line=f"{words.choose} python ...", why="takes another device"))
-    return (*changes, *of_trainer(facts))
+    most = (facts.allocated_bytes or 0) > (facts.total_bytes or 0) / 2 and facts.phase is not Phase.PARAMETERS
+    return (*changes, *(_plan(facts) if most and not facts.evaluating else ()), *of_trainer(facts))
 
 
 def against_outside(facts: MemoryFacts) -> tuple[Change, ...]:

@@ -35,6 +35,7 @@ _PYTHON: Final = re.compile(
 """Python's own library, code that it generated, and launchers."""
 _ANGLED: Final = re.compile(r"<[^<>]*>[.\w]*$")
 _NODE: Final = re.compile(r"\b(?:generated::(\w+Backward\d*)|(AccumulateGrad|CopySlices|CopyBackwards))::apply\b")
+_OP: Final = re.compile(r"\bat::_ops::(\w+)::(?:call|redispatch)\b")
 _ORIGINAL: Final = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
 
 # role, part of a file's name, function: whole, or "" for any
@@ -65,7 +66,7 @@ def label_of_frames(frames: Sequence[Frame]) -> Label:
     """The label of an allocation.
 
     ``module`` is the first Python frame of the user's code; else of a library that is not torch; else of torch; else
-    the autograd node. ``site`` is the innermost Python frame outside of torch, where that is another one.
+    the autograd node or the op. ``site`` is the innermost Python frame outside of torch, where that is another one.
     """
     if frames and frames[-1][1] == OWN:
         role, module, _ = frames[0]
@@ -163,9 +164,12 @@ def _role(frame: Frame) -> str:
 
 
 def _node(frames: Sequence[Frame]) -> str:
-    """The autograd node that a stack of C++ alone evaluates."""
+    """The autograd node that a stack of C++ alone evaluates; where the engine itself allocates, the outermost op."""
+    op = ""
     for function, _, _ in frames:
         found = _NODE.search(function)
         if found is not None:
             return str(found[1] or found[2])
-    return ""
+        called = _OP.search(function)
+        op = f"aten::{called[1]}" if called is not None else op
+    return op
