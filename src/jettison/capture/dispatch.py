@@ -30,7 +30,7 @@ class ReadingWatch(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _BY_HAND:
+        if getattr(func, "__wrapped__", func) in _BY_HAND:  # see `undo.handed_out`
             self.recorder.read_by_hand(args[0])
         if func is torch._C._nn.one_hot:
             return _one_hot(*args, **(kwargs or {}))

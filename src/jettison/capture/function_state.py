@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import site
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from jettison.capture.snapshots import MISSING, attribute_of
@@ -73,5 +77,40 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 def is_foreign(module: str | None) -> bool:
-    """Whether a module belongs to Python or to a large library, whose globals no model sets."""
-    return (module or "").partition(".")[0] in _FOREIGN
+    """Whether a module belongs to Python or to a large library, whose globals no model sets.
+
+    A package of the user's own may have the name of one (``datasets``, ``token``): where its code lies decides.
+    """
+    name = (module or "").partition(".")[0]
+    return name in _FOREIGN and (name in _OURS or _is_installed(name))
+
+
+_OURS = ("torch", "numpy", "jettison")  # imported by now: nobody else's can have the name
+
+
+def _is_installed(name: str) -> bool:
+    """Whether the package of that name which is imported is Python's or was installed."""
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    return file is None or _lies_among_libraries(name, file)  # built in, frozen, or not imported
+
+
+@functools.lru_cache(maxsize=1024)
+def _lies_among_libraries(name: str, file: str) -> bool:
+    folders = _library_folders()
+    if any(Path(file).is_relative_to(folder) for folder in folders):
+        return True
+    if any((folder / name).exists() for folder in folders):  # the installed one is another
+        return False
+    try:  # installed for editing, its code lies where it is edited
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+@functools.cache
+def _library_folders() -> tuple[Path, ...]:
+    paths = sysconfig.get_paths()
+    found = [paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return tuple(map(Path, [*found, *site.getsitepackages(), site.getusersitepackages()]))

@@ -99,7 +99,7 @@ def _traced(
         tracer.installed(),
         uncached_autocast(),
         torch.enable_grad(),
-        leaving_nothing([fake_model], tree_leaves(given)) as state,
+        leaving_nothing([fake_model], [loss_fn, *tree_leaves(given)]) as state,
     ):
         with unseen_outputs(tracer.classes):
             root, outside = tracer.run(given, loss_fn)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from jettison.capture.op_traits import writes
 from jettison.capture.tensor_subclasses import desugars, has_gradients
 from jettison.capture.trees import op_leaves
-from jettison.capture.undo import Undo
+from jettison.capture.undo import Undo, handed_out
 
 WHICH_DEVICE = torch.ops.prim.device.default
 """Every other call of a dry run is this question; it is worth answering first, without asking the modes below."""
@@ -42,10 +42,10 @@ class RealUntilFake(TorchDispatchMode):
     and a fake one on a shadow of its storage goes in its place wherever it is computed with.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, undo: Undo) -> None:
         super().__init__()
         self.mode = mode
-        self.undo = Undo()
+        self.undo = undo
         self.shadows: dict[int, tuple[Any, torch.UntypedStorage]] = {}  # storage -> weak reference, what stands for it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,10 +145,11 @@ def tracing(mode: FakeTensorMode, *, values_known: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices()))
         stack.enter_context(mode)
+        undo = Undo()
+        stack.callback(undo.restore)
+        stack.enter_context(handed_out(undo))
         if values_known:
-            values = RealUntilFake(mode)
-            stack.callback(values.undo.restore)
-            stack.enter_context(values)
+            stack.enter_context(RealUntilFake(mode, undo))
         yield
 
 

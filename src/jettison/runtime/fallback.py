@@ -48,6 +48,7 @@ class Verdict:
     why: str = ""
     written: tuple[tuple[int, str], ...] = ()  # buffers that the forward writes to: (number of the module, name)
     hollow: frozenset[int] = frozenset()  # numbers of saved tensors that no kernel writes
+    interrupt: BaseException | None = None  # left the trial; the run that counts comes first
 
 
 def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
@@ -91,6 +92,8 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
         line = (str(error).splitlines() or [""])[0][:200]
         why = RAN_BACKWARD if looks.ran_backward else f"a run on copies fails ({type(error).__name__}: {line})"
         return Verdict(again=False, why=why)
+    except BaseException as interrupt:  # Ctrl-C, say
+        return Verdict(again=False, why=f"its trial was left ({type(interrupt).__name__})", interrupt=interrupt)
     finally:
         streams.restore()
         reach.restore()
@@ -431,7 +434,7 @@ class Rerun:
                 torch.autograd.graph.saved_tensors_hooks(pack, unpack),
             ):
                 self.forward(*args, **kwargs)
-                if any(elsewhere.undo.has_noted(value) for value in self.values.values()):
+                if any(elsewhere.undo.has_written(value) for value in self.values.values()):
                     raise self.wrong("it saves a tensor that it writes to as well, and that is no buffer of its")
             if reach.moved():
                 raise self.wrong("it took from an iterator or filled a queue, which nothing puts back")

@@ -10,6 +10,12 @@ Where the programs do differ, as under one adapter and another (PEFT's `set_adap
 a recording takes far longer than a step. So what is known under some settings is put aside when they change, and is
 known again once everything is as it was then; but not where that would keep modules alive which the model has let go
 of. Once a run or a tensor tells that a recording is wrong, all that was put aside is let go of.
+
+NOTE [ Interrupts ]
+A recording runs the user's Python before the run that counts. Where that Python leaves by a `KeyboardInterrupt` or
+another `BaseException`, the run that counts has drawn nothing yet, and without a plan it would have. So it comes first,
+without a recording; it raises the exception itself, or the one that was held back is raised after it. Ctrl-C waits for
+one call of one region.
 """
 
 from __future__ import annotations
@@ -352,6 +358,12 @@ class Recordings:
             raise
         except (TraceError, ValueError) as error:
             return self._fall_back(key, str(error))
+        except Exception:
+            raise
+        except BaseException as interrupt:  # this time only, too: see NOTE [ Interrupts ]
+            why = f"its recording was left ({type(interrupt).__name__})"
+            verdict = Verdict(again=False, why=why, interrupt=interrupt)
+            return Prepared(recipe=None, problem=why, checked=True, told=True, verdict=verdict)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any]) -> RegionTrace:
         if self.blocks is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ def run_without_recipe(
             Verdict(again=False, why=WRITTEN_LATER) if late else trial(region.module, region.own(), args, kwargs)
         )
         prepared.told = prepared.told and prepared.verdict.again
+    if prepared.verdict is not None and prepared.verdict.interrupt is not None:
+        _run_interrupted(region, prepared, prepared.verdict.interrupt, args, kwargs)
     _say(region, prepared)
     if region.is_root:
         return region.forward(*args, **kwargs)
@@ -45,6 +47,16 @@ def run_without_recipe(
         if isinstance(policy, Offload) and _may_move(region, prepared):
             return run_moving(region, policy, region.forward, args, kwargs)
         return region.forward(*args, **kwargs)
+
+
+def _run_interrupted(
+    region: PlannedForward, prepared: Prepared, interrupt: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> NoReturn:
+    """The run that counts, and then the exception that left the one before it. See NOTE [ Interrupts ]."""
+    prepared.verdict = None
+    with without_our_hooks():
+        region.forward(*args, **kwargs)
+    raise interrupt
 
 
 def _may_move(region: PlannedForward, prepared: Prepared) -> bool:
