@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.function_state import function_reach, globals_of
-from jettison.capture.python_state import HOOK_TABLES, is_ours
+from jettison.capture.python_state import HOOK_TABLES, is_ours, worth_a_look
 from jettison.capture.snapshots import entries_of
 from jettison.identity import Same
 
 DEEPEST = 4
 MOST_SETTINGS = 20_000
+MOST_ITEMS = 2048
+"""Entries of a container that are looked at in each step; of a longer one its length; witnesses have the rest."""
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, slice)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
@@ -60,7 +62,7 @@ class ModuleGuard:
     def __init__(self, module: nn.Module, ignored: frozenset[Setting] = frozenset()) -> None:
         self.settings: list[tuple[dict[str, Any], str, Any]] = []
         self.sequences: list[tuple[Any, tuple[Any, ...]]] = []
-        self.sizes: list[tuple[dict[Any, Any], int]] = []
+        self.sizes: list[tuple[Any, int]] = []
         self.cells: list[tuple[Any, Any]] = []
         self.parameters: list[tuple[dict[str, Any], str, bool]] = []
         self.hooks: list[tuple[dict[int, Any], tuple[int, ...]]] = []
@@ -125,6 +127,9 @@ class ModuleGuard:
         if isinstance(value, types.FunctionType):
             self._seen.add(id(value))
             self._closure(value, depth)
+        elif isinstance(value, dict | list | tuple | set | frozenset | deque) and len(value) > MOST_ITEMS:
+            self._seen.add(id(value))
+            self.sizes.append((value, len(value)))
         elif isinstance(value, dict):
             self.sizes.append((value, len(value)))
             self._attributes(value, depth + 1)
@@ -132,7 +137,7 @@ class ModuleGuard:
             self._seen.add(id(value))
             if not isinstance(value, tuple | frozenset):
                 self.sequences.append((value, tuple(map(_weakly, value))))
-            self._each(value, depth + 1)
+            self._each(worth_a_look(value), depth + 1)
         elif isinstance(value, functools.partial):
             self._seen.add(id(value))
             self._each((value.func, *value.args, *value.keywords.values()), depth + 2)
@@ -251,7 +256,7 @@ class ModuleGuard:
                 yield (self._key(table), key), key
         for size, count in self.sizes:
             if len(size) != count:
-                yield (Same(size), _LENGTH), "the entries of a dict"
+                yield (Same(size), _LENGTH), f"the entries of a {type(size).__name__}"
         for sequence, before in self.sequences:
             if not _same_items(sequence, before):
                 yield (Same(sequence), _LENGTH), f"the items of a {type(sequence).__name__}"

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from jettison.capture.python_state import Reach
+from jettison.capture.snapshots import MOST_BYTES
 from jettison.capture.streams import OutsideTorch
-from jettison.errors import TraceError
+from jettison.errors import TraceError, UnsupportedModule
 
 
 class Isolation:
@@ -60,11 +61,21 @@ def leaving_nothing(modules: Iterable[nn.Module], values: Iterable[Any] = ()) ->
     """Python's state is as it was when this ends; what tensors hold is `undo`'s.
 
     Raises:
-        UnsupportedModule: something moved that cannot be put back.
+        UnsupportedModule: something moved that cannot be put back, or would have moved.
     """
     state = Isolation(modules, values)
+    state.reach.set_aside()
     try:
         yield state
+    except (ValueError, TraceError) as error:
+        if "read-only" in str(error) and state.reach.arrays:
+            sizes = ", ".join(str(array.nbytes) for array in state.reach.arrays)
+            raise UnsupportedModule(
+                f"the forward writes to a numpy array that outlives it ({error}). Planning and recording run the "
+                f"forward once more, and arrays of more than {MOST_BYTES} bytes cannot be put back, so it has not been "
+                f"touched (arrays of {sizes} bytes are in reach): write to a copy, or to a tensor"
+            ) from error
+        raise
     finally:
         state.undo()
 

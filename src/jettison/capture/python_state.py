@@ -4,6 +4,14 @@ A forward reads more than its arguments: attributes of modules, configurations, 
 code names, the state of random generators. None of that passes a dispatcher. A `Reach` lists the tables (attribute
 dicts, dicts, lists, sets) behind a module and some values, so that what a run leaves in them can be seen and undone: a
 recording on fake tensors must leave nothing behind.
+
+NOTE [ What code cannot name ]
+A model may hold a vocabulary of 100,000 entries that its forward never looks at. An attribute is reached by its name,
+so one whose name is in no code that the walk has come by cannot be reached by that code. A container of more than
+`MANY` entries in such an attribute is not looked into. That holds only where all code is known: where a class has
+methods of a library's, whose names are not collected, or where some code makes names as it runs (`_BY_ANY_NAME`), every
+container is looked into. One look costs a comparison of identities in C, and steps into what can change alone: plain
+values and tuples of them cannot (`worth_a_look`).
 """
 
 from __future__ import annotations
@@ -12,11 +20,10 @@ import contextlib
 import contextvars
 import functools
 import gc
-import io
+import itertools
 import os
 import queue
 import types
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -27,7 +34,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture.function_state import function_reach, globals_of, is_foreign
+from jettison.capture.c_state import CState, c_state, is_iterator_of_c, iterator_state, stand_in
+from jettison.capture.function_state import function_reach, globals_of, is_foreign, names_in
+from jettison.capture.lru_caches import CacheState
 from jettison.capture.snapshots import (
     PLAIN,
     PLAIN_TENSORS,
@@ -36,10 +45,11 @@ from jettison.capture.snapshots import (
     Table,
     TensorState,
     copy_of,
-    forget,
     hooks_of,
     is_array,
     is_equal,
+    is_large_array,
+    is_number_array,
     is_unchanged,
     put_hooks_back,
     put_table_back,
@@ -70,7 +80,10 @@ class Reach:
         self.before: list[Any] = []
         self.places: list[Place] = []  # cells of closures and slots of objects
         self.named: list[tuple[dict[str, Any], str, Any]] = []  # globals that code mentions
-        self.caches: list[tuple[Any, dict[Any, Any], list[Any]]] = []  # functions with an lru_cache, and its keys
+        self.caches: list[CacheState] = []
+        self.c_states: list[CState] = []
+        self.stand_ins: dict[int, tuple[Any, Any]] = {}  # by id: what is set aside, and what a run finds instead
+        self.arrays: list[Any] = []  # of numpy's, too large to be copied
         self.streams: list[tuple[Any, Any]] = []  # random generators of Python's and numpy's, and their state
         self.classes: list[tuple[type, dict[str, Any]]] = []
         self.iterators: list[tuple[Any, Any]] = []  # and how far they are
@@ -79,6 +92,8 @@ class Reach:
         self._seen: set[int] = set()
         self._held: list[Any] = []
         self._waiting: deque[tuple[Any, int]] = deque()  # what is near comes first, however much lies behind it
+        self._names: set[str] = set()  # that code mentions
+        self._unnamed: list[tuple[str, Any, int]] = []  # large containers: see NOTE [ What code cannot name ]
         classes: dict[type, None] = {}
         for module in modules:
             for sub in module.modules():
@@ -90,8 +105,7 @@ class Reach:
         for value in (*values, *kept, *_global_hooks()):
             if not isinstance(value, Tensor):
                 self._later(value, 0)
-        while self._waiting:
-            self._visit(*self._waiting.popleft())
+        self._walk()
 
     # what was found --------------------------------------------------------------------------------------------------
 
@@ -116,8 +130,10 @@ class Reach:
             if not place.unchanged():
                 place.put_back()
         with _disable_current_modes(), torch.no_grad():
-            for held in self.tensors:
-                held.put_back()
+            for tensor in self.tensors:
+                tensor.put_back()
+        for array in reversed(self.arrays):
+            array.flags.writeable = True
         for tensor, name, was in self.hooks:
             if hooks_of(tensor, name) != was:
                 put_hooks_back(tensor, name, was)
@@ -129,9 +145,8 @@ class Reach:
                     setattr(cls, name, was[name])
                 else:
                     delattr(cls, name)
-        for function, table, keys in self.caches:
-            if function.cache_info().currsize != len(keys):
-                forget(function, table, keys)
+        for cache in self.caches:
+            cache.put_back()
         before = dict(self.variables)
         for variable, value in contextvars.copy_context().items():
             if variable not in before:
@@ -144,6 +159,8 @@ class Reach:
                 del os.environ[name]
             os.environ.update(self.environment)
         self.restore_streams()
+        for held in [held for held in self.c_states if not held.is_unchanged()]:
+            held.put_back()
         moved = self.moved()
         if moved:
             raise UnsupportedModule(
@@ -151,6 +168,41 @@ class Reach:
                 "plans or records the forward has made it go on. That cannot be put back: count in an attribute, or "
                 "index a list, instead; and make this one again before you train"
             )
+
+    def set_aside(self) -> None:
+        """What could not be put back is out of a run's reach until `restore`. See NOTE [ Set aside ]."""
+        for array in self.arrays:
+            array.flags.writeable = False
+        if not self.stand_ins:
+            return
+        for table, before in zip(self.tables, self.before, strict=True):
+            if isinstance(before, dict):
+                for key, value in before.items():
+                    if (new := self._instead(value)) is not value:
+                        dict.__setitem__(table, key, new)
+            elif isinstance(before, tuple) and not isinstance(table, set):
+                for index, value in enumerate(before):
+                    if (new := self._instead(value)) is not value:
+                        table[index] = new
+        for place in self.places:
+            if (new := self._instead(place.value)) is not place.value:
+                place.put(new)
+        for names, name, value in self.named:
+            names[name] = self._instead(value)
+        for cls, was in self.classes:
+            for name, value in was.items():
+                if (new := self._instead(value)) is not value:
+                    setattr(cls, name, new)
+
+    def _instead(self, value: Any) -> Any:
+        if type(value) is tuple:  # the defaults of a function
+            made = tuple(map(self._instead, value))
+            return value if all(a is b for a, b in zip(made, value, strict=True)) else made
+        if isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+            _, new = self.stand_ins.get(id(value.__self__), (None, None))
+            return value if new is None else getattr(new, value.__name__)
+        _, new = self.stand_ins.get(id(value), (None, None))
+        return value if new is None else new
 
     def restore_streams(self) -> None:
         """Put random generators back."""
@@ -160,9 +212,24 @@ class Reach:
 
     # walking ---------------------------------------------------------------------------------------------------------
 
+    def _walk(self) -> None:
+        while self._waiting or self._unnamed:
+            while self._waiting:
+                self._visit(*self._waiting.popleft())
+            named = [one for one in self._unnamed if one[0] in self._names or not self._names.isdisjoint(_BY_ANY_NAME)]
+            self._unnamed = [one for one in self._unnamed if one not in named] if named else []
+            self._waiting += [(value, depth) for _, value, depth in named]
+
     def _later(self, value: Any, depth: int) -> None:
         if not isinstance(value, PLAIN):
             self._waiting.append((value, depth))
+
+    def _attributes_later(self, owner: Any, attributes: dict[str, Any], depth: int) -> None:
+        for name, value in list(attributes.items()):
+            if _has_many(value) and _is_own(type(owner)):
+                self._unnamed.append((name, value, depth))
+            else:
+                self._later(value, depth)
 
     def _module(self, module: nn.Module) -> None:
         attributes = vars(module)
@@ -175,13 +242,13 @@ class Reach:
         for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
             if tensor is not None and id(tensor) not in self._seen:
                 self._tensor(tensor)
-        for name, value in attributes.items():
-            if name in HOOK_TABLES and isinstance(value, dict):
-                self._add(value)  # a model that puts hooks on notes in an attribute that it has: both go back
-                for hook in list(value.values()):
+        for name in HOOK_TABLES:
+            if isinstance(hooks := attributes.get(name), dict):
+                self._add(hooks)  # a model that puts hooks on notes in an attribute that it has: both go back
+                for hook in list(hooks.values()):
                     self._later(hook, 0)
-            elif name not in _MODULE_TABLES:
-                self._later(value, 0)
+        others = {k: v for k, v in attributes.items() if k not in HOOK_TABLES and k not in _MODULE_TABLES}
+        self._attributes_later(module, others, 0)
 
     def _class(self, cls: type, depth: int = 0) -> None:
         """What the methods of a class name, and what it holds itself: a count on the class is Python state as well."""
@@ -229,19 +296,20 @@ class Reach:
             return
         if is_stream(value):
             self.streams.append((value, stream_state(value)))
-        if isinstance(value, _FILLED) or (  # iterators of other kinds have tables or slots
-            isinstance(value, Iterator) and type(value).__module__ in _ITERATORS
-        ):
-            self.iterators.append((value, iterator_state(value)))
+        self._c_state(value)
         if isinstance(value, functools._lru_cache_wrapper):
-            table = next((t for t in gc.get_referents(value) if type(t) is dict and t is not vars(value)), {})
-            self.caches.append((value, table, list(table)))
+            self.caches.append(CacheState(value))
+            if not is_foreign(value.__module__):
+                self._waiting += [(result, depth + 1) for result in worth_a_look(self.caches[-1].results())]
         if isinstance(value, dict | list | set | deque | bytearray) or is_array(value):
             self._add(value)
         if isinstance(value, types.FunctionType):
             self.named.extend(globals_of(value))
             if not is_foreign(value.__module__):
+                self._names.update(names_in(value.__code__), filter(_is_text, value.__code__.co_consts))
                 self.places += [Place("cell_contents", cell) for cell in value.__closure__ or ()]
+                if value.__defaults__:
+                    self.places.append(Place("__defaults__", value))
         self.places += [Place(name, value) for name in _own_slots(value)]
         for inside in _inside(value):
             self._later(inside, depth + 1)
@@ -249,52 +317,81 @@ class Reach:
         if isinstance(attributes, dict) and id(attributes) not in self._seen:
             self._seen.add(id(attributes))
             self._add(attributes)
-            for inside in list(attributes.values()):
-                self._later(inside, depth + 1)
+            self._attributes_later(value, attributes, depth + 1)
         for cls in type(value).__mro__:
             self._class(cls, depth + 1)
 
-
-_ITERATORS = ("builtins", "itertools")
-_FILLED = (queue.SimpleQueue, io.StringIO, io.BytesIO)
-
-
-def iterator_state(iterator: Any) -> Any:
-    """How far an iterator is, equal for as long as nobody has asked it for more; and what else C keeps for itself."""
-    if isinstance(iterator, queue.SimpleQueue):
-        return iterator.qsize()
-    if isinstance(iterator, io.StringIO | io.BytesIO):
-        return None if iterator.closed else (iterator.tell(), iterator.getvalue())
-    if isinstance(iterator, types.GeneratorType):
-        frame = iterator.gi_frame
-        return None if frame is None else (frame.f_lasti, _frozen(tuple(frame.f_locals.values())))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that itertools will not be pickled one day
-        try:
-            return _frozen(iterator.__reduce__())
-        except TypeError:
-            return None
+    def _c_state(self, value: Any) -> None:
+        """State that lies in no table."""
+        if is_iterator_of_c(value) or isinstance(value, queue.SimpleQueue):
+            self.iterators.append((value, iterator_state(value)))
+        elif (found := c_state(value)) is not None and not isinstance(value, bytearray) and not is_number_array(value):
+            self.c_states.append(found)
+        elif is_large_array(value):
+            self.arrays.append(value)
+        if (new := stand_in(value)) is not None:
+            self.stand_ins[id(value)] = value, new
 
 
-def _frozen(value: Any) -> Any:
-    """Something that is equal as long as a value is the same: plain values by themselves, objects by which they are."""
-    if isinstance(value, (*PLAIN, range)):
-        return repr(value)
-    if isinstance(value, tuple):
-        return tuple(map(_frozen, value))
-    if isinstance(value, Iterator):
-        return type(value), iterator_state(value)
-    return tuple(map(id, value)) if isinstance(value, list) else id(value)
+MANY = 256
+_BY_ANY_NAME = frozenset(
+    (
+        *("getattr", "setattr", "delattr", "vars", "__dict__", "globals", "locals"),
+        *("eval", "exec", "attrgetter", "inspect", "gc"),
+    )
+)
+"""What code has to mention to reach an attribute by a name that it does not mention."""
+_KNOWN_BASES = ("builtins", "abc", "typing", "torch.nn.modules.module", "torch.nn.modules.container")
+
+
+def _has_many(value: Any) -> bool:
+    """Whether it is a container of many entries, or of some that are."""
+    if not isinstance(value, _CONTAINERS):
+        return False
+    if len(value) > MANY:
+        return True
+    return any(isinstance(one, _CONTAINERS) and len(one) > MANY for one in _entries(value))
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+
+
+def _entries(container: Any) -> Iterable[Any]:
+    return list(dict.values(container)) if isinstance(container, dict) else list(container)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_own(cls: type) -> bool:
+    """Whether all methods of a class are looked into by a walk, or known."""
+    return all(c.__module__ in _KNOWN_BASES or not is_foreign(c.__module__) for c in cls.__mro__)
+
+
+def _is_text(constant: Any) -> bool:
+    return isinstance(constant, str)
+
+
+_ATOMS = frozenset((*PLAIN, range, types.ModuleType))
+
+
+def worth_a_look(values: Iterable[Any]) -> list[Any]:
+    """What may change, or lead to what may: all but plain values, with tuples opened."""
+    found: list[Any] = []
+    left = [value for value in values if type(value) not in _ATOMS]
+    while left:
+        tuples = {id(value): value for value in left if type(value) is tuple or type(value) is frozenset}
+        found += [value for value in left if id(value) not in tuples] if tuples else left
+        left = [value for value in itertools.chain.from_iterable(tuples.values()) if type(value) not in _ATOMS]
+    return found
 
 
 def _inside(value: Any) -> Iterator[Any]:
     """What a value holds, refers to, or names."""
     if isinstance(value, dict):
-        yield from list(dict.keys(value))
-        yield from list(dict.values(value))
+        yield from worth_a_look(dict.keys(value))
+        yield from worth_a_look(dict.values(value))
         yield getattr(value, "default_factory", None)
     elif isinstance(value, list | tuple | set | frozenset | deque):
-        yield from list(value)
+        yield from worth_a_look(value)
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
@@ -303,8 +400,10 @@ def _inside(value: Any) -> Iterator[Any]:
         yield value.__self__
     elif isinstance(value, weakref.ref):
         yield value()
-    elif isinstance(value, types.MappingProxyType):
-        yield from gc.get_referents(value)
+    elif isinstance(value, _OPEN_TO_GC) or is_iterator_of_c(value):
+        yield from worth_a_look(gc.get_referents(value))
+    elif isinstance(value, memoryview):
+        yield value.obj
     elif isinstance(value, property):
         yield from filter(None, (value.fget,))
     elif isinstance(value, staticmethod | classmethod):
@@ -315,6 +414,10 @@ def _inside(value: Any) -> Iterator[Any]:
     if wrapped is not None:
         yield wrapped
     yield from (getattr(value, name) for name in _own_slots(value) if hasattr(value, name))
+
+
+_OPEN_TO_GC = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+"""Kinds that hold something and have no other way to say what."""
 
 
 def _own_slots(value: Any) -> list[str]:

@@ -8,6 +8,7 @@ import copy
 import ctypes
 import sys
 from collections import OrderedDict, deque
+from operator import is_
 from typing import Any
 
 import torch
@@ -41,11 +42,15 @@ class Place:
 
     def put_back(self) -> None:
         """Hold that again."""
+        self.put(self.value)
+
+    def put(self, value: Any) -> None:
+        """Hold another one."""
         with contextlib.suppress(AttributeError, TypeError):  # what C holds may refuse to be set
-            if self.value is MISSING:
+            if value is MISSING:
                 object.__delattr__(self.holder, self.name)
             else:  # whatever the class makes of an assignment
-                object.__setattr__(self.holder, self.name, self.value)
+                object.__setattr__(self.holder, self.name, value)
 
 
 class TensorState:
@@ -95,14 +100,6 @@ def attribute_of(holder: Any, name: str) -> Any:
         return MISSING
 
 
-def forget(function: Any, table: dict[Any, Any], keys: list[Any]) -> None:
-    """Drop what a cache has learnt since, and nothing else where that can be told."""
-    if not keys or len(table) != function.cache_info().currsize:
-        function.cache_clear()
-    for key in set(table) - set(keys):
-        table.pop(key, None)
-
-
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -126,8 +123,25 @@ def is_array(value: Any) -> bool:
     """Whether it is numbers that can be written to, of numpy or of Python, and few enough to be copied."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
-        return bool(value.flags.writeable) and value.nbytes <= MOST_BYTES and not isinstance(value, numpy.memmap)
+        return bool(value.flags.writeable) and value.nbytes <= MOST_BYTES
     return isinstance(value, array.array)
+
+
+def is_number_array(value: Any) -> bool:
+    """Whether it is numbers of numpy's or of Python's `array`."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, array.array) or (numpy is not None and isinstance(value, numpy.ndarray))
+
+
+def is_large_array(value: Any) -> bool:
+    """Whether it is an array of numpy's that cannot be copied, and can be made read-only for a time."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray) or value.nbytes <= MOST_BYTES:
+        return False
+    base = value
+    while isinstance(base.base, numpy.ndarray):
+        base = base.base
+    return bool(value.flags.writeable) and (base.base is None or isinstance(value, numpy.memmap))
 
 
 # tables ---------------------------------------------------------------------------------------------------------------
@@ -135,8 +149,10 @@ def is_array(value: Any) -> bool:
 
 def copy_of(table: Table) -> Any:
     if is_array(table):
-        return copy.copy(table)
-    return dict(entries_of(table)) if isinstance(table, dict) else tuple(table)
+        return copy.copy(table) if isinstance(table, array.array) else sys.modules["numpy"].array(table)
+    if isinstance(table, dict):
+        return dict(table) if type(table) is dict else dict(entries_of(table))
+    return bytes(table) if isinstance(table, bytearray) else tuple(table)
 
 
 def entries_of(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
@@ -150,6 +166,13 @@ def is_unchanged(table: Table, before: Any) -> bool:
         return bool(table.tobytes() == before.tobytes())
     if len(table) != len(before):
         return False
+    if isinstance(table, bytearray):
+        return bool(table == before)
+    if not isinstance(table, dict):
+        if all(map(is_, table, before)):
+            return True
+    elif type(table) is dict and all(map(is_, table, before)) and all(map(is_, table.values(), before.values())):
+        return True
     if isinstance(table, dict):
         return all(
             a is c and (b is d or is_equal(b, d))
@@ -167,6 +190,9 @@ def is_equal(a: Any, b: Any) -> bool:
 def put_table_back(table: Table, before: Any) -> None:
     if is_array(table):
         table[() if getattr(table, "ndim", 1) == 0 else slice(None)] = before
+        return
+    if isinstance(table, bytearray) and len(table) == len(before):  # others may look at it, and then none is resized
+        table[:] = before
         return
     kind: Any = next(kind for kind in _TABLES if isinstance(table, kind))  # whatever the user's class makes of it
     kind.clear(table)

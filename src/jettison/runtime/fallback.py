@@ -61,6 +61,7 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
     elsewhere = WritesUndone()
     streams, signature = Streams.now(), global_signature()
     looks = _Looks()
+    reach.set_aside()
     try:
         with _without_gradients(module), _buffers_as(module, _copies(module)) as copies:
             before = {key: (version_of(b), _witness(b, 0, Check.FULL)) for key, b in copies.items()}
@@ -422,6 +423,7 @@ class Rerun:
         buffers, also, elsewhere = self._buffers(), _cloned(self.also), WritesUndone()
         elsewhere.undo.adopt([*buffers.values(), *also.values()])
         self.streams.restore()
+        reach.set_aside()
         try:
             with (
                 elsewhere,

@@ -1,0 +1,315 @@
+"""State that C keeps for Python: memory behind a buffer, iterators, files, contexts of `decimal`.
+
+NOTE [ Set aside ]
+No table of Python's holds such state. Some of it can be written back (`c_state`). The rest is set aside before a run
+that must leave nothing behind: wherever Python holds an iterator, the run finds a copy of it; in the place of a file
+that is open for writing it finds a file in memory; and where nothing can be copied, as with a generator, it finds an
+`Untouchable`, which refuses by name before anything moves. See `Reach.set_aside`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import decimal
+import functools
+import io
+import os
+import queue
+import stat
+import sys
+import types
+import warnings
+import zlib
+from collections.abc import Iterator
+from typing import Any, NoReturn, Protocol
+
+from jettison.capture.snapshots import MOST_BYTES, PLAIN
+from jettison.errors import UnsupportedModule
+
+
+class CState(Protocol):
+    """State of one object, as it was."""
+
+    holder: Any
+
+    def is_unchanged(self) -> bool:
+        """Whether it is as it was."""
+
+    def put_back(self) -> None:
+        """Make it so again."""
+
+
+def c_state(value: Any) -> CState | None:
+    """State of an object that can be written back; None where it keeps none of that kind."""
+    if isinstance(value, io.StringIO | io.BytesIO):
+        return None if value.closed else _InMemory(value)
+    if isinstance(value, decimal.Context):
+        return _Context(value)
+    if isinstance(value, io.IOBase):
+        return _Position(value) if _is_read(value) else None
+    return Memory(value) if _lends_memory(value) else None
+
+
+# memory ---------------------------------------------------------------------------------------------------------------
+
+_LENDS: dict[type, bool] = {}
+
+
+def _lends_memory(value: Any) -> bool:
+    """Whether others may write to an object's memory, as to that of `ctypes`, `mmap`, shared memory."""
+    kind = type(value)
+    if _LENDS.get(kind, True):
+        try:
+            with memoryview(value) as view:
+                _LENDS[kind] = True
+                return not view.readonly and view.nbytes > 0 and kind is not memoryview
+        except (TypeError, ValueError, BufferError):  # no buffer; released or closed by now
+            _LENDS.setdefault(kind, False)
+    return False
+
+
+class Memory:
+    """Bytes behind an object. What is too large to be copied has a digest of parts instead."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder, self.seen = holder, _bytes_of(holder)
+
+    def is_unchanged(self) -> bool:
+        """Whether the same bytes are there."""
+        return _bytes_of(self.holder) == self.seen
+
+    def put_back(self) -> None:
+        """Write them back.
+
+        Raises:
+            UnsupportedModule: there are too many.
+        """
+        now = _bytes_of(self.holder)
+        if isinstance(self.seen, int):
+            raise UnsupportedModule(
+                f"the forward writes to the memory of a {type(self.holder).__name__} that outlives it and is larger "
+                f"than the {MOST_BYTES} bytes that are put back after planning. Count in an attribute or a buffer "
+                "instead, and make this memory again before you train"
+            )
+        if isinstance(now, bytes) and len(now) == len(self.seen):
+            with memoryview(self.holder) as view, view.cast("B") as flat:
+                flat[:] = self.seen
+
+
+def _bytes_of(holder: Any) -> bytes | int | None:
+    try:
+        with memoryview(holder) as view:
+            if view.nbytes <= MOST_BYTES or not view.c_contiguous:
+                return view.tobytes()
+            with view.cast("B") as flat:
+                step = max(len(flat) // 256, 4096)
+                return functools.reduce(
+                    lambda sofar, at: zlib.crc32(flat[at : at + 4096], sofar), range(0, len(flat), step), 1
+                )
+    except (TypeError, ValueError, BufferError):
+        return None
+
+
+# what is written back -------------------------------------------------------------------------------------------------
+
+
+class _InMemory:
+    """A file in memory."""
+
+    def __init__(self, holder: io.StringIO | io.BytesIO) -> None:
+        self.holder: Any = holder
+        self.seen = holder.tell(), holder.getvalue()
+
+    def is_unchanged(self) -> bool:
+        return not self.holder.closed and (self.holder.tell(), self.holder.getvalue()) == self.seen
+
+    def put_back(self) -> None:
+        if self.holder.closed:
+            raise UnsupportedModule(f"the forward closes a {type(self.holder).__name__} that outlives it")
+        position, content = self.seen
+        self.holder.seek(0)
+        self.holder.truncate()
+        self.holder.write(content)
+        self.holder.seek(position)
+
+
+class _Context:
+    """Precision, rounding and flags of `decimal`."""
+
+    _NAMES = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+
+    def __init__(self, holder: decimal.Context) -> None:
+        self.holder: Any = holder
+        self.seen = self._now()
+
+    def _now(self) -> Any:
+        settings = {name: getattr(self.holder, name) for name in self._NAMES}
+        return settings, dict(self.holder.flags), dict(self.holder.traps)
+
+    def is_unchanged(self) -> bool:
+        return bool(self._now() == self.seen)
+
+    def put_back(self) -> None:
+        settings, flags, traps = self.seen
+        for name, value in settings.items():
+            setattr(self.holder, name, value)
+        self.holder.flags.update(flags)
+        self.holder.traps.update(traps)
+
+
+class _Position:
+    """How far a file has been read."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder, self.seen = holder, _position(holder)
+
+    def is_unchanged(self) -> bool:
+        return _position(self.holder) == self.seen
+
+    def put_back(self) -> None:
+        if self.seen is None or self.holder.closed:
+            raise UnsupportedModule(f"the forward reads or closes the file {_name_of(self.holder)}, which outlives it")
+        self.holder.seek(self.seen)
+
+
+def _position(file: Any) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return None if file.closed else int(file.tell())
+    return None
+
+
+def _is_read(file: Any) -> bool:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return _is_regular(file) and file.readable() and not file.writable()
+    return False
+
+
+def _is_regular(file: Any) -> bool:
+    """Whether it is a file on a disk, and not a terminal, a pipe, or what the process prints to."""
+    if file.closed or file in (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        return False
+    number = file.fileno()
+    return number > 2 and stat.S_ISREG(os.fstat(number).st_mode)
+
+
+def _name_of(file: Any) -> str:
+    return repr(getattr(file, "name", type(file).__name__))
+
+
+# what is set aside ----------------------------------------------------------------------------------------------------
+
+
+class Untouchable:
+    """Stands for an object that nothing could put back, and refuses to be used."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedModule(
+            f"the forward takes from a {self._kind} that outlives it, or adds to it. Planning and recording run the "
+            f"forward once more, and a {self._kind} cannot be put back, so it has not been touched: count in an "
+            "attribute, or index a list, instead"
+        )
+
+    __next__ = __call__ = __len__ = __bool__ = __getitem__ = _refuse
+
+    def __iter__(self) -> Iterator[Any]:
+        return self  # type: ignore[return-value]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __deepcopy__(self, _memo: Any) -> Untouchable:
+        return self
+
+
+def stand_in(value: Any) -> Any:
+    """What a run finds in the place of a value that C keeps moving; None where the value may stay."""
+    if isinstance(value, io.StringIO | io.BytesIO):
+        return None
+    if isinstance(value, io.IOBase):
+        return _scratch(value)
+    if isinstance(value, types.GeneratorType | queue.SimpleQueue):
+        return Untouchable("generator" if isinstance(value, types.GeneratorType) else "SimpleQueue")
+    if is_iterator_of_c(value):
+        try:
+            return copied_iterator(value)
+        except TypeError:
+            return Untouchable(type(value).__name__)
+    if type(value).__module__ in _COPYING and callable(getattr(value, "copy", None)):
+        return value.copy()
+    return None
+
+
+_ITERATORS = ("builtins", "itertools")
+_COPYING = ("_hashlib", "_md5", "_sha1", "_sha2", "_sha256", "_sha512", "_sha3", "_blake2", "zlib")
+"""Modules of objects that add up what they are given."""
+
+
+def is_iterator_of_c(value: Any) -> bool:
+    """Whether it is an iterator that has neither a table nor slots."""
+    return isinstance(value, Iterator) and type(value).__module__ in _ITERATORS
+
+
+def copied_iterator(iterator: Any) -> Any:
+    """An iterator that is as far; both may go on by themselves.
+
+    Raises:
+        TypeError: it cannot be copied.
+    """
+    if isinstance(iterator, types.GeneratorType) or not is_iterator_of_c(iterator):
+        raise TypeError(type(iterator).__name__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that itertools will not be pickled one day
+        make, given, *state = iterator.__reduce__()
+        made = make(*_with_copies(given))
+        if state and state[0] is not None:
+            made.__setstate__(_with_copies(state[0]))
+    return made
+
+
+def _with_copies(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_with_copies, value))
+    return copied_iterator(value) if isinstance(value, Iterator) else value
+
+
+def _scratch(file: Any) -> Any:
+    """A file in memory for one on a disk that is open for writing."""
+    try:
+        if not (_is_regular(file) and file.writable()):
+            return None
+        if isinstance(file, io.TextIOBase):
+            return io.TextIOWrapper(io.BytesIO(), encoding=file.encoding, errors=file.errors, write_through=True)
+    except (OSError, ValueError, AttributeError):
+        return None
+    return io.BytesIO()
+
+
+def iterator_state(iterator: Any) -> Any:
+    """How far an iterator is, equal for as long as nobody has asked it for more; and what else C keeps for itself."""
+    if isinstance(iterator, queue.SimpleQueue):
+        return iterator.qsize()
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return None if frame is None else (frame.f_lasti, _frozen(tuple(frame.f_locals.values())))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that itertools will not be pickled one day
+        try:
+            return _frozen(iterator.__reduce__())
+        except TypeError:
+            return None
+
+
+def _frozen(value: Any) -> Any:
+    """Something that is equal as long as a value is the same: plain values by themselves, objects by which they are."""
+    if isinstance(value, (*PLAIN, range)):
+        return repr(value)
+    if isinstance(value, tuple):
+        return tuple(map(_frozen, value))
+    if isinstance(value, Iterator):
+        return type(value), iterator_state(value)
+    return tuple(map(id, value)) if isinstance(value, list) else id(value)
