@@ -6,6 +6,7 @@ The promise: a planned step leaves the very bits that a plain one leaves, or an 
 from silent import (
     aliasing,
     arguments,
+    beneath,
     holders,
     later,
     ordinary,
@@ -29,6 +30,7 @@ __all__ = [
     "POLICIES",
     "aliasing",
     "arguments",
+    "beneath",
     "holders",
     "later",
     "ordinary",

@@ -63,6 +63,7 @@ class Program:
         live: so many blocks have to be at work in every step, or something has to be said.
         removable: one more step is compared after the plan is taken off.
         regions: passed to the planning call where given.
+        loss_fn: given to the planning call where there is one.
         recovers: after an error the Python state can be put back where it was.
     """
 
@@ -76,6 +77,7 @@ class Program:
     live: int = 1
     removable: bool = True
     regions: list[str] | None = None
+    loss_fn: Callable[[Any], Tensor] | None = None
     recovers: bool = True
 
 
@@ -191,6 +193,8 @@ def _one(i: int, plain: Program, planned: Program, handle: Any, verdict: Verdict
 
 def _plan(program: Program, batch: Any, policy: str, options: Any) -> Any:
     more = dict(options) if program.regions is None else {"regions": program.regions, **options}
+    if program.loss_fn is not None:
+        more["loss_fn"] = program.loss_fn
     word, _, percent = policy.partition(":")
     if word == "share":
         return jettison.apply(program.model, KeepShare(int(percent) / 100), batch=batch, **more)

@@ -91,7 +91,7 @@ class Memory:
                 f"than the {MOST_BYTES} bytes that are put back after planning. Count in an attribute or a buffer "
                 "instead, and make this memory again before you train"
             )
-        if isinstance(now, bytes) and len(now) == len(self.seen):
+        if isinstance(now, bytes) and isinstance(self.seen, bytes) and len(now) == len(self.seen):
             with memoryview(self.holder) as view, view.cast("B") as flat:
                 flat[:] = self.seen
 
@@ -215,7 +215,7 @@ class Untouchable:
     __next__ = __call__ = __len__ = __bool__ = __getitem__ = _refuse
 
     def __iter__(self) -> Iterator[Any]:
-        return self  # type: ignore[return-value]
+        return self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import importlib.metadata
 import site
@@ -74,6 +75,18 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
     texts = (c for c in code.co_consts if isinstance(c, str)) if "globals" in code.co_names else ()
     return tuple(dict.fromkeys((*code.co_names, *texts, *(name for c in inner for name in names_in(c)))))
+
+
+@functools.lru_cache(maxsize=4096)
+def names_read(code: types.CodeType) -> frozenset[str]:
+    """Names under which a code object may get at something, texts among them: not those that it only assigns to."""
+    own = [i.argval for i in dis.get_instructions(code) if i.opcode in dis.hasname and i.opname not in _ASSIGN]
+    texts = [c for c in code.co_consts if isinstance(c, str)]
+    inner = [names_read(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return frozenset((*own, *texts)).union(*inner)
+
+
+_ASSIGN = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME")
 
 
 def is_foreign(module: str | None) -> bool:

@@ -7,7 +7,7 @@ recording on fake tensors must leave nothing behind.
 
 NOTE [ What code cannot name ]
 A model may hold a vocabulary of 100,000 entries that its forward never looks at. An attribute is reached by its name,
-so one whose name is in no code that the walk has come by cannot be reached by that code. A container of more than
+so one whose name no code reads that the walk has come by cannot be reached by that code. A container of more than
 `MANY` entries in such an attribute is not looked into. That holds only where all code is known: where a class has
 methods of a library's, whose names are not collected, or where some code makes names as it runs (`_BY_ANY_NAME`), every
 container is looked into. One look costs a comparison of identities in C, and steps into what can change alone: plain
@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture.c_state import CState, c_state, is_iterator_of_c, iterator_state, stand_in
-from jettison.capture.function_state import function_reach, globals_of, is_foreign, names_in
+from jettison.capture.function_state import function_reach, globals_of, is_foreign, names_read
 from jettison.capture.lru_caches import CacheState
 from jettison.capture.snapshots import (
     PLAIN,
@@ -57,6 +57,7 @@ from jettison.capture.snapshots import (
 from jettison.capture.streams import is_stream, set_stream_state, stream_state
 from jettison.capture.undo import is_in_memory
 from jettison.errors import UnsupportedModule
+from jettison.identity import Same
 
 MOST_VALUES = 100_000
 """Values looked at in one walk; a forward that reaches more is known in part, and its witnesses have the rest."""
@@ -65,15 +66,28 @@ _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 HOOK_TABLES = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 
 
+Known = dict[int, tuple[Any, Any, list[Any]]]
+"""By id: a large container, a copy of it, and what of its entries is worth a look."""
+
+
 class Reach:
     """The tables behind some modules and values, as they were when this was made.
 
     Args:
         modules: every attribute of theirs and of their submodules, and what their methods name.
         values: anything else that a forward gets.
+        known: large containers that an earlier walk has looked into; this one leaves its own there.
+        most: values that are looked at one by one.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        values: Iterable[Any] = (),
+        *,
+        known: Known | None = None,
+        most: int = MOST_VALUES,
+    ) -> None:
         self.tensors: list[TensorState] = []
         self.hooks: list[tuple[Tensor, str, Any]] = []  # tables of hooks on tensors, copied
         self.tables: list[Table] = []
@@ -89,6 +103,9 @@ class Reach:
         self.iterators: list[tuple[Any, Any]] = []  # and how far they are
         self.variables = list(contextvars.copy_context().items())
         self.environment = dict(os.environ)
+        self._known: Known = {} if known is None else known
+        self._large: Known = {}
+        self._most = most
         self._seen: set[int] = set()
         self._held: list[Any] = []
         self._waiting: deque[tuple[Any, int]] = deque()  # what is near comes first, however much lies behind it
@@ -106,8 +123,15 @@ class Reach:
             if not isinstance(value, Tensor):
                 self._later(value, 0)
         self._walk()
+        self._known.clear()  # what is no longer there is let go of
+        self._known.update(self._large)
 
     # what was found --------------------------------------------------------------------------------------------------
+
+    @property
+    def values(self) -> int:
+        """Values that were looked at one by one."""
+        return len(self._seen)
 
     def drawn(self) -> list[Any]:
         """Random generators that were drawn from."""
@@ -279,17 +303,23 @@ class Reach:
         if isinstance(value, (*PLAIN, types.ModuleType)) or id(value) in self._seen:
             return  # of a module of Python's, what code names is looked at: see `globals_of`
         if isinstance(value, type):
-            if len(self._seen) <= MOST_VALUES and depth <= MOST_DEEP:
+            if len(self._seen) <= self._most and depth <= MOST_DEEP:
                 for cls in value.__mro__:
                     self._class(cls, depth + 1)
             return
         if isinstance(value, Tensor):
             self._tensor(value)
             return
-        if len(self._seen) > MOST_VALUES or depth > MOST_DEEP or is_ours(value):
+        if len(self._seen) > self._most or depth > MOST_DEEP or is_ours(value):
             return
         self._seen.add(id(value))
         self._held.append(value)  # so that no id comes back
+        if type(value) in _PLAIN_CONTAINERS:
+            self._container(value, depth)
+            return
+        if _is_simple(Same(type(value))) and not callable(value):
+            self._object(value, depth)
+            return
         if isinstance(value, nn.Module):
             for sub in value.modules():
                 self._module(sub)
@@ -306,20 +336,44 @@ class Reach:
         if isinstance(value, types.FunctionType):
             self.named.extend(globals_of(value))
             if not is_foreign(value.__module__):
-                self._names.update(names_in(value.__code__), filter(_is_text, value.__code__.co_consts))
+                self._names |= names_read(value.__code__)
                 self.places += [Place("cell_contents", cell) for cell in value.__closure__ or ()]
                 if value.__defaults__:
                     self.places.append(Place("__defaults__", value))
-        self.places += [Place(name, value) for name in _own_slots(value)]
         for inside in _inside(value):
             self._later(inside, depth + 1)
+        self._object(value, depth)
+
+    def _object(self, value: Any, depth: int) -> None:
+        """Attributes and slots of any object, and its classes."""
+        for name in _slots_below(Same(type(value))):
+            self.places.append(Place(name, value))
+            self._later(self.places[-1].value, depth + 1)
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and id(attributes) not in self._seen:
             self._seen.add(id(attributes))
             self._add(attributes)
             self._attributes_later(value, attributes, depth + 1)
         for cls in type(value).__mro__:
-            self._class(cls, depth + 1)
+            if id(cls) not in self._seen:
+                self._class(cls, depth + 1)
+
+    def _container(self, value: Any, depth: int) -> None:
+        if len(value) > MANY:
+            self._large_container(value, depth)
+            return
+        self._add(value)
+        self._waiting += [(inside, depth + 1) for inside in _inside(value)]
+
+    def _large_container(self, value: Any, depth: int) -> None:
+        """Look into one of many entries, or know from an earlier walk what that finds."""
+        known = self._known.get(id(value))
+        if known is None or known[0] is not value or not is_unchanged(value, known[1]):
+            known = value, copy_of(value), list(_inside(value))
+        self._large[id(value)] = known
+        self.tables.append(value)
+        self.before.append(known[1])
+        self._waiting += [(inside, depth + 1) for inside in known[2]]
 
     def _c_state(self, value: Any) -> None:
         """State that lies in no table."""
@@ -353,6 +407,7 @@ def _has_many(value: Any) -> bool:
     return any(isinstance(one, _CONTAINERS) and len(one) > MANY for one in _entries(value))
 
 
+_PLAIN_CONTAINERS = (dict, list, set, deque)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 
 
@@ -360,14 +415,9 @@ def _entries(container: Any) -> Iterable[Any]:
     return list(dict.values(container)) if isinstance(container, dict) else list(container)
 
 
-@functools.lru_cache(maxsize=4096)
 def _is_own(cls: type) -> bool:
     """Whether all methods of a class are looked into by a walk, or known."""
     return all(c.__module__ in _KNOWN_BASES or not is_foreign(c.__module__) for c in cls.__mro__)
-
-
-def _is_text(constant: Any) -> bool:
-    return isinstance(constant, str)
 
 
 _ATOMS = frozenset((*PLAIN, range, types.ModuleType))
@@ -376,12 +426,23 @@ _ATOMS = frozenset((*PLAIN, range, types.ModuleType))
 def worth_a_look(values: Iterable[Any]) -> list[Any]:
     """What may change, or lead to what may: all but plain values, with tuples opened."""
     found: list[Any] = []
-    left = [value for value in values if type(value) not in _ATOMS]
-    while left:
-        tuples = {id(value): value for value in left if type(value) is tuple or type(value) is frozenset}
-        found += [value for value in left if id(value) not in tuples] if tuples else left
-        left = [value for value in itertools.chain.from_iterable(tuples.values()) if type(value) not in _ATOMS]
+    left = list(values)
+    for level in itertools.count():
+        kinds = set(map(type, left))
+        if kinds <= _ATOMS:
+            break
+        if kinds.isdisjoint(_OPENED):
+            found += [value for value in left if type(value) not in _ATOMS]
+            break
+        found += [value for value in left if type(value) not in _OPENED and type(value) not in _ATOMS]
+        left = [value for value in left if type(value) in _OPENED]
+        if level > 1:  # tuples may hold each other many times over
+            left = list({id(value): value for value in left}.values())
+        left = list(itertools.chain.from_iterable(left))
     return found
+
+
+_OPENED = frozenset((tuple, frozenset))
 
 
 def _inside(value: Any) -> Iterator[Any]:
@@ -413,15 +474,23 @@ def _inside(value: Any) -> Iterator[Any]:
     wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
     if wrapped is not None:
         yield wrapped
-    yield from (getattr(value, name) for name in _own_slots(value) if hasattr(value, name))
 
 
-_OPEN_TO_GC = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+_OPEN_TO_GC: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 """Kinds that hold something and have no other way to say what."""
 
 
-def _own_slots(value: Any) -> list[str]:
-    return [name for cls in type(value).__mro__ if not is_foreign(cls.__module__) for name in slots_of(cls)]
+@functools.lru_cache(maxsize=4096)
+def _slots_below(cls: Same[type]) -> tuple[str, ...]:
+    return tuple(name for c in cls.it.__mro__ if not is_foreign(c.__module__) for name in slots_of(c))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_simple(cls: Same[type]) -> bool:
+    """Whether instances of a class have attributes or slots and nothing else: Python made it, and all of its bases."""
+    if cls.it.__module__.startswith(("torch", "jettison")):
+        return False
+    return all("__dict__" in vars(c) or "__slots__" in vars(c) for c in cls.it.__mro__ if c is not object)
 
 
 @functools.cache

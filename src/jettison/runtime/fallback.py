@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.capture.op_traits import hollow_results
-from jettison.capture.python_state import Reach
+from jettison.capture.python_state import Known, Reach
 from jettison.capture.signature import as_signed, global_signature
 from jettison.capture.streams import Streams
 from jettison.capture.tensor_subclasses import arrived, desugars, is_dense, plain, storage_of, version_of
@@ -37,6 +37,7 @@ Forward = Callable[..., Any]
 Stale = Callable[[str, int | None, int | None], StaleTensor]
 """Makes the error for a tensor that was written to since the forward, from its name (of an argument none) and both
 versions."""
+MOST_VALUES_A_STEP = 5_000
 RAN_BACKWARD = "its forward runs a backward of its own"
 
 
@@ -49,6 +50,7 @@ class Verdict:
     written: tuple[tuple[int, str], ...] = ()  # buffers that the forward writes to: (number of the module, name)
     hollow: frozenset[int] = frozenset()  # numbers of saved tensors that no kernel writes
     interrupt: BaseException | None = None  # left the trial; the run that counts comes first
+    known: Known = field(default_factory=dict)  # large containers that it reaches
 
 
 def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
@@ -57,7 +59,13 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
     Args:
         forward: of ``module``, on real tensors.
     """
-    reach = Reach([module], [forward, *tree_leaves((args, kwargs))])
+    reach = Reach([module], [forward, *tree_leaves((args, kwargs))], most=MOST_VALUES_A_STEP)
+    if reach.values > MOST_VALUES_A_STEP:
+        return Verdict(
+            again=False,
+            why=f"its code can reach more than {MOST_VALUES_A_STEP} Python objects that may change, so that it takes "
+            "too long to see in each step that a second run leaves them alone",
+        )
     elsewhere = WritesUndone()
     streams, signature = Streams.now(), global_signature()
     looks = _Looks()
@@ -367,6 +375,7 @@ class Rerun:
         self.left: dict[str, tuple[Tensor, int | None]] = {}  # what it read by name, and the versions after the forward
         self.count = 0
         self.hollow = verdict.hollow
+        self.known = verdict.known
         self.wanted: dict[int, Witness | None] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -419,7 +428,7 @@ class Rerun:
         def unpack(_packed: None) -> Tensor:
             raise self.wrong(RAN_BACKWARD)
 
-        now, reach = Streams.now(), Reach([self.module], [self.forward, *leaves])
+        now, reach = Streams.now(), Reach([self.module], [self.forward, *leaves], known=self.known)
         buffers, also, elsewhere = self._buffers(), _cloned(self.also), WritesUndone()
         elsewhere.undo.adopt([*buffers.values(), *also.values()])
         self.streams.restore()

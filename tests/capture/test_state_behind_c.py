@@ -1,0 +1,227 @@
+"""State that C keeps: seen, put back, or out of reach before it moves; and large containers, looked into in C."""
+
+from __future__ import annotations
+
+import ctypes
+import decimal
+import functools
+import io
+import itertools
+import mmap
+import multiprocessing
+import queue
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from jettison.capture.c_state import Untouchable, c_state, stand_in
+from jettison.capture.function_state import is_foreign
+from jettison.capture.guard import MOST_ITEMS, ModuleGuard
+from jettison.capture.isolation import leaving_nothing
+from jettison.capture.lru_caches import CacheState
+from jettison.capture.python_state import MANY, Reach, worth_a_look
+from jettison.errors import UnsupportedModule
+
+# lru_cache ------------------------------------------------------------------------------------------------------------
+
+
+def _cached(maxsize: int | None, *, typed: bool) -> Any:
+    offset = 3
+
+    @functools.lru_cache(maxsize=maxsize, typed=typed)
+    def cached(*args: Any, **kwargs: Any) -> list[Any]:
+        return [offset, args, kwargs]
+
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((1,), {}), (("a",), {}), ((1.5,), {"k": 2})]
+    calls += [((1, 2), {"z": 3, "y": 4}), ((1,), {}), (((1, 2),), {}), ((), {}), ((), {})]
+    for args, kwargs in calls:
+        cached(*args, **kwargs)
+    return cached
+
+
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("maxsize", [None, 0, 1, 2, 5, 100])
+def test_a_cache_is_what_it_was(maxsize: int | None, typed: bool) -> None:
+    """Keys, the very results, which of them is the oldest, hits and misses; whether or not it was full."""
+    cached = _cached(maxsize, typed=typed)
+    before, info, entries = CacheState(cached), cached.cache_info(), CacheState(cached)._entries()
+    for call in (lambda: cached(9), lambda: cached(1), lambda: cached(8, r=3), lambda: cached()):
+        call()
+    before.put_back()
+    after = CacheState(cached)._entries()
+    assert cached.cache_info() == info
+    assert len(after) == info.currsize
+    assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(after, entries, strict=True))
+    assert cached(77) == [3, (77,), {}]  # and it runs its own code
+
+
+def test_a_cache_of_what_c_runs_says_what_it_forgot() -> None:
+    cached: Any = functools.lru_cache(2)(max)
+    cached(1, 2)
+    before = CacheState(cached)
+    cached(3, 4)
+    before.put_back()
+    assert cached.cache_info().currsize == 1
+    cached(3, 4)
+    full = CacheState(cached)
+    cached(5, 6)
+    with pytest.raises(UnsupportedModule, match="lru_cache"):
+        full.put_back()
+
+
+# memory, contexts, texts ----------------------------------------------------------------------------------------------
+
+
+def _poke(holder: Any) -> None:
+    with memoryview(holder) as view, view.cast("B") as flat:
+        flat[0] ^= 1
+
+
+KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "a number of ctypes": (lambda: ctypes.c_int(3), _poke),
+    "a text of ctypes": (lambda: ctypes.create_string_buffer(8), _poke),
+    "a shared value": (lambda: multiprocessing.Value("i", 1).get_obj(), _poke),
+    "a shared array": (lambda: multiprocessing.RawArray("i", 3), _poke),
+    "a map": (lambda: mmap.mmap(-1, 16), _poke),
+    "a context of decimal": (lambda: decimal.Context(prec=9), lambda context: setattr(context, "prec", 3)),
+    "a text in memory": (lambda: io.StringIO("a"), lambda text: text.write("bc")),
+    "bytes in memory": (lambda: io.BytesIO(b"a"), lambda text: text.read()),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_c_keeps_is_put_back(kind: str) -> None:
+    make, move = KEPT[kind]
+    holder = make()
+    state = c_state(holder)
+    assert state is not None and state.is_unchanged()
+    move(holder)
+    assert not state.is_unchanged()
+    state.put_back()
+    assert state.is_unchanged()
+
+
+# set aside ------------------------------------------------------------------------------------------------------------
+
+ITERATORS: list[Callable[[], Any]] = [
+    lambda: itertools.count(3),
+    lambda: itertools.cycle([1, 2, 3]),
+    lambda: iter([1, 2, 3]),
+    lambda: iter({1: 2, 3: 4}),
+    lambda: zip([1, 2], [3, 4], strict=False),
+    lambda: map(str, [1, 2]),
+    lambda: enumerate("abc"),
+    lambda: itertools.chain([1], [2], [3]),
+    lambda: itertools.islice([1, 2, 3], 2),
+    lambda: itertools.accumulate([1, 2, 3]),
+]
+
+
+@pytest.mark.parametrize("make", ITERATORS)
+def test_a_run_takes_from_a_copy(make: Callable[[], Any]) -> None:
+    """And the copy is as far as the iterator, which does not move."""
+    iterator = make()
+    next(iterator)
+    copied = stand_in(iterator)
+    taken = [next(copied, None) for _ in range(2)]
+    assert taken == [next(iterator, None) for _ in range(2)]
+
+
+@pytest.mark.parametrize("make", [lambda: (n for n in range(3)), queue.SimpleQueue])
+def test_what_cannot_be_copied_refuses_before_it_moves(make: Callable[[], Any]) -> None:
+    module = nn.Linear(2, 2)
+    module.held = held = make()
+    with pytest.raises(UnsupportedModule, match="has not been touched"), leaving_nothing([module]):
+        next(module.held) if isinstance(held, types.GeneratorType) else module.held.put(1)
+    assert module.held is held
+    assert next(held) == 0 if isinstance(held, types.GeneratorType) else held.empty()
+
+
+def test_a_file_gets_nothing(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    with (tmp_path / "log").open("w") as module.log:
+        module.log.write("a")
+        with leaving_nothing([module]):
+            module.log.write("b")
+            module.log.flush()
+        module.log.write("c")
+    assert (tmp_path / "log").read_text() == "ac"
+    assert not isinstance(module.log, Untouchable)
+
+
+# large containers -----------------------------------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    def __init__(self, entries: int) -> None:
+        super().__init__()
+        self.unnamed = [[i] for i in range(entries)]
+        self.looked_at = [(i, (str(i), (i, 2.0))) for i in range(entries)]
+
+    def forward(self) -> Any:
+        return self.looked_at[0]
+
+
+class Dynamic(Holder):
+    def forward(self) -> Any:
+        return getattr(self, "un" + "named")[0]
+
+
+def test_values_that_cannot_change_are_not_looked_at_one_by_one() -> None:
+    inner: list[int] = []
+    assert worth_a_look([1, "a", (2, (3.0, None)), frozenset((1, (2,)))]) == []
+    assert worth_a_look([1, ((inner,), 2)]) == [inner]
+    assert Reach([Holder(MANY * 8)]).values < 100
+
+
+def test_an_attribute_that_no_code_names_is_looked_at_where_names_are_made_up() -> None:
+    few, many = Reach([Dynamic(4)]).values, Reach([Dynamic(MANY * 2)]).values
+    assert many - few > MANY
+    module = Dynamic(MANY * 2)
+    with leaving_nothing([module]):
+        module()[0] = 5
+    assert module.unnamed[0] == [0]
+
+
+def test_a_walk_knows_large_containers_of_the_one_before() -> None:
+    module, known = Holder(MANY * 2), {}  # type: ignore[var-annotated]
+    Reach([module], known=known)
+    (first,) = known.values()
+    Reach([module], known=known)
+    assert known[id(module.looked_at)] is first
+    module.looked_at[3] = (0, ("", (0, 0.0)))
+    Reach([module], known=known)
+    assert known[id(module.looked_at)] is not first
+    module.looked_at = []
+    Reach([module], known=known)
+    assert not known
+
+
+def test_a_guard_looks_at_the_length_of_a_long_list_alone() -> None:
+    module = Holder(MOST_ITEMS + 1)
+    guard = ModuleGuard(module)
+    assert not guard.sequences
+    module.unnamed.append([1])
+    assert not guard.holds()
+
+
+# packages -------------------------------------------------------------------------------------------------------------
+
+
+def test_where_the_code_lies_decides_whose_a_package_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two packages with one name, and of Python's own, the installed ones are no model's."""
+    for name in ("datasets", "token", "yaml"):
+        module = types.ModuleType(name)
+        module.__file__ = str(tmp_path / name / "__init__.py")
+        monkeypatch.setitem(sys.modules, name, module)
+        assert not is_foreign(name) and not is_foreign(f"{name}.part")
+    monkeypatch.undo()
+    assert all(
+        map(is_foreign, ("torch.nn", "numpy", "jettison.capture", "itertools", "sys", "json", "packaging.version"))
+    )
+    assert not is_foreign("curriculum")

@@ -1,0 +1,405 @@
+"""State that planning and recording must leave alone, where no table of Python's and no op tells of a write."""
+
+from __future__ import annotations
+
+import ctypes
+import decimal
+import functools
+import hashlib
+import io
+import itertools
+import mmap
+import multiprocessing
+import queue
+import random
+import tempfile
+import threading
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from silent.harness import Program
+from silent.kit import ROWS, WIDTH, case, program, rows
+from silent.outside import _ticking, smooth, through, under
+
+LARGE = 2000
+"""Numbers in an array that is above what is copied in any case (4,096 bytes)."""
+
+
+def _routed(s: Any, x: Tensor) -> Tensor:
+    """A block without a recording, whose Python may run twice."""
+    h = torch.tanh(s.a(x))
+    chosen = (x[:, 0] > 0).nonzero().squeeze(1)
+    return x + s.b(h.index_add(0, chosen, h[chosen].exp()))
+
+
+# NumPy ----------------------------------------------------------------------------------------------------------------
+
+
+@case()
+def numpy_counts_in_a_large_buffer() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        s.used.numpy()[0] += 1
+        return _routed(s, x)
+
+    return program(run, lambda s, _i: s.register_buffer("used", torch.zeros(LARGE)))
+
+
+@case()
+def numpy_counts_in_a_large_tensor_of_a_closure() -> Program:
+    held = torch.zeros(LARGE)
+
+    def tick() -> None:
+        np.asarray(held)[0] += 1
+
+    return _ticking(tick, lambda: float(held[0]))
+
+
+@case()
+def numpy_counts_in_a_large_buffer_only_later() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        y = _routed(s, x)
+        if s.step >= 2:
+            s.used.numpy()[:] += 1
+        return y * (1 + s.used[0])
+
+    def init(s: Any, _i: int) -> None:
+        s.step = 0
+        s.register_buffer("used", torch.zeros(LARGE))
+
+    made = program(run, init)
+
+    def batch(i: int) -> Any:
+        for layer in made.model.layers:
+            layer.step = i
+        return (rows(i),)
+
+    made.batch = batch
+    return made
+
+
+@case()
+def numpy_masks_the_batch() -> Program:
+    made: dict[int, Tensor] = {}
+
+    def root(net: Any, x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            x.numpy()[:, 0] *= 0.5
+        return through(net, x)
+
+    return under(root, smooth, batch=lambda i: (made.setdefault(i, rows(i, n=ROWS * 2)),))
+
+
+@case()
+def numpy_masks_ids_of_the_batch() -> Program:
+    made: dict[int, Tensor] = {}
+
+    def run(s: Any, x: Tensor, ids: Tensor) -> Tensor:
+        ids.numpy()[::2] += 1
+        return smooth(s, x)
+
+    def batch(i: int) -> Any:
+        return rows(i), made.setdefault(i, torch.arange(LARGE))
+
+    return program(run, None, batch, also=lambda: [t.tolist()[:4] for t in made.values()])
+
+
+@case(works=True)
+def numpy_reads_a_large_table() -> Program:
+    table = torch.linspace(0, 1, LARGE)
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        return _routed(s, x) * float(table.numpy()[s.i])
+
+    def init(s: Any, i: int) -> None:
+        s.i = i
+
+    return program(run, init)
+
+
+@case()
+def counts_in_an_array_too_large_to_copy() -> Program:
+    held = np.zeros(1 << 22)
+
+    def tick() -> None:
+        held[5] += 1
+
+    return _ticking(tick, lambda: float(held[5]))
+
+
+# memory that C lends --------------------------------------------------------------------------------------------------
+
+
+def _counting(add: Callable[[], None], value: Callable[[], float]) -> Program:
+    made = _ticking(add, value)
+    made.also = lambda: [value()]
+    return made
+
+
+@case()
+def counts_in_ctypes() -> Program:
+    held = ctypes.c_int(0)
+
+    def tick() -> None:
+        held.value += 1
+
+    return _counting(tick, lambda: held.value)
+
+
+@case()
+def counts_in_a_shared_value() -> Program:
+    held = multiprocessing.Value("i", 0)
+
+    def tick() -> None:
+        held.value += 1
+
+    return _counting(tick, lambda: held.value)
+
+
+@case()
+def counts_in_a_memoryview() -> Program:
+    held = memoryview(bytearray(8)).cast("q")
+
+    def tick() -> None:
+        held[0] += 1
+
+    return _counting(tick, lambda: held[0])
+
+
+@case()
+def counts_in_a_mapped_file() -> Program:
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(64))
+        file.flush()
+        held = np.memmap(file, dtype="int64", shape=(8,))
+        raw = mmap.mmap(file.fileno(), 64)
+
+    def tick() -> None:
+        held[0] += 1
+        raw[32] += 1
+
+    return _counting(tick, lambda: int(held[0]) + raw[32])
+
+
+@case()
+def sets_the_precision_of_a_decimal_context() -> Program:
+    held = decimal.Context(prec=20)
+
+    def tick() -> None:
+        held.prec += 1
+
+    return _counting(tick, lambda: held.prec)
+
+
+# caches and iterators of C --------------------------------------------------------------------------------------------
+
+
+def _cached(maxsize: int | None, make: Callable[[int], Any]) -> Any:
+    return functools.lru_cache(maxsize=maxsize)(lambda n: make(n))
+
+
+def _behind_a_cache(cached: Any, calls: Callable[[int], Any]) -> Program:
+    for n in range(3):
+        cached(n)
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        return smooth(s, x) * calls(s.i)
+
+    def init(s: Any, i: int) -> None:
+        s.i = i
+
+    def seen() -> list[Any]:
+        return [list(cached.cache_info()), [cached.__wrapped__.__code__.co_name]]
+
+    return program(run, init, also=seen)
+
+
+@case()
+def full_cache_of_random_numbers() -> Program:
+    cached = _cached(1, lambda _n: random.random())
+    return _behind_a_cache(cached, lambda i: cached(i))
+
+
+@case()
+def full_cache_of_random_tensors() -> Program:
+    cached = _cached(2, lambda _n: torch.randn(WIDTH))
+    return _behind_a_cache(cached, lambda i: cached(i + 10))
+
+
+@case()
+def unbounded_cache_of_lists_that_grow() -> Program:
+    cached = _cached(None, lambda n: [n])
+
+    def more(i: int) -> float:
+        cached(i).append(1)
+        return 1 / len(cached(i))
+
+    return _behind_a_cache(cached, more)
+
+
+@case()
+def takes_from_a_bound_next() -> Program:
+    take = itertools.count(1).__next__
+    return _ticking(lambda: None, lambda: 1 / take())
+
+
+@case()
+def takes_from_an_iterator_among_defaults() -> Program:
+    def run(s: Any, x: Tensor, numbers: Any = itertools.cycle([0.5, 0.7, 0.9])) -> Tensor:  # noqa: B008
+        return smooth(s, x) * next(numbers)
+
+    return program(run)
+
+
+@case()
+def takes_from_an_iterator_of_the_class() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        return smooth(s, x) / next(type(s).numbers)
+
+    made = program(run)
+    type(made.model.layers[0]).numbers = itertools.count(1)
+    return made
+
+
+@case()
+def fills_a_simple_queue() -> Program:
+    held: Any = queue.SimpleQueue()
+    return _counting(lambda: held.put(1), lambda: held.qsize())
+
+
+@case()
+def writes_to_texts_and_files() -> Program:
+    folder = Path(tempfile.mkdtemp())
+    text, log = io.StringIO(), (folder / "log").open("w")
+
+    def tick() -> None:
+        text.write("x")
+        log.write("x")
+        log.flush()
+
+    def seen() -> list[Any]:
+        return [text.getvalue(), (folder / "log").read_text()]
+
+    made = _ticking(tick, lambda: len(text.getvalue()))
+    made.also = seen
+    return made
+
+
+@case()
+def feeds_a_digest() -> Program:
+    held = types.SimpleNamespace(digest=hashlib.sha256())
+    made = _ticking(lambda: held.digest.update(b"x"), lambda: held.digest.digest()[0] / 256)
+    made.also = lambda: [held.digest.hexdigest()]
+    return made
+
+
+# large containers -----------------------------------------------------------------------------------------------------
+
+
+def _holding(make: Callable[[], Any], use: Callable[[Any], float]) -> Program:
+    held = make()
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        return _routed(s, x) * (1 + use(s.vocabulary))
+
+    def init(s: Any, _i: int) -> None:
+        s.vocabulary = held
+
+    return program(run, init, steps=3)
+
+
+@case(works=True)
+def reads_a_large_vocabulary() -> Program:
+    return _holding(lambda: [(f"t{i}", i) for i in range(5000)], lambda held: held[3][1] / 10)
+
+
+@case()
+def counts_in_a_large_dict() -> Program:
+    def use(held: Any) -> float:
+        held[4000] += 1
+        return held[4000] / 10
+
+    return _holding(lambda: Counter(dict.fromkeys(range(5000), 0)), use)
+
+
+@case()
+def counts_deep_in_a_large_list() -> Program:
+    def use(held: Any) -> float:
+        held[4000][1][0] += 1
+        return held[4000][1][0] / 10
+
+    return _holding(lambda: [(i, [0]) for i in range(4500)], use)
+
+
+@case()
+def counts_in_a_large_attribute_by_a_made_up_name() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        held = getattr(s, "".join(("hi", "dden")))
+        held[0] += 1
+        return _routed(s, x) * (1 + held[0] / 10)
+
+    def init(s: Any, _i: int) -> None:
+        s.hidden = [0] * 5000
+
+    return program(run, init)
+
+
+@case()
+def more_objects_than_are_looked_at_in_a_step() -> Program:
+    def use(held: Any) -> float:
+        held[6999].append(1)
+        return len(held[6999]) / 10
+
+    return _holding(lambda: [[] for _ in range(7000)], use)
+
+
+# a loss, threads ------------------------------------------------------------------------------------------------------
+
+
+class Averaging:
+    """A loss with a count and a moving average."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.by_kind = 0, torch.zeros(()), defaultdict(int)
+
+    def __call__(self, output: Tensor) -> Tensor:
+        self.count += 1
+        self.by_kind["all"] += 1
+        self.mean = 0.9 * self.mean + 0.1 * output.detach().mean()
+        return output.square().mean() + self.mean
+
+
+def _with_loss(loss: Any) -> Program:
+    made = program(smooth)
+    made.model.forward = types.MethodType(lambda net, x: functools.reduce(lambda h, m: m(h), net.layers, x), made.model)
+
+    def step(model: nn.Module, batch: Any, _i: int) -> list[Tensor]:
+        found = loss(model(*batch))
+        found.backward()
+        return [found]
+
+    made.step, made.loss_fn = step, loss
+    made.also = lambda: [loss.count, loss.mean, dict(loss.by_kind)]
+    return made
+
+
+@case(works=True)
+def loss_with_a_moving_average() -> Program:
+    return _with_loss(Averaging())
+
+
+@case()
+def counts_of_each_thread() -> Program:
+    held = threading.local()
+    held.n = 0
+
+    def tick() -> None:
+        held.n += 1
+
+    return _counting(tick, lambda: held.n)
