@@ -961,6 +961,13 @@ HOST = (
         says=("limits",),
     ),
     Case(
+        name="a container's exit code",
+        text="Process completed with exit code 137.\n",
+        kind=Kind.HOST,
+        device="cpu",
+        says=("SIGKILL",),
+    ),
+    Case(
         name="a shell",
         text="Loading checkpoint shards:   0%|          | 0/30 [00:00<?, ?it/s]\nKilled\n",
         kind=Kind.HOST,

@@ -30,11 +30,20 @@ KERNEL_WINDOW: Final = 30_000
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One form of a message: how it begins, and what is read of the text from there on."""
+    """One form of a message: how it begins, and what is read of the text from there on.
 
+    ``words``: without one of these in a text, it is not there; looking for them is quick in logs of many megabytes.
+    """
+
+    words: tuple[str, ...]
     begins: re.Pattern[str]
     read: Callable[[str, re.Match[str]], Figures]
     window: int = WINDOW
+
+    def search(self, text: str) -> re.Match[str] | None:
+        """Where the first message of this form begins."""
+        found = [at for word in self.words if (at := text.find(word)) >= 0]
+        return self.begins.search(text, max(0, min(found) - WINDOW)) if found else None
 
 
 def size_of(number: str, unit: str, *, binary: bool = False) -> int | None:
@@ -273,23 +282,34 @@ def _server(text: str, found: re.Match[str]) -> Figures:
 
 
 FORMS: Final[tuple[Form, ...]] = (
-    Form(begins=re.compile(rf"\b([A-Z]{{2,5}}){_W}out{_W}of{_W}memory\.{_W}Tried{_W}to{_W}allocate"), read=_allocator),
     Form(
+        words=("Tried",),
+        begins=re.compile(rf"\b([A-Z]{{2,5}}){_W}out{_W}of{_W}memory\.{_W}Tried{_W}to{_W}allocate"),
+        read=_allocator,
+    ),
+    Form(
+        words=("Allocation on device",),
         begins=re.compile(
             r"Allocation on device(?: \S+)? would exceed allowed memory|OutOfMemoryError: Allocation on device"
         ),
         read=_async,
     ),
-    Form(begins=re.compile(r"MPS backend out of memory"), read=_mps),
-    Form(begins=re.compile(rf"Invalid buffer size: {_SIZE}"), read=_mps_buffer),
+    Form(words=("MPS backend",), begins=re.compile(r"MPS backend out of memory"), read=_mps),
+    Form(words=("Invalid buffer",), begins=re.compile(rf"Invalid buffer size: {_SIZE}"), read=_mps_buffer),
     Form(
+        words=("DefaultCPUAllocator",),
         begins=re.compile(
             r"DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes"
         ),
         read=_host,
     ),
-    Form(begins=re.compile(r"Unable to allocate ([\d.]+) ([KMGTPE]?i?B|bytes) for an array"), read=_array),
     Form(
+        words=("Unable to allocate",),
+        begins=re.compile(r"Unable to allocate ([\d.]+) ([KMGTPE]?i?B|bytes) for an array"),
+        read=_array,
+    ),
+    Form(
+        words=("MemoryError", "bad_alloc", "Errno 12", "error 1455", "paging file"),
         begins=re.compile(
             r"(?:^|\]: ?|\| )(?:[\w.]+\.)?MemoryError(?:$|: (?!Unable))|std::bad_alloc"
             r"|\[Errno 12\] Cannot allocate memory|os error 1455|paging file is too small",
@@ -298,9 +318,29 @@ FORMS: Final[tuple[Form, ...]] = (
         read=_host_plain,
     ),
     Form(
+        words=(
+            "exitcode",
+            "SIGKILL",
+            "return code",
+            "returncode",
+            "ode 137",
+            "ode: 137",
+            "tatus 137",
+            "tatus: 137",
+            "Exit Code:",
+            "oom",
+            "OOM",
+            "Killed",
+            "memory: Kill",
+            "out of memory",
+            "low on memory",
+            "memory pressure",
+            "memory limit",
+            "memory allocation",
+        ),
         begins=re.compile(
             r"exitcode\s*: -9\b|Signal 9 \(SIGKILL\)|<Signals\.SIGKILL: 9>|return code = -9\b|returncode[:=] ?-9\b"
-            r"|[Ee]xit(?:ed)?(?: with)?(?: status| code)?:? 137\b|Memory cgroup out of memory|Out of memory: Kill"
+            r"|[Ee]xit(?:ed)?(?: with)?(?: [Ss]tatus| [Cc]ode):?\s+137\b|Memory cgroup out of memory|Out of memory: Kill"
             r"|invoked oom-killer|oom-kill:constraint|oom[_-]kill event|OOMKilled|OOM Killed"
             r"|killed due to (?:the node running low on memory|memory pressure)"
             r"|[Ee]xceeded (?:job |step )?memory (?:limit|allocation)"
@@ -312,9 +352,28 @@ FORMS: Final[tuple[Form, ...]] = (
         read=_killed,
         window=KERNEL_WINDOW,
     ),
-    Form(begins=re.compile(r"insufficient shared memory|unable to (?:write to|mmap)[^\n]{0,60}</torch_"), read=_shared),
-    Form(begins=re.compile(r"Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:calloc|malloc)"), read=_nccl),
     Form(
+        words=("shared memory", "unable to"),
+        begins=re.compile(r"insufficient shared memory|unable to (?:write to|mmap)[^\n]{0,60}</torch_"),
+        read=_shared,
+    ),
+    Form(
+        words=("Cuda failure", "Failed to CUDA"),
+        begins=re.compile(r"Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:calloc|malloc)"),
+        read=_nccl,
+    ),
+    Form(
+        words=(
+            "rror: out of memory",
+            "runtime error (2)",
+            "_ALLOC_FAILED",
+            "cudaErrorMemory",
+            "hipErrorOut",
+            "MEMORY_ERROR",
+            "memory_error",
+            "ERROR_OUT_OF_MEMORY",
+            "kIOGPU",
+        ),
         begins=re.compile(
             r"(?:CUDA|HIP)(?: driver)? [Ee]rror: out of memory|cuda runtime error \(2\) ?: out of "
             r"memory|(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED"
@@ -324,9 +383,12 @@ FORMS: Final[tuple[Form, ...]] = (
         read=_driver,
     ),
     Form(
-        begins=re.compile(r"RESOURCE_EXHAUSTED: Out of memory (?:while trying to allocate|allocating) (\d+)"), read=_xla
+        words=("RESOURCE_EXHAUSTED",),
+        begins=re.compile(r"RESOURCE_EXHAUSTED: Out of memory (?:while trying to allocate|allocating) (\d+)"),
+        read=_xla,
     ),
     Form(
+        words=("cache blocks", "Free memory on device", "KV cache"),
         begins=re.compile(
             r"No available memory for the cache blocks|Free memory on device[^\n]{0,80}is less than desired"
             r"|is larger than the (?:maximum number of tokens that can be stored in|available) KV cache"
@@ -334,15 +396,17 @@ FORMS: Final[tuple[Form, ...]] = (
         read=_server,
     ),
 )
-_BARE: Final = Form(begins=re.compile(r"\b(CUDA|HIP|XPU|NPU|MLU|MUSA) out of memory"), read=_allocator)
+_BARE: Final = Form(
+    words=("out of memory",), begins=re.compile(r"\b(CUDA|HIP|XPU|NPU|MLU|MUSA) out of memory"), read=_allocator
+)
 """What a program makes of an error that it has caught: it counts only where no other message stands."""
 
 
 def first_form(text: str) -> tuple[Form, re.Match[str]] | None:
     """The form of the first message in a text, and where it begins; None where no memory ran out."""
-    found = [(match.start(), at, form, match) for at, form in enumerate(FORMS) if (match := form.begins.search(text))]
+    found = [(match.start(), at, form, match) for at, form in enumerate(FORMS) if (match := form.search(text))]
     if not found:
-        bare = _BARE.begins.search(text)
+        bare = _BARE.search(text)
         return None if bare is None else (_BARE, bare)
     _, _, form, match = min(found, key=lambda one: one[:2])
     return form, match
@@ -350,7 +414,8 @@ def first_form(text: str) -> tuple[Form, re.Match[str]] | None:
 
 def count_messages(text: str) -> int:
     """How many requests of PyTorch's allocators failed in a text."""
-    return sum(len(form.begins.findall(text)) for form in FORMS[:3])
+    first = [(form, found.start()) for form in FORMS[:3] if (found := form.search(text)) is not None]
+    return sum(len(form.begins.findall(text, at)) for form, at in first)
 
 
 def more_figures(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -97,6 +97,8 @@ def facts_of_log(text: str, name: str) -> MemoryFacts:
 
 def _expandable(text: str) -> bool | None:
     """Whether expandable segments are switched on; what a message suggests is no setting."""
+    if "expandable_segments" not in text:
+        return None
     settings = re.sub(r"(?:If reserved but|try setting)[^\n]*", "", text)
     return True if re.search(r"expandable_segments['\"]?\s*[:=]\s*true", settings, re.IGNORECASE) else None
 
@@ -163,6 +165,8 @@ def _steps(before: str) -> tuple[StepBytes, ...]:
     epoch, last = 0, -1
     first: int | None = None
     for line in before.splitlines():
+        if "llocated" not in line and "LLOCATED" not in line:
+            continue
         step, nbytes = _STEP.search(line), _allocated(line)
         if step is None or nbytes is None:
             continue
