@@ -340,7 +340,8 @@ FORMS: Final[tuple[Form, ...]] = (
         ),
         begins=re.compile(
             r"exitcode\s*: -9\b|Signal 9 \(SIGKILL\)|<Signals\.SIGKILL: 9>|return code = -9\b|returncode[:=] ?-9\b"
-            r"|[Ee]xit(?:ed)?(?: with)?(?: [Ss]tatus| [Cc]ode):?\s+137\b|Memory cgroup out of memory|Out of memory: Kill"
+            r"|[Ee]xit(?:ed)?(?: with)?(?: [Ss]tatus| [Cc]ode):?\s+137\b"
+            r"|Memory cgroup out of memory|Out of memory: Kill"
             r"|invoked oom-killer|oom-kill:constraint|oom[_-]kill event|OOMKilled|OOM Killed"
             r"|killed due to (?:the node running low on memory|memory pressure)"
             r"|[Ee]xceeded (?:job |step )?memory (?:limit|allocation)"
