@@ -31,7 +31,7 @@ from jettison.dryrun.block import with_memory_of_their_own
 from jettison.dryrun.imagined_pipeline import ImaginedSchedule, Scheduled, modules_of
 from jettison.dryrun.inner_optimizers import each_of, noting_steps, standing_in
 from jettison.errors import JettisonError, TraceError, UsageError
-from jettison.measure.memory import AllocationCounter
+from jettison.measure.memory import AllocationCounter, quiet_gc
 from jettison.measure.tensors import static_tensors
 from jettison.parallel.agree import Agreement
 from jettison.parallel.imagined import imagined_copy, inside_of_ddp
@@ -103,6 +103,10 @@ class Seen:
     left: frozenset[nn.Parameter] = frozenset()
 
 
+Stretches = list[tuple[str, list[int]]]
+"""See `AllocationCounter.stretches`."""
+
+
 def observe(
     step: Step,
     copies: Copies,
@@ -110,12 +114,14 @@ def observe(
     mode: FakeTensorMode,
     optimizer: torch.optim.Optimizer | None = None,
     copied: torch.optim.Optimizer | None = None,
+    levels: Stretches | None = None,
 ) -> Seen:
     """Run a step on fake copies, once for each batch, and see how it calls each of their modules. Nothing real is
     computed with, nothing stays behind.
 
     Args:
         optimizer, copied: the loop's, and its copy over fake parameters.
+        levels: is told what was allocated after each op.
 
     Raises:
         UsageError: no model is called with gradients, or there is no backward.
@@ -125,7 +131,7 @@ def observe(
     left: set[nn.Parameter] = set()
     for batch in batches:
         with standing_in(optimizer, copied):
-            seen = _observed(step, copies, batch, mode, optimizer)
+            seen = _observed(step, copies, batch, mode, optimizer, levels)
         inside |= seen.inside
         left |= seen.left
         for use, found in zip(uses, seen.uses, strict=True):
@@ -138,7 +144,12 @@ def observe(
 
 
 def _observed(
-    step: Step, copies: Copies, batch: Any, mode: FakeTensorMode, optimizer: torch.optim.Optimizer | None
+    step: Step,
+    copies: Copies,
+    batch: Any,
+    mode: FakeTensorMode,
+    optimizer: torch.optim.Optimizer | None,
+    levels: Stretches | None,
 ) -> Seen:
     modules = modules_of(copies)
     uses = [ModelUse() for _ in modules]
@@ -161,7 +172,7 @@ def _observed(
         hooks.append(inner.register_forward_pre_hook(watcher.before, with_kwargs=True))
         hooks.append(inner.register_forward_hook(watcher.after))
     try:
-        with _on_fakes(step, modules, batch, mode), noting_steps(optimizer, stepped):
+        with _on_fakes(step, modules, batch, mode), noting_steps(optimizer, stepped), _counted(levels):
             step(*copies, opaque_copy(batch))
         left = note()
     except (JettisonError, torch.OutOfMemoryError):
@@ -191,6 +202,18 @@ def _observed(
     if all(len(watcher.unasked) == len(watcher.use.calls) for watcher in watchers):
         raise UsageError("step= ran no backward of the model's output; expected forwards and backwards of one step")
     return Seen(uses=uses, inside=frozenset(inside), left=frozenset(left))
+
+
+@contextlib.contextmanager
+def _counted(levels: Stretches | None) -> Iterator[None]:
+    """What is allocated in here is told."""
+    if levels is None:
+        yield
+        return
+    with quiet_gc(), AllocationCounter(record_levels=True) as counter:
+        counter.phase("step", first=True)
+        yield
+        levels += counter.stretches
 
 
 def copies_of(models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode, stages: Agreement | None = None) -> Copies:

@@ -164,15 +164,23 @@ class Agreement:
             each.over = True
         return own
 
-    def least(self, number: int) -> int:
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the one that makes what `first` hands out."""
+        return not self.rounds or self.rounds[0].tree.leads
+
+    def least(self, number: int, topic: str = "least") -> int:
         """The smallest that any rank has. None of them goes on before all are there.
+
+        Args:
+            topic: of the question; each is asked once.
 
         Raises:
             PlanMismatch: a rank failed, or did not come in time.
         """
         for each in self.rounds:
-            each.say_number(number)
-            number = each.least()
+            each.say_number(number, topic)
+            number = each.least(topic)
         return number
 
     def also(self, groups: Iterable[tuple[int, ...]], number: int = 0) -> int:
@@ -214,7 +222,7 @@ class Agreement:
             PlanMismatch: it failed there, or took longer than the timeout.
         """
         made: Made | None = None
-        if self.rounds and not self.rounds[0].tree.leads:
+        if not self.leads:
             said = self.rounds[0].told()
         else:
             try:
@@ -290,17 +298,17 @@ class Round:
             if verdict != _SAME:
                 raise PlanMismatch(self._difference(verdict))
 
-    def say_number(self, number: int) -> None:
+    def say_number(self, number: int, topic: str = "least") -> None:
         """Of which the smallest is wanted."""
         with self._words():
-            word = self.tree.say("least", str(number).encode(), lambda words: min((word for _, word in words), key=int))
+            word = self.tree.say(topic, str(number).encode(), lambda words: min((word for _, word in words), key=int))
         if word is not None:
-            self.tree.tell("least", word)
+            self.tree.tell(topic, word)
 
-    def least(self) -> int:
+    def least(self, topic: str = "least") -> int:
         """The smallest that was said."""
         with self._words():
-            return int(self.tree.hear("least"))
+            return int(self.tree.hear(topic))
 
     def union(self, own: Sequence[str]) -> list[str]:
         """What any rank has, in order."""

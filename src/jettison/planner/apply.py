@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, SupportsIndex
 
 from torch import nn
@@ -122,7 +124,7 @@ def apply(
     model: nn.Module,
     policy: Policy | None = None,
     *,
-    plan: Plan | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     batch: Any = None,
     loss_fn: LossFn | None = None,
     regions: Iterable[str] | None = None,
@@ -141,7 +143,7 @@ def apply(
             ``every:K``, ``offload`` (what autograd saves waits on the host), ``full-offload`` (so do the inputs that
             ``full`` keeps), ``pack`` (masks wait as bits, indices in few bytes), a `CheckpointPolicy`; a list of
             these, one for each block in order; or a mapping from block name to one (blocks left out keep everything).
-        plan: what `plan` made for this very model and batch.
+        plan: what `plan` made for this very model and batch; or the file of one.
         batch: one training batch; needed for ``plan``, and to record ahead of the first step.
         check: how closely every tensor that is computed again is held against what forward had: ``always`` (some
             elements of each), ``sampled`` (of one in eight, after the first steps), ``full`` (a digest of all),
@@ -164,6 +166,8 @@ def apply(
         how = check_of(check)
         host_bytes = None if host_budget is None else parse_bytes(host_budget)
         check_model(model)
+        if isinstance(plan, str | os.PathLike):
+            plan = _plan_in(plan)
         if batch is None:
             raise UsageError("apply() needs batch=: one training batch, to record what the model saves")
         loop = Loop(compile=compile_settings(compile, [model]))
@@ -187,6 +191,19 @@ def apply(
                 warnings.warn(text, stacklevel=2)
         installed = install(model, traced, policies, KeepAll(), segments, how=how, host_budget_bytes=host_bytes)
         return agreed(Applied(regions=installed), agreement)
+
+
+def _plan_in(file: str | os.PathLike[str]) -> Plan:
+    """The plan that a file has.
+
+    Raises:
+        UsageError: it cannot be read, or has none.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"plan={os.fspath(file)!r} cannot be read: {error}") from None
+    return Plan.from_json(text)
 
 
 def apply_plan(

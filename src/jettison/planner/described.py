@@ -19,7 +19,7 @@ from jettison.capture.trees import tree_leaves
 from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import ModulePolicy, OneBatch, fake_optimizer, optimizer_over
-from jettison.dryrun.user_step import Copies, ModelCall, ModelUse, Seen, Step, UserStep, copies_of, observe
+from jettison.dryrun.user_step import Copies, ModelCall, ModelUse, Seen, Step, Stretches, UserStep, copies_of, observe
 from jettison.errors import TraceError
 from jettison.parallel.agree import Agreement
 from jettison.parallel.imagined import ImaginedReplica, gradients_stay, inside_of_ddp, may_be_used_elsewhere
@@ -219,18 +219,21 @@ def describe_step(
     loop: Loop,
     progress: Progress,
     stages: Agreement | None = None,
+    levels: Stretches | None = None,
 ) -> OwnStep:
     """Run the step on fake tensors, and trace the models as it calls them.
 
     Args:
         blocks: of each model, where they are known; else ``regions``, or what repeats.
         stages: with ranks that run other stages of the step's pipelines.
+        levels: is told what a run of the step allocates, op by op.
     """
     progress("running the step on fake tensors")
     mode = fake_mode(allow_non_fake_inputs=True)
     batches = [_without_meta(batch, models, mode) for batch in batches]
     copies = copies_of(models, mode, stages)
-    seen = observe(step, copies, batches, mode, optimizer, _copied(optimizer, modules_of(models), copies, mode))
+    its_copy = _copied(optimizer, modules_of(models), copies, mode)
+    seen = observe(step, copies, batches, mode, optimizer, its_copy, levels)
     uses = seen.uses
     for copied, use in zip(modules_of(copies), uses, strict=True):
         if isinstance(copied, ImaginedReplica):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -18,13 +19,14 @@ from jettison.errors import Infeasible, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Group
 from jettison.parse_units import parse_bytes
-from jettison.planner.apply import agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
+from jettison.planner.apply import agreed, apply_candidate, apply_from_another_rank, apply_plan, expect_loop, likeness
 from jettison.planner.batches import BatchPlans
 from jettison.planner.budget import AskedBudget, Budget, budget_of, of_reserved
 from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.described import OneModel
 from jettison.planner.handle import Applied, figures, follow_loop, note_losses, with_losses
 from jettison.planner.host import Host, hardware_of, host_of
+from jettison.planner.kept_plans import Keeping, bytes_of_state
 from jettison.planner.optimizers import Optimizers, as_one
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
 from jettison.planner.planner import make_planner
@@ -176,6 +178,7 @@ def auto_checkpoint(
     hardware: Hardware | str | None = None,
     group: Group | None = None,
     chunked_loss: bool = True,
+    plan: str | os.PathLike[str] | None = None,
     progress: Progress = shown,
 ) -> Applied:
     """Make ``model`` train under ``memory_budget``: trace it, plan it, apply the plan.
@@ -221,6 +224,10 @@ def auto_checkpoint(
             three. What is not that function, as one that was imported by name before, is left as it is; so are losses
             whose logits the step writes to in place before its backward.
         group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
+        plan: a file in which the plan is kept, or a folder for plans of many calls. A plan that was made for the same
+            model, shapes, step, versions and hardware is followed, and not made again; of another the first difference
+            is told, and the new one takes its place. Of ranks each that plans has a file of its own, and all of them
+            follow what was kept or none does. `jettison.Plan.from_json` reads the file.
         progress: is told what is being done; left out, the logger ``jettison`` and a terminal are.
 
     Raises:
@@ -231,9 +238,14 @@ def auto_checkpoint(
             are to be compiled, and Inductor cannot work here.
         HostBudgetExceeded: what moves to the host needs more of its memory than there is by then.
         UsageError: a budget cannot be read; the optimizer is not one that a step of can be dry-run; nobody states the
-            link to the host.
+            link to the host; the file of ``plan`` is there and no such plan.
     """
     asked = AskedBudget.of(memory_budget)
+    options = {
+        "budget": str(asked if asked.nbytes is None else asked.nbytes),
+        "reserved": reserved,
+        "offload": f"{offload}, host budget {host_budget}, hardware {hardware if offload else None}",
+    }
     models = _sequence("models", models)
     given = models or (model,)
     if isinstance(shapes, Iterator):
@@ -256,6 +268,7 @@ def auto_checkpoint(
                 budget = of_reserved(budget, nn.ModuleList(modules))
             if budget.words:
                 progress(f"budget {budget.words}")
+            keeping = None if plan is None else Keeping(where=plan, asked=asked, options=options)
             batches = [batch, *others]
             if isinstance(model, nn.Module):  # stages of a pipeline exchange tensors of one shape
                 batches = alike(batches, ranks.sharing)
@@ -278,6 +291,7 @@ def auto_checkpoint(
                     losses=losses,
                     progress=progress,
                     plain=step is None,
+                    keeping=keeping,
                 )
             now = any(p.grad is not None for p in model.parameters())
             loop = Loop(
@@ -300,6 +314,7 @@ def auto_checkpoint(
                 host=host,
                 losses=losses,
                 progress=progress,
+                keeping=keeping,
             )
 
     with reported(progress, f"planning {type(model).__name__} under a budget of {asked}") as done:
@@ -322,6 +337,7 @@ def _auto_checkpoint(
     host: Host | None,
     losses: Hold | None,
     progress: Progress,
+    keeping: Keeping | None,
 ) -> Applied:
     """See `auto_checkpoint`: a model whose step is a forward on the batch, and a backward."""
     began = time.perf_counter()
@@ -332,9 +348,24 @@ def _auto_checkpoint(
     budget = budget.with_least(ranks.with_traced([traced], budget.nbytes))
     one = OneModel(model=model, traced=traced, optimizer=optimizer, progress=progress, hardware=hardware, host=host)
 
+    kept = None
+    if keeping is not None:
+        kept = keeping.opened(budget, [traced], [model], batch, optimizer, [loss_fn], progress)
+    follows = kept is not None and ranks.all_follow(kept.can_be_followed(makes=ranks.makes_plans))
+
     def make() -> Applied:
+        if kept is not None and follows:
+            room = None if host is None else host.budget_bytes
+            applied = apply_plan(model, traced, kept.followed()[0], check_of(loop.check), room)
+            assert applied.plan is not None
+            expect_loop(applied.regions, traced, applied.plan)
+            return applied
         found = one.planner.plan(budget.nbytes)
-        return apply_candidate(model, one.planner, found, budget.nbytes, check_of(loop.check))
+        applied = apply_candidate(model, one.planner, found, budget.nbytes, check_of(loop.check))
+        if kept is not None and applied.plan is not None:
+            state_bytes = bytes_of_state(one.mirrored)
+            kept.write([applied.plan], state_bytes=state_bytes, planning_seconds=time.perf_counter() - began)
+        return applied
 
     applied = ranks.sharing.first(make, lambda made: json.dumps([made.plan_text(), likeness(traced)]))
     if isinstance(applied, str):
@@ -348,7 +379,7 @@ def _auto_checkpoint(
     if not ranks.sharing.rounds:
         assert applied.plan is not None
         names = list(dict.fromkeys(call.name for call in traced.calls))
-        seconds = time.perf_counter() - began
+        seconds = kept.planning_seconds if kept is not None and follows else time.perf_counter() - began
 
         def describe(batch: Any) -> OneModel:
             again = traced_forward(model, batch, loss_fn=loss_fn, regions=names, loop=loop)

@@ -17,7 +17,7 @@ from jettison.capture.compiled import CompileSettings
 from jettison.capture.model_trace import Loop, LossFn, as_call, call_model, loss_of
 from jettison.capture.sharded import sharded_modules
 from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
-from jettison.dryrun.user_step import Step
+from jettison.dryrun.user_step import Step, Stretches
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
@@ -27,6 +27,7 @@ from jettison.planner.budget import Budget
 from jettison.planner.described import OwnStep, Part, describe_step, nbytes_of
 from jettison.planner.handle import Applied, follow_loop, note_losses
 from jettison.planner.host import Host
+from jettison.planner.kept_plans import Keeping, bytes_of_state
 from jettison.planner.readiness import check_model, check_states
 from jettison.planner.together import Together
 from jettison.progress import Progress
@@ -113,6 +114,7 @@ def auto_checkpoint_step(
     losses: Hold | None,
     progress: Progress,
     plain: bool,
+    keeping: Keeping | None,
 ) -> Applied:
     """`auto_checkpoint` with ``step``; see there.
 
@@ -146,14 +148,30 @@ def auto_checkpoint_step(
     beside = elsewhere_bytes(nn.ModuleList(modules), max(batches, key=nbytes_of), optimizer)
     beside += sum(map(held_by_ddp, modules))
     loop = Loop(gradients_held=held, check=how, elsewhere_bytes=beside, compile=compiling)
-    one = describe_step(step, models, batches, optimizer, {}, regions, loop, progress, ranks.stages)
+    levels: Stretches | None = None if keeping is None else []
+    one = describe_step(step, models, batches, optimizer, {}, regions, loop, progress, ranks.stages, levels)
     reached = ranks.reached(one.reached)
     one = replace(one.with_reached(reached), hardware=hardware, host=host)
     note_losses(one.traces, losses)
     budget = budget.with_least(ranks.with_traced(one.traces, budget.nbytes))
 
+    kept = None
+    if keeping is not None:
+        functions, more = [] if plain else [step], {"reached": " ".join(sorted(reached))}
+        kept = keeping.opened(budget, one.traces, modules, batches, optimizer, functions, progress, levels, more)
+    follows = kept is not None and ranks.all_follow(kept.can_be_followed(makes=ranks.makes_plans))
+
+    def planned() -> list[Plan]:
+        if kept is not None and follows and kept.plans:
+            return kept.followed()
+        made = one.plans(budget.nbytes)
+        if kept is not None:
+            state_bytes = bytes_of_state(one.dry_step.optimizer)
+            kept.write(made, state_bytes=state_bytes, planning_seconds=time.perf_counter() - began)
+        return made
+
     def make() -> Applied:
-        made = ranks.plans(lambda: one.plans(budget.nbytes), [likeness(trace) for trace in one.traces])
+        made = ranks.plans(planned, [likeness(trace) for trace in one.traces])
         replicas = [inside_of_ddp(one) for one in modules if isinstance(one, DistributedDataParallel)]
         applied = _applied(one.parts, made, how, host, replicas=replicas, probed=pipelined)
         return agreed(replace(applied, budget=budget.words), ranks.sharing)
@@ -173,7 +191,7 @@ def auto_checkpoint_step(
             describe=describe,
             shape_of=_call_shape if plain else _shape,
             budget_bytes=budget.nbytes,
-            planning_seconds=time.perf_counter() - began,
+            planning_seconds=kept.planning_seconds if kept is not None and follows else time.perf_counter() - began,
             progress=progress,
             host_budget_bytes=None if host is None else host.shared(len(one.parts)).budget_bytes,
         )

@@ -55,6 +55,20 @@ class Together:
         """
         return set(self.sharing.union(self.replicas.union(names)))
 
+    @property
+    def makes_plans(self) -> bool:
+        """Whether this rank makes plans that others are told of, or its own."""
+        return self.sharing.leads and self.replicas.leads
+
+    def all_follow(self, here: bool) -> bool:
+        """Whether all ranks can follow plans that were kept. All of them ask.
+
+        Raises:
+            PlanMismatch: one failed, or did not come in time.
+        """
+        number = self.replicas.least(self.stages.least(int(here), "kept"), "kept")
+        return bool(self.sharing.least(number, "kept"))
+
     def with_traced(self, traces: Iterable[ModelTrace], budget_bytes: int) -> int:
         """The budget, once ranks that the models talk to by themselves plan together, too.
 
