@@ -2,17 +2,20 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import jettison
 from jettison.cli.main import run
 from jettison.diagnose.facts import MemoryFacts
 from jettison.diagnose.finding import Finding
 from jettison.diagnose.log_text import decoded
 from jettison.diagnose.memory import diagnose_memory
 from jettison.diagnose.oom_log import facts_of_log, read_oom_log
+from jettison.diagnose.trainers import TRAINERS, Trainer, trainer_of
 from jettison.errors import UsageError
 from support.oom_logs import OWN, REPORTED, Case
 
@@ -95,6 +98,21 @@ def test_logs_that_are_cut_and_torn_are_read_or_refused(seed: int) -> None:
         held = [nbytes for name, nbytes in facts.holders if name != "shared or virtual memory"]
         assert all(nbytes > 0 for nbytes in held)
         assert not facts.total_bytes or facts.device == "cpu" or (facts.free_bytes or 0) <= facts.total_bytes * 1.02
+
+
+@pytest.mark.parametrize("trainer", [one for one in TRAINERS if one.plan], ids=lambda one: one.name)
+def test_plans_of_trainers_are_calls_that_there_are(trainer: Trainer) -> None:
+    called = re.search(r"jettison\.integrations\.(\w+)\.(\w+)\(", trainer.plan)
+    assert called is not None and "{budget}" in trainer.plan
+    source = Path(jettison.__file__).parent / "integrations" / f"{called[1]}.py"
+    assert re.search(rf"^(?:def|class) {called[2]}\b", source.read_text(), re.MULTILINE)
+
+
+def test_trainers_have_different_names_and_something_to_say() -> None:
+    assert len({one.name for one in TRAINERS}) == len(TRAINERS)
+    assert all(one.paths and one.smaller for one in TRAINERS)
+    assert trainer_of(["/env/site-packages/trl/trainer/x.py", "/env/site-packages/transformers/trainer.py"]) == "TRL"
+    assert trainer_of(["/work/run/train.py"]) == ""
 
 
 def test_files_are_read_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

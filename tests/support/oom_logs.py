@@ -1118,6 +1118,22 @@ TRAPS = (
         **PLAIN_IS,
     ),
     Case(
+        name="a process that has just begun, beside one that has all",
+        text=new(
+            "20.00 MiB",
+            "79.15 GiB",
+            "0.25 GiB",
+            "0 bytes",
+            "0 bytes",
+            others="Process 77 has 78.40 GiB memory in use. ",
+        ).replace("20.00 MiB", "512.00 MiB"),
+        kind=Kind.OTHERS,
+        asked=0.5,
+        holders={OTHERS: 78.4},
+        says=("other processes hold 78.4 GiB", "nvidia-smi"),
+        never=("auto_checkpoint", "another number"),
+    ),
+    Case(
         name="vLLM loads safetensors",
         text="Loading safetensors checkpoint shards:  43% Completed | 3/7 [00:02<00:03,  1.1it/s]\n"
         + traceback(

@@ -117,6 +117,21 @@ def test_steps_end_where_the_optimizer_or_zero_grad_is(name: str, fused: bool) -
         assert len({step.between_bytes for step in facts.steps[2:-1]}) == 1
 
 
+def test_a_leak_in_a_trainer_names_the_librarys_line() -> None:
+    """The user's line is that of the whole training."""
+    recorder = Recorder(Mode())
+    trainer = py("_inner_training_loop", f"{SITE}/transformers/trainer.py", 2578)
+    kept = (py("log", f"{SITE}/transformers/trainer.py", 3001), trainer, MAIN)
+    for _ in range(10):
+        held = [recorder.alloc(8 * MIB, (LINEAR, CALL, trainer, MAIN)) for _ in range(4)]
+        recorder.alloc(MIB, kept)
+        recorder.free(held, (trainer, MAIN))
+        recorder.free([recorder.alloc(MIB, (*IN_STEP[:3], trainer, MAIN))], (*IN_STEP[:3], trainer, MAIN))
+    found = diagnose_memory(facts_of_snapshot(snapshot_of(recorder.content(), "x")))
+    assert found.kind is Kind.LEAK
+    assert "run/train.py:60 <module>, made at transformers/trainer.py:3001 log, leaves 1.0 MiB" in found.evidence[1]
+
+
 @pytest.mark.parametrize("loop", [Loop(steps=9, in_backward=True), Loop(steps=9, lingers=True)])
 @pytest.mark.parametrize("name", EVENTS_HAVE_STACKS)
 def test_what_an_optimizer_does_elsewhere_ends_no_step(name: str, loop: Loop) -> None:

@@ -77,12 +77,16 @@ class StepBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Survivor:
-    """A place that leaves something behind in most steps: ``nbytes`` altogether, from ``steps`` different ones."""
+    """A place that leaves something behind in most steps: ``nbytes`` altogether, from ``steps`` different ones.
+
+    ``site``: the innermost line of it outside of torch.
+    """
 
     module: str
     role: str
     nbytes: int
     steps: int
+    site: str = ""
 
     @property
     def bytes_per_step(self) -> int:

@@ -111,8 +111,9 @@ def _leak(facts: MemoryFacts, growth: int) -> Finding:
     evidence = [f"between steps {format_gib(growth)} more are allocated after {steps} steps than after the first two"]
     for one in facts.survivors[:MOST_PARTS]:
         place = one.module or "an unnamed place"
+        inner = f", made at {one.site}," if one.site and one.site != one.module else ""
         evidence.append(
-            f"{place}{_role(one.role)} leaves {format_gib(one.bytes_per_step)} a step behind: "
+            f"{place}{_role(one.role)}{inner} leaves {format_gib(one.bytes_per_step)} a step behind: "
             f"{format_gib(one.nbytes)} from {one.steps} steps"
         )
     if not facts.survivors:

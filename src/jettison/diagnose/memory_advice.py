@@ -262,13 +262,12 @@ def _plan(facts: MemoryFacts) -> tuple[Change, ...]:
         return ()
     trainer = trainer_named(facts.trainer)
     line = f'jettison.auto_checkpoint(model, batch, "{budget}MiB", optimizer=optimizer)'
+    why = "plans each layer below what there is, and refuses, with the smallest budget, where that cannot be"
     if trainer is not None and trainer.plan:
         line = trainer.plan.format(budget=f"{budget}MiB")
+        why = f"{why}; with the trainer's own checkpointing switched off"
     return (
-        Change(
-            line=line,
-            why="plans each layer below what there is, and refuses, with the smallest budget, where that cannot be",
-        ),
+        Change(line=line, why=why),
         Change(line=f"jettison plan MODEL --budget {budget}MiB", why="says beforehand what that costs in time"),
     )
 
@@ -281,8 +280,8 @@ def _fused_loss(facts: MemoryFacts) -> tuple[Change, ...]:
             Change(line=trainer.loss, why=f"{trainer.name}: logits of the whole batch are never held at once")
         )
     elif facts.device in _TRITON:
-        line = "loss = LigerFusedLinearCrossEntropyLoss()(model.lm_head.weight, hidden, labels)    # liger-kernel"
-        changes.append(Change(line=line, why="head and loss in one kernel: logits are never held"))
+        line = "loss = LigerFusedLinearCrossEntropyLoss()(model.lm_head.weight, hidden.flatten(0, 1), labels.flatten())"
+        changes.append(Change(line=line, why="liger-kernel: head and loss in one, so that logits are never held"))
     line = "for piece in hidden.split(1024, dim=1): loss = loss + head_and_loss(piece)"
     changes.append(Change(line=line, why="logits of a piece of the sequence at a time, under a checkpoint"))
     return tuple(changes)

@@ -18,6 +18,9 @@ EXBI: Final = 1 << 60
 SLACK: Final = 0.01
 """Of a device: figures are rounded to two decimals."""
 
+MOST_OUTSIDE: Final = 0.25
+"""Of a device, that a process may hold beside PyTorch and still be taken for ours where no process says that it is."""
+
 _SIZE: Final = r"([\d.,]+) ?(bytes|[KMGTPE]i?B|B)\b"
 _SCALE: Final = {"bytes": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGTPE", 1)}
 _SCALE_2: Final = {f"{p}iB": 1024**n for n, p in enumerate("KMGTPE", 1)}
@@ -97,8 +100,9 @@ def held_figures(
         free = max(0, total - held)
         notes.append("the driver calls more free than the device has left: memory that is shared with the host")
     if own is None and processes:
-        slack = SLACK * (total or held)
-        mine = min((one for one in processes if one >= held - slack), default=None)
+        size = total or held
+        near = [one for one in processes if held - SLACK * size <= one <= held + MOST_OUTSIDE * size]
+        mine = min(near, default=None)
         if mine is not None:
             own = mine
             rest = list(processes)

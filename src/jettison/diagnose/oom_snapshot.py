@@ -177,7 +177,7 @@ def survivors(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]
         early = int(step[own].min()) < FIRST_STEPS + possible / 3
         if early and steps >= max(3, SHARE_OF_STEPS * possible) and nbytes >= LEAST_GROWTH * timeline.peak_bytes:
             named = timeline.labels[label]
-            found.append(Survivor(module=named.module, role=named.role, nbytes=nbytes, steps=steps))
+            found.append(Survivor(module=named.module, role=named.role, nbytes=nbytes, steps=steps, site=named.site))
     return tuple(sorted(found, key=lambda one: -one.nbytes)) or _growing(timeline, ends)
 
 
@@ -200,5 +200,7 @@ def _growing(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]:
         levels = held[:, label].tolist()
         more = levels[-1] - levels[0]
         if more >= LEAST_GROWTH * timeline.peak_bytes and never_falls(levels):
-            found.append(Survivor(module=named.module, role=named.role, nbytes=more, steps=last - first))
+            found.append(
+                Survivor(module=named.module, role=named.role, nbytes=more, steps=last - first, site=named.site)
+            )
     return tuple(sorted(found, key=lambda one: -one.nbytes))

@@ -15,6 +15,16 @@ from jettison.errors import UsageError
 from jettison.traces.snapshot import read_snapshot
 
 SCHEMA: Final = "jettison.watch/1"
+_OF_THE_MESSAGE: Final = (
+    "total_bytes",
+    "outside_bytes",
+    "other_processes_bytes",
+    "unaccounted_bytes",
+    "shared_bytes",
+    "trainer",
+    "evaluating",
+)
+"""Facts that a snapshot does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +100,8 @@ def _facts(record: WatchRecord, path: Path) -> MemoryFacts:
     if kept is not None and kept.exists():
         seen = facts_of_snapshot(read_snapshot(kept))
         if record.error and seen.failed:
-            facts = replace(seen, total_bytes=facts.total_bytes, outside_bytes=facts.outside_bytes, source=path.name)
+            told = {name: getattr(facts, name) for name in _OF_THE_MESSAGE}
+            facts = replace(seen, **told, logits=seen.logits or facts.logits, source=path.name)
         else:
             facts = replace(facts, parts=seen.parts, survivors=seen.survivors)
     if not facts.failed and record.steps:
