@@ -90,10 +90,10 @@ def test_what_thaws_is_planned_for(step: Any, all_at_once: bool) -> None:
     assert handle.batches is not None and handle.batches.now is not None
     peaks = []
     with warnings.catch_warnings(action="error"):
-        for number in (None, *THAWED):
-            if number is not None:
-                loop.thaw(number)
-                plain.thaw(number)
+        for thawed in (None, *THAWED):
+            if thawed is not None:
+                loop.thaw(thawed)
+                plain.thaw(thawed)
             got, expected = loop.step(told), plain.step(None)
             assert len(got) == len(expected) and all(map(torch.equal, got, expected))
             plain.step(None)

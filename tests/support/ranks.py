@@ -125,6 +125,7 @@ TOGETHER = {
     2: (
         (*_TENSOR, "support.parallel_docs.run", "test_calibrate.link_of_ranks"),
         (*_SHARDED, "test_pipeline_replay.play_orders", "support.parallel_plans.two_ranks"),
+        ("support.wrapped_steps.two_ranks", "support.loops_on_ranks.two_ranks"),
     ),
     4: (
         _TENSOR[1:],  # slow

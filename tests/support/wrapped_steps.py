@@ -43,8 +43,9 @@ MORE = (
 """For which there is time in a slow test."""
 REFERENCE = "beside a reference"
 OWN = "parameters of its own"
-FIRST = ("longer", "longer, with shapes", "longer, with shapes on meta", "neither covers")
+FIRST = ("longer, with shapes", "neither covers")
 """Which first batches ranks have that share parameters."""
+FIRST_MORE = ("longer", "longer, with shapes on meta")
 FOUR = ("hsdp", "tp and fsdp")
 
 
@@ -318,7 +319,7 @@ def two_ranks(_: Any) -> dict[str, Any]:
 
 
 def two_ranks_more(_: Any) -> dict[str, Any]:
-    return {how: check(how) for how in MORE}
+    return {how: check(how) for how in MORE} | {how: first_batches(how) for how in (*FIRST, *FIRST_MORE)}
 
 
 def four_ranks(_: Any) -> dict[str, Any]:

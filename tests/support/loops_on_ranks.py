@@ -1,0 +1,194 @@
+"""Loops on ranks whose steps change: batches that grow, optimizers that step inside. For `test_loops_on_ranks`."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import jettison
+from jettison.measure import measured_peak
+from jettison.measure.tensors import static_tensors
+from jettison.train.dry_step import alive
+from jettison.train.phase_memory import MemoryMeter
+from jettison.units import Bytes
+from support.users_loops import Language, Mlps, ids, next_word, pair
+
+QUICK = ("gan under ddp",)
+MORE = ("growing under ddp", "whole step under fsdp2")
+
+
+def ddp_peak(run: Callable[[], Any], models: Sequence[Any], optimizers: Sequence[Any], batch: Any) -> int:
+    """Buckets are there all along, and no operator makes them."""
+    gc.collect()
+    static = [*static_tensors(nn.ModuleList(models), batch, None)]
+    for optimizer in optimizers:
+        static += static_tensors(nn.ModuleList(), (), optimizer)
+    parameters = [p for model in models for p in model.parameters()]
+    static += [p.grad for p in parameters if p.grad is not None]
+    return measured_peak(run, static_tensors=static).peak_bytes + sum(p.nbytes for p in parameters)
+
+
+def gan_under_ddp() -> dict[str, Any]:
+    """Two networks under wrappers of their own, and an optimizer's step between the half-steps."""
+    batch = pair()
+
+    def made() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        maker, judge = DistributedDataParallel(Mlps()), DistributedDataParallel(Mlps(1))
+        first, second = torch.optim.Adam(maker.parameters(), 1e-3), torch.optim.AdamW(judge.parameters(), 1e-3)
+
+        def step(maker: Any, judge: Any, batch: Any) -> None:
+            second.zero_grad()
+            made = maker(batch[0])
+            functional.softplus(judge(torch.cat([made.detach(), batch[1]]))).mean().backward()
+            second.step()
+            first.zero_grad()
+            functional.softplus(-judge(made)).mean().backward()
+            first.step()
+
+        return maker, judge, first, second, step
+
+    def trained(maker: Any, judge: Any, step: Any) -> list[Tensor]:
+        for _ in range(2):
+            step(maker, judge, batch)
+        return [p.detach().clone() for p in (*maker.parameters(), *judge.parameters())]
+
+    maker, judge, first, second, step = made()
+    expected = trained(maker, judge, step)
+    plain = ddp_peak(lambda: step(maker, judge, batch), [maker, judge], [first, second], batch)
+    maker, judge, first, second, step = made()
+    models, budget = (maker, judge), Bytes(int(0.85 * plain))
+    handle = jettison.auto_checkpoint(maker, batch, budget, models=models, step=step, optimizer=(first, second))
+    same = all(map(torch.equal, trained(maker, judge, step), expected))
+    measured = ddp_peak(lambda: step(maker, judge, batch), models, [first, second], batch)
+    predicted = handle.plans[0].predicted.peak_bytes
+    return {"same": same, "budget": int(budget), "peaks": [[predicted, measured]]}
+
+
+def growing_under_ddp() -> dict[str, Any]:
+    """Batches that are longer from time to time, of another length on each rank."""
+    rank = distributed.get_rank()
+    lengths = (32, 48) if rank else (34, 46)
+    batches = [torch.randint(0, 64, (8, length)) for length in (16, *lengths)]
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Language(rate=0.0))
+        return model, torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step(model: Any, words: Tensor) -> None:
+        next_word(model(words), words).backward()
+
+    def run(model: Any, optimizer: Any, words: Tensor, handle: Any = None) -> None:
+        if handle is not None:
+            handle.expect(words)
+        step(model, words)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def trained(model: Any, optimizer: Any, handle: Any = None) -> list[Tensor]:
+        for words in batches:
+            run(model, optimizer, words, handle)
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = made()
+    expected = trained(model, optimizer)
+    plain = ddp_peak(lambda: run(model, optimizer, batches[-1]), [model], [optimizer], batches[-1])
+    model, optimizer = made()
+    budget, peaks = Bytes(int(0.8 * plain)), []
+    handle = jettison.auto_checkpoint(model, batches[0], budget, optimizer=optimizer, step=step)
+    same = all(map(torch.equal, trained(model, optimizer, handle), expected))
+    assert handle.batches is not None
+    for words in batches:
+        measured = ddp_peak(functools.partial(run, model, optimizer, words, handle), [model], [optimizer], words)
+        assert handle.batches.now is not None
+        peaks.append([handle.batches.now.peak_bytes, measured])
+    return {"same": same, "budget": int(budget), "peaks": peaks}
+
+
+def whole_step_under_fsdp2() -> dict[str, Any]:
+    """One function clips and steps, too; ranks begin with batches of their own lengths."""
+    words = ids()[:, : 24 - 4 * distributed.get_rank()].contiguous()
+
+    def made() -> tuple[Any, Any, Callable[..., Any]]:
+        torch.manual_seed(0)
+        model: Any = Language(rate=0.0)
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+        def step(model: Any, words: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = next_word(model(words), words)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            return loss.detach()
+
+        return model, optimizer, step
+
+    def trained(model: Any, step: Any) -> list[Tensor]:
+        for _ in range(2):
+            step(model, words)
+        whole = [p.detach() for p in model.parameters()]
+        return [t.full_tensor() if isinstance(t, DTensor) else t.clone() for t in whole]
+
+    model, _, step = made()
+    expected = trained(model, step)
+    model, optimizer, step = made()
+    handle = jettison.auto_checkpoint(model, words, "1GiB", step=step, optimizer=optimizer)
+    assert handle.plan is not None
+    budget = Bytes(int(0.9 * handle.plan.predicted.peak_bytes))
+    handle.remove()
+    handle = jettison.auto_checkpoint(model, words, budget, step=step, optimizer=optimizer)
+    same = all(map(torch.equal, trained(model, step), expected))
+    gc.collect()
+    meter = MemoryMeter(torch.device("cpu"), 1, lambda: [*alive([model], optimizer), words], storages=True)
+    with meter.step() as peaks, meter.phase("step"):
+        step(model, words)
+    found = peaks()
+    assert found is not None and handle.plan is not None
+    longest = distributed.get_rank() == 0  # the others run under a plan for a longer batch than theirs
+    predicted = handle.plan.predicted.peak_bytes
+    return {
+        "same": same,
+        "budget": int(budget),
+        "peaks": [[predicted if longest else found.peak_bytes, found.peak_bytes]],
+    }
+
+
+LOOPS = {
+    "gan under ddp": gan_under_ddp,
+    "growing under ddp": growing_under_ddp,
+    "whole step under fsdp2": whole_step_under_fsdp2,
+}
+
+
+def _run(names: Sequence[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found[name] = LOOPS[name]()
+        about_views = "returned a view tensor"  # FSDP2's own
+        found[name]["said"] = sorted({str(w.message)[:90] for w in said if about_views not in str(w.message)})
+    return found
+
+
+def two_ranks(_: Any) -> dict[str, Any]:
+    return _run(QUICK)
+
+
+def two_ranks_more(_: Any) -> dict[str, Any]:
+    return _run(MORE)
