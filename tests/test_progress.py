@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import sys
@@ -10,8 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
+import jettison
 from jettison import progress
-from jettison.progress import LOGGER, Progress, in_a_trainer, reported, shown, silent
+from jettison.progress import LOGGER, Progress, in_a_trainer, on_terminal, reported, shown, silent
 
 
 class Terminal(io.StringIO):
@@ -116,6 +118,33 @@ def test_a_terminal_is_never_silent_and_is_left_clean(monkeypatch: pytest.Monkey
                 pass
     assert threading.active_count() == before
     assert stream.getvalue().endswith("\r\x1b[2K") and "\n" not in stream.getvalue()
+
+
+@pytest.mark.usefixtures("unset")
+def test_functions_that_take_long_are_seen_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for function in (jettison.verify, jettison.verify_given, jettison.search, jettison.auto_checkpoint):
+        assert inspect.signature(function).parameters["progress"].default is shown
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.001)
+
+    @on_terminal
+    def prove(name: str, *, progress: Progress = shown) -> str:
+        progress(f"timing {name}")
+        while "jettison: timing Net (" not in stream.getvalue():
+            pass
+        return name
+
+    assert prove("Net") == "Net"
+    assert stream.getvalue().endswith("\r\x1b[2K")
+    said: list[str] = []
+
+    @on_terminal
+    def quick(*, progress: Progress = shown) -> None:
+        progress("timing")
+
+    quick(progress=said.append)
+    assert said == ["timing"]
 
 
 @pytest.mark.usefixtures("unset")

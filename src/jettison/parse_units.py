@@ -22,6 +22,8 @@ _COUNT = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kKM]?)")
 _TIMES: Final = MappingProxyType({"": 1, "k": 1 << 10, "K": 1 << 10, "M": 1 << 20})
 _QUANTITY = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)")
 _SECONDS: Final = MappingProxyType({"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0})
+LONGEST_SHOWN: Final = 80
+"""Characters of what somebody gave, in a message."""
 _EXPECTED = 'expected a positive number and a unit, such as "8GiB" (2^30 bytes each) or "20 GB" (10^9 bytes each)'
 
 
@@ -92,10 +94,11 @@ def _whole(number: object) -> int:
         found = operator.index(number)  # type: ignore[arg-type]
     except (TypeError, RuntimeError):  # RuntimeError: a tensor of many elements
         found = None
+    shown = f"{number!r} ({type(number).__name__})"
+    if len(shown) > LONGEST_SHOWN or "\n" in shown:
+        shown = f"a {type(number).__name__}"
     if found is None or "bool" in str(getattr(number, "dtype", type(number))):
-        raise UsageError(
-            f"got {number!r} ({type(number).__name__}) as a number of bytes; {_EXPECTED}, or an int of bytes"
-        )
+        raise UsageError(f"got {shown} as a number of bytes; {_EXPECTED}, or an int of bytes")
     return found
 
 

@@ -9,6 +9,7 @@ shows one line that is rewritten every second: what is being done, and for how l
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -17,9 +18,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Final, TextIO
+from typing import Final, ParamSpec, TextIO, TypeVar
 
 Progress = Callable[[str], None]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 LOGGER: Final = logging.getLogger("jettison")
 FIRST_SECONDS: Final = 0.3
@@ -96,6 +99,18 @@ def reported(progress: Progress, before: str) -> Iterator[Callable[[str], None]]
     if at_once or seconds >= LONG_SECONDS:
         for text in results:
             tell(f"{text} (took {seconds:.1f} s)")
+
+
+def on_terminal(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function with ``progress=shown`` whose work a terminal shows as long as it lasts."""
+
+    @functools.wraps(function)
+    def running(*args: _P.args, **options: _P.kwargs) -> _R:
+        progress = options.get("progress", shown)
+        with progress.running(function.__name__) if isinstance(progress, Shown) else nullcontext():
+            return function(*args, **options)
+
+    return running
 
 
 class _Status:

@@ -196,6 +196,12 @@ def test_a_budget_is_refused_where_it_is_given(budget: Any) -> None:
     assert trainer.training_step is None
 
 
+@pytest.mark.parametrize("given", [None, "8GiB", nn.Linear(2, 2)])
+def test_what_is_no_trainer_is_named(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"as a trainer; expected one that has training_step\(\)"):
+        auto_checkpoint_trainer(given, "8GiB")
+
+
 def test_planning_in_a_trainer_says_a_line_before_and_one_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

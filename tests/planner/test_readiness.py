@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,38 @@ def test_replicas_of_plain_parts_are_refused() -> None:
     library._pre_dp_module_transform(model)
     with pytest.raises(UnsupportedModule, match=r"the model is tensor parallel, and keeps plain parts"):
         jettison.auto_checkpoint(model, batch(), "1GiB")
+
+
+def _ways(given: Any, x: Tensor) -> dict[str, Callable[[], object]]:
+    """Functions that take a model."""
+    return {
+        "auto_checkpoint": lambda: jettison.auto_checkpoint(given, (x,), "1GiB"),
+        "trace": lambda: jettison.trace(given, (x,)),
+        "apply": lambda: jettison.apply(given, "full", batch=(x,)),
+        "verify": lambda: jettison.verify(given, (x,), budget="1GiB"),
+        "verify_given": lambda: jettison.verify_given(given, (x,)),
+        "watch": lambda: jettison.watch(given).__enter__(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("gpt2", r"got the name 'gpt2' as a model; .*: build it first, .*from_pretrained\('gpt2'\)"),
+        (nn.Linear, r"got a type as a model; expected a torch\.nn\.Module: make one of it, as in Linear\(\.\.\.\)"),
+        ([nn.Linear(2, 2)], r"got a list as a model; expected a torch\.nn\.Module"),
+    ],
+)
+@pytest.mark.parametrize("name", sorted(_ways(None, torch.zeros(1))))
+def test_what_is_no_model_is_named(name: str, given: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        _ways(given, torch.randn(4, 2))[name]()
+
+
+def test_a_model_is_no_trace_and_a_text_no_list_of_budgets() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+    for call in (lambda: jettison.plan(model, "1GiB"), lambda: jettison.ledger_of(model)):
+        with pytest.raises(UsageError, match=r"got a Sequential as a trace; .*jettison\.trace\(model, batch\)"):
+            call()
+    with pytest.raises(UsageError, match=r"expected a list, as in \['8GiB'\]"):
+        jettison.sweep(jettison.trace(model, (torch.randn(4, 2),), loss_fn=torch.sum), "8GiB")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.model_trace import BlockClass, ModelTrace, as_call
+from jettison.capture.model_trace import BlockClass, ModelTrace, as_call, expect_trace
 from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.roles import Roles
 from jettison.capture.signature import call_signature, global_signature
@@ -52,6 +52,7 @@ def ledger_of(trace: ModelTrace, kept: Kept | None = None) -> Ledger:
     Raises:
         TraceError: the model runs differently now than when it was traced.
     """
+    expect_trace(trace)
     links = _link(trace)
     root = _Region(trace=trace.root, module=trace.fake_model, layer=ROOT_LAYER, ids=links.root)
     entries = list(root.entries(_chosen(kept, "", trace.root.program)))

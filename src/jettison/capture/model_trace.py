@@ -17,7 +17,7 @@ from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.signature import as_signed
 from jettison.capture.trees import tree_leaves
 from jettison.capture.values import tracing
-from jettison.errors import TraceError
+from jettison.errors import TraceError, UsageError
 from jettison.ledger.program import Program
 from jettison.one_line import summary
 from jettison.units import format_seconds
@@ -195,3 +195,32 @@ def as_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args and kwargs:
         return Arguments(args, kwargs)
     return kwargs if kwargs else args
+
+
+def expect_module(model: object) -> None:
+    """Check that what a user gave as a model is one.
+
+    Raises:
+        UsageError: it is something else: a name, a class, nothing.
+    """
+    if isinstance(model, nn.Module):
+        return
+    how = ""
+    if isinstance(model, str):
+        how = f": build it first, as in transformers.AutoModelForCausalLM.from_pretrained({model!r})"
+    elif isinstance(model, type):
+        how = f": make one of it, as in {model.__name__}(...)"
+    got = f"the name {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
+    raise UsageError(f"got {got} as a model; expected a torch.nn.Module{how}")
+
+
+def expect_trace(traced: object) -> None:
+    """Check that what a user gave as a trace is one.
+
+    Raises:
+        UsageError: it is something else, such as the model.
+    """
+    if not isinstance(traced, ModelTrace):
+        raise UsageError(
+            f"got a {type(traced).__name__} as a trace; expected what jettison.trace(model, batch) returns"
+        )

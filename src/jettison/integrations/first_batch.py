@@ -74,6 +74,8 @@ class TrainerPlan(Planned, ABC):
 
     def __init__(self, trainer: Any, memory_budget: str | SupportsIndex, options: dict[str, Any]) -> None:
         super().__init__(memory_budget, options)
+        if not callable(getattr(trainer, self.method, None)):
+            raise UsageError(f"got a {type(trainer).__name__} as a trainer; expected one that has {self.method}()")
         self.trainer = trainer
         self.own = getattr(trainer, self.method)
         self.had_own = self.method in vars(trainer)  # somebody had set one on it

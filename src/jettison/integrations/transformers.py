@@ -83,14 +83,16 @@ def auto_checkpoint_trainer(trainer: Any, memory_budget: str | SupportsIndex, **
 
     Raises:
         UnsupportedModule: the trainer checkpoints by itself, or compiles its model.
+        UsageError: it is no trainer, or the budget cannot be read.
     """
-    on = next((name for name in _SWITCHES if getattr(trainer.args, name, False)), None)
+    arguments = getattr(trainer, "args", None)
+    on = next((name for name in _SWITCHES if getattr(arguments, name, False)), None)
     if on is not None:
         raise UnsupportedModule(
             f"the trainer's arguments switch {on.replace('_', ' ')} on (TRL's do by default); say "
             f"{on}=False: Jettison would recompute inside what is recomputed"
         )
-    if getattr(trainer.args, "torch_compile", False):
+    if getattr(arguments, "torch_compile", False):
         raise UnsupportedModule(
             "the trainer's arguments compile the whole model; say torch_compile=False, and compile blocks instead: "
             "auto_checkpoint_trainer(trainer, budget, compile='blocks')"

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
+from jettison.capture.model_trace import expect_module
 from jettison.diagnose.facts import MemoryFacts, Phase, StepBytes, Survivor
 from jettison.diagnose.memory import grown_bytes
 from jettison.diagnose.oom_snapshot import FEWEST_STEPS, FIRST_STEPS, SHARE_OF_STEPS
@@ -130,7 +131,12 @@ def watch(model: nn.Module | None = None, *, out: str | Path = "jettison-watch.j
 
     Args:
         model: its batches are noted, so that a peak can be held against the batch.
+
+    Raises:
+        UsageError: the model is none.
     """
+    if model is not None:
+        expect_module(model)
     with ExitStack() as stack:
         meter: Meter = CudaMeter(Path(out).with_suffix(".pickle")) if _on_cuda(model) else CountingMeter(model, stack)
         found = LoopWatch(meter, Path(out))

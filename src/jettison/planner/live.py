@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 
-from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
+from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call, expect_module, expect_trace
 from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
 from jettison.dryrun.user_step import Step
 from jettison.errors import Infeasible, UsageError
@@ -65,6 +65,7 @@ def trace(
         UnsupportedModule: blocks are to be compiled, and Inductor cannot work here.
         UsageError: weights have no size yet, or only some of them have values.
     """
+    expect_module(model)
     loop = Loop(compile=compile_settings(compile, [model]))
     return traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
 
@@ -129,6 +130,11 @@ def sweep(
     Raises:
         UsageError: a budget cannot be read, or there is none.
     """
+    expect_trace(traced)
+    if isinstance(memory_budgets, str):
+        raise UsageError(
+            f"got the text {memory_budgets!r} as memory budgets; expected a list, as in [{memory_budgets!r}]"
+        )
     budgets = [parse_bytes(budget) for budget in memory_budgets]
     if not budgets:
         raise UsageError("got no memory budgets; expected at least one, as in sweep(traced, ['8GiB', '6GiB'])")
@@ -240,6 +246,8 @@ def auto_checkpoint(
         UsageError: a budget cannot be read; the optimizer is not one that a step of can be dry-run; nobody states the
             link to the host; the file of ``plan`` is there and no such plan.
     """
+    if not isinstance(model, nn.Module | Scheduled):
+        expect_module(model)
     asked = AskedBudget.of(memory_budget)
     options = {
         "budget": str(asked if asked.nbytes is None else asked.nbytes),

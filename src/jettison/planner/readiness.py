@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.capture.dispatch import refuse_scripted
 from jettison.capture.fakes import fake_batch, fake_copy, fake_mode
-from jettison.capture.model_trace import Loop, LossFn, ModelTrace
+from jettison.capture.model_trace import Loop, LossFn, ModelTrace, expect_module
 from jettison.capture.tracer import trace_model
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.planner.compile_blocks import compiled_modules, refuse_compiled_whole, survey_blocks
@@ -33,8 +33,7 @@ def check_model(model: nn.Module) -> None:
         UnsupportedModule: it is planned, compiled, scripted, or checkpoints by itself.
         UsageError: it is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"got {type(model).__name__}; expected a torch.nn.Module")
+    expect_module(model)
     for name, module in model.named_modules():
         _check_module(name or "the model", module)
 
@@ -115,6 +114,7 @@ def traced(
         TraceError: the forward cannot run on tensors without values, or there is no scalar loss.
         UsageError: weights have no size yet, or only some of them have values.
     """
+    expect_module(model)
     check_states(model)
     return survey_blocks(_traced(model, batch, loss_fn, regions, loop), model)
 

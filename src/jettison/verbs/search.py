@@ -13,7 +13,7 @@ from jettison.parse_units import parse_bytes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import is_live
 from jettison.predict.training_cost import Wanted
-from jettison.progress import Progress, silent
+from jettison.progress import Progress, on_terminal, shown
 from jettison.report.search import SearchReport
 from jettison.search.journal import Journal
 from jettison.search.request import MARGIN, SearchRequest
@@ -21,6 +21,7 @@ from jettison.search.search import search as find
 from jettison.spec.hardware import hardware
 
 
+@on_terminal
 def search(
     model: str,
     request: SearchRequest,
@@ -35,7 +36,7 @@ def search(
     top: int = 10,
     jobs: int = 1,
     state: Path | None = None,
-    progress: Progress = silent,
+    progress: Progress = shown,
 ) -> SearchReport:
     """Search for the fastest way to train a preset or a config.json.
 

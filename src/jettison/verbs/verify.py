@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from jettison.capture.entries import OUTSIDE_LAYER, ROOT_LAYER, ledger_of
-from jettison.capture.model_trace import LossFn
+from jettison.capture.model_trace import LossFn, expect_module
 from jettison.capture.recording import RegionTrace
 from jettison.capture.stub import forwards
 from jettison.capture.tracer import trace_model
@@ -24,7 +24,7 @@ from jettison.measure.timing import interleaved
 from jettison.measure.values import every_value
 from jettison.planner import Applied, apply, auto_checkpoint
 from jettison.planner.plan_tensors import plan_tensors
-from jettison.progress import Progress, silent
+from jettison.progress import Progress, on_terminal, shown
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.chunked_loss import whole_losses
 from jettison.runtime.compiled import CompiledRegion
@@ -37,6 +37,7 @@ from jettison.verbs.side_by_side import MAX_DEPARTURES, ROUNDS, STEPS, Side, com
 Look = Callable[[Side, Side], None]
 
 
+@on_terminal
 def verify(
     model: nn.Module,
     batch: Any,
@@ -55,7 +56,7 @@ def verify(
     steps: int = STEPS,
     rounds: int = ROUNDS,
     look: Look | None = None,
-    progress: Progress = silent,
+    progress: Progress = shown,
 ) -> Proof:
     """Train ``model`` as planned beside an independent copy that trains plainly, and say what came out.
 
@@ -87,6 +88,7 @@ def verify(
     """
     if sum(given is not None for given in (budget, plan, handle)) != 1:
         raise UsageError("verify() needs exactly one of budget=, plan= and handle=")
+    expect_module(model)
     progress("copying the model")
     plain = independent_copy(model)
     plain_optimizer = mirrored(optimizer, model, plain)

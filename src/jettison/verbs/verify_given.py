@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from jettison.capture.model_trace import LossFn
+from jettison.capture.model_trace import LossFn, expect_module
 from jettison.errors import ProofFailed, UnsupportedModule, UsageError
 from jettison.measure.departures import Departure, Watch
 from jettison.measure.environment import environment
 from jettison.measure.gradients import compare_gradients, independent_copy, parameter_digest, plain_name
 from jettison.measure.plainly import LeftOut, plainly
 from jettison.measure.timing import interleaved
-from jettison.progress import Progress, silent
+from jettison.progress import Progress, on_terminal, shown
 from jettison.report.proof import Proof
 from jettison.runtime.planned import PlannedForward
 from jettison.verbs.side_by_side import (
@@ -37,6 +37,7 @@ from jettison.verbs.side_by_side import (
 REPEATS = 3
 
 
+@on_terminal
 def verify_given(
     model: nn.Module,
     batch: Any,
@@ -49,7 +50,7 @@ def verify_given(
     steps: int = STEPS,
     repeats: int = REPEATS,
     rounds: int = ROUNDS,
-    progress: Progress = silent,
+    progress: Progress = shown,
 ) -> Proof:
     """Train ``model`` as it is beside an independent copy that trains plainly, and say what came out.
 
@@ -70,6 +71,7 @@ def verify_given(
         UnsupportedModule: the model runs under a plan of Jettison's.
         ProofFailed: the step fails in the model as it is, and not in the plain copy.
     """
+    expect_module(model)
     _refuse_planned(model)
     progress("copying the model")
     plain = independent_copy(model) if against is None else _like(against, model)
