@@ -22,7 +22,7 @@ from jettison.runtime.chunked_loss import Hold, rows_of, whole_losses
 from jettison.solve.plan import Plan
 from jettison.units import Bytes
 
-TORCHS = functional.cross_entropy
+TORCHS = chunked_loss._torchs
 ROWS, COLUMNS = 128, 8192  # 4 MiB in fp32
 LOGITS = ROWS * COLUMNS * 4
 
@@ -32,7 +32,7 @@ def hold() -> Iterator[Hold]:
     held = Hold()
     yield held
     held.let_go()
-    assert functional.cross_entropy is TORCHS
+    assert not chunked_loss.is_chunking()
 
 
 @pytest.fixture
@@ -293,10 +293,10 @@ def test_a_class_that_is_not_there_is_said_as_torch_says_it(hold: Hold, at_any_s
 def test_torch_has_its_own_back_once_nobody_holds_it() -> None:
     first, second = Hold(), Hold()
     first.let_go()
-    assert functional.cross_entropy is not TORCHS
+    assert chunked_loss.is_chunking()
     second.let_go()
     second.let_go()
-    assert functional.cross_entropy is TORCHS
+    assert not chunked_loss.is_chunking()
 
 
 class Tiny(nn.Module):
@@ -356,13 +356,13 @@ def test_a_plan_counts_the_copies_that_a_step_has(holds: bool, squares: bool) ->
     if not squares:  # else there is more to drop
         with pytest.raises(jettison.Infeasible):
             jettison.auto_checkpoint(model, batch, Bytes(budget), holds_output=holds, chunked_loss=False)
-    assert functional.cross_entropy is TORCHS
+    assert not chunked_loss.is_chunking()
     handle = jettison.auto_checkpoint(model, batch, Bytes(budget), holds_output=holds)
     assert handle.plan is not None and handle.plan.chunked_loss
     assert peak(model, batch, holds=holds) == handle.plan.predicted.peak_bytes <= budget
     assert same_gradients(model, plain)
     handle.remove()
-    assert functional.cross_entropy is TORCHS
+    assert not chunked_loss.is_chunking()
 
 
 def test_a_plan_that_was_written_down_says_how_losses_go() -> None:
@@ -372,10 +372,10 @@ def test_a_plan_that_was_written_down_says_how_losses_go() -> None:
     handle.remove()
     other, _ = tiny()
     again = jettison.apply(other, plan=Plan.from_json(text), batch=batch)
-    assert functional.cross_entropy is not TORCHS
+    assert chunked_loss.is_chunking()
     assert peak(other, batch) == Plan.from_json(text).predicted.peak_bytes
     again.remove()
-    assert functional.cross_entropy is TORCHS
+    assert not chunked_loss.is_chunking()
     with whole_losses():
         plain, _ = tiny()
         step(plain, batch)
@@ -400,7 +400,7 @@ def test_a_loss_outside_of_the_model_goes_over_chunks_too() -> None:
     assert run.peak_bytes == handle.plan.predicted.peak_bytes
     assert same_gradients(model, plain)
     handle.remove()
-    assert functional.cross_entropy is TORCHS
+    assert not chunked_loss.is_chunking()
 
 
 def test_a_step_that_writes_to_its_logits_has_torchs_loss() -> None:
@@ -417,7 +417,7 @@ def test_a_step_that_writes_to_its_logits_has_torchs_loss() -> None:
     own(plain, batch)
     handle = jettison.auto_checkpoint(model, batch, "1GiB", step=own)
     assert handle.plan is not None and not handle.plan.chunked_loss
-    assert functional.cross_entropy is TORCHS
+    assert not chunked_loss.is_chunking()
     own(model, batch)
     assert same_gradients(model, plain)
     handle.remove()
@@ -438,5 +438,5 @@ def test_small_losses_leave_torch_alone() -> None:
     handle = jettison.auto_checkpoint(model, short, "1GiB")
     assert handle.plan is not None and not handle.plan.chunked_loss
     assert "chunked_loss" not in handle.plan._decisions()
-    assert functional.cross_entropy is TORCHS
+    assert not chunked_loss.is_chunking()
     handle.remove()

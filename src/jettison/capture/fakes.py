@@ -204,7 +204,7 @@ def fake_copy(
     except TypeError:  # what cannot be copied is shared: locks, files, modules
         for module in model.modules():
             for value in vars(module).values():
-                _share_what_cannot_be_copied(value, memo, 0)
+                share_what_cannot_be_copied(value, memo)
         return _copied(model, copies, memo, stored=stored)
 
 
@@ -219,12 +219,13 @@ def _copied(
     return copied
 
 
-def _share_what_cannot_be_copied(value: Any, memo: dict[int, Any], depth: int) -> None:
+def share_what_cannot_be_copied(value: Any, memo: dict[int, Any], depth: int = 0) -> None:
+    """Let a copy have a lock, a file or a module of code that a value has inside of it."""
     if id(value) in memo or isinstance(value, Tensor | nn.Module) or depth > DEEPEST:
         return
     if isinstance(value, _CONTAINERS):
         for inside in value.values() if isinstance(value, dict) else value:
-            _share_what_cannot_be_copied(inside, memo, depth + 1)
+            share_what_cannot_be_copied(inside, memo, depth + 1)
         return
     try:
         copy.deepcopy(value, dict(memo))
@@ -232,7 +233,7 @@ def _share_what_cannot_be_copied(value: Any, memo: dict[int, Any], depth: int) -
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and not isinstance(value, ModuleType):
             for inside in attributes.values():
-                _share_what_cannot_be_copied(inside, memo, depth + 1)
+                share_what_cannot_be_copied(inside, memo, depth + 1)
             with contextlib.suppress(TypeError):
                 copy.deepcopy(value, dict(memo))
                 return

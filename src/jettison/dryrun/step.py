@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
-from jettison.capture.fakes import fake_batch
+from jettison.capture.fakes import fake_batch, share_what_cannot_be_copied
 from jettison.capture.model_trace import BlockClass, ModelTrace, context_of
 from jettison.capture.recording import RegionTrace
 from jettison.capture.signature import as_signed
@@ -407,14 +407,42 @@ def optimizer_over(
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in memo:
             memo[id(parameter)] = fake_batch(parameter, mode)
-    for state in optimizer.state.values():
-        for value in tree_leaves(state):
-            if isinstance(value, Tensor):
-                memo[id(value)] = value.clone() if value.dim() == 0 else fake_batch(value, mode)
-    made = copy.deepcopy(optimizer, memo)
+    inside = [one for one in getattr(optimizer, "optimizers", ()) if isinstance(one, torch.optim.Optimizer)]
+    own = [value for one in (optimizer, *inside) for value in _own_attributes(one).values()]
+    for value in (*tree_leaves(list(optimizer.state.values())), *tree_leaves(own)):
+        if isinstance(value, Tensor) and id(value) not in memo:
+            memo[id(value)] = value.clone() if value.dim() == 0 else fake_batch(value, mode)
+    for value in own:
+        share_what_cannot_be_copied(value, memo)
+    with _copied_whole():
+        made = copy.deepcopy(optimizer, memo)
     for ours, theirs in zip(made.param_groups, optimizer.param_groups, strict=True):
         _decide(ours, theirs)
     return made
+
+
+def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer has beside groups and state: counts, settings, buffers of its own. Not what belongs to the real
+    one: hooks, and a ``step`` that a scheduler has put around its own.
+    """
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "param_groups", "defaults")
+        and not name.startswith("_optimizer_")
+        and not callable(value)
+    }
+
+
+@contextlib.contextmanager
+def _copied_whole() -> Iterator[None]:
+    """Copies of optimizers have the attributes of their classes, too: torch's own leave them out."""
+    own = torch.optim.Optimizer.__getstate__
+    torch.optim.Optimizer.__getstate__ = lambda self: {**_own_attributes(self), **own(self)}  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.__getstate__ = own  # type: ignore[method-assign]
 
 
 def _decide(group: dict[str, Any], like: dict[str, Any]) -> None:

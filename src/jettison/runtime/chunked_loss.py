@@ -23,6 +23,7 @@ import contextlib
 import functools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any, Final
@@ -53,7 +54,10 @@ CHANGED: Final = (
 Holders = tuple[int, int, int]
 """References to a Python tensor, to its memory, and to the Python storage, which counts once however many have it."""
 
-_torchs = functional.cross_entropy
+_replaced = functional.cross_entropy
+_code = _replaced.__code__
+_torchs = types.FunctionType(_code, _replaced.__globals__, _replaced.__name__, _replaced.__defaults__)
+"""As torch has it, whatever is held."""
 _lock = threading.Lock()
 _holders: set[Hold] = set()
 _local = threading.local()
@@ -62,7 +66,8 @@ _same_bits: dict[tuple[str, torch.dtype, int], bool] = {}
 
 class Hold:
     """As long as one of these is not let go, losses are computed in chunks, all over the process:
-    ``torch.nn.functional.cross_entropy`` is another function meanwhile, which gives the same bits.
+    ``torch.nn.functional.cross_entropy`` runs other code meanwhile, which gives the same bits. It stays the same
+    object: models that hold it can be pickled.
 
     ``used``: a loss was.
     """
@@ -73,15 +78,15 @@ class Hold:
         self.used = False
         with _lock:
             if not _holders:
-                functional.cross_entropy = cross_entropy
+                _replaced.__code__ = _handed_on.__code__
             _holders.add(self)
 
     def let_go(self) -> None:
         """Once nobody holds it, torch has its own function back."""
         with _lock:
             _holders.discard(self)
-            if not _holders and functional.cross_entropy is cross_entropy:
-                functional.cross_entropy = _torchs
+            if not _holders and _replaced.__code__ is _handed_on.__code__:
+                _replaced.__code__ = _code
 
     def until_gone(self, model: nn.Module) -> None:
         """It is let go of with the model, if not before."""
@@ -137,6 +142,27 @@ def cross_entropy(
     ):
         return _chunked(input, target, ignore_index, reduction)
     return _torchs(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+
+
+def is_chunking() -> bool:
+    """Whether something is held."""
+    return _replaced.__code__ is not _code
+
+
+def _handed_on(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """What torch's function runs while something is held. It runs with the globals of torch's module."""
+    from jettison.runtime.chunked_loss import cross_entropy
+
+    return cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
 
 
 def _fits(input: Any, target: Any) -> bool:
