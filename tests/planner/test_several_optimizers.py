@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any
 
@@ -106,3 +107,35 @@ def test_what_a_library_wraps_around_an_optimizer_is_taken_off(library: str) -> 
     several = as_one([given, given])
     assert isinstance(several, Together)
     assert several.optimizers == [inner, inner]
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a count and a lock of its own beside its state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.count, self.lock, self.scale = 0, threading.Lock(), torch.ones(3)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        with self.lock:
+            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                parameter.add_(parameter.grad, alpha=-0.1 / self.count * float(len(self.scale)))
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_an_optimizer_with_attributes_of_its_own(several: bool, scheduled: bool) -> None:
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))), torch.randn(4, 8)
+    optimizer = Counting(model[0].parameters() if several else model.parameters())
+    if scheduled:  # puts a step of its own on the instance
+        torch.optim.lr_scheduler.ConstantLR(optimizer)
+    given = (optimizer, torch.optim.SGD(model[1].parameters(), 0.1)) if several else optimizer
+    before = [p.detach().clone() for p in model.parameters()]
+    with jettison.auto_checkpoint(model, (x,), "1GiB", optimizer=given, loss_fn=lambda y: y.square().mean()):
+        assert optimizer.count == 0 and optimizer.scale.sum() == 3
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert optimizer.count == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -440,3 +441,12 @@ def test_small_losses_leave_torch_alone() -> None:
     assert "chunked_loss" not in handle.plan._decisions()
     assert not chunked_loss.is_chunking()
     handle.remove()
+
+
+def test_a_model_that_holds_the_loss_can_be_pickled(hold: Hold) -> None:
+    model = nn.Linear(2, 2)
+    model.loss = functional.cross_entropy
+    copied = pickle.loads(pickle.dumps(model))
+    hold.let_go()
+    assert copied.loss is pickle.loads(pickle.dumps(model)).loss is functional.cross_entropy
+    assert functional.cross_entropy.__module__ == "torch.nn.functional"

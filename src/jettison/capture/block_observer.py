@@ -7,7 +7,7 @@ dispatcher has no program. Its outputs' shapes are all that the model around it 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,10 +37,9 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
         module: on real tensors. Its buffers and the random generators are left as they were.
     """
     leaves, spec = tree_flatten((args, kwargs))
-    with _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves), holding_nothing():
+    with _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves):
         given = [stand_in(leaf) for leaf in leaves]
-        real_args, real_kwargs = opaque_copy(tree_unflatten(given, spec), stand_in)
-        output = forward_of(module, module)(*real_args, **real_kwargs)
+        output = run_holding_nothing(forward_of(module, module), tree_unflatten(given, spec))
     return _trace_of(given, output)
 
 
@@ -53,6 +52,23 @@ def holding_nothing() -> Iterator[None]:
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(nothing, nothing):
         yield
+
+
+def run_holding_nothing(forward: Callable[..., Any], call: tuple[Any, Any]) -> Any:
+    """What a forward returns for a copy of these arguments. Nothing that it saves stays, unless it refuses to run under
+    hooks, as transforms of `torch.func` do.
+    """
+
+    def run() -> Any:
+        args, kwargs = opaque_copy(call, stand_in)
+        return forward(*args, **kwargs)
+
+    try:
+        with holding_nothing():
+            return run()
+    except RuntimeError:
+        with torch.enable_grad():
+            return run()
 
 
 def stand_in(leaf: Any) -> Any:

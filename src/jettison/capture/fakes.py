@@ -42,7 +42,7 @@ from jettison.capture.sharded import (
 from jettison.capture.snapshots import MOST_SHARED
 from jettison.capture.sparse_fakes import is_sparse, makes_sparse, sparse_result, with_fake_parts, with_places
 from jettison.capture.tensor_subclasses import plain, wrapping
-from jettison.capture.trees import tree_map
+from jettison.capture.trees import op_map, tree_map
 from jettison.errors import TraceError
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
@@ -101,6 +101,10 @@ class StepFakeMode(QuickFakeMode):
     guesses = False
     """Whether a value that is asked for is made up (true, 1, all rows) instead of being an error."""
 
+    def from_tensor(self, tensor: Tensor, **how: Any) -> FakeTensor:
+        """A fake tensor in the place of a real one."""
+        return super().from_tensor(_alone(tensor), **how)
+
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.sparse and any(map(is_sparse, args[:2])):
@@ -129,6 +133,8 @@ class StepFakeMode(QuickFakeMode):
             return torch.empty_like(args[1])
         if func in _CUDNN_RNN:
             raise UnsupportedOperatorException(func)
+        if any(map(_is_real_view, args)):
+            args, kwargs = op_map(_alone, (args, kwargs))
         out = super().dispatch(func, types, args, kwargs)
         if self.guesses and isinstance(out, FakeTensor) and out.dtype is torch.bool:
             _note_truth(func, args, out)
@@ -147,6 +153,26 @@ class StepFakeMode(QuickFakeMode):
         if weight is not None and weight.dtype is not args[0].dtype and weight.device.type == "cpu":
             return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))
         return out
+
+
+def _is_real_view(value: Any) -> bool:
+    if value.__class__ is list or value.__class__ is tuple:
+        return any(map(_is_real_view, value))
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value._is_view()
+
+
+def _alone(value: Any) -> Any:
+    """A view of real numbers as complex ones, or the other way round, as a tensor of its own on the same memory. Torch
+    fakes a view by viewing a fake base, whose shape does not fit one of another type.
+    """
+    if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or not value._is_view():
+        return value
+    if value._base is None or value.is_complex() == value._base.is_complex():
+        return value
+    with unset_fake_temporarily(), torch.no_grad():
+        made = torch.empty(0, dtype=value.dtype, device=value.device)
+        made.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+        return made.requires_grad_(value.requires_grad)
 
 
 def fake_mode(*, allow_non_fake_inputs: bool = False) -> StepFakeMode:

@@ -46,12 +46,13 @@ class TensorMeta:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: str
+    conj: bool = False  # seen through a conjugation that nobody has carried out: a kernel may do so in a copy
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
         """Of a real or a fake tensor."""
         shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
-        return cls(shape, stride, tensor.dtype, str(tensor.device))
+        return cls(shape, stride, tensor.dtype, str(tensor.device), tensor.is_conj())
 
     @property
     def storage_elements(self) -> int:
@@ -297,7 +298,9 @@ def _made_up(request: OpRequest, make: Callable[[TensorMeta], Tensor]) -> tuple[
     def stand_in(leaf: Any) -> Any:
         if isinstance(leaf, torch.Generator):  # the user's own
             return leaf.clone_state()
-        return make(leaf) if isinstance(leaf, TensorMeta) else leaf
+        if not isinstance(leaf, TensorMeta):
+            return leaf
+        return make(leaf).conj() if leaf.conj else make(leaf)
 
     args, kwargs = tree_map(stand_in, (request.args, dict(request.kwargs)))
     if _has_offsets(request, args):

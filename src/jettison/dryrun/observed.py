@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jettison.capture.block_observer import holding_nothing, stand_in, undisturbed
+from jettison.capture.block_observer import run_holding_nothing, stand_in, undisturbed
 from jettison.capture.model_trace import BlockClass, ModelTrace
 from jettison.capture.signature import call_signature, opaque_copy
 from jettison.capture.streams import seed_streams
@@ -49,9 +49,7 @@ def observe_block(
         given.append([_alike(leaf) for leaf in given[0]])
         calls = [opaque_copy(tree_unflatten(values, spec), stand_in) for values in given]
         started = time.perf_counter()
-        with holding_nothing():
-            args, kwargs = opaque_copy(calls[0])
-            module(*args, **kwargs)
+        run_holding_nothing(module, calls[0])
         seconds = time.perf_counter() - started
         for key, how in (("none", KeepAll()), ("full", Full())):
             region = PlannedForward(module, cls.example, how)

@@ -56,10 +56,13 @@ def is_transforming() -> bool:
 
 
 def are_hooks_foreign() -> bool:
-    """Whether saved tensors go through hooks of somebody else's here (`torch.autograd.graph.save_on_cpu`).
+    """Whether saved tensors go through hooks of somebody else's here (`torch.autograd.graph.save_on_cpu`), or may go
+    through none (`torch.autograd.graph.disable_saved_tensors_hooks`).
 
     Those of planned regions, checkpoints and recordings carry a mark: ``of_a_region``.
     """
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        return True
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and not getattr(top[0], "of_a_region", False)
 

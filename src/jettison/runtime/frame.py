@@ -17,7 +17,7 @@ from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.handles import Box, Diverged, Handle, Held, NarrowHandle, box_for
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recipe import AWAY, Recipe, SlotAction
-from jettison.runtime.steps import RecipeStep, get_state, run_step, set_state
+from jettison.runtime.steps import RecipeStep, get_state, outside_of_vmap, run_step, set_state
 from jettison.runtime.views import in_a_copy, view_of
 from jettison.runtime.witness import Check, Rounded, Witness, compare
 
@@ -321,7 +321,8 @@ class Frame:
             current = get_state(step.device)
             state = memo.get(step.state_in)
             set_state(step.device, self._pull(step.state_in, handle) if state is None else state)
-            out = run_step(step, leaves)
+            with outside_of_vmap():
+                out = run_step(step, leaves)
             self._put(step.state_out, get_state(step.device))
             set_state(step.device, current)
         elif step.func is EMPTY and (part := self._imagined()) is not None:

@@ -129,8 +129,9 @@ class PlannedForward:
         self.say_once(
             "hooks",
             f"{self.name or 'the model'} runs without the plan, since it is called under saved-tensor hooks of "
-            "somebody else's (torch.autograd.graph.save_on_cpu, torch.utils.checkpoint), which get "
-            "every tensor that autograd saves. Leave those hooks out to have the plan kept, or remove() the plan",
+            "somebody else's (torch.autograd.graph.save_on_cpu, torch.utils.checkpoint), which get every tensor that "
+            "autograd saves, or where there may be none (disable_saved_tensors_hooks). Leave those out to have the "
+            "plan kept, or remove() the plan",
         )
         return self.forward(*args, **kwargs)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,22 @@ def _run_step(step: RecipeStep, leaves: list[Any]) -> list[Any]:
     if step.waits:
         out = torch.ops._c10d_functional.wait_tensor(out)
     return [out] if isinstance(out, Tensor) else tree_leaves(out)
+
+
+@contextlib.contextmanager
+def outside_of_vmap() -> Iterator[None]:
+    """What a forward had is no batch, although its backward may run for several gradients at a time
+    (``is_grads_batched``), where random ops are refused.
+    """
+    increment, decrement = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
+    levels = increment() - 1
+    for _ in range(levels + 1):
+        decrement()
+    try:
+        yield
+    finally:
+        for _ in range(levels):
+            increment()
 
 
 def get_state(device: str) -> Tensor:

@@ -1,0 +1,164 @@
+"""Blocks with transforms of `torch.func`, with complex numbers, with hooks switched off: planned, or kept."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, func, nn
+
+import jettison
+from jettison.errors import Infeasible
+from jettison.measure import measured_peak
+from jettison.measure.tensors import static_tensors
+
+WIDTH, ROWS = 64, 16
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+
+class Gradient(Pair):
+    """A gradient by each row, inside of the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(func.vmap(func.grad(lambda row: self.up(row).tanh().sum()))(x))
+
+
+class Jacobian(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(func.vmap(func.jacrev(lambda row: self.up(row)[:4].tanh()))(x).sum(1))
+
+
+class Tangent(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(func.jvp(lambda rows: torch.tanh(self.up(rows)), (x,), (torch.ones_like(x),))[1])
+
+
+class WithoutHooks(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.disable_saved_tensors_hooks("none in here"):
+            return x + self.down(torch.tanh(self.up(x)))
+
+
+class Complex(Pair):
+    """A complex weight between two views of real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Linear(WIDTH // 2, WIDTH // 2, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.turn(torch.view_as_complex(x.view(-1, WIDTH // 2, 2)))
+        return x + self.down(torch.tanh(self.up(torch.view_as_real(turned).flatten(1))))
+
+
+class Stack(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def same_gradients(plain: nn.Module, model: nn.Module) -> None:
+    for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(torch.view_as_real(expected.grad.cfloat()), torch.view_as_real(found.grad.cfloat())), name
+
+
+@pytest.mark.parametrize("block", [Gradient, Jacobian, Tangent, WithoutHooks, Complex])
+@pytest.mark.filterwarnings("ignore")
+def test_a_block_trains_under_its_smallest_budget(block: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = Stack(block), torch.randn(ROWS, WIDTH)
+    plain = copy.deepcopy(model)
+    with pytest.raises(Infeasible) as refused:
+        jettison.auto_checkpoint(model, (x,), jettison.Bytes(1))
+    budget = refused.value.minimum_budget_bytes
+    with jettison.auto_checkpoint(model, (x,), budget):
+        for _ in range(3):
+            for one in (plain, model):
+                one.zero_grad()
+            plain(x).backward()
+            peak = measured_peak(lambda: model(x).backward(), static_tensors=static_tensors(model, (x,))).peak_bytes
+            same_gradients(plain, model)
+            assert peak <= budget
+
+
+@pytest.mark.parametrize("see", [lambda x: x.view(-1, WIDTH // 2, 2), lambda x: x.unflatten(-1, (WIDTH // 2, 2))])
+def test_a_batch_that_is_seen_as_complex_numbers(see: Callable[[Tensor], Tensor]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH // 2, WIDTH // 2, dtype=torch.complex64) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = torch.view_as_complex(see(x))
+            for block in self.blocks:
+                z = block(z)
+            return z.abs().square().mean()
+
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(ROWS, WIDTH)
+    plain = copy.deepcopy(model)
+    plain(x).backward()
+    with jettison.auto_checkpoint(model, (x,), "1GiB") as handle:
+        peak = measured_peak(lambda: model(x).backward(), static_tensors=static_tensors(model, (x,))).peak_bytes
+        same_gradients(plain, model)
+        assert abs(peak - handle.plan.predicted.peak_bytes) <= 64
+
+
+def test_a_step_where_hooks_are_off_runs_without_the_plan_and_says_so() -> None:
+    torch.manual_seed(0)
+    model, x = Stack(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), torch.randn(ROWS, WIDTH)
+    plain = copy.deepcopy(model)
+    plain(x).backward()
+    with jettison.auto_checkpoint(model, (x,), "1GiB"), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with torch.autograd.graph.disable_saved_tensors_hooks("none in here"):
+            model(x).backward()
+    same_gradients(plain, model)
+    assert any("disable_saved_tensors_hooks" in str(one.message) for one in said)
+
+
+@pytest.mark.parametrize("value_read", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_in_batches_over_dropout(value_read: bool) -> None:
+    """`is_grads_batched` runs a backward in which no random op may run; the plan computes one again."""
+
+    class Dropping(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            if value_read and float(x.detach().sum()) == 0.5:  # no recording: its Python runs again
+                x = -x
+            return x + self.down(nn.functional.dropout(torch.tanh(self.up(x)), 0.2))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Dropping() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(ROWS, WIDTH)
+    plain, rows = copy.deepcopy(model), torch.eye(4)
+    jettison.apply(model, "full", batch=(x,), loss_fn=lambda y: y.sum())
+    for _ in range(2):
+        found = []
+        for one in (plain, model):
+            torch.manual_seed(1)
+            outputs = one(x).mean(0)[:4]
+            found.append(torch.autograd.grad(outputs, one.blocks[0].up.weight, rows, is_grads_batched=True)[0])
+        assert torch.equal(*found)
