@@ -162,3 +162,43 @@ def test_gradients_in_batches_over_dropout(value_read: bool) -> None:
             outputs = one(x).mean(0)[:4]
             found.append(torch.autograd.grad(outputs, one.blocks[0].up.weight, rows, is_grads_batched=True)[0])
         assert torch.equal(*found)
+
+
+class Forces(nn.Module):
+    """Asks for the gradient of its energy with respect to the positions that it is given, inside of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        positions = x = positions.requires_grad_(True)
+        for block in self.blocks:
+            x = x + block(x)
+        energy = self.head(x).sum()
+        (forces,) = torch.autograd.grad(energy, positions, create_graph=True)
+        return energy.square() + forces.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_gradient_inside_of_the_models_forward_is_planned() -> None:
+    torch.manual_seed(0)
+    model, x = Forces(), torch.randn(ROWS, WIDTH)
+    plain = copy.deepcopy(model)
+    with pytest.raises(Infeasible) as refused:
+        jettison.auto_checkpoint(model, (x,), jettison.Bytes(1))
+    assert not x.requires_grad  # as it was before planning
+    budget = refused.value.minimum_budget_bytes
+    with jettison.auto_checkpoint(model, (x,), budget):
+        for _ in range(3):
+            for one in (plain, model):
+                one.zero_grad()
+            plain(x.clone()).backward()
+            given = x.clone()
+            peak = measured_peak(
+                lambda given=given: model(given).backward(), static_tensors=static_tensors(model, (given,))
+            ).peak_bytes
+            del given
+            same_gradients(plain, model)
+            assert peak <= budget

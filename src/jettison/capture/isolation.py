@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from jettison.capture.python_state import Reach
 from jettison.capture.snapshots import MOST_BYTES
@@ -25,7 +25,9 @@ class Isolation:
     """What a run on fake tensors changes outside of them."""
 
     def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any]) -> None:
+        values = list(values)
         self.reach = Reach(modules, values)
+        self.leaves = [(v, v.requires_grad) for v in values if isinstance(v, Tensor) and v.is_leaf]
         self.streams = OutsideTorch.now()
 
     def refuse_draws(self) -> None:
@@ -54,6 +56,9 @@ class Isolation:
         """
         self.streams.restore()
         self.reach.restore()
+        for leaf, wanted in self.leaves:  # a model of forces asks for the gradient of the positions that it is given
+            if leaf.is_leaf and leaf.requires_grad != wanted:
+                leaf.requires_grad_(wanted)
 
 
 @contextlib.contextmanager

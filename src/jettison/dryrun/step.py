@@ -438,11 +438,11 @@ def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _copied_whole() -> Iterator[None]:
     """Copies of optimizers have the attributes of their classes, too: torch's own leave them out."""
     own = torch.optim.Optimizer.__getstate__
-    torch.optim.Optimizer.__getstate__ = lambda self: {**_own_attributes(self), **own(self)}  # type: ignore[method-assign]
+    torch.optim.Optimizer.__getstate__ = lambda self: {**_own_attributes(self), **own(self)}
     try:
         yield
     finally:
-        torch.optim.Optimizer.__getstate__ = own  # type: ignore[method-assign]
+        torch.optim.Optimizer.__getstate__ = own
 
 
 def _decide(group: dict[str, Any], like: dict[str, Any]) -> None:
