@@ -42,7 +42,7 @@ MUCH_BYTES: Final = 3 << 29
 """Of a device, and at least so many: a context, its kernels and buffers of communication have that between them."""
 MUCH_OTHERS: Final = 0.03
 """Of a device: a desktop has less."""
-_SAYS_MEMORY: Final = re.compile(r"memory|oom", re.IGNORECASE)
+_SAYS_MEMORY: Final = re.compile(r"mem|oom|out_of_me", re.IGNORECASE)
 ABSURD: Final = 64
 """Times a device's memory: no shape that anybody meant is so large."""
 ABSURD_BYTES: Final = 16 << 40

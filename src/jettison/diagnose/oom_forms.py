@@ -93,6 +93,8 @@ def held_figures(
             one of these: the one that holds as much as PyTorch does, or a little more.
     """
     held = (allocated or 0) + (unused or 0)
+    if total == 0:
+        total = free = None  # the driver does not say
     notes: list[str] = []
     if total is not None and held > total * (1 + SLACK):
         return _figures(total, free, allocated, unused, 0) | {"shared_bytes": held + (free or 0) - total}
@@ -338,6 +340,12 @@ FORMS: Final[tuple[Form, ...]] = (
             "memory: Kill",
             "out of memory",
             "low on memory",
+            "9/KILL",
+            "zsh: killed",
+            "Out Of Memory",
+            "OUT_OF_ME",
+            "TERM_MEMLIMIT",
+            "exceeded limit",
             "memory pressure",
             "memory limit",
             "memory allocation",
@@ -351,7 +359,8 @@ FORMS: Final[tuple[Form, ...]] = (
             r"|[Ee]xceeded (?:job |step )?memory (?:limit|allocation)"
             r"|is killed by signal: Killed"
             r"|: line \d+: +\d+ Killed\b|^Killed$|^\[\d+\][+-]?\s+Killed\b|was killed by the OOM killer"
-            r"|A process of this unit has been killed by the OOM",
+            r"|A process of this unit has been killed by the OOM|status=9/KILL|\bzsh: killed\b|\bKilled: 9\b"
+            r"|task \d+: Out Of Memory|\bOUT_OF_ME(?:MORY\b|\+)|TERM_MEMLIMIT|mem \d+kb exceeded limit",
             re.MULTILINE,
         ),
         read=_killed,

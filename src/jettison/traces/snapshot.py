@@ -24,7 +24,7 @@ from jettison.traces.frames import OPTIMIZER, ZERO_GRAD, Frame, ends_step, frame
 from jettison.traces.plain_pickle import load_plain
 from jettison.traces.timeline import Label, MemoryTimeline, TimelineWriter
 
-MOST_FRAMES: Final = 256
+MOST_FRAMES: Final = 1024
 MOST_EVENTS: Final = 20_000_000
 """Events and blocks of a snapshot, together."""
 _BORN = ("alloc",)
