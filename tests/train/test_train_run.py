@@ -64,6 +64,31 @@ def test_a_resumed_run_is_the_same_run_to_the_bit(tmp_path: Path) -> None:
     assert tensors_of(cut / "ck" / "step-00000008") == tensors_of(whole / "ck" / "step-00000008")
 
 
+def test_a_resumed_run_follows_the_plan_that_it_made(
+    tmp_path: Path, smallest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    more = {
+        "plan": PlanSection(budget=f"{smallest + smallest // 20}B"),
+        "checkpoint": CheckpointSection(folder=str(tmp_path / "ck"), asynchronous=False),
+    }
+    train(gpt(tmp_path, **more), progress=said.append)
+    assert "planning" in said and (tmp_path / "ck" / "kept-plan-rank0.json").exists()
+
+    def planned(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it is planned again")
+
+    monkeypatch.setattr("jettison.train.rank_plan.plan_parts", planned)
+    rate = OptimizerSection(lr=1e-3, warmup_steps=2)
+    assert train(gpt(tmp_path, **more, steps=4, optimizer=rate), progress=said.append).resumed_step == 2
+    assert any(text.startswith("following the plan in") for text in said)
+    (made,), (followed,) = (line["plans"] for line in lines(tmp_path, "start"))
+    assert made == followed
+    with pytest.raises(AssertionError, match="planned again"):
+        train(gpt(tmp_path, **more | {"plan": PlanSection(budget="1GiB")}, steps=6), progress=said.append)
+    assert any("is not followed: budget was" in text for text in said)
+
+
 def test_nothing_is_carried_over_but_what_is_saved(tmp_path: Path) -> None:
     """The same seed gives the same run; another seed, or no dropout, gives another."""
     for name in ("a", "b", "c"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,11 @@ from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, groups_for
 from jettison.parse_units import parse_bytes
 from jettison.planner.apply import agreed, apply, apply_from_another_rank, likeness
+from jettison.planner.budget import Budget
 from jettison.planner.compile_blocks import compile_settings, survey_blocks
 from jettison.planner.handle import Applied, note_losses
 from jettison.planner.host import hardware_of, host_of
+from jettison.planner.kept_plans import Keeping, bytes_of_state
 from jettison.planner.parts import plan_parts
 from jettison.planner.planner import fingerprint
 from jettison.progress import Progress
@@ -89,11 +92,18 @@ class Planned:
     predicted_peak_bytes: int | None = None
 
 
-def decide(parts: Sequence[RankModule], section: PlanSection, dry_step: DryStep | None, progress: Progress) -> Decision:
+def decide(
+    parts: Sequence[RankModule],
+    section: PlanSection,
+    dry_step: DryStep | None,
+    progress: Progress,
+    keeping: Keeping | None = None,
+) -> Decision:
     """What is to be done, on this rank alone. Changes nothing.
 
     Args:
         dry_step: the step, over fake copies of the parts; where there is a budget.
+        keeping: where plans under a budget are kept, if anywhere.
 
     Raises:
         Infeasible: no plan fits the budget.
@@ -105,25 +115,42 @@ def decide(parts: Sequence[RankModule], section: PlanSection, dry_step: DryStep 
         return Decision(policy=section.policy)
     assert section.budget is not None and dry_step is not None
     with holding(True) as losses:
-        made, traces = _made(parts, section, dry_step, losses, progress)
+        made, traces = _made(parts, section, dry_step, losses, progress, keeping)
     assert losses is not None
     losses.let_go()  # `carry_out` knows by the plans whether it is to hold them
     return Decision(plans=tuple(made), likenesses=tuple(map(likeness, traces)))
 
 
 def _made(
-    parts: Sequence[RankModule], section: PlanSection, dry_step: DryStep, losses: Hold | None, progress: Progress
+    parts: Sequence[RankModule],
+    section: PlanSection,
+    dry_step: DryStep,
+    losses: Hold | None,
+    progress: Progress,
+    keeping: Keeping | None,
 ) -> tuple[list[Plan], list[ModelTrace]]:
     """Plans under a budget, and what they are for."""
     assert section.budget is not None
+    began = time.perf_counter()
     traces = [_trace(part) for part in parts]
     note_losses(traces, losses)
+    budget_bytes = parse_bytes(section.budget)
+    kept = None
+    if keeping is not None:
+        batches, functions = [part.batch for part in parts], [part.loss_fn for part in parts]
+        models = [part.model for part in parts]
+        kept = keeping.opened(Budget(nbytes=budget_bytes), traces, models, batches, None, functions, progress)
+        if kept.plans:
+            return kept.followed(), traces
     progress("planning")
     counts = [part.in_flight for part in parts]
     device = hardware_of(section.gpu)
     host = host_of(section.offload, section.host_budget, device, place_of(parts[0].model))
-    budget_bytes = parse_bytes(section.budget)
-    return plan_parts(traces, counts, dry_step, budget_bytes, hardware=device, host=host, progress=progress), traces
+    made = plan_parts(traces, counts, dry_step, budget_bytes, hardware=device, host=host, progress=progress)
+    if kept is not None:
+        state_bytes = bytes_of_state(dry_step.optimizer)
+        kept.write(made, state_bytes=state_bytes, planning_seconds=time.perf_counter() - began)
+    return made, traces
 
 
 def carry_out(parts: Sequence[RankModule], decision: Decision, host_budget: str | None) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from jettison.dryrun.step import DryStep
 from jettison.errors import Infeasible, UsageError
 from jettison.models.hub_form import HubForm, hub_form
+from jettison.parse_units import parse_bytes
+from jettison.planner.budget import AskedBudget
+from jettison.planner.kept_plans import Keeping
 from jettison.progress import Progress
 from jettison.spec.layout import Layout, Schedule
 from jettison.train.build_model import Built, build
@@ -274,6 +277,10 @@ def _batches(recipe: TrainRecipe) -> Batches:
     return Batches(corpus, order, recipe.batch.global_batch, recipe.batch.micro_batch)
 
 
+KEPT_PLAN: Final = "kept-plan.json"
+"""In the checkpoints' folder."""
+
+
 def _plan(
     recipe: TrainRecipe, world: World, places: Places, parts: list[RankModule], dry_step: DryStep | None, say: Progress
 ) -> Planned | None:
@@ -290,7 +297,7 @@ def _plan(
 
     def decided() -> Decision | Infeasible | None:
         try:
-            return decide(parts, wanted, dry_step, say) if places.plans else None
+            return decide(parts, wanted, dry_step, say, _keeping(recipe, places)) if places.plans else None
         except Infeasible as error:
             if places.layout.pp == 1:
                 return error
@@ -317,6 +324,22 @@ def _plan(
         plans=tuple(found.plans[chunk] for chunk in rounds for found in made),
         predicted_peak_bytes=highest or None,
     )
+
+
+def _keeping(recipe: TrainRecipe, places: Places) -> Keeping | None:
+    """Beside the checkpoints, for the run that resumes from them. What trains is the same there, or it is planned anew;
+    what only reads, writes or ends a run is no part of it.
+    """
+    if recipe.checkpoint.folder is None or recipe.plan.budget is None:
+        return None
+    asked = AskedBudget(nbytes=parse_bytes(recipe.plan.budget))
+    left_out = {"lr", "min_lr", "warmup_steps", "decay_steps", "budget"}  # rates move in a run; no bytes hang on them
+    options = {"budget": str(asked.nbytes), "layout": repr(places.layout), "stage": str(places.stage)}
+    for name in ("model", "batch", "optimizer", "layout", "plan"):
+        section = asdict(getattr(recipe, name))
+        options[f"the recipe's {name}"] = repr({key: value for key, value in section.items() if key not in left_out})
+    options |= {"the recipe's precision": recipe.precision, "evaluation": str(recipe.eval.data is not None)}
+    return Keeping(where=Path(recipe.checkpoint.folder) / KEPT_PLAN, asked=asked, options=options)
 
 
 def _needier(one: Infeasible | None, other: Infeasible | None) -> Infeasible | None:
