@@ -149,9 +149,11 @@ def test_functions_that_take_long_are_seen_on_a_terminal(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("unset")
 def test_a_terminal_that_has_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Terminal()
-    stream.close()
-    monkeypatch.setattr(Terminal, "isatty", lambda _self: True)
-    monkeypatch.setattr(sys, "stderr", stream)
-    with reported(in_a_trainer, "planning Net") as done:
-        done("planned Net")
+    closed, closing = Terminal(), Terminal()
+    closed.close()
+    closed.isatty = io.StringIO.isatty.__get__(closed)  # type: ignore[method-assign]
+    closing.close()
+    for stream in (None, closed, closing):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with reported(in_a_trainer, "planning Net") as done:
+            done("planned Net")

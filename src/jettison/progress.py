@@ -59,7 +59,7 @@ class Shown:
             return
         if _logged():
             LOGGER.info(text)
-        elif sys.stderr.isatty():
+        elif _is_terminal(sys.stderr):
             _write(sys.stderr, f"{_CLEAR}jettison: {text}\n")
         elif self.everywhere:
             _write(sys.stderr, f"jettison: {text}\n")
@@ -67,7 +67,7 @@ class Shown:
     @contextmanager
     def running(self, text: str) -> Iterator[None]:
         """A line that is rewritten as long as this lasts; work inside of other work has the line of that."""
-        if self._status is not None or not sys.stderr.isatty() or not _leads():
+        if self._status is not None or not _is_terminal(sys.stderr) or not _leads():
             yield
             return
         self._status = _Status(text, sys.stderr)
@@ -141,8 +141,18 @@ class _Status:
             _write(self._stream, f"{_CLEAR}{text}{seconds}")
 
 
-def _write(stream: TextIO, text: str) -> None:
-    """Nobody's training ends because a terminal has gone."""
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody may be watching: a process without a console has no stream, or a closed one."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:
+        return False
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    """Write; nobody's training ends because a terminal has gone."""
+    if stream is None:
+        return
     try:
         stream.write(text)
         stream.flush()

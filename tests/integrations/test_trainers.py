@@ -384,12 +384,16 @@ def test_lightning_keeps_its_budget(more: dict[str, Any], tmp_path: Path) -> Non
     from jettison.integrations.lightning import AutoCheckpoint
 
     losses, parameters, plain = lightning_run(tmp_path, [], **more)
-    callback = AutoCheckpoint(Bytes(0.9 * plain))
+    callback = AutoCheckpoint(int(0.9 * plain))
+    with pytest.raises(UsageError, match="when the trainer's first batch comes"):
+        callback.memory()
     again, same, peak = lightning_run(tmp_path, [callback], **more)
     assert again == losses
     assert all(map(torch.equal, same, parameters))
     assert callback.applied is not None
     assert callback.applied.plan is not None
+    assert callback.report() == callback.applied.report() and callback.memory() is None
+    assert repr(callback).startswith("<AutoCheckpoint: budget ")
     assert peak <= int(0.9 * plain)
     assert peak == pytest.approx(callback.applied.plan.predicted.peak_bytes, rel=0.03)
 
