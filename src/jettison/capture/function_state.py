@@ -20,6 +20,7 @@ _LIBRARIES = (
     *("accelerate", "peft", "trl", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
     *("datasets", "filelock", "fsspec", "huggingface_hub", "jinja2", "markupsafe", "packaging", "safetensors"),
     *("tokenizers", "tqdm", "yaml"),
+    *("pandas", "pyarrow", "polars", "scipy", "sklearn", "matplotlib", "PIL"),
 )
 """A walk that went into these would take half a second for each block of a model with adapters: 20,000 values."""
 _FOREIGN = frozenset(sys.stdlib_module_names) | frozenset(_LIBRARIES)
@@ -94,7 +95,7 @@ def is_foreign(module: str | None) -> bool:
 
     A package of the user's own may have the name of one (``datasets``, ``token``): where its code lies decides.
     """
-    name = (module or "").partition(".")[0]
+    name = str(module or "").partition(".")[0]  # a class may have a property for it
     return name in _FOREIGN and (name in _OURS or _is_installed(name))
 
 

@@ -23,6 +23,7 @@ import gc
 import itertools
 import os
 import queue
+import sys
 import types
 import weakref
 from collections import deque
@@ -280,6 +281,7 @@ class Reach:
             return
         self._seen.add(id(cls))
         self.classes.append((cls, dict(vars(cls))))
+        self._class(type(cls), depth)
         for value in list(vars(cls).values()):
             self._later(value, depth)
 
@@ -465,6 +467,11 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from worth_a_look(gc.get_referents(value))
     elif isinstance(value, memoryview):
         yield value.obj
+    elif is_number_array(value):
+        yield getattr(value, "base", None)
+        yield from worth_a_look(value.ravel().tolist() if _has_objects(value) else ())
+    elif _is_extension(Same(type(value))):
+        yield from (v for v in worth_a_look(gc.get_referents(value)) if not isinstance(v, _NEVER_INSIDE))
     elif isinstance(value, property):
         yield from filter(None, (value.fget,))
     elif isinstance(value, staticmethod | classmethod):
@@ -488,9 +495,30 @@ def _slots_below(cls: Same[type]) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def _is_simple(cls: Same[type]) -> bool:
     """Whether instances of a class have attributes or slots and nothing else: Python made it, and all of its bases."""
-    if cls.it.__module__.startswith(("torch", "jettison")):
+    if str(cls.it.__module__).startswith(("torch", "jettison")):
         return False
     return all("__dict__" in vars(c) or "__slots__" in vars(c) for c in cls.it.__mro__ if c is not object)
+
+
+def _has_objects(array: Any) -> bool:
+    return bool(getattr(getattr(array, "dtype", None), "hasobject", False))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_extension(cls: Same[type]) -> bool:
+    """Whether instances of a class may hold what neither attributes nor slots show: a base of it was made in C, by
+    somebody else than Python, torch and the libraries that are known.
+    """
+    return any(
+        not ("__dict__" in vars(c) or "__slots__" in vars(c) or str(c.__module__).partition(".")[0] in _KNOWN_IN_C)
+        for c in cls.it.__mro__
+    )
+
+
+_KNOWN_IN_C = sys.stdlib_module_names | {"torch", "numpy", "jettison", "triton"}
+
+
+_NEVER_INSIDE = (type, types.FrameType, types.CodeType, types.FunctionType, types.BuiltinFunctionType)
 
 
 @functools.cache
@@ -522,11 +550,10 @@ def is_ours(value: Any) -> bool:
     if isinstance(value, nn.Module) or is_stream(value):
         return False
     kind: Any = type(value)
-    if kind.__module__.startswith(_MODELS_OWN):
+    module = str(kind.__module__)  # some classes have a property there
+    if module.startswith(_MODELS_OWN):
         return False
-    return kind.__module__.startswith(("torch.", "jettison.")) or str(getattr(value, "__module__", "")).startswith(
-        "jettison."
-    )
+    return module.startswith(("torch.", "jettison.")) or str(getattr(value, "__module__", "")).startswith("jettison.")
 
 
 def _global_hooks() -> list[Any]:

@@ -1,0 +1,65 @@
+"""An exception that leaves a region while it is recorded: streams stand where a run without a plan leaves them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import jettison
+
+
+class Stop(Exception):
+    """The user's own."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(torch.tanh(self.a(F.dropout(x, 0.1))), 0.1)
+
+
+class Routed(Block):
+    """Without a recording: what is left is a trial."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x.sum(1) > 0).nonzero()[:, 0]
+        return x.index_add(0, chosen, F.dropout(self.a(F.dropout(x[chosen], 0.1)), 0.1))
+
+
+@pytest.mark.parametrize("block", [Block, Routed])
+@pytest.mark.parametrize("exception", [Stop, ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.filterwarnings("ignore")
+def test_it_leaves_what_a_plain_run_leaves(exception: type[BaseException], block: type[nn.Module]) -> None:
+    plain = nn.Sequential(*[block() for _ in range(4)])
+    planned: Any = copy.deepcopy(plain)
+    x, fails = torch.ones(4, 8), [False]
+
+    def boom(*_: Any) -> None:
+        if fails[0]:
+            raise exception
+
+    jettison.apply(planned, "full", batch=(x,), loss_fn=lambda y: y.square().mean())
+    seen: list[list[Any]] = []
+    for model in (plain, planned):
+        torch.manual_seed(1)
+        model(x).sum().backward()
+        hook = model[2].a.register_forward_hook(boom)  # type: ignore[union-attr, operator]
+        fails[0] = True
+        with pytest.raises(exception):
+            model(x)
+        fails[0] = False
+        hook.remove()
+        after = torch.rand(()).item()
+        model.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        seen.append([after, loss.item(), *(p.grad.sum().item() for p in model.parameters())])
+    assert seen[0] == seen[1]

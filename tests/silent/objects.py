@@ -1,0 +1,566 @@
+"""Python objects of many kinds that a block counts in, and whose count its output hangs on."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import copy
+import enum
+import functools
+import heapq
+import itertools
+import logging
+import os
+import random
+import tempfile
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import shared_memory
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from silent.harness import Program
+from silent.kit import WIDTH, case, program, rows
+from silent.outside import smooth, through, under
+
+Counting = tuple[Callable[[], object], Callable[[], float]]
+"""What a block does in each call, and a number that hangs on how often that was."""
+KINDS: dict[str, Callable[[], Counting]] = {}
+_GLOBAL = {"n": 0}
+_NUMBER = 0
+
+
+def kind(make: Callable[[], Counting]) -> Callable[[], Counting]:
+    KINDS[make.__name__] = make
+    return make
+
+
+def _routed(s: Any, x: Tensor) -> Tensor:
+    """A block without a recording, whose Python may run twice."""
+    h = torch.tanh(s.a(x))
+    chosen = (x[:, 0] > 0).nonzero().squeeze(1)
+    return x + s.b(h.index_add(0, chosen, h[chosen].exp()))
+
+
+def _counts(make: Callable[[], Counting], block: Callable[[Any, Tensor], Tensor]) -> Callable[[], Program]:
+    def made() -> Program:
+        tick, value = make()
+
+        def run(s: Any, x: Tensor) -> Tensor:
+            tick()
+            return block(s, x) * (1 + value() / 100)
+
+        return program(run, also=lambda: [float(value())], steps=3)
+
+    return made
+
+
+def _set(holder: Any, name: str) -> Callable[[], None]:
+    return lambda: setattr(holder, name, getattr(holder, name) + 1)
+
+
+@kind
+def attribute_of_a_class() -> Counting:
+    class Held:
+        n: ClassVar[int] = 0
+
+    return _set(Held, "n"), lambda: Held.n
+
+
+@kind
+def attribute_of_a_metaclass() -> Counting:
+    class Meta(type):
+        n = 0
+
+    class Held(metaclass=Meta):
+        pass
+
+    return lambda: setattr(type(Held), "n", type(Held).n + 1), lambda: type(Held).n
+
+
+@kind
+def dict_of_the_module() -> Counting:
+    _GLOBAL["n"] = 0
+    held = _GLOBAL.copy()
+    return lambda: held.update(n=held["n"] + 1), lambda: held["n"]
+
+
+@kind
+def property_with_a_setter() -> Counting:
+    class Held:
+        def __init__(self) -> None:
+            self._n = 0
+
+        @property
+        def n(self) -> int:
+            return self._n
+
+        @n.setter
+        def n(self, value: int) -> None:
+            self._n = value
+
+    held = Held()
+    return _set(held, "n"), lambda: held.n
+
+
+@kind
+def descriptor_with_a_table_of_its_own() -> Counting:
+    class Count:
+        def __init__(self) -> None:
+            self.by_id: dict[int, int] = {}
+
+        def __get__(self, held: Any, _owner: Any = None) -> Any:
+            return self if held is None else self.by_id.get(id(held), 0)
+
+        def __set__(self, held: Any, value: int) -> None:
+            self.by_id[id(held)] = value
+
+    class Held:
+        n = Count()
+
+    held = Held()
+    return _set(held, "n"), lambda: held.n
+
+
+@kind
+def slots_below_slots() -> Counting:
+    class Base:
+        __slots__ = ("_n",)
+
+    class Held(Base):
+        __slots__ = ("__m",)
+
+        def __init__(self) -> None:
+            self._n, self.__m = 0, 0
+
+        def tick(self) -> None:
+            self._n += 1
+            self.__m += 2
+
+        def value(self) -> int:
+            return self._n + self.__m
+
+    held = Held()
+    return held.tick, held.value
+
+
+@kind
+def weak_reference() -> Counting:
+    class Held:
+        n = 0
+
+    held = Held()
+    ref = weakref.ref(held)
+    return lambda: setattr(ref(), "n", ref().n + 1), lambda h=held: h.n  # type: ignore[misc, union-attr]
+
+
+@kind
+def weak_dictionary() -> Counting:
+    class Key:
+        pass
+
+    key = Key()
+    table: Any = weakref.WeakKeyDictionary({key: 0})
+    return lambda: table.__setitem__(key, table[key] + 1), lambda: table[key]
+
+
+@kind
+def proxy_of_an_object() -> Counting:
+    held = types.SimpleNamespace(n=0)
+
+    class Held:
+        n = 0
+
+    real = Held()
+    proxy = weakref.proxy(real)
+    held.real = real
+    return lambda: setattr(proxy, "n", proxy.n + 1), lambda: held.real.n
+
+
+@kind
+def generator_that_is_sent_to() -> Counting:
+    def counting() -> Iterator[int]:
+        n = 0
+        while True:
+            yield n
+            n += 1
+
+    given = counting()
+    seen = [0]
+    return lambda: seen.__setitem__(0, next(given)), lambda: seen[0]
+
+
+@kind
+def iterator_of_an_own_class() -> Counting:
+    class Counter:
+        def __init__(self) -> None:
+            self.n = 0
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> int:
+            self.n += 1
+            return self.n
+
+    given = Counter()
+    return lambda: next(given), lambda: given.n
+
+
+@kind
+def several_iterators_of_one() -> Counting:
+    first, second = itertools.tee(itertools.count())
+    last = [0]
+    return lambda: last.__setitem__(0, next(first) + next(second)), lambda: last[0]
+
+
+@kind
+def local_of_a_thread() -> Counting:
+    held = threading.local()
+    held.n = 0
+    return _set(held, "n"), lambda: held.n
+
+
+@kind
+def context_variable() -> Counting:
+    held: Any = contextvars.ContextVar("held", default=0)
+    return lambda: held.set(held.get() + 1), lambda: held.get()
+
+
+@kind
+def object_in_a_context_variable() -> Counting:
+    held: Any = contextvars.ContextVar("held")
+    held.set([0])
+    return lambda: held.get().append(1), lambda: len(held.get())
+
+
+@kind
+def handler_of_a_log() -> Counting:
+    class Listing(logging.Handler):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lines: list[str] = []
+
+        def emit(self, record: logging.LogRecord) -> None:
+            self.lines.append(record.getMessage())
+
+    log, handler = logging.Logger("silent"), Listing()
+    log.addHandler(handler)
+    return lambda: log.warning("x"), lambda: len(handler.lines)
+
+
+@kind
+def log_in_a_file() -> Counting:
+    path = tempfile.mkstemp()[1]
+    log = logging.Logger("silent")
+    log.addHandler(logging.FileHandler(path))
+    return lambda: log.warning("x"), lambda: os.path.getsize(path)
+
+
+@kind
+def deque_that_turns() -> Counting:
+    held = collections.deque(range(5), maxlen=5)
+    return lambda: held.rotate(1), lambda: held[0]
+
+
+@kind
+def counter() -> Counting:
+    held: Any = collections.Counter()
+    return lambda: held.update("ab"), lambda: held["a"]
+
+
+@kind
+def default_dict() -> Counting:
+    held: Any = collections.defaultdict(lambda: collections.defaultdict(int))
+    return lambda: held["a"].__setitem__("b", held["a"]["b"] + 1), lambda: held["a"]["b"]
+
+
+@kind
+def order_of_a_dict() -> Counting:
+    held = collections.OrderedDict.fromkeys(range(7))
+    return lambda: held.move_to_end(next(iter(held))), lambda: next(iter(held))
+
+
+@kind
+def view_of_a_dict() -> Counting:
+    held: dict[int, int] = {}
+    items = held.items()
+    return lambda: items.mapping is None or held.update({len(items): 1}), lambda: len(items)
+
+
+@kind
+def chain_of_maps() -> Counting:
+    held: Any = collections.ChainMap({}, {"n": 0})
+    return lambda: held.__setitem__("n", held["n"] + 1), lambda: held["n"]
+
+
+@kind
+def heap() -> Counting:
+    held = list(range(20))
+    return lambda: heapq.heappop(held), lambda: held[0]
+
+
+@kind
+def array_of_numbers() -> Counting:
+    held = array.array("q", [0])
+    return lambda: held.append(1), lambda: len(held)
+
+
+@kind
+def bytes_that_grow() -> Counting:
+    held = bytearray()
+    return lambda: held.extend(b"a"), lambda: len(held)
+
+
+@kind
+def memory_of_several_processes() -> Counting:
+    held = shared_memory.SharedMemory(create=True, size=8)
+    held.unlink()  # it lives as long as it is mapped
+    return lambda: held.buf.__setitem__(0, held.buf[0] + 1), lambda: held.buf[0]
+
+
+@kind
+def generator_of_numpy() -> Counting:
+    held, last = np.random.default_rng(3), [0.0]
+    return lambda: last.__setitem__(0, held.random()), lambda: last[0]
+
+
+@kind
+def random_of_pythons() -> Counting:
+    held, last = random.Random(3), [0.0]
+    return lambda: last.__setitem__(0, held.random()), lambda: last[0]
+
+
+@kind
+def generator_of_torch() -> Counting:
+    held, last = torch.Generator().manual_seed(3), [0.0]
+    return lambda: last.__setitem__(0, held.initial_seed()), lambda: last[0]
+
+
+@kind
+def record_of_numpy() -> Counting:
+    held = np.zeros(3, dtype=[("n", "i8"), ("x", "f4")])
+    return lambda: held["n"].__setitem__(1, held["n"][1] + 1), lambda: held["n"][1]
+
+
+@kind
+def view_of_an_array() -> Counting:
+    held = np.zeros((4, 4))
+    part = held[1:, 1:]
+    return lambda: part.__iadd__(1), lambda: held[3, 3]
+
+
+@kind
+def array_of_objects() -> Counting:
+    held = np.array([[0], None], dtype=object)
+    return lambda: held[0].append(1), lambda: len(held[0])
+
+
+@kind
+def variable_of_the_environment() -> Counting:
+    os.environ["SILENT_N"] = "0"
+    mine = types.SimpleNamespace(n="0")
+
+    def tick() -> None:
+        os.environ["SILENT_N"] = mine.n
+        mine.n = str(int(os.environ["SILENT_N"]) + 1)
+
+    return tick, lambda: int(mine.n)
+
+
+@kind
+def property_that_is_cached() -> Counting:
+    class Held:
+        made = 0
+
+        @functools.cached_property
+        def once(self) -> int:
+            self.made += 1
+            return self.made
+
+        def tick(self) -> None:
+            _ = self.once
+            del self.once
+
+    held = Held()
+    return held.tick, lambda: held.made
+
+
+@kind
+def dispatch_by_type() -> Counting:
+    held = [0]
+
+    @functools.singledispatch
+    def tick(_value: Any) -> None:
+        held[0] += 1
+
+    @tick.register
+    def _(_value: int) -> None:
+        held[0] += 2
+
+    return lambda: tick(1), lambda: held[0]
+
+
+@kind
+def default_of_a_function() -> Counting:
+    def tick(seen: list[int] = []) -> int:  # noqa: B006
+        seen.append(1)
+        return len(seen)
+
+    return tick, lambda: len(tick.__defaults__[0])  # type: ignore[index]
+
+
+@kind
+def default_by_name() -> Counting:
+    def tick(*, seen: dict[str, int] = {}) -> None:  # noqa: B006
+        seen["n"] = seen.get("n", 0) + 1
+
+    return tick, lambda: tick.__kwdefaults__.get("seen", {}).get("n", 0)  # type: ignore[union-attr]
+
+
+@kind
+def keyword_of_a_partial() -> Counting:
+    def tick(held: list[int], more: list[int]) -> None:
+        held.append(1)
+        more.append(1)
+
+    held: list[int] = []
+    bound = functools.partial(tick, held, more=[])
+    return bound, lambda: len(held) + len(bound.keywords["more"])
+
+
+@kind
+def dataclass_in_a_tuple() -> Counting:
+    @dataclass(slots=True)
+    class Inner:
+        n: int = 0
+
+    @dataclass(frozen=True)
+    class Outer:
+        parts: tuple[Inner, ...] = field(default_factory=lambda: (Inner(), Inner()))
+
+    held = Outer()
+    return _set(held.parts[1], "n"), lambda: held.parts[1].n
+
+
+@kind
+def member_of_an_enum() -> Counting:
+    class Kind(enum.Enum):
+        A = "a"
+
+    Kind.A.n = 0  # type: ignore[attr-defined]
+    return lambda: setattr(Kind.A, "n", Kind.A.n + 1), lambda: Kind.A.n  # type: ignore[attr-defined]
+
+
+@kind
+def set_of_strings() -> Counting:
+    held: set[str] = set()
+    return lambda: held.add(str(len(held))), lambda: len(held)
+
+
+@kind
+def subclass_of_a_dict() -> Counting:
+    class Held(dict[str, int]):
+        def __getitem__(self, key: str) -> int:
+            return self.get(key, 0) * 2
+
+    held = Held(n=0)
+    return lambda: dict.__setitem__(held, "n", dict.get(held, "n", 0) + 1), lambda: held["n"]
+
+
+@kind
+def subclass_of_a_list_with_attributes() -> Counting:
+    class Held(list[int]):
+        n = 0
+
+    held = Held()
+    return lambda: (held.append(1), setattr(held, "n", held.n + 1)), lambda: held.n + len(held)
+
+
+@kind
+def object_that_calls() -> Counting:
+    class Held:
+        def __init__(self) -> None:
+            self.history: list[Any] = []
+
+        def __call__(self) -> None:
+            self.history.append(copy.copy(self.history))
+
+    held = Held()
+    return held, lambda: len(held.history)
+
+
+for _name, _make in KINDS.items():
+    for _block in (smooth, _routed):
+        _made = _counts(_make, _block)
+        _made.__name__ = f"{_name}_{_block.__name__.strip('_')}"
+        _made.__module__ = __name__
+        case(slow=_block is _routed)(_made)
+
+
+# modules --------------------------------------------------------------------------------------------------------------
+
+
+@case(works=True)
+def cumulative_batch_norm() -> Program:
+    return program(lambda s, x: smooth(s, s.n(x)), lambda s, _i: setattr(s, "n", nn.BatchNorm1d(WIDTH, momentum=None)))
+
+
+@case(works=True)
+def spectral_norm_of_a_block() -> Program:
+    def init(s: Any, _i: int) -> None:
+        s.a = nn.utils.parametrizations.spectral_norm(s.a)
+
+    return program(smooth, init)
+
+
+@case(works=True)
+def spectral_norm_of_old() -> Program:
+    def init(s: Any, _i: int) -> None:
+        s.a = nn.utils.spectral_norm(s.a)
+
+    return program(_routed, init)
+
+
+@case()
+def default_dtype_set_in_a_block() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        s.n += 1
+        torch.set_default_dtype(torch.float64 if s.n % 2 else torch.float32)
+        y = smooth(s, x) * torch.ones(()).to(x.dtype)
+        torch.set_default_dtype(torch.float32)
+        return y
+
+    return program(run, lambda s, _i: setattr(s, "n", 0))
+
+
+@case()
+def table_of_pandas() -> Program:
+    pandas = __import__("pandas")
+    held = pandas.DataFrame({"n": [0.0, 0.0], "name": ["a", "b"]})
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        held.loc[1, "n"] += 1
+        return smooth(s, x) * (1 + float(held.loc[1, "n"]) / 100)
+
+    return program(run, also=lambda: [float(held.loc[1, "n"])])
+
+
+@case()
+def average_of_weights_inside_the_forward() -> Program:
+    def root(net: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for kept, p in zip(net.kept, net.parameters(), strict=False):
+                kept.numpy()[...] = 0.9 * kept.numpy() + 0.1 * p.detach().numpy()
+        return through(net, x) * (1 + sum(k.mean() for k in net.kept))
+
+    made = under(root, smooth, batch=lambda i: (rows(i),))
+    made.model.kept = [p.detach().clone() for p in made.model.parameters()]
+    return made
