@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
+import jettison
 from jettison.planner import optimizer_watch
 from jettison.planner.optimizer_watch import OptimizerWatch
+from jettison.units import Bytes
 from support.structure import said
+from support.toys import Mlp
 
 NUMBERS = 1024
 
@@ -183,3 +187,45 @@ def test_one_of_the_same_kind_over_other_parameters_is_beside_the_one_that_was_p
     (text,) = steps(both[1], adam(both[1]))  # it steps first: the planned one has no state yet
     assert "optimizer=(first, second)" in text
     found.remove()
+
+
+class Branches(nn.Module):
+    """Which of two heads runs is Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(32, 128) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(32, 1024) for _ in range(2))
+        self.used = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        loss: torch.Tensor = self.heads[self.used](x[:4]).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("step", [None, lambda model, x: model(x).backward()], ids=["plain", "step"])
+def test_parameters_that_are_reached_later_are_planned_for_or_said(step: Any) -> None:
+    model, x = Branches(), torch.randn(64, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    first = jettison.auto_checkpoint(model, x, "1GiB", optimizer=optimizer, step=step)
+    first.remove()
+    assert first.plan is not None
+    budget = Bytes(first.plan.predicted.peak_bytes + 65_536)
+    handle = jettison.auto_checkpoint(model, x, budget, optimizer=optimizer, step=step)
+
+    def run() -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run()
+    model.used = 1
+    text = "parameters got their first gradients after" if step else "does not fit .* the smallest plan for it needs"
+    with pytest.warns(UserWarning, match=text):
+        run()
+        run()
+    with warnings.catch_warnings(action="error"):
+        run()
+    assert step is not None or (handle.batches is not None and handle.batches.now.peak_bytes > budget)

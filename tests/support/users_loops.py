@@ -363,7 +363,23 @@ def scheduled_groups() -> UsersLoop:
     return UsersLoop(models=(model,), optimizers=(optimizer,), batch=pair(), step=step, steps_itself=True)
 
 
-QUICK = (gradient_cache, conflicting_tasks, actor_and_critic)
+def scaled() -> UsersLoop:
+    """A gradient scaler that unscales, looks for infinities and steps."""
+    model = Mlps()
+    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(model: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        scaler.scale((model(batch[0]) - batch[1]).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return UsersLoop(models=(model,), optimizers=(optimizer,), batch=pair(), step=step, steps_itself=True)
+
+
+QUICK = (scaled, gradient_cache, conflicting_tasks, actor_and_critic)
 SLOW = (
     r_drop,
     sharpness_aware,

@@ -26,6 +26,8 @@ from jettison.capture.undo import Undo, handed_out
 
 WHICH_DEVICE = torch.ops.prim.device.default
 """Every other call of a dry run is this question; it is worth answering first, without asking the modes below."""
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+"""A gradient scaler's: gradients that are made up are finite, so that the number it writes that to stays 0."""
 
 
 def which_device(tensor: Tensor) -> torch.device:
@@ -60,7 +62,7 @@ class RealUntilFake(TorchDispatchMode):
                 has_fake = True
             elif isinstance(leaf, torch.Tensor):
                 has_real = True
-        if has_fake and has_real and func._schema.is_mutable:
+        if has_fake and has_real and func._schema.is_mutable and func is not _UNSCALE:
             written = writes(func, args, kwargs)
             self.undo.note(written)
             for tensor in written:

@@ -263,6 +263,8 @@ def follow_loop(
             budget_bytes=budget.nbytes,
             predicted=_predicted(plans, predicted_bytes),
             elsewhere_bytes=elsewhere_bytes,
+            plan=lambda: None if plans is None else plans.now,
+            again=(lambda: plans.restrict(plans.budget_bytes)) if plans is not None and by_itself else None,
         )
     )
     root.listener = _Listener(applied, by_itself=by_itself)
