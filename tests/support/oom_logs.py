@@ -223,6 +223,7 @@ REPORTED = (
         allocated=1.26,
         free=1.4,
         total=15.98,
+        phase=Phase.FORWARD,
         holders={UNNAMED: 15.98 - 1.4 - 1.26 - 152.5 / 1024},
         says=("13.2 GiB", "rocm-smi", "HIP_VISIBLE_DEVICES"),
         never=("nvidia-smi", "NCCL_DEBUG", "auto_checkpoint"),

@@ -160,6 +160,8 @@ def _role(frame: Frame) -> str:
     name = function.rsplit(".", 1)[-1]
     if "torch/utils/checkpoint" in file and any(word in name for word in _RECOMPUTES):
         return "recompute"
+    if name.startswith("_") and name.endswith("_forward"):  # convolutions' and attention's own
+        name = "forward"
     return next((role for role, part, whole in _ROLES if part in file and whole in ("", name)), UNKNOWN)
 
 
