@@ -32,10 +32,30 @@ def test_a_grouped_product_is_priced_for_its_least_even_split(one_thread: None, 
         kept = 2 * (groups * inner * outer if of_weights else rows * outer)
         return peak - kept
 
-    needs = [taken(largest) for largest in range(80, rows + 1, 16)]
-    packs = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # a processor without bf16 units multiplies in place
-    assert not packs or not of_weights or len(set(needs)) > 1, "the same for all: nothing was tested"
-    assert max(needs) <= price
+    assert max(taken(largest) for largest in range(80, rows + 1, 16)) <= price
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_grouped_matmul_is_tried_on_several_splits() -> None:
+    """A kernel that packs its largest group, as on some processors, is priced for all rows in one group."""
+    rows, inner, outer, groups = 320, 8, 4, 4
+    largest: list[int] = []
+
+    def packing(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        sizes = ends.diff(prepend=ends.new_zeros(1))
+        largest.append(int(sizes.max()))
+        packed = torch.empty(largest[-1] * inner, dtype=torch.float32)
+        return packed.new_empty(len(a), b.shape[-1])
+
+    a, b = torch.randn(rows, inner), torch.randn(groups, inner, outer)
+    even = torch.arange(rows // groups, rows + 1, rows // groups, dtype=torch.int32)
+    request = OpRequest.of(torch.ops.aten._grouped_mm.default, (a, b, even))
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_grouped_mm", packing, "CPU", allow_override=True)
+        found = workspaces([request])[request.key]
+    assert isinstance(found, KernelRun), found
+    assert min(largest) == rows // groups and max(largest) == rows
+    assert found.workspace_bytes >= rows * inner * 4
 
 
 @pytest.mark.usefixtures("one_thread")

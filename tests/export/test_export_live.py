@@ -85,6 +85,22 @@ def test_plain_torch_holds_what_was_said_to_the_byte(factory: str, share: float)
     assert found.cost.layer_bytes == sum(policy.kept_bytes for policy in found.policies)
 
 
+def test_hooks_around_a_model_see_the_same_with_every_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 2.15 on, torch warns of selective contexts under outer hooks that are not told what to do."""
+    found = exported("torch")
+    loaded = real("stack")
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        applied(found, loaded.model)(*loaded.batch).backward()  # a warning is an error
+
+    def checkpoint(function: Any, *, respect_saved_tensors_hooks: bool | None = None) -> None: ...
+
+    settings: dict[str, Any] = {}
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)
+    exec(found.files["checkpointing.py"], settings)
+    assert settings["PAST_HOOKS"] == {"respect_saved_tensors_hooks": False}
+    assert "**PAST_HOOKS" in found.files["checkpointing.py"]
+
+
 def test_what_is_written_in_place_is_not_handed_out_again() -> None:
     """torch refuses to: what `topk` made has changed when backward asks for it."""
     found = exported("torch", "routed", 0.3)

@@ -84,7 +84,9 @@ def test_it_needs_nothing_but_torch(tmp_path: Path) -> None:
         assert case["smallest_budget_bytes"] < case["plain_peak_bytes"]
         assert case["smallest_dropped"] > 0
     for case in found["losses"]["cases"]:
-        assert case["logits_bytes"] < case["chunked_bytes"] < 2 * case["logits_bytes"] < case["torch_bytes"]
+        # a matmul in 16 bits may need more by itself than the loss, on some processors: its sums in 32 bits
+        most = max(2 * case["logits_bytes"], case["matmul_bytes"])
+        assert case["logits_bytes"] < case["chunked_bytes"] <= most <= case["torch_bytes"]
     page = (tmp_path / "gpu-cpu.md").read_text()
     assert "gpu-cpu-gradients.md" in page and "tiny" in page
 

@@ -56,6 +56,22 @@ def test_a_leak_names_the_line_that_makes_what_is_kept(tmp_path: Path) -> None:
     assert run(["doctor", "--oom", str(out)]) == 0
 
 
+@pytest.mark.parametrize("folder", ["jettison/train", "torch/optim", "my-site-packages-copy", "models/torch/nn/mine"])
+def test_a_program_may_lie_in_a_folder_that_is_called_like_a_library(tmp_path: Path, folder: str) -> None:
+    """Its lines are told from PyTorch's and Jettison's by where those are installed, not by words in a path."""
+    KEPT.clear()
+    out, file = tmp_path / "watch.json", tmp_path / folder / "loop.py"
+    found: dict[str, Any] = {"KEPT": KEPT, "torch": torch}
+    exec(compile("def keep(step, loss):\n    KEPT.append(torch.zeros(500) + loss.detach())", file, "exec"), found)
+    with pytest.warns(RuntimeWarning, match="more are allocated than after the first two"):
+        loop(out, after=found["keep"])
+    facts = read_watch_record(out)
+    assert facts is not None
+    assert [(one.module, one.bytes_per_step) for one in facts.survivors] == [
+        (f"{file.parent.name}/loop.py:2 keep", 2000)
+    ]
+
+
 def test_an_error_is_written_down_with_its_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """There is no device here: the message is PyTorch's, and the loop raises it."""
     out = tmp_path / "watch.json"

@@ -40,6 +40,7 @@ from jettison.errors import Infeasible, TraceError, UnsupportedModule, UsageErro
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
 from jettison.units import Bytes
+from support.our_warnings import is_ours
 from support.patience import PATIENCE
 from support.random_programs import Case, Program, draw, draw_moving, program_of
 from support.random_steps import Loop, loop_of, train, world
@@ -148,7 +149,7 @@ def _judge(case: Case, found: Found) -> None:
         except Exception as error:
             found.fail(f"{doing}: {_words(error)}")
             return
-    found.said = sorted({str(w.message).splitlines()[0] for w in said if _is_ours(w)})
+    found.said = sorted({str(w.message).splitlines()[0] for w in said if is_ours(w)})
     _compare(case, program, found, done, plain)
     _look_at_host(case, found, handle)
     planned_in = {step for step in range(program.steps) if met[step + 1] > met[step] and loop.step is None}
@@ -273,10 +274,6 @@ def _planned_for(case: Case, program: Program) -> list[Any]:
 def _linked(bytes_per_second: float) -> Hardware:
     """This machine, with a way to a host."""
     return replace(usual_hardware(Device.CPU), host_bytes_per_second=int(bytes_per_second))
-
-
-def _is_ours(warning: warnings.WarningMessage) -> bool:
-    return "jettison" in warning.filename or "plan" in str(warning.message)
 
 
 def _words(error: Exception) -> str:

@@ -279,9 +279,11 @@ def test_where_bits_would_differ_torchs_own_is_taken(
     hold: Hold, at_any_size: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked_loss, "_same_bits", {})
-    monkeypatch.setattr(chunked_loss, "_same", lambda *_: False)
+    tried = chunked_loss._same
+    monkeypatch.setattr(chunked_loss, "_same", lambda *given: tried(*given) and False)
     values, target = rows(32, 64)
     assert not is_chunked(functional.cross_entropy(values.requires_grad_(), target))
+    assert not hold.used, "chunks that were tried are no loss of a step"
 
 
 def test_a_class_that_is_not_there_is_said_as_torch_says_it(hold: Hold, at_any_size: None) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import jettison
-from jettison.capture.sharded import sharded_modules
+from jettison.capture.sharded import parameter_groups, sharded_modules
 from jettison.measure import buffer_digest
 from jettison.models.reference import Gpt
 from jettison.parallel import apply_tensor_parallel
@@ -128,7 +128,7 @@ def fsdp_run(mesh: DeviceMesh, how: str, policy: str, order: str) -> tuple[dict[
         "gathered bytes": sum(
             p._unsharded_param.untyped_storage().nbytes()
             for sharded in sharded_modules(module)
-            for group in sharded._get_fsdp_state()._fsdp_param_groups
+            for group in parameter_groups(sharded._get_fsdp_state())
             for p in group.fsdp_params
         ),
         "buffers": buffer_digest(module),

@@ -29,6 +29,7 @@ from jettison.measure import measured_peak, same_bits
 from jettison.measure.device import have_workspaces
 from jettison.measure.tensors import static_tensors
 from jettison.units import Bytes
+from support.our_warnings import is_ours
 from zoo.entry import Batch, Entry
 
 STEPS = 3
@@ -229,7 +230,7 @@ def _planned(entry: Entry, device: str, word: str, budget_bytes: int, plain: lis
         except Exception as error:
             outcome.problems.append(f"{doing} the {word} budget: {_said(error)}")
             return
-    texts = [str(w.message).splitlines()[0] for w in said if "jettison" in w.filename or "planned" in str(w.message)]
+    texts = [str(w.message).splitlines()[0] for w in said if is_ours(w)]
     outcome.said += texts
     reports = handle.report()
     outcome.fallbacks += [f"{word}, {r.name or 'root'}: {r.fallback}" for r in reports if r.fallback]

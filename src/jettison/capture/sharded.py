@@ -65,15 +65,22 @@ def whole_parameters(
         if dtype.is_floating_point and not stored:
             dtype = sharded.mp_policy.param_dtype or dtype
         whole = fake(torch.empty(sharded._orig_size, dtype=dtype, device="meta"), sharded.device)
-        if sharded._unsharded_dtensor_spec is not None:  # tensor parallel inside
+        if (spec := _spec_inside(sharded, whole)) is not None:
             from torch.distributed.tensor import DTensor
 
-            whole = DTensor(whole, sharded._get_unsharded_dtensor_spec(whole), requires_grad=False)
+            whole = DTensor(whole, spec, requires_grad=False)
         parameter = nn.Parameter(whole, requires_grad=sharded.sharded_param.requires_grad)
         for form in _FORMS:
             held = getattr(sharded, form, None)
             if held is not None:
                 yield held, parameter
+
+
+def _spec_inside(sharded: Any, whole: Tensor) -> Any:
+    """How tensor parallelism lays out an unsharded parameter; None without it. torch 2.11 has it by another name."""
+    if not hasattr(sharded, "_unsharded_dtensor_spec"):
+        return getattr(sharded, "_tp_spec", None)
+    return None if sharded._unsharded_dtensor_spec is None else sharded._get_unsharded_dtensor_spec(whole)
 
 
 def states(model: nn.Module) -> list[Any]:
@@ -219,8 +226,15 @@ def _recorders() -> list[Any]:
 
 def managed_parameters(module: Any) -> Iterator[Any]:
     """FSDP's own objects for the parameters that it manages in a module which `fully_shard` was called on."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    for group in parameter_groups(module._get_fsdp_state()):
         yield from group.fsdp_params
+
+
+def parameter_groups(state: Any) -> list[Any]:
+    """FSDP's groups of parameters that are all-gathered together, of one module's state; torch 2.11 has at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def _hooks(state: Any) -> list[int]:

@@ -15,9 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, _utils
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule
-from torch.distributed.pipelining.stage import InferenceMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.fakes import fake_copy
@@ -73,13 +72,18 @@ class SendingStage(PipelineStage):
 
 
 def send_nothing(schedule: Any, stages: Sequence[SendingStage]) -> None:
-    """What stages would ask each other before their first step, they know."""
+    """What stages would ask each other before their first step, they know.
+
+    torch 2.11 asks nothing of stages that are made with shapes; 2.15 asks nothing over a group that sends nothing.
+    """
     for stage in stages:
         stage.waits = isinstance(schedule, Schedule1F1B)
+    if not hasattr(schedule, "_warmup_p2p"):
+        return
 
     def agree_at_once(*_: Any) -> None:
         for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
+            stage._inference_mode = _utils.InferenceMode.STATIC
 
     schedule._warmup_p2p = agree_at_once
 

@@ -42,3 +42,11 @@ def saves_table(kinds: Mapping[str, Sequence[OpCall]]) -> str:
         rows = "".join(f"{op!r}: {tuple(numbers)!r},\n" for op, numbers in sorted(by_op.items()))
         text += f"{kind!r}: {{\n{indent(rows, '    ')}}},\n"
     return f"{{\n{indent(text, '    ')}}}"
+
+
+PAST_HOOKS = """
+# what selective contexts save never went through hooks around the layer; from torch 2.15 on, it has to be asked for
+_ASKED = "respect_saved_tensors_hooks"
+PAST_HOOKS = {_ASKED: False} if _ASKED in signature(checkpoint).parameters else {}
+"""
+"""Python of an exported file: settings of a selective checkpoint, with which all versions of torch do the same."""

@@ -6,6 +6,7 @@ for a snapshot; on the CPU every storage is followed from its birth to its death
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
+import jettison
 from jettison.capture.model_trace import expect_module
 from jettison.diagnose.facts import MemoryFacts, Phase, StepBytes, Survivor
 from jettison.diagnose.memory import grown_bytes
@@ -32,11 +34,12 @@ from jettison.diagnose.watch_record import WatchRecord
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from jettison.one_line import summary
+from jettison.traces.frames import Frame, is_library, place_of, text_of_frame
 from jettison.units import format_bytes
 
 HISTORY: Final = 200_000
 """Events of the caching allocator that are kept for a snapshot."""
-_LIBRARIES: Final = (os.sep + "torch" + os.sep, "site-packages", os.sep + "jettison" + os.sep, "<frozen")
+_FOLDERS: Final = tuple(f"{folder}{os.sep}" for folder in (*torch.__path__, *jettison.__path__))
 _ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -258,10 +261,19 @@ class _Placed(AllocationCounter):
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost line outside of libraries."""
-    while frame is not None and any(part in frame.f_code.co_filename for part in _LIBRARIES):
+    """The innermost line of the user's program; of a library, where that has none.
+
+    Folders decide, not names in a path: a program may lie in a folder that is called as torch or Jettison are.
+    """
+    others: list[Frame] = []
+    while frame is not None:
+        here: Frame = (frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno)
+        if not here[1].startswith(_FOLDERS):
+            if not _is_library(here[1]):
+                return text_of_frame(here)
+            others.append(here)
         frame = frame.f_back
-    if frame is None:
-        return ""
-    file = "/".join(frame.f_code.co_filename.split(os.sep)[-2:])
-    return f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
+    return place_of(others)
+
+
+_is_library = functools.cache(is_library)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from jettison.capture.blocks import find_blocks
+from jettison.capture.sharded import parameter_groups
 
 
 def shard_blocks(
@@ -40,6 +41,6 @@ def forget_forwards(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in parameter_groups(module._get_fsdp_state()):
                 group._post_forward_indices.clear()
                 group.comm_ctx.post_forward_order.clear()

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.fakes import fake_copy
-from jettison.capture.sharded import managed_parameters, sharded_modules
+from jettison.capture.sharded import managed_parameters, parameter_groups, sharded_modules
 from jettison.errors import UnsupportedModule
 
 _PREFETCHED = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
@@ -181,7 +181,7 @@ def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
             parameter = copied.get_submodule(names[info.module]).get_parameter(info.param_name)
             placements[parameter] = sharded.fsdp_placement
             dtensor = dtensor or sharded.is_dtensor
-        groups = state._fsdp_param_groups
+        groups = parameter_groups(state)
         _check_groups(names[module] or "the model", groups)
         group = groups[0] if groups else group  # a unit may have no parameters left: the root is still the root
         if group is None:
@@ -241,7 +241,7 @@ def _set_alike(made: Sequence[tuple[Any, Any]]) -> None:
     for state, copied in made:
         for name in _PREFETCHED:
             setattr(copied, name, [ours[id(other)] for other in getattr(state, name) if id(other) in ours])
-        for group, same in zip(state._fsdp_param_groups, copied._fsdp_param_groups, strict=True):
+        for group, same in zip(parameter_groups(state), parameter_groups(copied), strict=True):
             for name in _SET_ON_GROUPS:
                 setattr(same, name, getattr(group, name))
 

@@ -140,6 +140,8 @@ def cross_entropy(
         and _fits(input, target)
         and _gives_the_same_bits(input)
     ):
+        for hold in tuple(_holders):
+            hold.used = True
         return _chunked(input, target, ignore_index, reduction)
     return _torchs(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
 
@@ -192,8 +194,6 @@ def _fits(input: Any, target: Any) -> bool:
 
 
 def _chunked(input: Tensor, target: Tensor, ignore_index: int, reduction: str, rows: int | None = None) -> Tensor:
-    for hold in tuple(_holders):
-        hold.used = True
     asked = _Asked(ignore_index, REDUCTIONS[reduction], rows or rows_of(input), _Twin.apply(input))
     loss: Tensor = _CrossEntropy.apply(input, target, asked)
     return loss

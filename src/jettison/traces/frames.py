@@ -118,6 +118,12 @@ def is_torch(file: str) -> bool:
     return bool(_TORCH.search(file))
 
 
+def is_library(file: str) -> bool:
+    """Whether a file is of an installed package or of Python itself."""
+    slashed = file.replace("\\", "/")
+    return bool(_LIBRARY.search(slashed) or _PYTHON.search(slashed))
+
+
 def role_of(frames: Sequence[Frame]) -> str:
     """The part of a step, by the innermost frame that tells; see `_OUTER` for what overrules it.
 

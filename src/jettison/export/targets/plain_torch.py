@@ -19,7 +19,7 @@ from jettison.export.policy import (
     checkpointed_on_host,
     draws_again,
 )
-from jettison.export.python_text import header, names, saves_table
+from jettison.export.python_text import PAST_HOOKS, header, names, saves_table
 from jettison.export.result import CannotSay, Exported, Pricer, losses
 from jettison.export.subject import Decision, Subject
 
@@ -112,7 +112,7 @@ def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | No
         rows = "".join(f"    {name!r}: {kind!r},\n" for name, kind in selective.items())
         text += f"SELECTIVE = {{\n{rows}}}\n"
         text += "# by kind of layer and op: whose outputs stay, as numbers of its calls in the layer's forward\n"
-        text += f"SAVES = {saves_table({kind: saves for saves, kind in kinds.items()})}\n"
+        text += f"SAVES = {saves_table({kind: saves for saves, kind in kinds.items()})}\n" + PAST_HOOKS
     text += f"PRESERVE_RNG_STATE = {keep_states}  # whether what runs again draws random numbers\n"
     if not subject.live:
         text += f"LAYERS = {len(policies)}\n"
@@ -184,10 +184,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 _IMPORTS_SELECTIVE = """
 from collections import Counter
 from functools import partial
+from inspect import signature
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 """
 _APPLY = '''
 
@@ -204,7 +205,7 @@ def _wrap(model: nn.Module, name: str, **how) -> None:
     setattr(model.get_submodule(parent), child, wrapped)
 '''
 _APPLY_SELECTIVE = """    for name, kind in SELECTIVE.items():
-        _wrap(model, name, context_fn=partial(_contexts, SAVES[kind]))
+        _wrap(model, name, context_fn=partial(_contexts, SAVES[kind]), **PAST_HOOKS)
 """
 _HOST_BY_NUMBER = """    for number, (name, layer) in enumerate(list(lists[0].named_children())):
         if number in ON_HOST:

@@ -25,7 +25,7 @@ from jettison.export.policy import (
     op_calls,
     saving,
 )
-from jettison.export.python_text import header, names, saves_table
+from jettison.export.python_text import PAST_HOOKS, header, names, saves_table
 from jettison.export.result import Alternative, CannotSay, Exported, Pricer, losses
 from jettison.export.subject import Decision, Subject
 from jettison.export.targets import plain_torch
@@ -188,7 +188,7 @@ def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
     text = header(subject, "torchtitan", USE) + _IMPORTS + (IMPORTS if moves else "")
     text += f"FULL = {names(full)}\nSELECTIVE = {{\n{rows}}}\n" if rows else f"FULL = {names(full)}\nSELECTIVE = {{}}\n"
     text += "# by kind of layer and op: whose outputs stay, as numbers of its calls in the layer's forward\n"
-    text += f"SAVES = {saves_table({kind: saves for saves, kind in kinds.items()})}\n"
+    text += f"SAVES = {saves_table({kind: saves for saves, kind in kinds.items()})}\n" + PAST_HOOKS
     text += moves or "ON_HOST = {}\n"
     text += _CLASS.format(states=states, depth=len(policies), waiting=_WAITING if moves else "")
     return text + (_BY_CALLS if subject.live else _BY_PRODUCTS) + (CODE if moves else "")
@@ -207,10 +207,11 @@ def _translated(policy: LayerPolicy, *, live: bool) -> tuple[OpCall, ...]:
 _IMPORTS = """
 from collections import Counter
 from dataclasses import dataclass
+from inspect import signature
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 """
@@ -241,7 +242,8 @@ class PlannedAC(SelectiveAC):
         if base_fqn in FULL:
             return checkpoint_wrapper(module, **how)
         if base_fqn in SELECTIVE:
-            return checkpoint_wrapper(module, context_fn=_contexts(module, SAVES[SELECTIVE[base_fqn]]), **how)
+            how |= {{"context_fn": _contexts(module, SAVES[SELECTIVE[base_fqn]]), **PAST_HOOKS}}
+            return checkpoint_wrapper(module, **how)
         return module
 '''
 _WAITING = """        if base_fqn in ON_HOST:
