@@ -6,8 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 PICTURES ?= 1
+MACHINES ?=
+TORCHES ?= 2.11.0 2.13.0 2.15.0
+VERSIONED ?= runtime capture planner export parallel integrations
 
-.PHONY: setup demo test test-slow test-gpu gpu check docs format bench pictures clean browser
+.PHONY: setup demo test test-slow test-gpu test-machines test-versions gpu check docs format bench pictures clean browser
 
 setup: $(STAMP)
 
@@ -49,6 +52,26 @@ test-slow: setup browser
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu
 
+# The tests as on other machines: kernels of older processors, one core, a busy machine. Hours; MACHINES="avx2 busy" runs some.
+test-machines: setup browser
+	cd tests && ../$(BIN)/python -m support.machines $(MACHINES) -- -n $(WORKERS) -m "not slow and not gpu"
+
+# What hangs on torch's and transformers' insides, on the oldest torch that is supported, the one of constraints.txt and the
+# newest, each in an environment of its own (a CUDA build of several GB) with the newest transformers. Hours.
+test-versions: $(TORCHES:%=test-torch-%)
+
+test-torch-%: .venv-torch-%/.installed
+	cd $(or $(TMPDIR),/tmp) && $(CURDIR)/.venv-torch-$*/bin/jettison demo
+	.venv-torch-$*/bin/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(VERSIONED:%=tests/%)
+
+.PRECIOUS: .venv-torch-%/.installed
+.venv-torch-%/.installed: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet "torch==$*"
+	$(@D)/bin/python -m pip install --quiet -e ".[torch,hf,dev]" "torch==$*"
+	$(@D)/bin/python -m pip install --quiet -e ".[integrations]" "torch==$*" || echo "without other people's trainers: their tests are skipped"
+	touch $@
+
 # Without setup: on the machine that has the device there may be torch and no way to install anything.
 gpu:
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu.kit $(GPU)
@@ -65,5 +88,5 @@ pictures: setup browser
 	$(BIN)/python -m benchmarks.pictures
 
 clean:
-	rm -rf $(VENV) build dist docs/_build docs/generated .pytest_cache .ruff_cache .mypy_cache .hypothesis out plan.json proof.json
+	rm -rf $(VENV) .venv-torch-* build dist docs/_build docs/generated .pytest_cache .ruff_cache .mypy_cache .hypothesis out plan.json proof.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -93,10 +94,10 @@ def leave_casts(module: Any, fake_model: nn.Module) -> None:
     state = module._get_fsdp_state()
 
     def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return state._cast_forward_inputs(args, kwargs)
+        return _cast_inputs(state, args, kwargs)
 
     def after(_module: nn.Module, _args: Any, output: Any) -> Any:
-        return state._cast_output_dtype(output)
+        return _cast(state._mp_policy.output_dtype, output)
 
     for number in _hooks(state):
         if number in fake_model._forward_pre_hooks:
@@ -141,8 +142,23 @@ def cast_batch(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not isinstance(model, fsdp.FSDPModule):
         return args, kwargs
-    cast: tuple[tuple[Any, ...], dict[str, Any]] = model._get_fsdp_state()._cast_forward_inputs(args, kwargs)
-    return cast
+    return _cast_inputs(model._get_fsdp_state(), args, kwargs)
+
+
+def _cast_inputs(state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    policy = state._mp_policy
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    return _cast(dtype, args), _cast(dtype, kwargs)
+
+
+def _cast(dtype: torch.dtype | None, given: Any) -> Any:
+    """Floating point tensors in `dtype`, as FSDP casts what its modules get and return; None casts nothing."""
+    if dtype is None:
+        return given
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
+    from torch.distributed.utils import _apply_to_tensors
+
+    return _apply_to_tensors(functools.partial(_cast_fp_tensor, dtype), given)
 
 
 def whole_now(model: nn.Module, table: dict[str, Any], leaf: str, seen: Tensor) -> Tensor:
