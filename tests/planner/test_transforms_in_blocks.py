@@ -59,6 +59,18 @@ class Complex(Pair):
         return x + self.down(torch.tanh(self.up(torch.view_as_real(turned).flatten(1))))
 
 
+@torch.compile(fullgraph=True, backend="aot_eager")
+def compiled_branch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.tanh(nn.functional.linear(x, weight, bias))
+
+
+class Compiled(Pair):
+    """Calls a function that `torch.compile` has made, which fails where anything watches its ops."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(compiled_branch(x, self.up.weight, self.up.bias))
+
+
 class Stack(nn.Module):
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -75,7 +87,7 @@ def same_gradients(plain: nn.Module, model: nn.Module) -> None:
         assert torch.equal(torch.view_as_real(expected.grad.cfloat()), torch.view_as_real(found.grad.cfloat())), name
 
 
-@pytest.mark.parametrize("block", [Gradient, Jacobian, Tangent, WithoutHooks, Complex])
+@pytest.mark.parametrize("block", [Gradient, Jacobian, Tangent, WithoutHooks, Complex, Compiled])
 @pytest.mark.filterwarnings("ignore")
 def test_a_block_trains_under_its_smallest_budget(block: type[nn.Module]) -> None:
     torch.manual_seed(0)

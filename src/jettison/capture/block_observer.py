@@ -7,6 +7,7 @@ dispatcher has no program. Its outputs' shapes are all that the model around it 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -64,11 +65,23 @@ def run_holding_nothing(forward: Callable[..., Any], call: tuple[Any, Any]) -> A
         return forward(*args, **kwargs)
 
     try:
-        with holding_nothing():
+        with eagerly(), holding_nothing():
             return run()
     except RuntimeError:
-        with torch.enable_grad():
+        with eagerly(), torch.enable_grad():
             return run()
+
+
+FULLGRAPH = "torch.compile with fullgraph=True"
+"""Torch's error where a function that is compiled so runs under something that watches its ops begins with this."""
+
+
+def eagerly() -> contextlib.AbstractContextManager[Any]:
+    """Functions that `torch.compile` has made run op by op: ``fullgraph=True`` fails where anything watches the ops."""
+    if "torch._dynamo" not in sys.modules:  # which takes a second to import
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def stand_in(leaf: Any) -> Any:

@@ -28,7 +28,7 @@ from jettison.capture.randomness import movement_of
 from jettison.capture.recording import Call, Expected, RegionTrace, Tap, TensorRef, signature_of
 from jettison.capture.signature import kernel_switches
 from jettison.capture.streams import default_stream
-from jettison.capture.tape import Tape
+from jettison.capture.tape import ONLY_DENSE, Tape
 from jettison.capture.tensor_subclasses import is_dense, plain, storage_of, version_of
 from jettison.capture.trees import op_leaves, op_map, tree_flatten, tree_leaves
 from jettison.errors import TraceError
@@ -137,7 +137,7 @@ class Recorder(Tape):
         """Autograd saved this tensor; its slot."""
         part = plain(tensor)
         if not is_dense(part):
-            raise TraceError(f"it saves a tensor whose layout is {part.layout}")
+            raise TraceError(f"it saves a tensor whose layout is {part.layout}; {ONLY_DENSE}")
         ref = self.ref(tensor)
         self.slots.append(
             Saved(ref, self.ops[-1].name if self.ops else "", self.where, part, version_of(part), len(self.ops))

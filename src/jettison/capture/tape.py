@@ -22,6 +22,7 @@ from jettison.capture.tensor_subclasses import is_dense, plain, storage_of
 from jettison.errors import TraceError
 from jettison.ledger.program import Buffer, Op, Source
 
+ONLY_DENSE = "only dense tensors can be recorded: pad nested ones (to_padded_tensor), or train without a plan"
 RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 
@@ -67,7 +68,7 @@ class Tape:
     def ref(self, tensor: Tensor) -> TensorRef:
         """The tensor as a view of a known buffer; a tensor never seen before becomes a parameter or an outer buffer."""
         if not is_dense(tensor):
-            raise TraceError(f"it computes with a tensor whose layout is {plain(tensor).layout}")
+            raise TraceError(f"it computes with a tensor whose layout is {plain(tensor).layout}; {ONLY_DENSE}")
         storage = storage_of(tensor)
         index = self._current.get(storage)
         if index is None:

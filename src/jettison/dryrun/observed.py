@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jettison.capture.block_observer import run_holding_nothing, stand_in, undisturbed
+from jettison.capture.block_observer import eagerly, run_holding_nothing, stand_in, undisturbed
 from jettison.capture.model_trace import BlockClass, ModelTrace
 from jettison.capture.signature import call_signature, opaque_copy
 from jettison.capture.streams import seed_streams
@@ -43,7 +43,7 @@ def observe_block(
     shared = {p for c in trace.calls if c.class_key == cls.key for p in c.shared}
     gradients = [(p, p.grad) for p in module.parameters()]
     found = []
-    with undisturbed(module, leaves), quiet_gc():
+    with undisturbed(module, leaves), quiet_gc(), eagerly():
         seed_streams(0)
         given = [[stand_in(leaf) for leaf in leaves] for _ in range(RANDOM_RUNS)]
         given.append([_alike(leaf) for leaf in given[0]])

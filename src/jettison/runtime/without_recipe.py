@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from jettison.capture.block_observer import FULLGRAPH
 from jettison.capture.isolation import without_our_hooks
 from jettison.capture.trees import tree_leaves
 from jettison.errors import StaleTensor, WrongValue
+from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.fallback import Rerun, Verdict, trial
 from jettison.runtime.forward_run import compute_less_again, named
 from jettison.runtime.offload_hooks import OffloadHooks
@@ -29,6 +33,8 @@ def run_without_recipe(
     is_kept = region.is_root or keeps_everything(region.way.policy)
     if not is_kept and region.recordings.differs:
         prepared.verdict = Verdict(again=False, why=region.recordings.differs)
+    if not is_kept and prepared.verdict is None and FULLGRAPH in prepared.problem:
+        prepared.verdict = Verdict(again=False, why="it calls a function that torch.compile has made")
     if not is_kept and prepared.verdict is None:
         late = region.recordings.late or region.recordings.late_inside
         prepared.verdict = (
@@ -43,7 +49,7 @@ def run_without_recipe(
     if not is_kept and prepared.verdict is not None and prepared.verdict.again:
         return _rerun(region, prepared, prepared.verdict, args, kwargs).run()
     policy = region.way.policy
-    with without_our_hooks():  # what it saves is not the surrounding region's
+    with without_our_hooks(), _without_checks():  # what it saves is not the surrounding region's
         if isinstance(policy, Offload) and _may_move(region, prepared):
             return run_moving(region, policy, region.forward, args, kwargs)
         return region.forward(*args, **kwargs)
@@ -57,6 +63,15 @@ def _run_interrupted(
     with without_our_hooks():
         region.forward(*args, **kwargs)
     raise interrupt
+
+
+def _without_checks() -> contextlib.AbstractContextManager[Any]:
+    """What surrounding regions look at their ops with is off: functions that `torch.compile` has made run under nothing
+    that does.
+    """
+    modes = _get_current_dispatch_mode_stack()
+    ours = bool(modes) and all(isinstance(mode, SequenceCheck | SomeMode) for mode in modes)
+    return _disable_current_modes() if ours else contextlib.nullcontext()
 
 
 def _may_move(region: PlannedForward, prepared: Prepared) -> bool:
