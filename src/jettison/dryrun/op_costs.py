@@ -187,10 +187,14 @@ class MeasuredWorkspace:
     Calls without a price are listed in `unknown`, and count as the dearest call of their operator that has one. An
     operator whose every priced call took nothing and whose kernel can take nothing else is not looked up again: a key
     costs more than many a fake kernel. What was answered once is remembered under a key that costs less.
+
+    Args:
+        measured: what this process has measured for somebody else is taken into ``prices``.
     """
 
-    def __init__(self, prices: Mapping[str, OpPrice]) -> None:
+    def __init__(self, prices: dict[str, OpPrice], *, measured: bool = False) -> None:
         self._prices = prices
+        self._measured = measured
         self._most: dict[str, int] = {}
         self._nothing: dict[Any, bool] = {}
         for key, price in prices.items():
@@ -222,6 +226,10 @@ class MeasuredWorkspace:
         most = self._most.get(str(func))
         request = OpRequest.of(func, args, kwargs)
         price = self._prices.get(request.key)
+        if price is None and self._measured:
+            price = _KNOWN.get((torch.get_num_threads(), request.key))
+            if price is not None:
+                self._prices[request.key] = price
         if price is None:
             self.unknown[request.key] = request
             return most or 0
@@ -251,14 +259,14 @@ class Pricing:
     def __init__(self, *, run: bool = True, prices: Mapping[str, OpPrice] | None = None) -> None:
         self.run = run
         self.prices: dict[str, OpPrice] = dict(prices or {})
-        self._workspace = MeasuredWorkspace(self.prices)
+        self._workspace = MeasuredWorkspace(self.prices, measured=run)
 
     def learn(self, requests: Iterable[OpRequest]) -> None:
         """Have prices for these, seconds among them, where ops are run."""
         missing = [request for request in requests if self.prices.get(request.key, ROUGH).rough]
         if self.run and missing:
             self.prices.update(measure_ops(missing))
-            self._workspace = MeasuredWorkspace(self.prices)
+            self._workspace = MeasuredWorkspace(self.prices, measured=True)
 
     def known(self, dry_run: Callable[[MeasuredWorkspace], Figures]) -> Figures:
         """What a dry run gives once every op that it meets has a price: it is repeated until then."""
@@ -267,7 +275,7 @@ class Pricing:
             if not self.run or not self._workspace.unknown:
                 break
             self.prices.update(measure_ops(self._workspace.unknown.values(), timed=False))
-            self._workspace = MeasuredWorkspace(self.prices)
+            self._workspace = MeasuredWorkspace(self.prices, measured=True)
             found = dry_run(self._workspace)
         return found
 

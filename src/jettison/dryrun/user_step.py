@@ -30,6 +30,8 @@ from jettison.capture.values import tracing
 from jettison.dryrun.block import with_memory_of_their_own
 from jettison.dryrun.imagined_pipeline import ImaginedSchedule, Scheduled, modules_of
 from jettison.dryrun.inner_optimizers import each_of, noting_steps, standing_in
+from jettison.dryrun.kernel_trial import OpRequest
+from jettison.dryrun.op_costs import MeasuredWorkspace
 from jettison.errors import JettisonError, TraceError, UsageError
 from jettison.measure.memory import AllocationCounter, quiet_gc
 from jettison.measure.tensors import static_tensors
@@ -103,8 +105,17 @@ class Seen:
     left: frozenset[nn.Parameter] = frozenset()
 
 
-Stretches = list[tuple[str, list[int]]]
-"""See `AllocationCounter.stretches`."""
+@dataclass(kw_only=True)
+class Counted:
+    """What a run of a step on fake tensors allocates.
+
+    Args:
+        levels: see `AllocationCounter.stretches`; what kernels take inside is not among them.
+        ops: that it runs, whose kernels may take memory inside, by the keys of their prices.
+    """
+
+    levels: list[tuple[str, list[int]]] = field(default_factory=list)
+    ops: dict[str, OpRequest] = field(default_factory=dict)
 
 
 def observe(
@@ -114,14 +125,14 @@ def observe(
     mode: FakeTensorMode,
     optimizer: torch.optim.Optimizer | None = None,
     copied: torch.optim.Optimizer | None = None,
-    levels: Stretches | None = None,
+    counted: Counted | None = None,
 ) -> Seen:
     """Run a step on fake copies, once for each batch, and see how it calls each of their modules. Nothing real is
     computed with, nothing stays behind.
 
     Args:
         optimizer, copied: the loop's, and its copy over fake parameters.
-        levels: is told what was allocated after each op.
+        counted: is told what the step allocates.
 
     Raises:
         UsageError: no model is called with gradients, or there is no backward.
@@ -131,7 +142,7 @@ def observe(
     left: set[nn.Parameter] = set()
     for batch in batches:
         with standing_in(optimizer, copied):
-            seen = _observed(step, copies, batch, mode, optimizer, levels)
+            seen = _observed(step, copies, batch, mode, optimizer, counted)
         inside |= seen.inside
         left |= seen.left
         for use, found in zip(uses, seen.uses, strict=True):
@@ -149,7 +160,7 @@ def _observed(
     batch: Any,
     mode: FakeTensorMode,
     optimizer: torch.optim.Optimizer | None,
-    levels: Stretches | None,
+    counted: Counted | None,
 ) -> Seen:
     modules = modules_of(copies)
     uses = [ModelUse() for _ in modules]
@@ -172,7 +183,7 @@ def _observed(
         hooks.append(inner.register_forward_pre_hook(watcher.before, with_kwargs=True))
         hooks.append(inner.register_forward_hook(watcher.after))
     try:
-        with _on_fakes(step, modules, batch, mode), noting_steps(optimizer, stepped), _counted(levels):
+        with _on_fakes(step, modules, batch, mode), noting_steps(optimizer, stepped), _counting(counted):
             step(*copies, opaque_copy(batch))
         left = note()
     except (JettisonError, torch.OutOfMemoryError):
@@ -205,15 +216,22 @@ def _observed(
 
 
 @contextlib.contextmanager
-def _counted(levels: Stretches | None) -> Iterator[None]:
+def _counting(counted: Counted | None) -> Iterator[None]:
     """What is allocated in here is told."""
-    if levels is None:
+    if counted is None:
         yield
         return
-    with quiet_gc(), AllocationCounter(record_levels=True) as counter:
+    ops = MeasuredWorkspace({})
+
+    def notes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        ops(func, args, kwargs)
+        return 0
+
+    with quiet_gc(), AllocationCounter(record_levels=True, workspace=notes) as counter:
         counter.phase("step", first=True)
         yield
-        levels += counter.stretches
+        counted.levels += counter.stretches
+        counted.ops |= ops.unknown
 
 
 def copies_of(models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode, stages: Agreement | None = None) -> Copies:

@@ -17,9 +17,9 @@ from jettison.capture.signature import as_signed
 from jettison.capture.tracer import trace_model
 from jettison.capture.trees import tree_leaves
 from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
-from jettison.dryrun.op_costs import Pricing
+from jettison.dryrun.op_costs import Pricing, measure_ops
 from jettison.dryrun.step import ModulePolicy, OneBatch, fake_optimizer, optimizer_over
-from jettison.dryrun.user_step import Copies, ModelCall, ModelUse, Seen, Step, Stretches, UserStep, copies_of, observe
+from jettison.dryrun.user_step import Copies, Counted, ModelCall, ModelUse, Seen, Step, UserStep, copies_of, observe
 from jettison.errors import TraceError
 from jettison.parallel.agree import Agreement
 from jettison.parallel.imagined import ImaginedReplica, gradients_stay, inside_of_ddp, may_be_used_elsewhere
@@ -131,6 +131,7 @@ class OwnStep:
     batches: Sequence[Any]
     parts: Sequence[Part]
     seen: Seen
+    counted: Counted
     gradients: Mapping[nn.Parameter, Tensor]
     optimizer: torch.optim.Optimizer | None
     mode: FakeTensorMode
@@ -193,6 +194,7 @@ class OwnStep:
 
     def plans(self, budget_bytes: int) -> list[Plan]:
         """See `Described`."""
+        measure_ops(self.counted.ops.values(), timed=False)  # no dry run meets an op without a price, and is repeated
         in_flight = [part.use.in_flight for part in self.parts]
         return plan_parts(
             self.traces,
@@ -219,21 +221,20 @@ def describe_step(
     loop: Loop,
     progress: Progress,
     stages: Agreement | None = None,
-    levels: Stretches | None = None,
 ) -> OwnStep:
     """Run the step on fake tensors, and trace the models as it calls them.
 
     Args:
         blocks: of each model, where they are known; else ``regions``, or what repeats.
         stages: with ranks that run other stages of the step's pipelines.
-        levels: is told what a run of the step allocates, op by op.
     """
     progress("running the step on fake tensors")
     mode = fake_mode(allow_non_fake_inputs=True)
     batches = [_without_meta(batch, models, mode) for batch in batches]
     copies = copies_of(models, mode, stages)
     its_copy = _copied(optimizer, modules_of(models), copies, mode)
-    seen = observe(step, copies, batches, mode, optimizer, its_copy, levels)
+    counted = Counted()
+    seen = observe(step, copies, batches, mode, optimizer, its_copy, counted)
     uses = seen.uses
     for copied, use in zip(modules_of(copies), uses, strict=True):
         if isinstance(copied, ImaginedReplica):
@@ -253,6 +254,7 @@ def describe_step(
         batches=sorted(batches, key=nbytes_of),
         parts=parts,
         seen=seen,
+        counted=counted,
         gradients={parameter: gradient for use in uses for parameter, gradient in use.gradients.items()},
         optimizer=optimizer,
         mode=mode,

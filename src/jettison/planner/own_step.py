@@ -17,7 +17,7 @@ from jettison.capture.compiled import CompileSettings
 from jettison.capture.model_trace import Loop, LossFn, as_call, call_model, loss_of
 from jettison.capture.sharded import sharded_modules
 from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
-from jettison.dryrun.user_step import Step, Stretches
+from jettison.dryrun.user_step import Step
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
@@ -148,8 +148,7 @@ def auto_checkpoint_step(
     beside = elsewhere_bytes(nn.ModuleList(modules), max(batches, key=nbytes_of), optimizer)
     beside += sum(map(held_by_ddp, modules))
     loop = Loop(gradients_held=held, check=how, elsewhere_bytes=beside, compile=compiling)
-    levels: Stretches | None = None if keeping is None else []
-    one = describe_step(step, models, batches, optimizer, {}, regions, loop, progress, ranks.stages, levels)
+    one = describe_step(step, models, batches, optimizer, {}, regions, loop, progress, ranks.stages)
     reached = ranks.reached(one.reached)
     one = replace(one.with_reached(reached), hardware=hardware, host=host)
     note_losses(one.traces, losses)
@@ -158,6 +157,7 @@ def auto_checkpoint_step(
     kept = None
     if keeping is not None:
         functions, more = [] if plain else [step], {"reached": " ".join(sorted(reached))}
+        levels = one.counted.levels
         kept = keeping.opened(budget, one.traces, modules, batches, optimizer, functions, progress, levels, more)
     follows = kept is not None and ranks.all_follow(kept.can_be_followed(makes=ranks.makes_plans))
 

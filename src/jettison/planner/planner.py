@@ -196,8 +196,7 @@ class Planner:
     @functools.cached_property
     def smallest(self) -> Candidate:
         """The plan of the fewest bytes."""
-        ways = (self.options.problem, untimed(self.options.problem))
-        return min(map(self._least, ways), key=lambda one: one.needs)
+        return min(self._least(self.options.problem), self._least_untimed, key=lambda one: one.needs)
 
     def _least(self, problem: StepProblem) -> Candidate:
         """Of the fewest bytes. What runs of blocks need is added up, not dry-run, and may be too little."""
@@ -232,7 +231,11 @@ class Planner:
     @functools.cached_property
     def minimum_budget_bytes(self) -> int:
         """A budget for which there is always a plan. Now and then one for a little less can be found."""
-        return min(self.plain_budget_bytes, self._least(untimed(self.options.problem)).needs)
+        return min(self.plain_budget_bytes, self._least_untimed.needs)
+
+    @functools.cached_property
+    def _least_untimed(self) -> Candidate:
+        return self._least(untimed(self.options.problem))
 
     @property
     def plain_budget_bytes(self) -> int:
@@ -245,12 +248,15 @@ class Planner:
         Raises:
             Infeasible: none does; the error carries the dry-run peak of the smallest plan.
         """
-        if self.minimum_budget_bytes > budget_bytes and self.smallest.needs > budget_bytes:
-            raise Infeasible(
-                minimum_budget_bytes=self.minimum_budget_bytes,
-                budget_bytes=budget_bytes,
-                reason=f"The {self.smallest.step.phase} pass sets the peak.",
-            )
+        if self.minimum_budget_bytes > budget_bytes:
+            # below what is there before a step no plan is worth a look
+            fewest = self._least_untimed if self.baseline.static_bytes > budget_bytes else self.smallest
+            if fewest.needs > budget_bytes:
+                raise Infeasible(
+                    minimum_budget_bytes=self.minimum_budget_bytes,
+                    budget_bytes=budget_bytes,
+                    reason=f"The {fewest.step.phase} pass sets the peak.",
+                )
         if self.plain_budget_bytes <= budget_bytes:  # nothing to do, however the solver's sums are rounded
             return self.candidate(self._chosen(self.problem, 2 * budget_bytes))
 
