@@ -399,6 +399,9 @@ Three ways lead from a `config.json` to an answer of `ledger`, `estimate`, `plan
   form, once a layout is given beside it.
 - **Refused**, in words: no forward can be recorded without real values, or nothing in the model repeats.
 
+A `config.json` whose `model_type` is in none of these, and is built like one of them, is described with `--family`,
+such as `jettison ledger my-model --family qwen3`.
+
 Towers for images and sound beside a text model in closed form are counted as weights, gradients and optimizer
 state, by name and to the parameter, where the two libraries are installed; without them their size is said to be
 left out. What they would save and compute for an image is not in the figures, and that is said, too. Of CLIP, where

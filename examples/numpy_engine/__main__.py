@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from typing import Any
 
 from . import studies
@@ -16,7 +17,11 @@ LETTERS = (("b", 1, "sequences"), ("s", 8192, "tokens"), ("h", 8192, "width"), (
 
 def main(words: list[str] | None = None) -> int:
     """Prints what was asked for."""
-    asked = _parser().parse_args(words)
+    parser = _parser()
+    asked = parser.parse_args(words)
+    heads = getattr(asked, "heads", 1)
+    if heads > 1 and asked.h % heads:
+        parser.error(f"argument --heads: got {heads}; expected a divisor of the width, {asked.h}, such as 1")
     if asked.question == "figures":
         from .figures import write
 
@@ -68,13 +73,31 @@ def _parser() -> argparse.ArgumentParser:
             _add_sizes(question, name)
         elif name == "fp8":
             question.add_argument("--scale", choices=("snapshot", "current"), default="snapshot", help="a second run's")
-            question.add_argument("--history", type=int, default=4, help="amaxes that are remembered: 4")
+            question.add_argument("--history", type=_count, default=4, help="amaxes that are remembered: 4")
         elif name == "toy":
-            question.add_argument("--layers", type=int, default=16)
-            question.add_argument("--k", type=int, default=4)
+            question.add_argument("--layers", type=_count, default=16)
+            question.add_argument("--k", type=_count, default=4)
         elif name == "figures":
             question.add_argument("--out", default="docs/lesson")
     return parser
+
+
+def _count(text: str, example: int = 16) -> int:
+    """A whole number of 1 or more, as argparse takes a type."""
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a whole number of 1 or more, such as {example}")
+    return int(text)
+
+
+def _chance(text: str) -> float:
+    """A probability below 1, as argparse takes a type."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a probability of at least 0 and below 1, such as 0.1")
+    return found
 
 
 def _add_sizes(question: argparse.ArgumentParser, name: str) -> None:
@@ -84,13 +107,15 @@ def _add_sizes(question: argparse.ArgumentParser, name: str) -> None:
         ("h", 8192, "width"),
         ("heads", 64, "heads"),
     ):
-        question.add_argument(f"--{letter}", type=int, default=default, help=f"{text}: {default}")
-    question.add_argument("--dropout", type=float, default=0.1, help="probability: 0.1")
+        question.add_argument(
+            f"--{letter}", type=partial(_count, example=default), default=default, help=f"{text}: {default}"
+        )
+    question.add_argument("--dropout", type=_chance, default=0.1, help="probability: 0.1")
     question.add_argument("--attention", choices=("eager", "fused"), default="eager")
     question.add_argument("--dtype", choices=("float16", "float32", "float64"), default="float16")
     if name == "block":
         return
-    question.add_argument("--layers", type=int, default=32, help="layers: 32")
+    question.add_argument("--layers", type=_count, default=32, help="layers: 32")
     question.add_argument("--network", choices=("transformer", "chain"), default="transformer")
     question.add_argument("--to-the-end", action="store_true", help="run segments to their very output")
 

@@ -86,8 +86,13 @@ def _said(oom: Path | None, model: str | None) -> FindingsReport:
     if oom is not None:
         from jettison.verbs.doctor import diagnose_oom
 
-        return diagnose_oom(oom)
+        with progress() as say:
+            say(f"reading {oom}")
+            return diagnose_oom(oom)
     with progress() as say:
+        from jettison.models.model_types import require_known_file
+
+        require_known_file(str(model))
         say("loading torch")
         from jettison.models.request import ModelRequest
         from jettison.verbs.doctor_model import diagnose_model
@@ -118,15 +123,20 @@ def profile(
     refuse_to_overwrite(out, force=force)
     refuse_to_overwrite(trace, force=force)
     from jettison.spec.hardware import hardware
+    from jettison.verbs.file_kinds import misplaced
     from jettison.verbs.profile import is_recorded, profile_files, require_files, require_target
 
     known = None if gpu is None else hardware(gpu)
     if len(targets) > 1 or is_recorded(Path(targets[0])):
         files = [Path(target) for target in targets]
         require_files(files)
-        said = profile_files(files, known)
+        with progress() as say:
+            say("reading " + ", ".join(targets))
+            said = profile_files(files, known)
     else:
         require_target(targets[0])
+        if (advice := misplaced(Path(targets[0]), "profile")) is not None:  # it would be run
+            raise UsageError(advice)
         from jettison.verbs.profile_run import profile_run
 
         with progress() as say:

@@ -23,6 +23,7 @@ from jettison.cli.parameters import app
 from jettison.cli.predicting import estimate, ledger, plan, search
 from jettison.cli.reporting import report
 from jettison.cli.running import demo, train, verify
+from jettison.cli.suggestions import message_of, misplaced_file, refuse_fractions
 from jettison.errors import JettisonError
 from jettison.extras import install
 from jettison.report.console import hint
@@ -78,12 +79,11 @@ def run(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
+        refuse_fractions(arguments)
         app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
     except CycloptsError as error:
         verb = " ".join(["jettison", *(error.command_chain or ())])
-        message = " ".join(str(error).split())
-        if isinstance(error.__context__, JettisonError):  # a type of ours knows what it expected
-            message = f"{message.partition(': unable')[0]}: {error.__context__}"
+        message = message_of(error, arguments)
         hint(f"jettison: {message} (see {verb} --help)")
         return _failed(arguments, "UsageError", message, EXIT_USAGE)
     except Answered as answered:
@@ -93,6 +93,8 @@ def _run(arguments: list[str]) -> int:
         if interrupted():
             say_interrupted()
             return EXIT_INTERRUPTED
+        if error.exit_code == EXIT_USAGE and (said := misplaced_file(arguments)) is not None:
+            return _misplaced(arguments, said)
         hint(f"jettison: {error}")
         return _failed(arguments, type(error).__name__, str(error), error.exit_code, error.details)
     except KeyboardInterrupt:
@@ -111,10 +113,17 @@ def _run(arguments: list[str]) -> int:
             message = f"this needs {error.name}, which is not installed: {install(extra)}"
             hint(f"jettison: {message}")
             return _failed(arguments, "UsageError", message, EXIT_USAGE)
+        if isinstance(error, ValueError) and (said := misplaced_file(arguments)) is not None:  # bytes that are no text
+            return _misplaced(arguments, said)
         hint(traceback.format_exc())
         hint("jettison: internal error (above)")
         return _failed(arguments, type(error).__name__, str(error), EXIT_INTERNAL)
     return 0
+
+
+def _misplaced(arguments: list[str], said: str) -> int:
+    hint(f"jettison: {said}")
+    return _failed(arguments, "UsageError", said, EXIT_USAGE)
 
 
 def _failed(

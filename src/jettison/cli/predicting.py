@@ -113,15 +113,17 @@ def estimate(
         refuse_to_overwrite(path, force=force)
     from jettison.verbs.estimate import estimate as answer
 
-    report = answer(
-        model,
-        request,
-        gpu=gpu,
-        compiled=compiled,
-        explain=explain,
-        tokens=tokens,
-        price_per_gpu_hour=price_per_gpu_hour,
-    )
+    with progress() as say:
+        say("estimating")
+        report = answer(
+            model,
+            request,
+            gpu=gpu,
+            compiled=compiled,
+            explain=explain,
+            tokens=tokens,
+            price_per_gpu_hour=price_per_gpu_hour,
+        )
     for warning in report.warnings:
         hint(f"note: {warning}")
     deliver(report.document, report.table, form=form, out=out)

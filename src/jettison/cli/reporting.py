@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from jettison.cli.output import asked, deliver, refuse_to_overwrite
 from jettison.cli.parameters import Force, Format, app
-from jettison.report.console import hint
+from jettison.report.console import hint, progress
 from jettison.whole_files import write_whole
 
 
@@ -36,8 +36,11 @@ def report(
 
     if figures is not None:
         require_browser()
-    made = answer(files)
-    html = made.html()
+    with progress() as say:
+        say("reading " + ", ".join(map(str, files)))
+        made = answer(files)
+        say("writing the page")
+        html = made.html()
     deliver(made.document, made.table, form=form, out=None, request=asked(files=files))
     write_whole(target, html)
     hint(f"wrote {target}")

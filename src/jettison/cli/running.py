@@ -86,6 +86,9 @@ def verify(
         refuse_to_overwrite(path, force=force)
     flags = {"seq": seq, "micro_batch": micro_batch, "precision": precision, "attention": attention}
     with progress() as say:
+        from jettison.models.model_types import require_known_file
+
+        require_known_file(target)
         say("loading torch")
         from jettison.verbs.side_by_side import Side, step_timeline
         from jettison.verbs.verify_request import Given, prove, request_for

@@ -7,14 +7,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jettison.errors import NotDescribed
+from jettison.errors import NotDescribed, UsageError
 from jettison.extras import install
+from jettison.models.model_types import nearest, require_known
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec
 from jettison.spec.hub import hub_config, is_hub_id
-from jettison.spec.huggingface_config import read_values
+from jettison.spec.huggingface_config import parse_config, read_values
 from jettison.spec.left_out import TOWERS
 from jettison.spec.model import ModelSpec
+from jettison.spec.more_families import EVERY_FAMILY
 from jettison.spec.presets import PRESETS
 
 
@@ -29,11 +31,18 @@ def described_model(model: str, request: RunRequest, *, live: bool = False, trac
     Raises:
         UsageError: it is none of them, it cannot be read, or it has no closed form and cannot be recorded.
     """
+    if request.family is not None:
+        if trace:
+            raise UsageError(f"got --trace with --family {request.family}, which describes a model; leave one away")
+        return _as_family(model, request.family)
     if not trace:
         try:
             found = model_spec(model, live=live)
         except NotDescribed as error:
-            if not can_record():
+            if can_record():
+                values, name = _values(model)
+                require_known(values.get("model_type"), name)
+            else:
                 why = str(error).partition(". Trace the model")[0]
                 if _forbidden:
                     raise NotDescribed(why) from None
@@ -50,10 +59,31 @@ def described_model(model: str, request: RunRequest, *, live: bool = False, trac
 
             if (whole := with_towers(found, values)) is not None:
                 return whole
+    values, name = _values(model)
+    if trace:
+        require_known(values.get("model_type"), name)
     from jettison.models.recorded import recorded_model
 
-    values, name = _values(model)
     return recorded_model(values, request, name=name)
+
+
+def _as_family(model: str, family: str) -> ModelSpec:
+    """A configuration as if its type were another.
+
+    Raises:
+        UsageError: a preset, whose type is known, or no such family.
+    """
+    if model in PRESETS:
+        raise UsageError(f"got --family {family} for the preset {model}, whose architecture is known; leave it away")
+    if family not in EVERY_FAMILY:
+        raise UsageError(
+            f"got --family {family}; expected a model_type that has a closed form, such as {nearest(family)}; "
+            "docs/architectures.md lists them"
+        )
+    values, name = _values(model)
+    if not isinstance(values, Mapping):
+        return parse_config(values, name=name)
+    return parse_config({**values, "model_type": family}, name=name)
 
 
 def _values(model: str) -> tuple[Mapping[str, Any], str]:

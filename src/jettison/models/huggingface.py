@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from jettison.capture.fakes import fake_copy
 from jettison.errors import UsageError
 from jettison.extras import install
+from jettison.models.model_types import require_known, treat_as
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash": "sdpa"}  # PyTorch's own fused kernels are what sdpa runs
@@ -75,6 +77,7 @@ def read_config(path: Path) -> Any:
         raise UsageError(f"{file} cannot be read as JSON: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise UsageError(f"{file} is not a Hugging Face config: it has no model_type")
+    require_known(values["model_type"], str(file))
     return config_of(values, str(file))
 
 
@@ -91,7 +94,7 @@ def config_of(values: Mapping[str, Any], name: str) -> Any:
     if values.get("model_type") not in transformers.CONFIG_MAPPING:
         raise UsageError(
             f"{name}: got the model_type {values.get('model_type')!r}, which neither has a closed form nor is known to "
-            f"transformers {transformers.__version__}; use module:factory"
+            f"transformers {transformers.__version__}. {treat_as(values.get('model_type'))}"
         )
     for key in _COUNTS:  # transformers builds a model without layers of -1
         if isinstance(values.get(key), int) and values[key] < 1:
@@ -100,8 +103,24 @@ def config_of(values: Mapping[str, Any], name: str) -> Any:
         return transformers.AutoConfig.for_model(**values)
     except Exception as error:  # transformers validates each config in its own way
         raise UsageError(
-            f"transformers cannot read {name}: {_one_line(error)}. Check model_type, or pass a factory: module:function"
+            f"transformers cannot read {name}: {_one_line(error)}. {_about_defaults(error, values, transformers)}Check "
+            "model_type, or pass a factory: module:function"
         ) from error
+
+
+def _about_defaults(error: Exception, values: Mapping[str, Any], transformers: Any) -> str:
+    """Which of the values that an error names nobody wrote: they are the class's."""
+    kind = transformers.CONFIG_MAPPING[values["model_type"]]
+    said = set(re.findall(r"[A-Za-z_]\w+", str(error)))
+    defaults = {
+        key: value
+        for key, value in vars(kind).items()
+        if key in said and key not in values and isinstance(value, int | float | str)
+    }
+    if not defaults:
+        return ""
+    stated = ", ".join(f"{key} {value!r}" for key, value in defaults.items())
+    return f"The file does not say {stated}: that is the default of {kind.__name__}; state it in the file. "
 
 
 def build(

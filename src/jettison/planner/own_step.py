@@ -70,6 +70,11 @@ def checked_step(
                 f"models= has {type(one).__name__}, which shares modules with {type(inside[0]).__name__}; give the "
                 "outermost module once"
             )
+    if isinstance(model, str):
+        raise UsageError(
+            f"got the model {model!r} as a string; expected a torch.nn.Module, such as transformers' "
+            "AutoModelForCausalLM.from_pretrained returns (a name is for jettison.run_of, which describes a run)"
+        )
     if step is None and not isinstance(model, nn.Module):
         raise UsageError(
             f"got a {type(model).__name__} without step=; expected step(schedule, batch) that calls schedule.step(...) "

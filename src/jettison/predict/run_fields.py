@@ -77,6 +77,7 @@ class CommonRequest:
             shared_experts,moe.
         offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
             expert_fc1,moe_act.
+        family: The model_type whose architecture a config.json of an unknown type has, such as qwen2.
         like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface, deepspeed or automodel does it; other
             flags go before it.
     """
@@ -126,6 +127,7 @@ class CommonRequest:
     mtp_use_repeated_layer: bool | None = None
     recompute_modules: str | None = None
     offload_modules: str | None = None
+    family: str | None = None
     like: str | None = None
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from reprlib import repr as short
@@ -14,6 +15,19 @@ from jettison.spec.model import Activation
 MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory with layers
 TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
 _NOT_EXPRESSED: Final = ("add_cross_attention", "is_encoder_decoder", "per_layer_config")
+
+
+_SAID: Final = re.compile(r"\b([a-z]+(?:_[a-z0-9]+)+|expand) (?:-?[\d.]+|None|True|False|'[^']*')")
+
+
+def unstated(message: str, values: Mapping[str, Any]) -> str:
+    """About values in a message that nobody wrote: they are the architecture's defaults. Empty where there are none."""
+    clause = message.partition("got ")[2].partition(";")[0]
+    said = [key for key in _SAID.findall(clause) if key not in values]
+    if not said:
+        return ""
+    verb = "is the default" if len(said) == 1 else "are defaults"
+    return f"The file does not say {', '.join(said)}, which {verb} of its model_type: state what the model has"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
@@ -85,8 +86,26 @@ def _answers(url: str) -> bool:
         return False
 
 
+def _nearest(model: str) -> str:
+    """The preset whose name is most like the repository's, as a sentence; empty where none is."""
+    from jettison.spec.presets import PRESETS
+
+    asked = _letters(model.partition("/")[2])
+    within = [name for name in PRESETS if _letters(name) in asked]
+    close = within or get_close_matches(asked, [_letters(name) for name in PRESETS], n=1, cutoff=0.6)
+    if not close:
+        return ""
+    found = max(close, key=len) if within else next(name for name in PRESETS if _letters(name) == close[0])
+    return f"The nearest preset is {found}, which needs no file. "
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
 def _unknown(model: str, why: str) -> UsageError:
     return UsageError(
         f"got the model {model!r}: no such file or folder is here, it is not in the Hugging Face cache "
-        f"({hub_cache()}), and {why}. Give a config.json, its folder, or a name that `jettison list models` has"
+        f"({hub_cache()}), and {why}. {_nearest(model)}Give a config.json, its folder, or a name that `jettison list "
+        "models` has"
     )

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.errors import NotDescribed, UsageError
-from jettison.spec.config_fields import TRACE, ConfigFields
+from jettison.spec.config_fields import TRACE, ConfigFields, unstated
 from jettison.spec.config_layers import layers_of
 from jettison.spec.encoder_families import CLIP_TEXTS
 from jettison.spec.inputs import Patches
@@ -73,10 +73,18 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
         return _pair(values, name)
     outer = values
     kind, values = _language_model(values, name)
-    family, values = in_usual_words(kind, EVERY_FAMILY[kind], values, name=name)
-    fields = ConfigFields(name=name, family=family, values=values)
-    fields.check_complete()
-    return replace(_model(fields, kind), left_out=tuple(left_out_of(outer, values, fields.family)))
+    stated = values
+    try:
+        family, values = in_usual_words(kind, EVERY_FAMILY[kind], values, name=name)
+        fields = ConfigFields(name=name, family=family, values=values)
+        fields.check_complete()
+        model = _model(fields, kind)
+    except UsageError as error:
+        note = unstated(str(error), stated)
+        if not note:
+            raise
+        raise type(error)(f"{error}. {note}") from error
+    return replace(model, left_out=tuple(left_out_of(outer, values, fields.family)))
 
 
 def _pair(values: Mapping[str, Any], name: str) -> ModelSpec:

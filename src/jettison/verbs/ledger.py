@@ -11,6 +11,7 @@ from jettison.errors import Infeasible, UsageError
 from jettison.ledger.compare import compare, in_step
 from jettison.ledger.ledger import Ledger
 from jettison.models.described import described_model
+from jettison.models.model_types import require_known_file
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.limit import limit_of
 from jettison.predict.run_fields import RunRequest
@@ -74,6 +75,7 @@ def ledger(
 
 
 def _live(model: str, request: RunRequest, progress: Progress) -> LedgerReport:
+    require_known_file(model)
     progress("loading torch")
     from jettison.verbs.live_model import live_ledger, model_request
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jettison.errors import UsageError
 from jettison.models.described import described_model
+from jettison.models.model_types import require_known_file
 from jettison.parse_units import parse_bytes
 from jettison.predict.limit import Limit, limit_of
 from jettison.predict.run_fields import RunRequest
@@ -70,6 +71,7 @@ def plan(
         raise UsageError("offloading needs a link to the host; give --gpu, a name or a file that states one")
     host = None if device is None else _host_budget(host_budget, offload, device)
     refuse_for_trace(model, replace(request, offload=None), asked=False, also=("--what-if",) if what_if else ())
+    require_known_file(model)
     progress("loading torch")
     from jettison.verbs.live_model import live_plan, model_request
 

@@ -55,7 +55,12 @@ def search(
     budget_bytes = None if budget is None else parse_bytes(budget)
     device = hardware(gpu)
     space = request.space(
-        described_model(model, RunRequest(seq=request.seq, attention=request.attention, precision=request.precision)),
+        described_model(
+            model,
+            RunRequest(
+                seq=request.seq, attention=request.attention, precision=request.precision, family=request.family
+            ),
+        ),
         device,
         gpus=gpus,
         global_batch=global_batch,

@@ -1,0 +1,115 @@
+"""What an error says about a word that was typed: the flag or the command that takes it, ready to be typed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from cyclopts import CoercionError, CycloptsError, UnknownOptionError
+from cyclopts.argument import Argument
+
+from jettison.cli.foreign_flags import said_here
+from jettison.cli.parameters import app
+from jettison.errors import JettisonError, UsageError
+
+_WRITTEN: Final = frozenset({"--out", "--timeline", "--snapshot", "--state", "--figures", "--trace", "--export"})
+"""Flags whose file is written: what was there before is nobody's mistake."""
+_FRACTION: Final = re.compile(r"[-+]?\d*\.\d+")
+
+
+def message_of(error: CycloptsError, arguments: Sequence[str]) -> str:
+    """One sentence about what could not be read, with what to type instead."""
+    message = " ".join(str(error).split())
+    if isinstance(error.__context__, JettisonError):  # a type of ours knows what it expected
+        return f"{message.partition(': unable')[0]}: {error.__context__}"
+    if isinstance(error, UnknownOptionError) and error.token.keyword:
+        return _unknown(message, str(error.token.keyword), arguments)
+    if isinstance(error, CoercionError) and error.token is not None and error.token.keyword:
+        kinds = _kinds(error.argument.hint) if error.argument is not None else frozenset()
+        if kinds & {int, float}:
+            return _no_number(str(error.token.keyword), error.token.value, whole=float not in kinds)
+    return message
+
+
+def refuse_fractions(arguments: Sequence[str]) -> None:
+    """Refuse a fraction where a whole number is expected; the parser would take what stands before the point.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if not any(_FRACTION.search(word) for word in arguments):
+        return
+    whole = {
+        name
+        for argument in _flags(_verb(arguments))
+        if (kinds := _kinds(argument.hint)) and int in kinds
+        if float not in kinds
+        for name in argument.names
+    }
+    for flag, value in _given(arguments):
+        if flag in whole and value is not None and _FRACTION.fullmatch(value):
+            raise UsageError(_no_number(flag, value, whole=True))
+
+
+def misplaced_file(arguments: Sequence[str]) -> str | None:
+    """About a file among the arguments that another command reads; None where there is none."""
+    from jettison.verbs.file_kinds import misplaced
+
+    verb = _verb(arguments)
+    before = ""
+    for word in arguments[1:]:
+        if not word.startswith("-") and before not in _WRITTEN and (said := misplaced(Path(word), verb)):
+            return said
+        before = word
+    return None
+
+
+def _unknown(message: str, flag: str, arguments: Sequence[str]) -> str:
+    value = next((value for given, value in _given(arguments) if given == flag), None)
+    found = said_here(flag, value)
+    if found is None:
+        return message
+    first, verb = found.split()[0], _verb(arguments)
+    verbs = [name for name in _verbs() if any(first in argument.names for argument in _flags(name))]
+    if verb in verbs:
+        return f"got {flag}, which is called otherwise here; try {found}"
+    takers = ", ".join(f"jettison {name}" for name in verbs)
+    return f"got {flag}, which jettison {verb} does not take; {takers} take {found}"
+
+
+def _no_number(flag: str, value: str, *, whole: bool) -> str:
+    try:
+        near = max(1, round(float(value)))
+    except (ValueError, OverflowError):
+        near = 1
+    kind = "a whole number" if whole else "a number"
+    return f"got {value!r} for {flag}; expected {kind}, such as {flag} {min(near, 10**6)}"
+
+
+def _verb(arguments: Sequence[str]) -> str:
+    return next((word for word in arguments if not word.startswith("-")), "")
+
+
+def _verbs() -> list[str]:
+    return sorted(name for name in app if not name.startswith("-"))
+
+
+def _flags(verb: str) -> Iterator[Argument]:
+    if verb in _verbs():
+        yield from app[verb].assemble_argument_collection()
+
+
+def _given(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Flags with their values, however they are written."""
+    for at, word in enumerate(arguments):
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            after = arguments[at + 1] if at + 1 < len(arguments) else None
+            yield flag, value if equals else None if after is None or after.startswith("--") else after
+
+
+def _kinds(hint: Any) -> frozenset[Any]:
+    """The types of a union, or the type."""
+    return frozenset(get_args(hint) or (hint,))

@@ -1,0 +1,81 @@
+"""Types of models by name, without loading a library: which are known, and which is the nearest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from jettison.errors import NotDescribed, UsageError
+from jettison.spec.huggingface_config import read_values
+from jettison.spec.more_families import EVERY_FAMILY
+from jettison.spec.presets import PRESETS
+
+_TABLES: Final = ("auto_mappings.py", "configuration_auto.py")
+"""Of transformers, where its types stand as strings."""
+
+
+@cache
+def transformers_types() -> frozenset[str] | None:
+    """Every word that transformers' tables of types have, its types among them; None where they cannot be found.
+
+    They are read as text: importing them takes seconds.
+    """
+    found = find_spec("transformers")
+    if found is None or not found.submodule_search_locations:
+        return None
+    folder = Path(found.submodule_search_locations[0]) / "models" / "auto"
+    texts = [(folder / name).read_text(encoding="utf-8") for name in _TABLES if (folder / name).is_file()]
+    return frozenset(re.findall(r'"([^"\s]+)"', "\n".join(texts))) or None
+
+
+def require_known(kind: object, name: str) -> None:
+    """Refuse a type that no trace could build.
+
+    Raises:
+        NotDescribed: transformers does not know it.
+    """
+    known = transformers_types()
+    if known is None or kind in known:
+        return
+    raise NotDescribed(
+        f"{name}: got the model_type {kind!r}, which neither has a closed form nor is known to the transformers that "
+        f"is installed. {treat_as(kind)}"
+    )
+
+
+def treat_as(kind: object) -> str:
+    """What to do about an unknown type: the nearest one with a closed form, as a flag that is accepted."""
+    return (
+        f"Where it is built like one that is known, --family {nearest(str(kind))} describes it (ledger, plan, estimate "
+        "and search take that; docs/architectures.md lists the types). A trace needs the model itself: module:factory"
+    )
+
+
+def require_known_file(model: str) -> None:
+    """Refuse a ``config.json`` of a type that no trace could build, before libraries are loaded for it.
+
+    Raises:
+        NotDescribed: transformers does not know it. What else is wrong with it, whoever reads it says.
+    """
+    path, kind = Path(model), None
+    if model in PRESETS or not path.exists():
+        return
+    with suppress(UsageError):
+        values, _ = read_values(path)
+        kind = values.get("model_type") if isinstance(values, Mapping) else None
+    if isinstance(kind, str):
+        require_known(kind, model)
+
+
+def nearest(kind: str) -> str:
+    """The described type whose name is most like this one; a Llama where none is."""
+    kind = kind.lower().replace("-", "_")
+    wholly = [one for one in EVERY_FAMILY if kind.startswith(one) or one.startswith(kind)]
+    close = wholly or get_close_matches(kind, EVERY_FAMILY, n=1, cutoff=0.5)
+    return max(close, key=len) if close else "llama"
