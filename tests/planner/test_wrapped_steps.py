@@ -78,10 +78,13 @@ def test_parameters_that_another_rank_uses_are_counted(two: Launches) -> None:
 
 def agrees(found: list[dict[str, Any]]) -> None:
     assert all(rank["same"] for rank in found)
-    assert found[0]["predicted"] == found[1]["predicted"]
-    assert found[0]["hash"] == found[1]["hash"]
+    assert len({(rank["predicted"], rank["hash"]) for rank in found}) == 1
 
 
 @pytest.mark.parametrize("how", FIRST)
 def test_ranks_whose_first_batches_differ_have_one_plan(two: Launches, how: str) -> None:
     agrees([rank[how] for rank in two[2]])
+
+
+def test_four_ranks_none_of_whose_first_batches_covers_another_have_one_plan(four: Launches) -> None:
+    agrees([rank[FIRST[1]] for rank in four[4]])
