@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,15 +127,11 @@ def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
     """
     if isinstance(value, list | tuple):
         return enumerate(value)
-    if _is_mapping(value):
-        return [(key, value[key]) for key in value.keys()]  # noqa: SIM118 (it may be no Mapping)
+    if isinstance(value, Mapping):
+        return value.items()
     if type(value) in SUPPORTED_NODES:
         return enumerate(SUPPORTED_NODES[type(value)].flatten_fn(value)[0])
     return vars(value).items() if _holds_tensors(value) else ()
-
-
-def _is_mapping(value: Any) -> bool:
-    return hasattr(value, "keys") and hasattr(value, "__getitem__")
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -155,7 +151,7 @@ def map_tensors(change: Callable[[str, Tensor], Tensor], value: Any, *path: str)
     changed = {key: map_tensors(change, one, *path, str(key)) for key, one in _inside(value)}
     if isinstance(value, list | tuple):
         return value._make(changed.values()) if hasattr(value, "_make") else type(value)(changed.values())
-    if _is_mapping(value):
+    if isinstance(value, Mapping):
         made: Any = copy.copy(value)
         for key, one in changed.items():
             made[key] = one
