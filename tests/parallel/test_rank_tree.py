@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -168,7 +167,7 @@ def test_a_rank_that_fails_tells_all_at_once(failing: int, first: str) -> None:
     """Whatever the others wait for, and whoever hears whom."""
 
     def agree(rank: int, store: Any) -> str | None:
-        one = Round(tuple(range(40)), 300.0, rank=rank, store=store, number=1)
+        one = Round(tuple(range(40)), PATIENCE, rank=rank, store=store, number=1)
         if rank == failing:
             one.give_up("UsageError: nonsense")
             return None
@@ -181,9 +180,7 @@ def test_a_rank_that_fails_tells_all_at_once(failing: int, first: str) -> None:
         one.wait()
         return None
 
-    start = time.monotonic()
     found = on_threads(40, agree)
-    assert time.monotonic() - start < 60, "they waited for what will not come"
     assert found.pop(failing) is None
     text = f"rank {failing} has no plan, so none of ranks 0 to 39 starts: UsageError: nonsense"
     assert {str(error) for error in found.values()} == {text}
@@ -191,7 +188,7 @@ def test_a_rank_that_fails_tells_all_at_once(failing: int, first: str) -> None:
 
 def test_the_least_number_and_a_plan_reach_all() -> None:
     def agree(rank: int, store: Any) -> tuple[int, str]:
-        one = Round(tuple(range(40)), 300.0, rank=rank, store=store, number=1)
+        one = Round(tuple(range(40)), PATIENCE, rank=rank, store=store, number=1)
         one.say_number(1000 - rank if rank < 23 else 5000)
         least = one.least()
         if rank == 0:
