@@ -45,6 +45,8 @@ def c_state(value: Any) -> CState | None:
         return None if value.closed else _InMemory(value)
     if isinstance(value, decimal.Context):
         return _Context(value)
+    if isinstance(value, queue.SimpleQueue):
+        return _Queue(value)
     if isinstance(value, io.IOBase):
         return _Position(value) if _is_read(value) else None
     return Memory(value) if _lends_memory(value) else None
@@ -157,6 +159,26 @@ class _Context:
         self.holder.traps.update(traps)
 
 
+class _Queue:
+    """How many wait in a queue. One that another thread empties, as an executor's, is what it was."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder, self.seen = holder, holder.qsize()
+
+    def is_unchanged(self) -> bool:
+        return bool(self.holder.qsize() == self.seen)
+
+    def put_back(self) -> None:
+        waiting = [self.holder.get_nowait() for _ in range(self.holder.qsize())]
+        for one in waiting[: self.seen]:
+            self.holder.put(one)
+        if len(waiting) < self.seen:
+            raise UnsupportedModule(
+                f"the forward has taken {self.seen - len(waiting)} items from a SimpleQueue that outlives it, which "
+                "cannot be put back: take them outside of the forward, and fill the queue again before you train"
+            )
+
+
 class _Position:
     """How far a file has been read."""
 
@@ -232,8 +254,8 @@ def stand_in(value: Any) -> Any:
         return None
     if isinstance(value, io.IOBase):
         return _scratch(value)
-    if isinstance(value, types.GeneratorType | queue.SimpleQueue):
-        return Untouchable("generator" if isinstance(value, types.GeneratorType) else "SimpleQueue")
+    if isinstance(value, types.GeneratorType):
+        return Untouchable("generator")
     if is_iterator_of_c(value):
         try:
             return copied_iterator(value)
@@ -291,8 +313,6 @@ def _scratch(file: Any) -> Any:
 
 def iterator_state(iterator: Any) -> Any:
     """How far an iterator is, equal for as long as nobody has asked it for more; and what else C keeps for itself."""
-    if isinstance(iterator, queue.SimpleQueue):
-        return iterator.qsize()
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, _frozen(tuple(frame.f_locals.values())))

@@ -22,7 +22,6 @@ import functools
 import gc
 import itertools
 import os
-import queue
 import sys
 import types
 import weakref
@@ -379,7 +378,7 @@ class Reach:
 
     def _c_state(self, value: Any) -> None:
         """State that lies in no table."""
-        if is_iterator_of_c(value) or isinstance(value, queue.SimpleQueue):
+        if is_iterator_of_c(value):
             self.iterators.append((value, iterator_state(value)))
         elif (found := c_state(value)) is not None and not isinstance(value, bytearray) and not is_number_array(value):
             self.c_states.append(found)

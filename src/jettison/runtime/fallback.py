@@ -450,7 +450,7 @@ class Rerun:
                 if any(elsewhere.undo.has_written(value) for value in self.values.values()):
                     raise self.wrong("it saves a tensor that it writes to as well, and that is no buffer of its")
             if reach.moved():
-                raise self.wrong("it took from an iterator or filled a queue, which nothing puts back")
+                raise self.wrong("it took from an iterator, which nothing puts back")
         finally:
             now.restore()
             reach.restore()
