@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import JettisonError, UnsupportedModule, UsageError
+from jettison.errors import JettisonError, UsageError, WrongValue
 from jettison.measure import compare_gradients, independent_copy, rng_digest, same_bits
 from jettison.measure.memory import AllocationCounter
 from jettison.runtime.recompute_function import regions_of
@@ -240,10 +241,18 @@ def test_what_a_closure_counts_counts_calls(made: Callable[[], Any], recorded: b
         assert compare_gradients(model, plain).identical
 
 
-def test_an_iterator_that_moves_in_a_function_is_refused_in_words() -> None:
-    numbers = itertools.count(1)
-    with pytest.raises(UnsupportedModule, match="takes from a"):
-        jettison.checkpoint(lambda y: (y * next(numbers)).sin(), torch.randn(3, requires_grad=True)).sum().backward()
+@pytest.mark.filterwarnings("ignore:a checkpointed function:UserWarning")
+def test_an_iterator_that_moves_in_a_function_moves_once_a_call() -> None:
+    """A recording computes with the number of its own call: the next one stops its backward, and ends the recording."""
+    numbers, x = itertools.count(1), torch.randn(3, requires_grad=True)
+    for number, stops in ((1, False), (2, True), (3, False), (4, False)):
+        out = jettison.checkpoint(lambda y: (y * next(numbers)).sin(), x)
+        expected = (x * number).sin()
+        assert same_bits(out, expected)
+        with pytest.raises(WrongValue, match="Python state") if stops else contextlib.nullcontext():
+            (gradient,) = torch.autograd.grad(out.sum(), x)
+            assert same_bits(gradient, torch.autograd.grad(expected.sum(), x)[0])
+    assert next(numbers) == 5
 
 
 def test_other_arguments_are_recorded_once_each() -> None:
