@@ -7,15 +7,18 @@ import json
 import random
 import warnings
 from collections import UserDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.measure import measured_peak
+from jettison.errors import Infeasible
+from jettison.measure import compare_gradients, measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.planner import batches
 from jettison.runtime.batch_shape import BatchShape, map_tensors
@@ -259,3 +262,40 @@ def test_a_copy_of_a_planned_model_meets_no_batches() -> None:
     with pytest.warns(UserWarning, match="a deep copy of the model trains without the plan"):
         once(copy.deepcopy(model), rows(512))
     assert handle.shapes() == []
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x[0, 0].item(),
+    "tolist": lambda x: x.detach().mean(0).tolist()[0],
+    "numpy": lambda x: float(x.detach().numpy().mean()),
+    "numpy of what is computed": lambda x: float((x.detach() * torch.ones(32)).numpy().mean()),
+    "array": lambda x: torch.from_numpy(np.asarray(x.detach()) * 2),
+    "truth": lambda x: 2.0 if (x > 0).any() else 1.0,
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_first_block_may_read_values_of_the_batch(read: Callable[[Tensor], Any]) -> None:
+    """It is recorded on the batch itself, and cannot run where the batch has no values."""
+
+    class Block(nn.Module):
+        def __init__(self, reads: bool) -> None:
+            super().__init__()
+            self.reads, self.up, self.down = reads, nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * read(x) if self.reads else x
+            return x + self.down(torch.tanh(self.up(x)))
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block(i == 0) for i in range(3))), torch.randn(16, 32)
+    plain = copy.deepcopy(model)
+    with pytest.raises(Infeasible) as refused:
+        jettison.auto_checkpoint(model, (x,), 1, loss_fn=torch.mean)
+    with jettison.auto_checkpoint(model, (x,), refused.value.minimum_budget_bytes, loss_fn=torch.mean):
+        for step in range(2):
+            for each in (model, plain):
+                each.zero_grad(set_to_none=True)
+                each(x + step).mean().backward()
+            assert compare_gradients(model, plain).identical

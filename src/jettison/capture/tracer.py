@@ -20,7 +20,7 @@ from jettison.capture.isolation import Isolation, forward_of, leaving_nothing
 from jettison.capture.model_trace import BlockCall, BlockClass, Loop, LossFn, ModelTrace, as_batch, as_call, loss_of
 from jettison.capture.overwrites import Memory, Trail, anchor_root, mark_overwritten
 from jettison.capture.recorder import Recorder
-from jettison.capture.recording import RegionTrace, TensorRef
+from jettison.capture.recording import Read, RegionTrace, TensorRef
 from jettison.capture.rejected_blocks import VALUES_WANTED, OtherRegions, refuse_unfit, values_wanted
 from jettison.capture.sharded import cast_batch, sharded_modules
 from jettison.capture.signature import call_signature, global_signature, opaque_copy
@@ -375,8 +375,9 @@ class Tracer:
             with recording_errors(), exactly(self.mode), self.capture.recording(recorder):
                 output = forward(*args, **kwargs)
             trace = recorder.finish(output)
-            if _has_shapes_of_floats(trace, leaves):
-                raise TraceError("shapes in it hang on the values of what the batch gives it")
+            if (read := _read_of_floats(trace, leaves)) is not None:
+                what = "shapes in it hang" if read.shape_only else "its Python goes by numbers that hang"
+                raise TraceError(f"{what} on the values of what the batch gives it")
             state.refuse_draws()
             self.memory.trails.append(Trail.of(recorder))
         except TraceError as error:
@@ -414,15 +415,18 @@ def _mark_shared(trace: ModelTrace, tracer: Tracer) -> None:
         trace.classes[key].trace.share(positions)
 
 
-def _has_shapes_of_floats(trace: RegionTrace, leaves: list[Any]) -> bool:
-    """Whether a block could be recorded only because the batch, which has values, is its own argument.
+def _read_of_floats(trace: RegionTrace, leaves: list[Any]) -> Read | None:
+    """A value that Python, or a shape, took out of what a block could be recorded with only because the batch, which
+    has values, is its own argument.
 
     It is dry-run on fake tensors later, and on numbers that another block computed.
     """
-    floats = {
+    of_floats = {
         b
         for b, position in trace.inputs.items()
         if isinstance(leaves[position], Tensor) and leaves[position].is_floating_point()
     }
-    calls = {index for read in trace.reads if read.shape_only for index in read.calls or ()}
-    return any(floats & set(trace.program.ops[index].inputs) for index in calls)
+    for op in trace.program.ops:
+        if not of_floats.isdisjoint(op.inputs):
+            of_floats.update(op.outputs)
+    return next((read for read in trace.reads if read.ref.buffer in of_floats), None)
