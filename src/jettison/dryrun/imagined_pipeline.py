@@ -10,42 +10,23 @@ import contextlib
 import inspect
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, _utils
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.fakes import fake_copy
-from jettison.errors import UnsupportedModule
+from jettison.dryrun.schedules import Scheduled, stages_of
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import unique_bytes
 from jettison.parallel.agree import Agreement, Round, ranks_in
 from jettison.parallel.imagined import imagined_copy, imagined_group
 
-Scheduled: TypeAlias = _PipelineSchedule
-"""Any schedule of torch's."""
 _REPEATING = (Schedule1F1B, ScheduleInterleaved1F1B)
-
-
-def stages_of(schedule: Scheduled) -> list[PipelineStage]:
-    """A rank's stages, in the order of the model.
-
-    Raises:
-        UnsupportedModule: they are of another kind.
-    """
-    single = isinstance(schedule, PipelineScheduleSingle)
-    found: Any = [schedule._stage] if single else getattr(schedule, "_stages", [])
-    for stage in found:
-        if not isinstance(stage, PipelineStage):
-            raise UnsupportedModule(
-                f"got a {type(stage).__name__} in {type(schedule).__name__}; expected stages that are made as "
-                "torch.distributed.pipelining.PipelineStage(module, index, count, device)"
-            )
-    return list(found)
 
 
 class SendingStage(PipelineStage):
@@ -289,16 +270,3 @@ def _without_memory(leaf: Any) -> Any:
         return leaf
     with unset_fake_temporarily():
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
-
-
-def modules_of(things: Sequence[nn.Module | Scheduled | ImaginedSchedule]) -> list[nn.Module]:
-    """The modules of a step: its models, and the stages of its schedules."""
-    found: list[nn.Module] = []
-    for one in things:
-        if isinstance(one, nn.Module):
-            found.append(one)
-        elif isinstance(one, ImaginedSchedule):
-            found += one.modules
-        else:
-            found += [stage.submod for stage in stages_of(one)]
-    return found

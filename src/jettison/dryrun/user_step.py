@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,10 @@ from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves, tree_map
 from jettison.capture.values import tracing
 from jettison.dryrun.block import with_memory_of_their_own
-from jettison.dryrun.imagined_pipeline import ImaginedSchedule, Scheduled, modules_of
 from jettison.dryrun.inner_optimizers import each_of, noting_steps, standing_in
 from jettison.dryrun.kernel_trial import OpRequest
 from jettison.dryrun.op_costs import MeasuredWorkspace
+from jettison.dryrun.schedules import Scheduled, modules_of
 from jettison.errors import JettisonError, TraceError, UsageError
 from jettison.measure.memory import AllocationCounter, quiet_gc
 from jettison.measure.tensors import static_tensors
@@ -41,9 +41,12 @@ from jettison.runtime.assumptions import RETAINED, backward_kinds
 from jettison.runtime.callers import is_transforming
 from jettison.runtime.graph_fingerprint import next_sequence_number
 
+if TYPE_CHECKING:
+    from jettison.dryrun.imagined_pipeline import ImaginedSchedule
+
 Step = Callable[..., Any]
 """``step(model, batch)``, or ``step(*models, batch)``: forwards and backwards of one training step."""
-Copies = Sequence[nn.Module | ImaginedSchedule]
+Copies: TypeAlias = "Sequence[nn.Module | ImaginedSchedule]"
 """What a step is given for its models, and for schedules of a pipeline."""
 
 
@@ -245,6 +248,8 @@ def copies_of(models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode, sta
     def copied(number: int, one: nn.Module | Scheduled) -> nn.Module | ImaginedSchedule:
         if isinstance(one, nn.Module):
             return imagined_copy(one, mode)
+        from jettison.dryrun.imagined_pipeline import ImaginedSchedule
+
         return ImaginedSchedule(one, mode, stages, number=number)
 
     with torch.random.fork_rng(devices=[]):
@@ -392,7 +397,7 @@ class UserStep:
         """Parameters, buffers, gradients, the optimizer's state, and the largest batch."""
         self._hold_gradients()
         found = [t for model in self.all for t in static_tensors(model, (), self.optimizer)]
-        found += [t for one in self.copies if isinstance(one, ImaginedSchedule) for t in one.held()]
+        found += [t for one in self.copies if not isinstance(one, nn.Module) for t in one.held()]
         return [*found, *(t for t in tree_leaves(self.batches[-1]) if isinstance(t, Tensor))]
 
     @contextlib.contextmanager

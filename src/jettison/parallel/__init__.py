@@ -1,11 +1,45 @@
-"""Tensor, sequence and context parallelism on torch.distributed."""
+"""Tensor, sequence and context parallelism on torch.distributed.
 
-from jettison.parallel.context import Context
-from jettison.parallel.context_models import apply_context_parallel
-from jettison.parallel.dropout import OwnDraws, seed_ranks
-from jettison.parallel.known_models import apply_tensor_parallel, tensor_parallel_plan
-from jettison.parallel.parameters import reduce_partial_gradients
-from jettison.parallel.styles import BlockInput, ColumnParallel, Replicated, RowParallel, SplitInput, VocabularyParallel
+Names are imported when they are first asked for: planning on one process needs `jettison.parallel.agree`, and not the
+second that importing torch's DTensor takes.
+"""
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jettison.parallel.context import Context
+    from jettison.parallel.context_models import apply_context_parallel
+    from jettison.parallel.dropout import OwnDraws, seed_ranks
+    from jettison.parallel.known_models import apply_tensor_parallel, tensor_parallel_plan
+    from jettison.parallel.parameters import reduce_partial_gradients
+    from jettison.parallel.styles import (
+        BlockInput,
+        ColumnParallel,
+        Replicated,
+        RowParallel,
+        SplitInput,
+        VocabularyParallel,
+    )
+
+_HOME_OF = MappingProxyType(
+    {
+        "BlockInput": "styles",
+        "ColumnParallel": "styles",
+        "Context": "context",
+        "OwnDraws": "dropout",
+        "Replicated": "styles",
+        "RowParallel": "styles",
+        "SplitInput": "styles",
+        "VocabularyParallel": "styles",
+        "apply_context_parallel": "context_models",
+        "apply_tensor_parallel": "known_models",
+        "reduce_partial_gradients": "parameters",
+        "seed_ranks": "dropout",
+        "tensor_parallel_plan": "known_models",
+    }
+)
 
 __all__ = [
     "BlockInput",
@@ -22,3 +56,10 @@ __all__ = [
     "seed_ranks",
     "tensor_parallel_plan",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'jettison.parallel' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    return getattr(import_module(f"jettison.parallel.{home}"), name)

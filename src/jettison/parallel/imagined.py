@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.fakes import fake_copy
@@ -167,6 +166,8 @@ def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
     """`fully_shard`, or ``replicate``, on the copy what it was called on in the model, innermost first, with the same
     arguments.
     """
+    from torch.distributed.fsdp import fully_shard  # imports DTensor
+
     names = {module: name for name, module in model.named_modules()}
     made: list[tuple[Any, Any]] = []  # FSDP's states of the model, and of the copy
     group: Any = None

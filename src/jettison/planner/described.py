@@ -16,8 +16,8 @@ from jettison.capture.model_trace import Loop, ModelTrace, as_batch, as_call, lo
 from jettison.capture.signature import as_signed
 from jettison.capture.tracer import trace_model
 from jettison.capture.trees import tree_leaves
-from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
 from jettison.dryrun.op_costs import Pricing, measure_ops
+from jettison.dryrun.schedules import Scheduled, modules_of
 from jettison.dryrun.step import ModulePolicy, OneBatch, fake_optimizer, optimizer_over
 from jettison.dryrun.user_step import Copies, Counted, ModelCall, ModelUse, Seen, Step, UserStep, copies_of, observe
 from jettison.errors import TraceError

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call, expect_module, expect_trace
-from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
+from jettison.dryrun.schedules import Scheduled, is_schedule, modules_of
 from jettison.dryrun.user_step import Step
 from jettison.errors import Infeasible, UsageError
 from jettison.measure.device import elsewhere_bytes
@@ -246,7 +246,7 @@ def auto_checkpoint(
         UsageError: a budget cannot be read; the optimizer is not one that a step of can be dry-run; nobody states the
             link to the host; the file of ``plan`` is there and no such plan.
     """
-    if not isinstance(model, nn.Module | Scheduled):
+    if not (isinstance(model, nn.Module) or is_schedule(model)):
         expect_module(model)
     asked = AskedBudget.of(memory_budget)
     options = {

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jettison.capture.compiled import CompileSettings
 from jettison.capture.model_trace import Loop, LossFn, as_call, call_model, loss_of
 from jettison.capture.sharded import sharded_modules
-from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
+from jettison.dryrun.schedules import Scheduled, is_schedule, modules_of
 from jettison.dryrun.user_step import Step
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.measure.device import elsewhere_bytes
@@ -60,7 +60,7 @@ def checked_step(
         UsageError: arguments that do not go together.
     """
     for one in models:
-        if not isinstance(one, nn.Module | Scheduled):
+        if not (isinstance(one, nn.Module) or is_schedule(one)):
             raise UsageError(f"models= has a {type(one).__name__}; expected modules, as in models=(policy, reference)")
     modules = modules_of(models)
     for number, one in enumerate(modules):

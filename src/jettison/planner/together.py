@@ -15,7 +15,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.model_trace import ModelTrace
-from jettison.dryrun.imagined_pipeline import Scheduled, stages_of
+from jettison.dryrun.schedules import Scheduled, stages_of
 from jettison.errors import Infeasible
 from jettison.parallel.agree import Agreement, Group, groups_for, ranks_in
 from jettison.parallel.talking import talking_groups
