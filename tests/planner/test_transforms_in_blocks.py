@@ -129,6 +129,65 @@ def test_a_batch_that_is_seen_as_complex_numbers(see: Callable[[Tensor], Tensor]
         assert abs(peak - handle.plan.predicted.peak_bytes) <= 64
 
 
+def _some_blocks_without_hooks(net: Around, x: Tensor) -> Tensor:
+    x = net.blocks[0](x)
+    with torch.autograd.graph.disable_saved_tensors_hooks("none in here"):
+        for block in net.blocks[1:]:
+            x = block(x).sin()
+    return net.head(net.blocks[0](x))
+
+
+def _the_head_without_hooks(net: Around, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x)
+    with torch.autograd.graph.disable_saved_tensors_hooks("none in here"):
+        return net.head(x).sin().exp()
+
+
+def _a_gradient_around_blocks(net: Around, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x)
+    return x + func.vmap(func.grad(lambda row: net.head(row).tanh().sum()))(x)
+
+
+def _a_tangent_around_blocks(net: Around, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x)
+    return x + func.jvp(lambda rows: net.head(rows).tanh(), (x,), (torch.ones_like(x),))[1]
+
+
+class Around(nn.Module):
+    """Switches hooks off itself, or by a transform, around its blocks."""
+
+    def __init__(self, run: Callable[[Around, Tensor], Tensor]) -> None:
+        super().__init__()
+        block = lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))  # noqa: E731
+        self.blocks, self.head = nn.ModuleList(block() for _ in range(3)), nn.Linear(WIDTH, WIDTH)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x).square().mean()
+
+
+@pytest.mark.parametrize(
+    "run", [_some_blocks_without_hooks, _the_head_without_hooks, _a_gradient_around_blocks, _a_tangent_around_blocks]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_may_switch_hooks_off_around_its_blocks(run: Callable[[Around, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Around(run), torch.randn(ROWS, WIDTH)
+    plain = copy.deepcopy(model)
+    plain(x).backward()
+    with pytest.raises(Infeasible) as refused:
+        jettison.auto_checkpoint(model, (x,), jettison.Bytes(1))
+    with jettison.auto_checkpoint(model, (x,), refused.value.minimum_budget_bytes) as handle:
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            peak = measured_peak(lambda: model(x).backward(), static_tensors=static_tensors(model, (x,))).peak_bytes
+            same_gradients(plain, model)
+        assert abs(peak - handle.plan.predicted.peak_bytes) <= 64
+
+
 def test_a_step_where_hooks_are_off_runs_without_the_plan_and_says_so() -> None:
     torch.manual_seed(0)
     model, x = Stack(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), torch.randn(ROWS, WIDTH)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from jettison.capture.isolation import without_our_hooks
 from jettison.capture.op_traits import draws, is_bookkeeping
 from jettison.capture.recorder import BY_HAND, Recorder
 from jettison.capture.tensor_subclasses import desugars, infers_shapes
@@ -20,6 +21,8 @@ from jettison.capture.trees import op_leaves
 from jettison.errors import UnsupportedModule
 
 _BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
+
+HOOKS_OFF = "it switches saved-tensor hooks off for a part of its forward (torch.func, disable_saved_tensors_hooks)"
 
 
 class ReadingWatch(TorchFunctionMode):
@@ -84,13 +87,43 @@ class CaptureMode(TorchDispatchMode):
         self.recorders.append(recorder)
         hooks = _watch_modules(recorder)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack), ReadingWatch(recorder), self._states_watched():
+            with (
+                torch.autograd.graph.saved_tensors_hooks(pack, unpack),
+                ReadingWatch(recorder),
+                self._states_watched(),
+                contextlib.nullcontext() if recorder.strict else self._hooks_may_be_off(recorder),
+            ):
                 yield
         finally:
             listening.clear()
             self.recorders.pop()
             for hook in hooks:
                 hook.remove()
+
+    @contextlib.contextmanager
+    def _hooks_may_be_off(self, recorder: Recorder) -> Iterator[None]:
+        """Code around blocks may switch saved-tensor hooks off for a part of it: torch refuses that under any hooks, so
+        that those of the recording are taken off there, and the recording is not used.
+        """
+        autograd: Any = torch._C._autograd
+        disable, enable = autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable
+        off = contextlib.ExitStack()
+
+        def switch_off(*args: Any, **kwargs: Any) -> None:
+            if self.recorders[-1:] == [recorder] and autograd._saved_tensors_hooks_is_enabled():
+                recorder.refuse(HOOKS_OFF)
+                off.enter_context(without_our_hooks())
+            disable(*args, **kwargs)
+
+        def switch_on() -> None:
+            enable()
+            off.close()
+
+        autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable = switch_off, switch_on
+        try:
+            yield
+        finally:
+            autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable = disable, enable
 
     @contextlib.contextmanager
     def _states_watched(self) -> Iterator[None]:
@@ -120,6 +153,11 @@ def _on_cpu(args: Any) -> bool:
     return all(t.device.type == "cpu" for t in op_leaves(args) if isinstance(t, Tensor))
 
 
+def _in_transform() -> bool:
+    """Whether modules get wrappers of `torch.func`, which have no memory of their own."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def refuse_scripted(name: str, module: nn.Module) -> None:
     """What torch.jit has made of a module cannot be looked into.
 
@@ -143,12 +181,16 @@ def _watch_modules(recorder: Recorder) -> list[Any]:
         def before(_m: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
             calls[path] = calls.get(path, -1) + 1
             recorder.path.append(path)
-            recorder.boundary(path, calls[path], False, (args, kwargs))
+            if _in_transform() and not recorder.strict:
+                recorder.refuse("it calls modules in a transform of torch.func")
+            else:
+                recorder.boundary(path, calls[path], False, (args, kwargs))
 
         def after(_m: nn.Module, _args: Any, output: Any, path: str = path) -> None:
             if recorder.path and recorder.path[-1] == path:
                 recorder.path.pop()
-            recorder.boundary(path, calls.get(path, 0), True, output)
+            if recorder.strict or not _in_transform():
+                recorder.boundary(path, calls.get(path, 0), True, output)
 
         hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(after))

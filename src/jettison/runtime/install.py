@@ -137,10 +137,7 @@ def _adopt(regions: Mapping[str, PlannedForward], outer: PlannedForward, traced:
             regions[call.name].recordings.give_up(call.signature, cls.problem, cls.verdict)
         elif call.name in regions:
             regions[call.name].recordings.adopt(call.signature, cls.trace, checked=checked)
-    if traced.root.problem:
-        outer.recordings.give_up(traced.root_signature, traced.root.problem)
-    else:
-        outer.recordings.adopt(traced.root_signature, traced.root, checked=checked)
+    outer.recordings.adopt(traced.root_signature, traced.root, checked=checked)
 
 
 def _ways(

@@ -140,8 +140,11 @@ class Recordings:
 
     def adopt(self, key: Any, trace: RegionTrace, *, checked: bool = False) -> None:
         """Use a program recorded elsewhere for calls of this signature; ``checked`` where it ran on these very
-        tensors.
+        tensors. One with a problem is not used.
         """
+        if trace.problem:
+            self.give_up(key, trace.problem)
+            return
         self.guard = self.guard or ModuleGuard(self.module)
         self._precision = precision_of(self.module)
         self.late |= trace.late
