@@ -133,6 +133,70 @@ def counts_in_an_array_too_large_to_copy() -> Program:
     return _ticking(tick, lambda: float(held[5]))
 
 
+def _torch_of(held: np.ndarray) -> tuple[Tensor, Any]:
+    return torch.from_numpy(held), held
+
+
+LENT: dict[str, Callable[[int], tuple[Tensor, Any]]] = {
+    "numpy": lambda n: (held := torch.zeros(n), held.numpy()),
+    "slice": lambda n: (held := torch.zeros(n), held.numpy()[:WIDTH]),
+    "dlpack": lambda n: (held := torch.zeros(n), np.from_dlpack(held)),
+    "view": lambda n: (held := torch.zeros(n), memoryview(held.numpy())),
+    "from_numpy": lambda n: _torch_of(np.zeros(n, dtype=np.float32)),
+}
+"""A tensor, and what NumPy writes to in its memory."""
+
+
+def _lent(lend: Callable[[int], tuple[Tensor, Any]], n: int, block: Any, *, buffer: bool, held: str) -> Program:
+    """Blocks that read a tensor, and then write to it by an array that was made before planning."""
+    others: dict[int, Any] = {}
+
+    def init(s: Any, i: int) -> None:
+        tensor, array = lend(n)
+        if buffer:
+            s.register_buffer("used", tensor)
+        else:
+            s.used = tensor
+        s.i, s.held = i, [array] if held == "list" else array if held == "attribute" else None
+        others[i] = array
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        y = block(s, x) * (1 + s.used[:WIDTH].mean())
+        array = others[s.i] if s.held is None else s.held[0] if isinstance(s.held, list) else s.held
+        array[0] += 1
+        return y
+
+    return program(run, init, also=lambda: [float(array[0]) for array in others.values()], steps=3)
+
+
+_LENT = [
+    *((name, LARGE, smooth, True, "attribute") for name in LENT),
+    *(("numpy", LARGE, block, buffer, "list") for block in (smooth, _routed) for buffer in (True, False)),
+    ("numpy", LARGE, _routed, True, "closure"),
+    ("numpy", 1 << 22 | 8, _routed, True, "attribute"),  # above what an array of its own is copied up to
+]
+for _name, _n, _block, _buffer, _held in _LENT:
+    _made = functools.partial(_lent, LENT[_name], _n, _block, buffer=_buffer, held=_held)
+    _made.__name__ = (
+        f"{_name}_of_{_n}_in_{'a_buffer' if _buffer else 'a_tensor'}_by_{_held}_{_block.__name__.strip('_')}"  # type: ignore[attr-defined]
+    )
+    _made.__module__ = __name__  # type: ignore[attr-defined]
+    case(works=True)(_made)
+
+
+@case(works=True)
+def counts_in_a_slice_of_another_array() -> Program:
+    def init(s: Any, _i: int) -> None:
+        s.whole = np.zeros(2 * LARGE)
+        s.part = s.whole[LARGE:]
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        s.part[0] += 1
+        return smooth(s, x) * (1 + float(s.whole[LARGE]) / 100)
+
+    return program(run, init, steps=3)
+
+
 # memory that C lends --------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from jettison.capture.closures import close_over_copies
 from jettison.capture.fabric import started_by_fabric
+from jettison.capture.lent_arrays import copy_arrays
 from jettison.capture.python_state import is_ours
 from jettison.capture.quick_fakes import QuickFakeMode
 from jettison.capture.sharded import (
@@ -225,6 +226,7 @@ def fake_copy(
     for tensor in _tensors_of(model):
         if id(tensor) not in memo:
             memo[id(tensor)] = faker.like(tensor)
+    copy_arrays(model, _tensors_of(model), memo)
     try:
         return _copied(model, copies, dict(memo), stored=stored)
     except TypeError:  # what cannot be copied is shared: locks, files, modules

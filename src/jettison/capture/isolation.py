@@ -43,6 +43,18 @@ class Isolation:
         if drawn:
             raise TraceError(f"a {type(drawn[0]).__name__} was drawn from: a generator of its own")
 
+    def refuse_writes(self) -> None:
+        """A recording does not see what NumPy writes.
+
+        Raises:
+            TraceError: it wrote to the memory of a tensor.
+        """
+        written = self.reach.written_arrays()
+        if written:
+            raise TraceError(
+                f"NumPy writes to the memory of a tensor (an array of {written[0].nbytes} bytes), which no op tells"
+            )
+
     def undo_draws(self) -> None:
         """Put random streams back."""
         self.streams.restore()

@@ -36,8 +36,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture.c_state import CState, c_state, is_iterator_of_c, iterator_state, stand_in
 from jettison.capture.function_state import function_reach, globals_of, is_foreign, names_read
+from jettison.capture.lent_arrays import is_lent, looks_at
 from jettison.capture.lru_caches import CacheState
 from jettison.capture.snapshots import (
+    MOST_BYTES,
     PLAIN,
     PLAIN_TENSORS,
     TENSOR_HOOKS,
@@ -140,6 +142,21 @@ class Reach:
     def moved(self) -> list[Any]:
         """Iterators that have gone on since: nothing puts them back."""
         return [iterator for iterator, state in self.iterators if iterator_state(iterator) != state]
+
+    @property
+    def has_large_copies(self) -> bool:
+        """Whether an array was copied that is too large to be copied in each step."""
+        return any(getattr(table, "nbytes", 0) > MOST_BYTES for table in self.tables)
+
+    def sees(self, tensor: Tensor) -> bool:
+        """Whether an array that can be written to lies in the memory of a tensor."""
+        return any(looks_at(table, tensor) for table in self.tables if is_number_array(table))
+
+    def written_arrays(self) -> list[Any]:
+        """Arrays in the memory of a tensor that were written to: no op has told of that."""
+        pairs = zip(self.tables, self.before, strict=True)
+        written = [t for t, before in pairs if is_number_array(t) and not is_unchanged(t, before)]
+        return [t for t in written if is_lent(t) or any(looks_at(t, state.tensor) for state in self.tensors)]
 
     def restore(self) -> None:
         """Put everything back, and forget what caches have learnt since.
@@ -380,10 +397,10 @@ class Reach:
         """State that lies in no table."""
         if is_iterator_of_c(value):
             self.iterators.append((value, iterator_state(value)))
-        elif (found := c_state(value)) is not None and not isinstance(value, bytearray) and not is_number_array(value):
-            self.c_states.append(found)
         elif is_large_array(value):
             self.arrays.append(value)
+        elif not (isinstance(value, bytearray) or is_array(value)) and (found := c_state(value)) is not None:
+            self.c_states.append(found)
         if (new := stand_in(value)) is not None:
             self.stand_ins[id(value)] = value, new
 

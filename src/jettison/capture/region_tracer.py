@@ -51,6 +51,7 @@ def trace_region(
                 output = forward_of(module, fake_model)(*fake_args, **fake_kwargs)
             trace = recorder.finish(output)
             state.refuse_draws()
+            state.refuse_writes()
     trace.share(shared)
     return trace
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 MOST_BYTES = 1 << 24  # of an array that is put back
+MOST_COPIED = 1 << 30  # of one that can be protected in no other way
 MOST_SHARED = 4096  # bytes of a tensor that is put back although no op was seen to write to it
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 
@@ -120,10 +121,12 @@ def put_hooks_back(tensor: Tensor, name: str, was: Any) -> None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is numbers that can be written to, of numpy or of Python, and few enough to be copied."""
+    """Whether it is numbers that can be written to, of numpy or of Python, and that are copied: few, or in memory of
+    somebody else's (a tensor's), which numpy cannot make read-only for a time.
+    """
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
-        return bool(value.flags.writeable) and value.nbytes <= MOST_BYTES
+        return bool(value.flags.writeable) and value.nbytes <= MOST_COPIED and not is_large_array(value)
     return isinstance(value, array.array)
 
 

@@ -213,9 +213,10 @@ def _about_skipped(tracer: Tracer) -> str:
 
 
 def _note_draws(root: RegionTrace, state: Isolation) -> None:
-    """The root is never run twice, so that drawing there is no reason to refuse the model."""
+    """The root is never run twice, so that drawing there is no reason to refuse the model; nor are NumPy's writes."""
     try:
         state.refuse_draws()
+        state.refuse_writes()
     except TraceError as error:
         root.problem = root.problem or str(error)
 
@@ -379,6 +380,7 @@ class Tracer:
                 what = "shapes in it hang" if read.shape_only else "its Python goes by numbers that hang"
                 raise TraceError(f"{what} on the values of what the batch gives it")
             state.refuse_draws()
+            state.refuse_writes()
             self.memory.trails.append(Trail.of(recorder))
         except TraceError as error:
             state.undo_draws()

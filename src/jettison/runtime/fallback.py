@@ -67,12 +67,17 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
             why=f"its code can reach more than {MOST_VALUES_A_STEP} Python objects that may change, so that it takes "
             "too long to see in each step that a second run leaves them alone",
         )
+    if reach.has_large_copies:
+        return Verdict(again=False, why="it takes too long to copy, in each step, an array in its reach")
     elsewhere = WritesUndone()
     streams, signature = Streams.now(), global_signature()
     looks = _Looks()
     reach.set_aside()
     try:
-        with _without_gradients(module), _buffers_as(module, _copies(module)) as copies:
+        own = tuple(
+            key for key, buffer in _buffers_of(module) if not reach.sees(buffer)
+        )  # others have an array in them
+        with _without_gradients(module), _buffers_as(module, _copies(module, own)) as copies:
             before = {key: (version_of(b), _witness(b, 0, Check.FULL)) for key, b in copies.items()}
             again = _cloned(copies)
             given = _copied((args, kwargs))
