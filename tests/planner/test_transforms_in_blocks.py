@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, func, nn
 
 import jettison
-from jettison.errors import Infeasible
+from jettison.errors import Infeasible, TraceError
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
 
@@ -186,6 +187,38 @@ def test_a_model_may_switch_hooks_off_around_its_blocks(run: Callable[[Around, T
             peak = measured_peak(lambda: model(x).backward(), static_tensors=static_tensors(model, (x,))).peak_bytes
             same_gradients(plain, model)
         assert abs(peak - handle.plan.predicted.peak_bytes) <= 64
+
+
+class Later(Pair):
+    """Switches hooks off from its third call on, where it is ``last``."""
+
+    calls, last = 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        off = self.last and self.calls > 2
+        with torch.autograd.graph.disable_saved_tensors_hooks("none") if off else contextlib.nullcontext():
+            return x + self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.parametrize("where", ["blocks.1", "head"])
+@pytest.mark.filterwarnings("ignore")
+def test_hooks_that_are_switched_off_later_stop_one_step_by_name(where: str) -> None:
+    torch.manual_seed(0)
+    model, x = Around(lambda net, x: net.head(net.blocks[1](net.blocks[0](x)))), torch.randn(ROWS, WIDTH)
+    model.blocks, model.head = nn.ModuleList(Later() for _ in range(2)), Later()  # type: ignore[assignment]
+    model.get_submodule(where).last = True  # type: ignore[assignment]
+    plain = copy.deepcopy(model)
+    plain(x).backward()
+    with jettison.apply(model, "full", batch=(x,)):
+        for _ in range(2):
+            model(x).backward()
+        with pytest.raises(TraceError, match="switches saved-tensor hooks off"):
+            model(x)
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            model(x).backward()
+            same_gradients(plain, model)
 
 
 def test_a_step_where_hooks_are_off_runs_without_the_plan_and_says_so() -> None:

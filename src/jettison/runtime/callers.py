@@ -67,6 +67,14 @@ def are_hooks_foreign() -> bool:
     return top is not None and not getattr(top[0], "of_a_region", False)
 
 
+def switches_hooks_off(error: BaseException) -> bool:
+    """Whether an error comes of `torch.autograd.graph.disable_saved_tensors_hooks` under hooks."""
+    found = error.__traceback__
+    while found is not None and found.tb_next is not None:
+        found = found.tb_next
+    return found is not None and found.tb_frame.f_code.co_name == "disable_saved_tensors_hooks"
+
+
 def of_a_region(pack: Pack) -> Pack:
     """Mark a hook of ours."""
     pack.of_a_region = True  # type: ignore[attr-defined]

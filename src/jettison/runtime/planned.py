@@ -17,13 +17,20 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from jettison.capture.dispatch import HOOKS_OFF
 from jettison.capture.sharded import unwatched
 from jettison.capture.signature import call_signature, global_signature
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.errors import TraceError
 from jettison.runtime.assumptions import Assumptions
-from jettison.runtime.callers import are_hooks_foreign, is_compiled_training, is_transforming, whose_copy
+from jettison.runtime.callers import (
+    are_hooks_foreign,
+    is_compiled_training,
+    is_transforming,
+    switches_hooks_off,
+    whose_copy,
+)
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.copies import COPY, copied_forward, pickled_forward, trains_plainly
 from jettison.runtime.forward_run import ActiveFrame, Listener, current_frame, running, views_replayed
@@ -363,6 +370,15 @@ class PlannedForward:
                 "left in Python's state: repeat the step. From the next one on it runs without a recording; leave it "
                 "out with regions=[...] to have no such steps"
             ) from None
+        except RuntimeError as error:
+            if not switches_hooks_off(error):
+                raise
+            self.recordings.lose(key, HOOKS_OFF)
+            raise TraceError(
+                f"{self.name or 'the model'} runs under the hooks of a plan, and {HOOKS_OFF}, which torch refuses "
+                f"there ({error}). It did not when it was planned. Repeat the step: from the next one on it runs "
+                "without a recording"
+            ) from error
 
     def _leave(self, frame: ActiveFrame) -> bool:
         """Close a frame; whether the run was the recorded one.
