@@ -12,6 +12,7 @@ import heapq
 import itertools
 import logging
 import os
+import queue
 import random
 import tempfile
 import threading
@@ -564,3 +565,54 @@ def average_of_weights_inside_the_forward() -> Program:
     made = under(root, smooth, batch=lambda i: (rows(i),))
     made.model.kept = [p.detach().clone() for p in made.model.parameters()]
     return made
+
+
+_LOCKED: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], int]]] = {
+    "queue": (queue.Queue, lambda held: held.put(1), lambda held: int(held.qsize())),
+    "event": (threading.Event, lambda held: held.clear() if held.is_set() else held.set(), lambda held: held.is_set()),
+    "semaphore": (lambda: threading.Semaphore(1000), lambda held: held.acquire(), lambda held: held._value),
+}
+
+
+@case(works=True)
+def block_that_holds_a_lock() -> Program:
+    def init(s: Any, _i: int) -> None:
+        s.lock, s.n, s.log = threading.Lock(), 0, []
+        s.held = {name: make() for name, (make, _, _) in _LOCKED.items()}
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        with s.lock:
+            s.n += 1
+        s.log.append(1)
+        for name, (_, use, _) in _LOCKED.items():
+            use(s.held[name])
+        return smooth(s, x)
+
+    made = program(run, init)
+    made.also = lambda: [
+        [float(s.n), float(len(s.log)), *(float(read(s.held[name])) for name, (_, _, read) in _LOCKED.items())]
+        for s in made.model.layers
+    ]
+    return made
+
+
+@case(works=True)
+def buffer_that_a_block_replaces() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        s.mean = s.mean * 0.9 + x.detach().mean(0)
+        return _routed(s, x) * (1 + 0.01 * s.mean)
+
+    return program(run, lambda s, _i: s.register_buffer("mean", torch.zeros(WIDTH)))
+
+
+@case(works=True)
+def buffer_that_a_block_without_a_recording_writes_to_by_numpy() -> Program:
+    def init(s: Any, _i: int) -> None:
+        s.register_buffer("mean", torch.zeros(WIDTH))
+        s.view = s.mean.numpy()
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        s.view += 1
+        return _routed(s, x) * (1 + 0.01 * s.mean)
+
+    return program(run, init)

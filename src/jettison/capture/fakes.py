@@ -227,13 +227,14 @@ def fake_copy(
         if id(tensor) not in memo:
             memo[id(tensor)] = faker.like(tensor)
     copy_arrays(model, _tensors_of(model), memo)
-    try:
-        return _copied(model, copies, dict(memo), stored=stored)
-    except TypeError:  # what cannot be copied is shared: locks, files, modules
-        for module in model.modules():
-            for value in vars(module).values():
-                share_what_cannot_be_copied(value, memo)
-        return _copied(model, copies, memo, stored=stored)
+    for whole in (False, True):
+        try:
+            return _copied(model, copies, dict(memo), stored=stored)
+        except TypeError:  # what cannot be copied is shared: locks, files, modules
+            for module in model.modules():
+                for value in vars(module).values():
+                    share_what_cannot_be_copied(value, memo, whole=whole)
+    return _copied(model, copies, memo, stored=stored)
 
 
 def _copied(
@@ -247,13 +248,19 @@ def _copied(
     return copied
 
 
-def share_what_cannot_be_copied(value: Any, memo: dict[int, Any], depth: int = 0) -> None:
-    """Let a copy have a lock, a file or a module of code that a value has inside of it."""
+def share_what_cannot_be_copied(value: Any, memo: dict[int, Any], depth: int = 0, *, whole: bool = True) -> None:
+    """Let a copy have a lock, a file or a module of code that a value has inside of it.
+
+    Args:
+        whole: also share an object with attributes that cannot be copied without what it refers to. One that refers to
+            a module with a lock can be copied once the lock is shared: a copy of a planned model must not run the
+            planned forwards of the model itself.
+    """
     if id(value) in memo or isinstance(value, Tensor | nn.Module) or depth > DEEPEST:
         return
     if isinstance(value, _CONTAINERS):
         for inside in value.values() if isinstance(value, dict) else value:
-            share_what_cannot_be_copied(inside, memo, depth + 1)
+            share_what_cannot_be_copied(inside, memo, depth + 1, whole=whole)
         return
     try:
         copy.deepcopy(value, dict(memo))
@@ -261,7 +268,9 @@ def share_what_cannot_be_copied(value: Any, memo: dict[int, Any], depth: int = 0
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and not isinstance(value, ModuleType):
             for inside in attributes.values():
-                share_what_cannot_be_copied(inside, memo, depth + 1)
+                share_what_cannot_be_copied(inside, memo, depth + 1, whole=whole)
+            if not whole:
+                return
             with contextlib.suppress(TypeError):
                 copy.deepcopy(value, dict(memo))
                 return

@@ -69,7 +69,7 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
         )
     if reach.has_large_copies:
         return Verdict(again=False, why="it takes too long to copy, in each step, an array in its reach")
-    elsewhere = WritesUndone()
+    elsewhere, originals = WritesUndone(), [buffer for _, buffer in _buffers_of(module)]
     streams, signature = Streams.now(), global_signature()
     looks = _Looks()
     reach.set_aside()
@@ -84,12 +84,16 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
             elsewhere.undo.adopt(
                 [*copies.values(), *again.values(), *(t for t in tree_leaves(given) if isinstance(t, Tensor))]
             )
+            elsewhere.undo.note(originals, handed=True)  # a view of numpy's may write to what the copies stand in for
             with elsewhere, looks.hollow:
                 first = _run(forward, given, looks.first, looks.asked)
                 if elsewhere.undo.wrote:
                     return Verdict(again=False, why="its forward writes to tensors that are no buffers of its")
+            now = _tables(module)
             written = tuple(  # kernels that write statistics do not all tell the version counter
-                key for key, b in copies.items() if version_of(b) != before[key][0] or not before[key][1].agrees(b)
+                (i, name)
+                for (i, name), b in copies.items()
+                if now[i].get(name) is not b or version_of(b) != before[i, name][0] or not before[i, name][1].agrees(b)
             )
             streams.restore()
             with as_signed(signature), _buffers_as(module, again):
@@ -240,6 +244,11 @@ def _copies(module: nn.Module, only: tuple[tuple[int, str], ...] | None = None) 
     return _cloned({key: buffer for key, buffer in _buffers_of(module) if only is None or key in only})
 
 
+def _is_as_before(buffer: Tensor, before: tuple[Tensor, int | None] | None) -> bool:
+    """Whether a buffer is the same tensor, at the same version. A forward may put another tensor in its place."""
+    return before is not None and before[0] is buffer and before[1] == version_of(buffer)
+
+
 @contextlib.contextmanager
 def _buffers_as(module: nn.Module, buffers: Buffers) -> Iterator[Buffers]:
     """The module has other tensors for buffers meanwhile: what is written to them is gone afterwards."""
@@ -387,10 +396,10 @@ class Rerun:
 
     def run(self) -> Any:
         """The forward itself."""
-        versions = {key: version_of(b) for key, b in _buffers_of(self.module)}
+        before = {key: (b, version_of(b)) for key, b in _buffers_of(self.module)}
         with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack_dropped):
             output = self.forward(*self.call[0], **self.call[1])
-        written = {key: b for key, b in _buffers_of(self.module) if versions.get(key) != version_of(b)}
+        written = {key: b for key, b in _buffers_of(self.module) if not _is_as_before(b, before.get(key))}
         self.also = {key: b for key, b in written.items() if key not in self.buffers}
         self.left = {n: (t, version_of(t)) for n, t in _named(self.module, {*self.buffers, *self.also}) if is_dense(t)}
         return output
