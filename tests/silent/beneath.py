@@ -15,6 +15,7 @@ import random
 import tempfile
 import threading
 import types
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -351,6 +352,7 @@ def writes_to_texts_and_files() -> Program:
         return [text.getvalue(), (folder / "log").read_text()]
 
     made = _ticking(tick, lambda: len(text.getvalue()))
+    weakref.finalize(tick, log.close)
     made.also = seen
     return made
 

@@ -261,7 +261,9 @@ def handler_of_a_log() -> Counting:
 def log_in_a_file() -> Counting:
     path = tempfile.mkstemp()[1]
     log = logging.Logger("silent")
-    log.addHandler(logging.FileHandler(path))
+    handler = logging.FileHandler(path)
+    log.addHandler(handler)
+    weakref.finalize(log, handler.close)
     return lambda: log.warning("x"), lambda: os.path.getsize(path)
 
 
