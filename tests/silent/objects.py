@@ -9,11 +9,13 @@ import copy
 import enum
 import functools
 import heapq
+import importlib
 import itertools
 import logging
 import os
 import queue
 import random
+import sys
 import tempfile
 import threading
 import types
@@ -618,3 +620,34 @@ def buffer_that_a_block_without_a_recording_writes_to_by_numpy() -> Program:
         return _routed(s, x) * (1 + 0.01 * s.mean)
 
     return program(run, init)
+
+
+@case(works=True)
+def module_that_a_forward_imports() -> Program:
+    """A warm-up that is counted in a module of code, whose first import is in the forward."""
+    folder = tempfile.mkdtemp()
+    name = f"warm_up_{next(_NUMBERS)}"
+    with open(os.path.join(folder, f"{name}.py"), "w") as file:
+        file.write(
+            "import torch\nCALLS, SEEN, MEAN = 0, [], torch.zeros(())\n"
+            "def beta(x):\n    global CALLS, MEAN\n    CALLS += 1\n    SEEN.append(CALLS)\n"
+            "    MEAN = 0.9 * MEAN + 0.1 * x.detach().mean()\n"
+            "    return (0.1 if CALLS <= 4 else 1.0) + MEAN\n"
+        )
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        sys.path.insert(0, folder)
+        try:
+            beta = importlib.import_module(name).beta
+        finally:
+            sys.path.remove(folder)
+        return smooth(s, x) * beta(x)
+
+    def seen() -> list[float]:
+        module = sys.modules.get(name)
+        return [0.0, 0.0, 0.0] if module is None else [float(module.CALLS), float(len(module.SEEN)), float(module.MEAN)]
+
+    return program(run, also=seen)
+
+
+_NUMBERS = itertools.count()

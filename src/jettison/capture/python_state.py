@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture.c_state import CState, c_state, is_iterator_of_c, iterator_state, stand_in
 from jettison.capture.function_state import function_reach, globals_of, is_foreign, names_read
+from jettison.capture.imports import Globals, ignore_imports, imported_in_runs, note_imports
 from jettison.capture.lent_arrays import is_lent, looks_at
 from jettison.capture.lru_caches import CacheState
 from jettison.capture.snapshots import (
@@ -103,6 +104,7 @@ class Reach:
         self.streams: list[tuple[Any, Any]] = []  # random generators of Python's and numpy's, and their state
         self.classes: list[tuple[type, dict[str, Any]]] = []
         self.iterators: list[tuple[Any, Any]] = []  # and how far they are
+        self.imports: list[Globals] = []  # of modules that were imported since, or while an earlier forward was planned
         self.variables = list(contextvars.copy_context().items())
         self.environment = dict(os.environ)
         self._known: Known = {} if known is None else known
@@ -125,6 +127,8 @@ class Reach:
             if not isinstance(value, Tensor):
                 self._later(value, 0)
         self._walk()
+        for imported in imported_in_runs():
+            self.imported(imported)
         self._known.clear()  # what is no longer there is let go of
         self._known.update(self._large)
 
@@ -158,12 +162,20 @@ class Reach:
         written = [t for t, before in pairs if is_number_array(t) and not is_unchanged(t, before)]
         return [t for t in written if is_lent(t) or any(looks_at(t, state.tensor) for state in self.tensors)]
 
+    def imported(self, module: types.ModuleType) -> None:
+        """Note the globals of a module of the user's, which has just been imported, and what they hold."""
+        self.imports.append(Globals(module))
+        for value in list(vars(module).values()):
+            self._later(value, 0)
+        self._walk()
+
     def restore(self) -> None:
         """Put everything back, and forget what caches have learnt since.
 
         Raises:
             UnsupportedModule: an iterator has gone on, which nothing puts back.
         """
+        ignore_imports(self)
         for table, before in zip(self.tables, self.before, strict=True):
             if not is_unchanged(table, before):
                 put_table_back(table, before)
@@ -180,6 +192,8 @@ class Reach:
                 put_hooks_back(tensor, name, was)
         for names, name, value in self.named:
             names[name] = value
+        for imported in self.imports:
+            imported.put_back()
         for cls, was in self.classes:
             for name in _moved(cls, was):
                 if name in was:
@@ -211,7 +225,10 @@ class Reach:
             )
 
     def set_aside(self) -> None:
-        """What could not be put back is out of a run's reach until `restore`. See NOTE [ Set aside ]."""
+        """What could not be put back is out of a run's reach until `restore`, and modules that the run imports are
+        noted. See NOTE [ Set aside ].
+        """
+        note_imports(self)
         for array in self.arrays:
             array.flags.writeable = False
         if not self.stand_ins:
