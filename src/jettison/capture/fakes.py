@@ -8,7 +8,6 @@ parameters stay one object.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -30,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from jettison.capture.closures import close_over_copies
 from jettison.capture.fabric import started_by_fabric
 from jettison.capture.lent_arrays import copy_arrays
+from jettison.capture.object_copies import copied, finalized_modules, without_finalizer
 from jettison.capture.python_state import is_ours
 from jettison.capture.quick_fakes import QuickFakeMode
 from jettison.capture.sharded import (
@@ -40,7 +40,7 @@ from jettison.capture.sharded import (
     states,
     whole_parameters,
 )
-from jettison.capture.snapshots import MOST_SHARED
+from jettison.capture.snapshots import CONTAINERS, MOST_SHARED, attributes_of, items_of
 from jettison.capture.sparse_fakes import is_sparse, makes_sparse, sparse_result, with_fake_parts, with_places
 from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.capture.trees import op_map, tree_map
@@ -72,7 +72,6 @@ _INDEX = torch.ops.aten.index.Tensor
 _NUMBER, _EQUAL = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
 _BINCOUNT = torch.ops.aten.bincount.default
 _BY_VALUES = (_SELECT, _NONZERO, _NUMBER, _EQUAL, _BINCOUNT)
-_CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
 class StepFakeMode(QuickFakeMode):
@@ -218,7 +217,8 @@ def fake_copy(
     faker = _Faker(mode, None if device is None else torch.device(device))
     memo: dict[int, Any] = {id(state): state for state in states(model)}
     copies: list[tuple[nn.Module, nn.Module]] = []
-    for module in sharded_modules(model):
+    sharded = list(sharded_modules(model))
+    for module in sharded:
         memo.update((id(held), whole) for held, whole in whole_parameters(module, faker.of_meta, stored=stored))
         kind: Any = plain_class(module)
         copies.append((module, kind.__new__(kind)))
@@ -227,54 +227,21 @@ def fake_copy(
         if id(tensor) not in memo:
             memo[id(tensor)] = faker.like(tensor)
     copy_arrays(model, _tensors_of(model), memo)
-    for whole in (False, True):
-        try:
-            return _copied(model, copies, dict(memo), stored=stored)
-        except TypeError:  # what cannot be copied is shared: locks, files, modules
-            for module in model.modules():
-                for value in vars(module).values():
-                    share_what_cannot_be_copied(value, memo, whole=whole)
-    return _copied(model, copies, memo, stored=stored)
-
-
-def _copied(
-    model: nn.Module, copies: Sequence[tuple[nn.Module, nn.Module]], memo: dict[int, Any], *, stored: bool
-) -> nn.Module:
-    for module, fake_model in copies:
-        fake_model.__setstate__(copy.deepcopy(module.__getstate__(), memo))
-        (leave_unsharded if stored else leave_casts)(module, fake_model)
-    copied = copy.deepcopy(model, memo)
+    kinds: dict[type, Any] = {}  # blocks of one class stay of one class
+    for module in finalized_modules(model):
+        if id(module) not in memo:
+            if type(module) not in kinds:
+                kinds[type(module)] = without_finalizer(type(module))
+            kind = kinds[type(module)]
+            copies.append((module, kind.__new__(kind)))
+            memo[id(module)] = copies[-1][1]
+    for index, (module, fake_model) in enumerate(copies):
+        fake_model.__setstate__(copied(module.__getstate__(), memo))
+        if index < len(sharded):
+            (leave_unsharded if stored else leave_casts)(module, fake_model)
+    made: nn.Module = copied(model, memo)
     close_over_copies(model, memo)
-    return copied
-
-
-def share_what_cannot_be_copied(value: Any, memo: dict[int, Any], depth: int = 0, *, whole: bool = True) -> None:
-    """Let a copy have a lock, a file or a module of code that a value has inside of it.
-
-    Args:
-        whole: also share an object with attributes that cannot be copied without what it refers to. One that refers to
-            a module with a lock can be copied once the lock is shared: a copy of a planned model must not run the
-            planned forwards of the model itself.
-    """
-    if id(value) in memo or isinstance(value, Tensor | nn.Module) or depth > DEEPEST:
-        return
-    if isinstance(value, _CONTAINERS):
-        for inside in value.values() if isinstance(value, dict) else value:
-            share_what_cannot_be_copied(inside, memo, depth + 1, whole=whole)
-        return
-    try:
-        copy.deepcopy(value, dict(memo))
-    except TypeError:
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict) and not isinstance(value, ModuleType):
-            for inside in attributes.values():
-                share_what_cannot_be_copied(inside, memo, depth + 1, whole=whole)
-            if not whole:
-                return
-            with contextlib.suppress(TypeError):
-                copy.deepcopy(value, dict(memo))
-                return
-        memo[id(value)] = value
+    return made
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device | str | None = None) -> Any:
@@ -358,23 +325,26 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, _CONTAINERS) and id(value) not in seen:
-        seen.add(id(value))
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item, seen)
-    elif type(getattr(value, "__dict__", None)) is dict and not _is_somebodys(value) and id(value) not in seen:
-        seen.add(id(value))
-        yield from (found for found in _tensors_in(vars(value), seen) if found.nbytes > MOST_SHARED)
+    left: list[tuple[Any, int]] = [(value, 0)]
+    while left:  # what is nested deep would need much of Python's stack
+        one, least = left.pop()
+        kind = type(one)
+        if issubclass(kind, Tensor):
+            if one.nbytes >= least:
+                yield one
+        elif issubclass(kind, CONTAINERS) and id(one) not in seen:
+            seen.add(id(one))
+            left += [(item, least) for item in items_of(one)]
+        elif id(one) not in seen and not _is_somebodys(one) and type(attributes := attributes_of(one)) is dict:
+            seen.add(id(one))
+            left.append((attributes, MOST_SHARED + 1))
 
 
 def _is_somebodys(value: Any) -> bool:
     """Whether it is no plain object: code, a module, or what torch and we have for ourselves."""
-    return isinstance(value, type | ModuleType | nn.Module) or callable(value) or is_ours(value)
+    return issubclass(type(value), type | ModuleType | nn.Module) or callable(value) or is_ours(value)
 
 
-DEEPEST = 8  # of what is looked into for things that cannot be copied
 LARGEST_RNN_BYTES = 2**28
 
 

@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from jettison.capture.snapshots import CONTAINERS, attributes_of, items_of
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.undo import is_in_memory
-
-_CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
 def span_of(value: Any) -> tuple[int, int]:
@@ -109,20 +108,22 @@ def _seen_in(array: Any, start: int, raw: Any, numpy: Any) -> Any:
 
 
 def _arrays_in(value: Any, kind: type, seen: set[int]) -> Iterator[Any]:
-    if id(value) in seen:
-        return
-    if type(value) is kind:
-        seen.add(id(value))
-        yield value
-    elif isinstance(value, _CONTAINERS):
-        seen.add(id(value))
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _arrays_in(item, kind, seen)
-    elif type(getattr(value, "__dict__", None)) is dict and not _is_somebodys(value):
-        seen.add(id(value))
-        yield from _arrays_in(vars(value), kind, seen)
+    left = [value]
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        if type(one) is kind:
+            seen.add(id(one))
+            yield one
+        elif issubclass(type(one), CONTAINERS):
+            seen.add(id(one))
+            left += items_of(one)
+        elif not _is_somebodys(one) and type(attributes := attributes_of(one)) is dict:
+            seen.add(id(one))
+            left.append(attributes)
 
 
 def _is_somebodys(value: Any) -> bool:
     """Whether it is code, a module or a tensor, whose attributes are found otherwise."""
-    return isinstance(value, type | ModuleType | nn.Module | Tensor) or callable(value)
+    return issubclass(type(value), type | ModuleType | nn.Module | Tensor) or callable(value)

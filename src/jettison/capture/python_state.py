@@ -25,7 +25,7 @@ import os
 import sys
 import types
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -47,6 +47,7 @@ from jettison.capture.snapshots import (
     Place,
     Table,
     TensorState,
+    attributes_of,
     copy_of,
     hooks_of,
     is_array,
@@ -384,7 +385,7 @@ class Reach:
         for name in _slots_below(Same(type(value))):
             self.places.append(Place(name, value))
             self._later(self.places[-1].value, depth + 1)
-        attributes = getattr(value, "__dict__", None)
+        attributes = attributes_of(value)
         if isinstance(attributes, dict) and id(attributes) not in self._seen:
             self._seen.add(id(attributes))
             self._add(attributes)
@@ -485,7 +486,7 @@ def _inside(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from worth_a_look(dict.keys(value))
         yield from worth_a_look(dict.values(value))
-        yield getattr(value, "default_factory", None)
+        yield value.default_factory if isinstance(value, defaultdict) else None
     elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from worth_a_look(value)
     elif isinstance(value, functools.partial):

@@ -8,6 +8,7 @@ import copy
 import ctypes
 import sys
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from operator import is_
 from typing import Any
 
@@ -82,6 +83,24 @@ class TensorState:
 
 
 PLAIN_TENSORS = (Tensor, nn.Parameter)
+
+
+def attributes_of(value: Any) -> Any:
+    """The attributes of an object, as far as its class gives them out; None where it has none."""
+    try:
+        return getattr(value, "__dict__", None)
+    except Exception:  # of a `__getattribute__`
+        return object.__getattribute__(value, "__dict__")
+
+
+CONTAINERS = (list, tuple, set, frozenset, dict)
+
+
+def items_of(container: Any) -> Iterable[Any]:
+    """What a container holds, whatever its class makes of iterating."""
+    base: Any = next(kind for kind in CONTAINERS if issubclass(type(container), kind))
+    found: Iterable[Any] = dict.values(container) if base is dict else base.__iter__(container)
+    return found
 
 
 def _bytes_of(tensor: Tensor) -> bytes | None:

@@ -7,7 +7,6 @@ Blocks are dry-run one option at a time and the root once an option, for the lev
 from __future__ import annotations
 
 import contextlib
-import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
-from jettison.capture.fakes import fake_batch, share_what_cannot_be_copied
+from jettison.capture.fakes import fake_batch
 from jettison.capture.model_trace import BlockClass, ModelTrace, context_of
+from jettison.capture.object_copies import copied
 from jettison.capture.recording import RegionTrace
 from jettison.capture.signature import as_signed
 from jettison.capture.sparse_fakes import is_sparse
@@ -401,8 +401,8 @@ def optimizer_over(
 ) -> torch.optim.Optimizer:
     """The same optimizer over the parameters of fake copies; its state, and parameters of no model, faked."""
     memo: dict[int, Any] = {}
-    for model, copied in zip(models, copies, strict=True):
-        for real, fake in zip(model.parameters(), copied.parameters(), strict=True):
+    for model, fake_model in zip(models, copies, strict=True):
+        for real, fake in zip(model.parameters(), fake_model.parameters(), strict=True):
             memo[id(real)] = fake
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in memo:
@@ -412,10 +412,8 @@ def optimizer_over(
     for value in (*tree_leaves(list(optimizer.state.values())), *tree_leaves(own)):
         if isinstance(value, Tensor) and id(value) not in memo:
             memo[id(value)] = value.clone() if value.dim() == 0 else fake_batch(value, mode)
-    for value in own:
-        share_what_cannot_be_copied(value, memo)
     with _copied_whole():
-        made = copy.deepcopy(optimizer, memo)
+        made: torch.optim.Optimizer = copied(optimizer, memo)
     for ours, theirs in zip(made.param_groups, optimizer.param_groups, strict=True):
         _decide(ours, theirs)
     return made

@@ -1,0 +1,182 @@
+"""Deep copies of a model's structure that leave alone what cannot be copied, or must not be.
+
+A copy of an object whose class has a finalizer gives back, when it dies, what the original still needs: a directory, a
+handle, a file. Other objects refuse to be copied. A copy of a model shares all of these with the model.
+
+NOTE [ What would be copied ]
+The walk asks the garbage collector what an object refers to, and runs no code of the object's class: `__getattr__` may
+hand each name on, `__class__` may be a property, `items()` may raise.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import types
+import weakref
+from collections import ChainMap
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from jettison.capture.snapshots import PLAIN
+from jettison.errors import JettisonError, UnsupportedModule
+
+_ATOMS = frozenset((*PLAIN, range, type(Ellipsis), type(NotImplemented)))
+_NEVER_COPIED = (
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType),
+    *(types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, types.TracebackType, weakref.ref),
+)
+"""What `copy.deepcopy` takes for a constant, or refuses."""
+
+
+def copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of a value. What has a finalizer or cannot be copied is in it itself, not as a copy.
+
+    Args:
+        memo: by id of an original, its copy, as for `copy.deepcopy`; what is copied is noted there.
+
+    Raises:
+        UnsupportedModule: the value itself refuses, or a module inside of it.
+    """
+    inside = _inside(value, memo)
+    finalized = _finalized()
+    for one in inside:
+        if one is not value and not issubclass(type(one), nn.Module) and _has_finalizer(one, finalized):
+            memo[id(one)] = one
+    for share in (_no_more, _what_refuses, _what_is_too_deep):
+        share(inside[:-1], memo)
+        try:
+            return _whole(value, memo)
+        except JettisonError:
+            raise
+        except Exception as error:  # whatever a class's own code raises
+            refused = error
+    raise UnsupportedModule(
+        f"planning runs a copy of the {type(value).__name__}, and `copy.deepcopy` refuses it: "
+        f"{type(refused).__name__}: {refused}. Let it be copied, and hold what refuses in an object of its own"
+    ) from refused
+
+
+def finalized_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose class has a finalizer."""
+    return (module for module in model.modules() if has_finalizer(type(module)))
+
+
+def without_finalizer(cls: Any) -> Any:
+    """The same class of modules, but for the finalizer."""
+    told = {"__del__": _nothing, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls)(cls.__name__, (cls,), told)
+
+
+def _nothing(_self: Any) -> None:
+    """What a copy does when it dies."""
+
+
+def has_finalizer(cls: type) -> bool:
+    """Whether Python runs a method of the class where an instance dies. Kinds made in C have a copy of what they hold,
+    or refuse.
+    """
+    run = next((vars(c)["__del__"] for c in cls.__mro__ if "__del__" in vars(c)), _nothing)
+    return run is not _nothing and not isinstance(run, _OF_C)
+
+
+_OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
+
+
+def _has_finalizer(value: Any, finalized: Container[int]) -> bool:
+    return id(value) in finalized or issubclass(type(value), weakref.finalize) or has_finalizer(type(value))
+
+
+def _finalized() -> set[int]:
+    """Ids of objects that `weakref.finalize` has been told of."""
+    told = dict(getattr(weakref.finalize, "_registry", {}))
+    return {id(info.weakref()) for info in told.values()}
+
+
+def _inside(value: Any, memo: Mapping[int, Any]) -> list[Any]:
+    """What a deep copy of a value copies, innermost first and itself last. See NOTE [ What would be copied ]."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    left = [(value, False)]
+    while left:
+        one, is_done = left.pop()
+        if is_done:
+            found.append(one)
+        elif id(one) not in seen and id(one) not in memo and _may_be_copied(type(one)):
+            seen.add(id(one))
+            left.append((one, True))
+            left += [(part, False) for part in _parts(one)]
+    return found
+
+
+def _may_be_copied(kind: type) -> bool:
+    return kind not in _ATOMS and not issubclass(kind, _NEVER_COPIED)
+
+
+def _parts(value: Any) -> list[Any]:
+    kind = type(value)
+    if issubclass(kind, Tensor) or str(kind.__module__).startswith("jettison."):  # which copy themselves
+        return []
+    if issubclass(kind, np.ndarray):
+        return list(np.ndarray.ravel(value)) if value.dtype.hasobject else []
+    if has_finalizer(kind) and not issubclass(kind, nn.Module):
+        return []
+    return gc.get_referents(value)
+
+
+def _whole(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy, which leaves nothing in `memo` where it fails."""
+    known = dict(memo)
+    made = copy.deepcopy(value, known)
+    alive = known.pop(id(known), None)
+    memo.update(known)
+    memo.setdefault(id(memo), []).append(alive)  # so that no id comes back
+    return made
+
+
+def _no_more(_inside: Sequence[Any], _memo: dict[int, Any]) -> None:
+    """Most can be copied as it is."""
+
+
+def _what_refuses(inside: Sequence[Any], memo: dict[int, Any]) -> None:
+    """Share what cannot be copied even where all that it refers to can."""
+    known = {**memo, **{id(one): one for one in inside}}
+    for one in inside:
+        if id(one) in memo or _is_structure(one):
+            continue
+        del known[id(one)]
+        try:
+            copy.deepcopy(one, known)
+        except Exception:
+            memo[id(one)] = one
+        known[id(one)] = one
+
+
+def _is_structure(value: Any) -> bool:
+    kind = type(value)
+    return kind in _CONTAINERS or issubclass(kind, nn.Module) or (issubclass(kind, Tensor) and value.is_leaf)
+
+
+_CONTAINERS = frozenset((list, dict, tuple, set, frozenset))
+
+
+def _what_is_too_deep(inside: Sequence[Any], memo: dict[int, Any]) -> None:
+    """Copy from within, so that no copy needs much of Python's stack, and share what still does."""
+    for one in inside:
+        if issubclass(type(one), nn.Module) or id(one) in memo:
+            continue
+        known: ChainMap[int, Any] = ChainMap({}, memo)  # a copy of `memo` for each would take quadratic time
+        try:
+            copy.deepcopy(one, known)  # type: ignore[arg-type]
+        except RecursionError:
+            if not any(issubclass(type(part), nn.Module) for part in _inside(one, memo)):  # which must not be the real
+                memo[id(one)] = one
+        except Exception:  # because of a module inside of it
+            continue
+        else:
+            alive = known.maps[0].pop(id(known), None)
+            memo.update(known.maps[0])
+            memo.setdefault(id(memo), []).append(alive)
