@@ -20,6 +20,8 @@ from support.patience import PATIENCE
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 TICKS: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 MANY: Final = 10**7
+IDLE: Final = 3.0
+"""Wall seconds without work after which Ctrl-C comes all the same: a server that waits works no more."""
 
 CONFIG: Final = {
     "model_type": "llama",
@@ -114,8 +116,11 @@ def test_ctrl_c_ends_it(tmp_path: Path, long: Long, moment: float) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
-        while process.poll() is None and sum(of_session(process.pid)) < moment:
+        used, since = 0.0, time.monotonic()
+        while process.poll() is None and used < moment and time.monotonic() - since < IDLE:
             time.sleep(0.01)
+            before, used = used, sum(of_session(process.pid))
+            since = time.monotonic() if used > before else since
         assert process.poll() is None, process.communicate()
         os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to all processes of the command
         _, said = process.communicate(timeout=PATIENCE)
