@@ -63,7 +63,10 @@ def test_another_run_differs_and_exits_4(traced: tuple[str, str], capsys: pytest
 
 
 def test_what_is_no_ledger_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path, message in ((tmp_path / "missing.json", "cannot be read"), (tmp_path / "plan.json", "is a plan; read it with: jettison report")):
+    for path, message in (
+        (tmp_path / "missing.json", "cannot be read"),
+        (tmp_path / "plan.json", "is a plan; read it with: jettison report"),
+    ):
         if path.name == "plan.json":
             path.write_text('{"schema": "jettison.plan/1"}')
         assert run(["ledger", "gpt-22b", "--compare", str(path)]) == 2
