@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from jettison.capture.closures import close_over_copies
 from jettison.capture.fabric import started_by_fabric
 from jettison.capture.lent_arrays import copy_arrays
-from jettison.capture.object_copies import copied, finalized_modules, without_finalizer
+from jettison.capture.object_copies import copied, without_finalizers
 from jettison.capture.python_state import is_ours
 from jettison.capture.quick_fakes import QuickFakeMode
 from jettison.capture.sharded import (
@@ -227,14 +227,7 @@ def fake_copy(
         if id(tensor) not in memo:
             memo[id(tensor)] = faker.like(tensor)
     copy_arrays(model, _tensors_of(model), memo)
-    kinds: dict[type, Any] = {}  # blocks of one class stay of one class
-    for module in finalized_modules(model):
-        if id(module) not in memo:
-            if type(module) not in kinds:
-                kinds[type(module)] = without_finalizer(type(module))
-            kind = kinds[type(module)]
-            copies.append((module, kind.__new__(kind)))
-            memo[id(module)] = copies[-1][1]
+    copies += without_finalizers(model, memo)
     for index, (module, fake_model) in enumerate(copies):
         fake_model.__setstate__(copied(module.__getstate__(), memo))
         if index < len(sharded):

@@ -15,7 +15,7 @@ import gc
 import types
 import weakref
 from collections import ChainMap
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,11 +41,7 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
     Raises:
         UnsupportedModule: the value itself refuses, or a module inside of it.
     """
-    inside = _inside(value, memo)
-    finalized = _finalized()
-    for one in inside:
-        if one is not value and not issubclass(type(one), nn.Module) and _has_finalizer(one, finalized):
-            memo[id(one)] = one
+    inside = share_finalized(value, memo)
     for share in (_no_more, _what_refuses, _what_is_too_deep):
         share(inside[:-1], memo)
         try:
@@ -60,12 +56,31 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
     ) from refused
 
 
-def finalized_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose class has a finalizer."""
-    return (module for module in model.modules() if has_finalizer(type(module)))
+def share_finalized(value: Any, memo: dict[int, Any]) -> list[Any]:
+    """Let a copy have what has a finalizer itself. All that the copy refers to, innermost first."""
+    inside = _inside(value, memo)
+    finalized = _finalized()
+    for one in inside:
+        if one is not value and not issubclass(type(one), nn.Module) and _has_finalizer(one, finalized):
+            memo[id(one)] = one
+    return inside
 
 
-def without_finalizer(cls: Any) -> Any:
+def without_finalizers(model: nn.Module, memo: dict[int, Any]) -> list[tuple[nn.Module, nn.Module]]:
+    """Modules whose class has a finalizer, and empty ones for their copies, which have none."""
+    kinds: dict[type, Any] = {}  # blocks of one class stay of one class
+    found: list[tuple[nn.Module, nn.Module]] = []
+    for module in model.modules():
+        if has_finalizer(type(module)) and id(module) not in memo:
+            if type(module) not in kinds:
+                kinds[type(module)] = _without_finalizer(type(module))
+            kind = kinds[type(module)]
+            found.append((module, kind.__new__(kind)))
+            memo[id(module)] = found[-1][1]
+    return found
+
+
+def _without_finalizer(cls: Any) -> Any:
     """The same class of modules, but for the finalizer."""
     told = {"__del__": _nothing, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls)(cls.__name__, (cls,), told)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jettison.capture.object_copies import share_finalized, without_finalizers
 from jettison.runtime.copies import trains_plainly
 
 LossOf = Callable[[nn.Module, Any], Tensor]
@@ -57,13 +58,19 @@ def independent_copy(model: nn.Module) -> nn.Module:
     """A deep copy that shares no storage with `model`, gradients dropped; tied parameters stay tied.
 
     Take it before a plan is applied: hooks are copied with the module that carries them. Of a planned model it trains
-    plainly, which is what it is for: nothing warns of it.
+    plainly, which is what it is for: nothing warns of it. An object with a finalizer (`__del__`) is shared.
     """
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     try:
         for parameter in gradients:
             parameter.grad = None
-        copied = copy.deepcopy(model)
+        memo: dict[int, Any] = {}
+        quiet = without_finalizers(model, memo)
+        share_finalized(model, memo)
+        for module, empty in quiet:
+            share_finalized(module.__getstate__(), memo)
+            empty.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+        copied = copy.deepcopy(model, memo)
     finally:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
