@@ -96,6 +96,13 @@ class Frozen:
         raise AttributeError("frozen")
 
 
+class HandsOff:
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__dict__":
+            raise RuntimeError("hands off")
+        return object.__getattribute__(self, name)
+
+
 class Block(nn.Module):
     def __init__(self, held: Any) -> None:
         super().__init__()
@@ -204,6 +211,7 @@ HELD: dict[str, Callable[[], Any]] = {
     "dotted": lambda: Dotted(a=1),
     "items raise": lambda: Closed(a=1),
     "frozen": Frozen,
+    "hands off": HandsOff,
     "nested": lambda: nested(5000),
     "linked": lambda: linked(5000),
     "queue": multiprocessing.Queue,

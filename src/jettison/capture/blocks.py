@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from jettison.capture.snapshots import attributes_of
 from jettison.errors import UsageError
 
 REGION_MARK = "__jettison_region__"
@@ -132,8 +133,10 @@ def _settings(module: nn.Module, path: str, ordinals: set[tuple[str, str]]) -> t
             out.append((key, f"{value.__module__}.{value.__qualname__}"))
         elif isinstance(value, tuple) and all(isinstance(v, bool | int | float | str) for v in value):
             out.append((key, value))
-        elif not key.startswith("_") and hasattr(value, "__dict__") and not callable(value):  # a configuration
-            plain = {k: v for k, v in vars(value).items() if isinstance(v, bool | int | float | str | type(None))}
+        elif not (key.startswith("_") or callable(value) or attributes_of(value) is None):  # a configuration
+            plain = {
+                k: v for k, v in attributes_of(value).items() if isinstance(v, bool | int | float | str | type(None))
+            }
             out.append((key, tuple(sorted(plain.items()))))
     return tuple(out)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from jettison.capture.function_state import function_reach, globals_of
 from jettison.capture.python_state import HOOK_TABLES, is_ours, worth_a_look
-from jettison.capture.snapshots import entries_of
+from jettison.capture.snapshots import attributes_of, entries_of
 from jettison.identity import Same
 
 DEEPEST = 4
@@ -143,8 +143,10 @@ class ModuleGuard:
             self._each((value.func, *value.args, *value.keywords.values()), depth + 2)
         elif isinstance(value, types.MethodType):
             self._each((value.__func__, value.__self__), depth + 2)
-        elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | nn.Module | Tensor):
-            self._attributes(vars(value), depth + 1)
+        elif not isinstance(value, type | types.ModuleType | nn.Module | Tensor):
+            attributes = attributes_of(value)
+            if attributes is not None:
+                self._attributes(attributes, depth + 1)
 
     def _closure(self, function: types.FunctionType, depth: int) -> None:
         for cell in function.__closure__ or ():
