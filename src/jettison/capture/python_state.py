@@ -39,6 +39,7 @@ from jettison.capture.function_state import function_reach, globals_of, is_forei
 from jettison.capture.imports import Globals, ignore_imports, imported_in_runs, note_imports
 from jettison.capture.lent_arrays import is_lent, looks_at
 from jettison.capture.lru_caches import CacheState
+from jettison.capture.process_switches import put_switches_back, read_switches
 from jettison.capture.snapshots import (
     MOST_BYTES,
     PLAIN,
@@ -108,6 +109,7 @@ class Reach:
         self.imports: list[Globals] = []  # of modules that were imported since, or while an earlier forward was planned
         self.variables = list(contextvars.copy_context().items())
         self.environment = dict(os.environ)
+        self.switches = read_switches()
         self._known: Known = {} if known is None else known
         self._large: Known = {}
         self._most = most
@@ -214,6 +216,7 @@ class Reach:
             for name in os.environ.keys() - self.environment.keys():
                 del os.environ[name]
             os.environ.update(self.environment)
+        put_switches_back(self.switches)
         self.restore_streams()
         for held in [held for held in self.c_states if not held.is_unchanged()]:
             held.put_back()

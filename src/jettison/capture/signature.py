@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from jettison.capture.argument_keys import described
+from jettison.capture.process_switches import KERNEL_SWITCHES
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_flatten, tree_shape, tree_unflatten
 from jettison.errors import TraceError, UnsupportedModule
@@ -64,36 +64,6 @@ def _sharing(leaves: list[Any]) -> tuple[tuple[int, int, int], ...]:
     return tuple(found)
 
 
-def _determinism() -> tuple[bool, bool]:
-    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
-
-
-def _set_determinism(value: tuple[bool, bool]) -> None:
-    torch._C._set_deterministic_algorithms(value[0], warn_only=value[1])
-
-
-_SMALLEST, _HALF = sys.float_info.min, 0.5
-
-
-def _flushes_denormals() -> bool:
-    return _SMALLEST * _HALF == 0.0  # torch has no way to ask; the flag is the thread's, Python's numbers included
-
-
-KERNEL_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-    (_determinism, _set_determinism),
-    (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    (torch.get_num_threads, torch.set_num_threads),
-    (_flushes_denormals, torch.set_flush_denormal),
-)
-"""How to read and how to set what chooses kernels, their precision, or the order of their sums."""
 _READ = tuple(read for read, _ in KERNEL_SWITCHES)
 
 Switches = tuple[Any, ...]

@@ -1,0 +1,54 @@
+"""Switches of the process that a forward moves are where they were when planning ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from jettison.capture.isolation import leaving_nothing
+from jettison.capture.process_switches import put_switches_back, read_switches
+
+MOVES: dict[str, Callable[[], object]] = {
+    "matmul precision": lambda: torch.set_float32_matmul_precision("high"),
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True),
+    "onednn": lambda: setattr(torch.backends.mkldnn, "enabled", False),
+    "flash attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "print options": lambda: torch.set_printoptions(precision=7),
+    "numpy errors": lambda: np.seterr(over="raise"),
+    "numpy print options": lambda: np.set_printoptions(precision=3),
+    "recursion limit": lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1),
+    "garbage collection": lambda: gc.set_threshold(gc.get_threshold()[0] + 1),
+    "signal handler": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+    "folder": lambda: os.chdir("/"),
+    "search path": lambda: sys.path.append("/nowhere"),
+    "filters": lambda: warnings.filterwarnings("ignore", message="nobody says this"),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_put_back(name: str) -> None:
+    before, stood = read_switches(), _standing()
+    try:
+        with leaving_nothing([nn.Linear(2, 2)]):
+            MOVES[name]()
+            assert _standing() != stood
+        assert _standing() == stood
+    finally:
+        put_switches_back(before)
+
+
+def _standing() -> list[object]:
+    """All of them, without how many modules are imported: the first call of some imports one."""
+    *switches, (_, *search) = read_switches()
+    return [*switches, search]
