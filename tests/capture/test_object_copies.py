@@ -211,6 +211,8 @@ HELD: dict[str, Callable[[], Any]] = {
     "dotted": lambda: Dotted(a=1),
     "items raise": lambda: Closed(a=1),
     "frozen": Frozen,
+    "generator": lambda: (row for row in [1]),
+    "module of code": lambda: types,
     "hands off": HandsOff,
     "nested": lambda: nested(5000),
     "linked": lambda: linked(5000),

@@ -25,11 +25,13 @@ from jettison.capture.snapshots import PLAIN
 from jettison.errors import JettisonError, UnsupportedModule
 
 _ATOMS = frozenset((*PLAIN, range, type(Ellipsis), type(NotImplemented)))
-_NEVER_COPIED = (
-    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType),
-    *(types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, types.TracebackType, weakref.ref),
+_NEVER_COPIED = (type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, weakref.ref)
+"""What `copy.deepcopy` takes for a constant."""
+_NEVER_ENTERED = (
+    *(types.ModuleType, types.FrameType, types.TracebackType),
+    *(types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType),
 )
-"""What `copy.deepcopy` takes for a constant, or refuses."""
+"""What it refuses, and much of the program lies behind."""
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -133,7 +135,9 @@ def _may_be_copied(kind: type) -> bool:
 
 def _parts(value: Any) -> list[Any]:
     kind = type(value)
-    if issubclass(kind, Tensor) or str(kind.__module__).startswith("jettison."):  # which copy themselves
+    if issubclass(kind, (Tensor, *_NEVER_ENTERED)) or str(kind.__module__).startswith(
+        "jettison."
+    ):  # which copy themselves
         return []
     if issubclass(kind, np.ndarray):
         return list(np.ndarray.ravel(value)) if value.dtype.hasobject else []
