@@ -20,7 +20,7 @@ from jettison.capture.process_switches import put_switches_back, read_switches
 MOVES: dict[str, Callable[[], object]] = {
     "matmul precision": lambda: torch.set_float32_matmul_precision("high"),
     "default dtype": lambda: torch.set_default_dtype(torch.float64),
-    "deterministic": lambda: torch.use_deterministic_algorithms(True),
+    "deterministic": lambda: torch._C._set_deterministic_algorithms(True, warn_only=False),
     "onednn": lambda: setattr(torch.backends.mkldnn, "enabled", False),
     "flash attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
     "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
