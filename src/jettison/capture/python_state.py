@@ -153,7 +153,7 @@ class Reach:
     @property
     def has_large_copies(self) -> bool:
         """Whether an array was copied that is too large to be copied in each step."""
-        return any(getattr(table, "nbytes", 0) > MOST_BYTES for table in self.tables)
+        return any(is_array(table) and getattr(table, "nbytes", 0) > MOST_BYTES for table in self.tables)
 
     def sees(self, tensor: Tensor) -> bool:
         """Whether an array that can be written to lies in the memory of a tensor."""
