@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import types
 import weakref
 from collections import ChainMap
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from jettison.capture.snapshots import PLAIN
@@ -139,8 +139,9 @@ def _parts(value: Any) -> list[Any]:
         "jettison."
     ):  # which copy themselves
         return []
-    if issubclass(kind, np.ndarray):
-        return list(np.ndarray.ravel(value)) if value.dtype.hasobject else []
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(kind, numpy.ndarray):
+        return list(numpy.ndarray.ravel(value)) if value.dtype.hasobject else []
     if has_finalizer(kind) and not issubclass(kind, nn.Module):
         return []
     return gc.get_referents(value)
