@@ -19,6 +19,7 @@ from collections import ChainMap
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from jettison.capture.snapshots import PLAIN
@@ -135,9 +136,8 @@ def _may_be_copied(kind: type) -> bool:
 
 def _parts(value: Any) -> list[Any]:
     kind = type(value)
-    if issubclass(kind, (Tensor, *_NEVER_ENTERED)) or str(kind.__module__).startswith(
-        "jettison."
-    ):  # which copy themselves
+    ours = str(kind.__module__).startswith("jettison.") and not issubclass(kind, torch.optim.Optimizer)
+    if ours or issubclass(kind, (Tensor, *_NEVER_ENTERED)):  # which copy themselves
         return []
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(kind, numpy.ndarray):
