@@ -253,7 +253,7 @@ def proof_with(**values: Any) -> str:
     [
         ("{", "not JSON"),
         ("[1, 2]", "no schema"),
-        ('{"schema": "jettison.ledger/1"}', "schema 'jettison.ledger/1'; expected jettison.plan/1"),
+        ('{"schema": "jettison.ledger/1"}', "is a ledger; read it with: jettison ledger MODEL --compare"),
         (deep(1000), "nested deeper than 40"),
         (deep(200_000), "nested deeper than 40"),
         ('{"a": NaN}', "NaN is not JSON"),
