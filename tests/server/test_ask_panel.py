@@ -76,7 +76,7 @@ def test_a_plan_is_asked_for_and_shown(open_page: Open, server: Served) -> None:
     assert "no plan fits 20.00 GiB" in opened.page.inner_text("#ask .answer")
     fill(opened, budget="20")
     opened.expect_error("422")  # the browser's console counts answers like this one
-    assert ask(opened) == """got '20' without a unit; write "20GiB", "20GB" or "20B" to say which"""
+    assert ask(opened) == """got '20' without a unit; write "20GiB" or "20GB" or "20B" to say which"""
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,7 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
         one, least = left.pop()
         kind = type(one)
         if issubclass(kind, Tensor):
-            if one.nbytes >= least:
+            if not least or one.numel() * one.element_size() >= least:  # sparse tensors have no nbytes
                 yield one
         elif issubclass(kind, CONTAINERS) and id(one) not in seen:
             seen.add(id(one))
