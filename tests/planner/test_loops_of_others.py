@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -69,8 +71,55 @@ def test_a_step_of_nothing_but_transforms_is_refused_in_words() -> None:
         values = {name: p.detach() for name, p in model.named_parameters()}
         torch.func.grad(lambda values: torch.func.functional_call(model, values, (x,)))(values)
 
-    with pytest.raises(UsageError, match=r"torch\.func's transforms alone"):
+    with pytest.raises(UsageError, match=r"only in torch\.func's transforms"):
         jettison.auto_checkpoint(net(), batch(), ENOUGH, step=step)
+
+
+HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "save_on_cpu": torch.autograd.graph.save_on_cpu,
+    "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t),
+    "disable_saved_tensors_hooks": lambda: torch.autograd.graph.disable_saved_tensors_hooks("none here"),
+    "allow_mutation_on_saved_tensors": torch.autograd.graph.allow_mutation_on_saved_tensors,
+}
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_planning_under_hooks_of_others_is_refused(hooks: str) -> None:
+    """Models run without a plan there: a budget would say nothing."""
+
+    def step(model: Any, x: Tensor) -> None:
+        with HOOKS[hooks]():
+            model(x).backward()
+
+    with HOOKS[hooks](), pytest.raises(UsageError, match="would be planned under saved-tensor hooks"):
+        jettison.auto_checkpoint(net(), batch(), ENOUGH)
+    with HOOKS[hooks](), pytest.raises(UsageError, match="would be planned under saved-tensor hooks"):
+        jettison.apply(net(), "full", batch=batch())
+    with pytest.raises(UsageError, match="runs its model only under saved-tensor hooks"):
+        jettison.auto_checkpoint(net(), batch(), ENOUGH, step=step)
+
+
+class WritesOverSaved(nn.Module):
+    """Trains inside of `allow_mutation_on_saved_tensors` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.sigmoid(self.up(x))
+        kept = gate.exp()
+        gate.mul_(2)
+        return x + kept + gate
+
+
+def test_a_forward_that_writes_over_what_it_saves_is_named() -> None:
+    model, x = net(), batch()
+    model.layers = nn.ModuleList(WritesOverSaved() for _ in range(3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(x).backward()
+    with pytest.raises(TraceError, match="writes in place to a tensor that autograd has saved"):
+        jettison.auto_checkpoint(model, x, ENOUGH)
 
 
 def test_a_transform_beside_a_backward_is_counted() -> None:

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from jettison.measure.tensors import static_tensors
 from jettison.parallel.agree import Agreement
 from jettison.parallel.imagined import imagined_copy, inside_of_ddp
 from jettison.runtime.assumptions import RETAINED, backward_kinds
-from jettison.runtime.callers import is_transforming
+from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign, is_transforming
 from jettison.runtime.graph_fingerprint import next_sequence_number
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ Step = Callable[..., Any]
 """``step(model, batch)``, or ``step(*models, batch)``: forwards and backwards of one training step."""
 Copies: TypeAlias = "Sequence[nn.Module | ImaginedSchedule]"
 """What a step is given for its models, and for schedules of a pipeline."""
+_TRANSFORMED: Final = "in torch.func's transforms (grad, vmap, jvp) or under forward-mode AD"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,8 @@ class ModelUse:
         adds_up: a forward begins when gradients of an earlier one are there.
         backwards: what they are like, as `backward_kinds` says it.
         gradients: that parameters had when an optimizer stepped or the step ended, fake.
-        transformed: it is also called in transforms of `torch.func`.
+        unplanned: where else it is called with gradients, and runs without a plan: in transforms of `torch.func`, under
+            saved-tensor hooks.
     """
 
     calls: list[ModelCall] = field(default_factory=list)
@@ -82,7 +84,7 @@ class ModelUse:
     adds_up: bool = False
     backwards: set[str] = field(default_factory=set)
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    transformed: bool = False
+    unplanned: set[str] = field(default_factory=set)
 
     @property
     def kinds(self) -> list[ModelCall]:
@@ -192,6 +194,8 @@ def _observed(
     except (JettisonError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of anybody's code
+        if any(FOREIGN_HOOKS in use.unplanned for use in uses):  # allow_mutation_on_saved_tensors needs addresses
+            raise _without_a_plan(uses) from error
         raise TraceError(
             f"step= failed on tensors without values ({type(error).__name__}: {error}). If it runs by itself: what "
             "looks at values (numpy(), printing a tensor, a check of the loss) belongs behind it, on what it returns"
@@ -201,12 +205,8 @@ def _observed(
             hook.remove()
         for copied in modules:
             copied.zero_grad(set_to_none=True)
-    if not any(use.calls for use in uses) and any(use.transformed for use in uses):
-        raise UsageError(
-            "step= runs its model in torch.func's transforms alone (grad, vmap, jvp) or under forward-mode AD, where "
-            "nothing is saved by tensors that a plan could choose from; take gradients by backward(), or train without "
-            "a plan"
-        )
+    if not any(use.calls for use in uses) and any(use.unplanned for use in uses):
+        raise _without_a_plan(uses)
     if not any(use.calls for use in uses):
         raise UsageError(
             "step= never ran the model's own forward with gradients; expected step(model, batch) to call model(...). "
@@ -271,8 +271,8 @@ class _Watcher:
 
     def before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         use = self.use
-        if is_transforming():  # it runs without a plan there, and what it keeps is counted as it comes
-            use.transformed = True
+        if reason := _unplanned():  # what it keeps there is counted as it comes
+            use.unplanned.add(reason)
         elif torch.is_grad_enabled():
             call = len(use.calls)
             self.running.append((call, next_sequence_number()))
@@ -283,7 +283,7 @@ class _Watcher:
             use.in_flight = max(use.in_flight, 1 + sum(mark() is not None for mark in self.held.values()))
 
     def after(self, module: nn.Module, _args: Any, output: Any) -> None:
-        if is_transforming() or not torch.is_grad_enabled():
+        if _unplanned() or not torch.is_grad_enabled():
             return
         call, start = self.running.pop()
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -299,6 +299,19 @@ class _Watcher:
         self.use.backwards |= kinds
         if RETAINED not in kinds:
             self.held.pop(call, None)
+
+
+def _unplanned() -> str:
+    """Where calls with gradients run without a plan, if this is such a place."""
+    return _TRANSFORMED if is_transforming() else FOREIGN_HOOKS if are_hooks_foreign() else ""
+
+
+def _without_a_plan(uses: Iterable[ModelUse]) -> UsageError:
+    where = " and ".join(sorted({reason for use in uses for reason in use.unplanned}))
+    return UsageError(
+        f"step= runs its model only {where}: there it runs without a plan. Call it elsewhere and take gradients by "
+        "backward(), or train without a plan"
+    )
 
 
 class _Mark:

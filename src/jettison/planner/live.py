@@ -15,7 +15,7 @@ from torch import nn
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call, expect_module, expect_trace
 from jettison.dryrun.schedules import Scheduled, is_schedule, modules_of
 from jettison.dryrun.user_step import Step
-from jettison.errors import Infeasible, UsageError
+from jettison.errors import Infeasible, StaleTensor, TraceError, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Group
 from jettison.parse_units import parse_bytes
@@ -326,7 +326,14 @@ def auto_checkpoint(
             )
 
     with reported(progress, f"planning {type(model).__name__} under a budget of {asked}") as done:
-        applied = with_losses(made, chunked=chunked_loss)
+        try:
+            applied = with_losses(made, chunked=chunked_loss)
+        except StaleTensor as error:  # of a dry run
+            raise TraceError(
+                f"a forward of {type(model).__name__}, or its step, writes in place to a tensor that autograd has saved "
+                "for backward: plain autograd refuses that, too. Write to a clone (allow_mutation_on_saved_tensors "
+                "lets it through, and models run without a plan there)"
+            ) from error
         done(f"planned {type(model).__name__}: {figures(applied)}")
     return applied
 

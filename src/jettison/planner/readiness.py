@@ -19,6 +19,7 @@ from jettison.capture.tracer import trace_model
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.planner.compile_blocks import compiled_modules, refuse_compiled_whole, survey_blocks
 from jettison.planner.optimizers import Together
+from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign
 from jettison.runtime.own_checkpoints import refuse_checkpointing
 from jettison.runtime.planned import PlannedForward
 
@@ -31,9 +32,14 @@ def check_model(model: nn.Module) -> None:
 
     Raises:
         UnsupportedModule: it is planned, compiled, scripted, or checkpoints by itself.
-        UsageError: it is no module.
+        UsageError: it is no module; it would be planned under saved-tensor hooks of somebody else's.
     """
     expect_module(model)
+    if are_hooks_foreign():
+        raise UsageError(
+            f"{type(model).__name__} would be planned {FOREIGN_HOOKS}, under which models run without a plan. Plan it "
+            "outside of them, and train it outside of them"
+        )
     for name, module in model.named_modules():
         _check_module(name or "the model", module)
 

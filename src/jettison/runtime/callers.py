@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -55,9 +55,14 @@ def is_transforming() -> bool:
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
+FOREIGN_HOOKS: Final = (
+    "under saved-tensor hooks of somebody else's (torch.autograd.graph: save_on_cpu, allow_mutation_on_saved_tensors; "
+    "torch.utils.checkpoint), or where torch allows none (disable_saved_tensors_hooks)"
+)
+
+
 def are_hooks_foreign() -> bool:
-    """Whether saved tensors go through hooks of somebody else's here (`torch.autograd.graph.save_on_cpu`), or may go
-    through none (`torch.autograd.graph.disable_saved_tensors_hooks`).
+    """Whether autograd saves tensors here as `FOREIGN_HOOKS` describes it.
 
     Those of planned regions, checkpoints and recordings carry a mark: ``of_a_region``.
     """

@@ -25,6 +25,7 @@ from jettison.capture.trees import tree_leaves
 from jettison.errors import TraceError
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.callers import (
+    FOREIGN_HOOKS,
     are_hooks_foreign,
     is_compiled_training,
     is_transforming,
@@ -135,10 +136,8 @@ class PlannedForward:
         """Somebody else's hooks get what autograd saves, as they would without a plan."""
         self.say_once(
             "hooks",
-            f"{self.name or 'the model'} runs without the plan, since it is called under saved-tensor hooks of "
-            "somebody else's (torch.autograd.graph.save_on_cpu, torch.utils.checkpoint), which get every tensor that "
-            "autograd saves, or where there may be none (disable_saved_tensors_hooks). Leave those out to have the "
-            "plan kept, or remove() the plan",
+            f"{self.name or 'the model'} runs without the plan, since it is called {FOREIGN_HOOKS}. Leave those out "
+            "to have the plan kept, or remove() the plan",
         )
         return self.forward(*args, **kwargs)
 
