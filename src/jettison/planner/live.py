@@ -330,9 +330,9 @@ def auto_checkpoint(
             applied = with_losses(made, chunked=chunked_loss)
         except StaleTensor as error:  # of a dry run
             raise TraceError(
-                f"a forward of {type(model).__name__}, or its step, writes in place to a tensor that autograd has saved "
-                "for backward: plain autograd refuses that, too. Write to a clone (allow_mutation_on_saved_tensors "
-                "lets it through, and models run without a plan there)"
+                f"a forward of {type(model).__name__}, or its step, writes in place to a tensor that autograd has "
+                "saved for backward: plain autograd refuses that, too. Write to a clone "
+                "(allow_mutation_on_saved_tensors lets it through, and models run without a plan there)"
             ) from error
         done(f"planned {type(model).__name__}: {figures(applied)}")
     return applied
