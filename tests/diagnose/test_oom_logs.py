@@ -18,9 +18,10 @@ from jettison.diagnose.oom_log import facts_of_log, read_oom_log
 from jettison.diagnose.trainers import TRAINERS, Trainer, trainer_of
 from jettison.errors import UsageError
 from support.oom_logs import OWN, REPORTED, Case
+from support.oom_logs_of_drivers import ELSEWHERE, NOT_MEMORY
 
 GIB = 1 << 30
-CASES = (*REPORTED, *OWN)
+CASES = (*REPORTED, *OWN, *ELSEWHERE)
 FIGURES = ("asked", "allocated", "unused", "free", "total")
 
 
@@ -62,6 +63,19 @@ def test_a_log_is_read_right(case: Case) -> None:
         assert words in text, (words, text)
     for words in case.never:
         assert words not in text, (words, text)
+
+
+@pytest.mark.parametrize("text", NOT_MEMORY)
+def test_other_ends_of_a_run_are_no_lack_of_memory(text: str) -> None:
+    with pytest.raises(UsageError, match="says nowhere that memory ran out"):
+        facts_of_log(text, "run.log")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_lines_that_are_advised_are_not_empty(case: Case) -> None:
+    _, found = read(case)
+    assert all(change.line.strip() and change.why for change in found.changes)
+    assert len({change.line for change in found.changes}) == len(found.changes)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

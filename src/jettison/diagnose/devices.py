@@ -18,6 +18,9 @@ class DeviceWords:
         library: of communication.
         outside: what a process holds outside of PyTorch's allocator.
         empty_cache: the call that gives unused memory back.
+        allocated: the call that returns the bytes of tensors; "" where `jettison.watch` counts them.
+        fraction: the call that leaves a share of the device to libraries; "" where there is none.
+        checkpoint: a line that recomputes a block, where a plan of ours does not run; "" where it does.
     """
 
     name: str
@@ -28,6 +31,9 @@ class DeviceWords:
     library: str = "the communication library"
     outside: str = "context, libraries"
     empty_cache: str = ""
+    allocated: str = ""
+    fraction: str = ""
+    checkpoint: str = ""
 
 
 DEVICES: Final[dict[str, DeviceWords]] = {
@@ -40,6 +46,7 @@ DEVICES: Final[dict[str, DeviceWords]] = {
         library="NCCL",
         outside="CUDA context, NCCL, libraries",
         empty_cache="torch.cuda.empty_cache()",
+        fraction="torch.cuda.set_per_process_memory_fraction(0.95)",
     ),
     "hip": DeviceWords(
         name="HIP",
@@ -50,6 +57,7 @@ DEVICES: Final[dict[str, DeviceWords]] = {
         library="RCCL",
         outside="HIP context, RCCL, MIOpen workspaces, libraries",
         empty_cache="torch.cuda.empty_cache()",
+        fraction="torch.cuda.set_per_process_memory_fraction(0.95)",
     ),
     "xpu": DeviceWords(
         name="XPU",
@@ -59,6 +67,8 @@ DEVICES: Final[dict[str, DeviceWords]] = {
         library="oneCCL",
         outside="Level Zero context, oneCCL, libraries",
         empty_cache="torch.xpu.empty_cache()",
+        allocated="torch.xpu.memory_allocated()",
+        fraction="torch.xpu.set_per_process_memory_fraction(0.95)",
     ),
     "npu": DeviceWords(
         name="NPU",
@@ -69,6 +79,8 @@ DEVICES: Final[dict[str, DeviceWords]] = {
         library="HCCL",
         outside="CANN context, HCCL, libraries",
         empty_cache="torch.npu.empty_cache()",
+        allocated="torch.npu.memory_allocated()",
+        fraction="torch.npu.set_per_process_memory_fraction(0.95)",
     ),
     "mlu": DeviceWords(
         name="MLU",
@@ -78,6 +90,8 @@ DEVICES: Final[dict[str, DeviceWords]] = {
         library="CNCL",
         outside="MLU context, CNCL, libraries",
         empty_cache="torch.mlu.empty_cache()",
+        allocated="torch.mlu.memory_allocated()",
+        fraction="torch.mlu.set_per_process_memory_fraction(0.95)",
     ),
     "musa": DeviceWords(
         name="MUSA",
@@ -86,14 +100,32 @@ DEVICES: Final[dict[str, DeviceWords]] = {
         library="MCCL",
         outside="MUSA context, MCCL, libraries",
         empty_cache="torch.musa.empty_cache()",
+        allocated="torch.musa.memory_allocated()",
+        fraction="torch.musa.set_per_process_memory_fraction(0.95)",
+    ),
+    "hpu": DeviceWords(
+        name="HPU",
+        processes="hl-smi",
+        choose="HABANA_VISIBLE_MODULES=1",
+        library="HCCL",
+        outside="Synapse graphs, HCCL, libraries",
+        allocated="torch.hpu.memory_allocated()",
+    ),
+    "tpu": DeviceWords(
+        name="TPU",
+        outside="compiled programs",
+        checkpoint="x = torch_xla.utils.checkpoint.checkpoint(block, x)    # JAX: jax.checkpoint(block)(x)",
     ),
     "mps": DeviceWords(
-        name="MPS", outside="Metal: compiled graphs, other buffers", empty_cache="torch.mps.empty_cache()"
+        name="MPS",
+        outside="Metal: compiled graphs, other buffers",
+        empty_cache="torch.mps.empty_cache()",
+        allocated="torch.mps.current_allocated_memory()",
     ),
     "cpu": DeviceWords(name="CPU"),
 }
 
 
 def words_of(device: str) -> DeviceWords:
-    """The words of a type of device; those of a device without tools where it is not known."""
+    """Return the words of a type of device; those of a device without tools where it is not known."""
     return DEVICES.get(device, DeviceWords(name=device.upper()))

@@ -11,6 +11,8 @@ from typing import Final
 
 NEARLY_FULL: Final = 0.02
 """Of a device: so little free is a full device, whatever was asked for."""
+CPU_ALLOCATOR: Final = "the CPU's allocator"
+"""`MemoryFacts.what` of a request of PyTorch's on the host."""
 
 
 class Phase(StrEnum):
@@ -21,6 +23,8 @@ class Phase(StrEnum):
     RECOMPUTE = "recompute"
     OPTIMIZER = "optimizer"
     PARAMETERS = "parameters"
+    SAVING = "saving"
+    """Of a checkpoint: FSDP all-gathers unsharded parameters for it."""
     UNKNOWN = "unknown"
 
 
@@ -118,6 +122,7 @@ class MemoryFacts:
         logits: the line that asked is in the head or the loss of a language model.
         trainer: the framework whose loop the traceback shows, by its name in `trainers.TRAINERS`.
         evaluating: the traceback is of an evaluation or of generation: there is no backward.
+        colocated: the log speaks of an inference server, which may share the device with the trainer.
         places_known: what steps leave behind is in ``survivors``, and nowhere else.
         device: type of the device, as `torch.device` has it; ``hip`` is AMD's.
         what: that asked, where it was not PyTorch's allocator.
@@ -144,6 +149,7 @@ class MemoryFacts:
     logits: bool = False
     trainer: str = ""
     evaluating: bool = False
+    colocated: bool = False
     parts: tuple[Part, ...] = ()
     steps: tuple[StepBytes, ...] = ()
     survivors: tuple[Survivor, ...] = ()

@@ -10,9 +10,10 @@ _ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1
 _BOX: Final = "│┃║╎|"
 _TAG: Final = re.compile(
     r"\s*(?P<tag>\[(?:[A-Za-z_]+)?[ _:-]{0,2}\d+\]:?|\[\d+,\d+\]<std(?:err|out)>:"
-    r"|\([\w.-]+(?: [\w.-]+)* pid=\d+[^)]*\)|\d{1,5}:(?=\s)|[A-Za-z][\w.-]*\s+\|(?=\s))[ ]?"
+    r"|\([\w.-]+(?: [\w.=-]+)* pid=\d+[^)]*\)|\d{1,5}:(?=\s)|[A-Za-z][\w.-]*\s+\|(?=\s)"
+    r"|[a-z][\w.-]*\d[\w.-]*:(?=\s)|\[pod/[^\]\s]+\])[ ]?"
 )
-"""The rank, the process, the task or the container whose line it is: torchrun, mpirun, Ray, srun -l, docker compose."""
+"""The rank, process, container or host whose line it is: torchrun, mpirun, Ray, srun -l, docker, pdsh, kubectl."""
 _PREFIX: Final = re.compile(
     r"\s*(?:"
     r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?(?:\s*[-|:](?=\s))?"
@@ -46,12 +47,12 @@ def decoded(data: bytes) -> str:
 
 
 def tag_of(line: str) -> str:
-    """Whose line it is: the tag of a rank, a process or a container in front of it; "" where there is none."""
+    """Return the tags in front of a line (host, rank, process, container); "" where there are none."""
     return _split(line)[0]
 
 
 def without_prefix(line: str) -> str:
-    """A line without ranks, times, levels and borders in front of it, and without a border behind it."""
+    """Strip ranks, times, levels and borders in front of a line, and a border at its end."""
     return _TRAILING.sub("", _split(line)[1])
 
 
@@ -62,7 +63,7 @@ def _split(line: str) -> tuple[str, str]:
         if found is None:
             found = _TAG.match(line)
             if found is not None:
-                tag = tag or found["tag"].strip()
+                tag += found["tag"].strip()
         if found is None or not found.end():
             break
         line = line[found.end() :]
@@ -70,19 +71,19 @@ def _split(line: str) -> tuple[str, str]:
 
 
 def line_around(text: str, at: int) -> str:
-    """The line in which a position lies, up to that position."""
+    """Return the line of a position, up to that position."""
     return text[text.rfind("\n", 0, at) + 1 : at]
 
 
 def lines_before(text: str, at: int) -> list[str]:
-    """Lines that lead to a position, without prefixes; of interleaved ranks those of the same one."""
+    """Return the lines that lead to a position, without prefixes; of interleaved ranks those of the same rank."""
     tag = tag_of(line_around(text, at))
     lines = text[max(0, at - 400 * MOST_LINES) : at].split("\n")[-MOST_LINES:]
     return [without_prefix(line) for line in lines if not tag or tag_of(line) in ("", tag)]
 
 
 def joined(text: str, at: int, length: int) -> tuple[str, str]:
-    """What follows a position as one line: with a space for each line's end, and without.
+    """Join the lines after a position: with a space for each line's end, and without.
 
     A terminal cuts a figure in two where a line is full; a formatter does so at a space, which may stay or go.
     """

@@ -198,7 +198,10 @@ def _elsewhere(facts: MemoryFacts) -> Finding:
         kind = Kind.HOST
         claim = f"the host's memory ran out, not a device's{asked}{f': {facts.what}' if facts.what else ''}"
     elif facts.failure is Failure.SHARED:
-        kind, claim = Kind.HOST, "/dev/shm is full: workers of the data loader hand over batches in it"
+        users = (
+            "ranks exchange data by NCCL" if facts.what == "NCCL" else "workers of the data loader hand over batches"
+        )
+        kind, claim = Kind.HOST, f"/dev/shm is full: {users} in it"
     elif facts.failure is Failure.SERVER:
         others = facts.unaccounted_bytes
         kind = Kind.OTHERS if others else Kind.UNKNOWN
@@ -206,6 +209,11 @@ def _elsewhere(facts: MemoryFacts) -> Finding:
             f": {format_gib(others)} of {format_gib(facts.total_bytes or 0)} are taken when it starts" if others else ""
         )
         claim = f"the server found no room for its cache of keys and values{held}"
+    elif facts.asked_bytes is not None and facts.total_bytes is not None:
+        kind = Kind.PEAK
+        of = format_gib(facts.total_bytes)
+        free = "" if facts.free_bytes is None else f", of which {format_gib(facts.free_bytes)} are free"
+        claim = f"a peak: {facts.what} wants {format_gib(facts.asked_bytes)} on a device of {of}{free}"
     else:
         kind = Kind.OUTSIDE if facts.what == "NCCL" or facts.asked_bytes is not None else Kind.UNKNOWN
         claim = f"{facts.what} found no room on the device, outside of PyTorch's allocator{asked}"
@@ -225,7 +233,7 @@ def _unknown(facts: MemoryFacts) -> Finding:
         kind=Kind.UNKNOWN,
         claim=f"memory ran out{asked}; how much there was is not said, so peak, fragmentation and leak look alike",
         evidence=_moment(facts),
-        changes=(advice.WATCH, *advice.of_trainer(facts)),
+        changes=(*advice.record(facts), *advice.of_trainer(facts)),
     )
 
 
@@ -250,7 +258,8 @@ def _peak(facts: MemoryFacts, growth: int) -> Finding:
             f"{format_gib(facts.total_bytes)}: no plan of activations helps"
         )
         return Finding(kind=Kind.PEAK, claim=claim, evidence=tuple(evidence), changes=advice.against_one_tensor(facts))
-    what = "loading needs more than" if facts.phase is Phase.PARAMETERS else "the step needs"
+    needs = {Phase.PARAMETERS: "loading needs more than", Phase.SAVING: "a checkpoint of it needs"}
+    what = needs.get(facts.phase, "the step needs")
     claim = f"a peak{during}: {what} {format_gib(total)} at once{grew}"
     changes = advice.against_peak(facts, short, shape=bool(shape))
     return Finding(kind=Kind.PEAK, claim=claim, evidence=tuple(evidence), changes=changes)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Final
 
 from jettison.diagnose.devices import words_of
-from jettison.diagnose.facts import Failure, MemoryFacts, Phase
+from jettison.diagnose.facts import CPU_ALLOCATOR, Failure, MemoryFacts, Phase
 from jettison.diagnose.finding import Change
 from jettison.diagnose.logits import speaks_of_logits
 from jettison.diagnose.trainers import trainer_named
-from jettison.units import MIB, format_gib
+from jettison.units import GIB, MIB, format_gib
 
 HEADROOM: Final = 0.9
 """Of a device whose memory is exceeded: the rest is for the context, which the source does not tell from the excess."""
 _TRITON: Final = ("cuda", "hip", "xpu")
 
-WATCH: Final = Change(line="with jettison.watch(model):", why="around the loop: it writes down what is needed to tell")
+_WATCH: Final = Change(line="with jettison.watch(model):", why="around the loop: it writes down what is needed to tell")
 _LENGTHS: Final = Change(
     line="collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=512)",
     why="few different lengths leave few different pieces",
@@ -39,6 +39,20 @@ _SMALLER_PARAMETERS: Final = (
     ),
 )
 """No step has begun: nothing of activations would help."""
+_SMALLER_CHECKPOINT: Final = (
+    Change(
+        line='torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=FOLDER)',
+        why="each rank writes its own shards: no parameter is all-gathered",
+    ),
+    Change(
+        line="StateDictOptions(full_state_dict=True, cpu_offload=True)",
+        why="for get_model_state_dict: a checkpoint in one file, whose parameters go to the CPU one by one",
+    ),
+)
+"""Activations are freed by then: nothing of them would help."""
+
+
+_NO_STEP: Final = {Phase.PARAMETERS: _SMALLER_PARAMETERS, Phase.SAVING: _SMALLER_CHECKPOINT}
 
 
 def against_leak(facts: MemoryFacts) -> tuple[Change, ...]:
@@ -57,10 +71,24 @@ def against_leak(facts: MemoryFacts) -> tuple[Change, ...]:
         changes.append(
             Change(line=f"# {where}: let go of it when a step ends", why="each step makes it anew, and keeps it")
         )
-    if first is None:
-        line = "with jettison.watch(model):"
-        changes.append(Change(line=line, why="on a GPU it writes a snapshot, which names lines"))
+    if first is None and not words_of(facts.device).allocated:
+        changes.append(Change(line=_WATCH.line, why="on a GPU it writes a snapshot, which names lines"))
     return tuple(changes)
+
+
+def record(facts: MemoryFacts) -> tuple[Change, ...]:
+    """Record the next run, so that the cause can be told."""
+    words = words_of(facts.device)
+    if words.checkpoint:
+        return ()
+    if facts.failure in (Failure.KILLED, Failure.HOST) and facts.what != CPU_ALLOCATOR:
+        used = "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20"
+        line = f'print(f"step {{step}}: resident {{{used}:.2f}} GiB")'
+        return (Change(line=line, why="in each step: tells whether the process grows until it is killed"),)
+    if not words.allocated:
+        return (_WATCH,)
+    line = f'print(f"step {{step}}: allocated {{{words.allocated} / 2**30:.2f}} GiB")'
+    return (Change(line=line, why="in each step: from such a log this command tells a leak from a peak"),)
 
 
 def against_fragmentation(facts: MemoryFacts) -> tuple[Change, ...]:
@@ -83,14 +111,14 @@ def against_others(facts: MemoryFacts) -> tuple[Change, ...]:
         changes.append(Change(line=words.processes, why="says which they are"))
     if words.choose:
         changes.append(Change(line=f"{words.choose} python ...", why="takes another device"))
-    most = (facts.allocated_bytes or 0) > (facts.total_bytes or 0) / 2 and facts.phase is not Phase.PARAMETERS
-    return (*changes, *(_plan(facts) if most and not facts.evaluating else ()), *of_trainer(facts))
+    most = (facts.allocated_bytes or 0) > (facts.total_bytes or 0) / 2 and facts.phase not in _NO_STEP
+    return (*_rollout(facts), *changes, *(_plan(facts) if most and not facts.evaluating else ()), *of_trainer(facts))
 
 
 def against_outside(facts: MemoryFacts) -> tuple[Change, ...]:
     """What this process holds beside PyTorch's allocator."""
     words = words_of(facts.device)
-    changes: list[Change] = []
+    changes = list(_rollout(facts))
     if facts.device == "mps":
         changes += _plan(facts)
         changes.append(
@@ -140,9 +168,10 @@ def against_refusal(facts: MemoryFacts) -> tuple[Change, ...]:
 
 _HOST_LIMITS: Final = (
     (("oom_kill", "oom-kill event", "OOM Killed", "memory limit"), "#SBATCH --mem=0", "takes all memory of the node"),
-    (("OOMKilled",), "resources: {limits: {memory: 256Gi}}", "the container's limit, not the machine's, was reached"),
-    (("Memory cgroup",), "docker run --memory=256g ...", "the container's limit, not the machine's, was reached"),
+    (("OOMKilled",), "resources: {{limits: {{memory: {more}Gi}}}}", "the container's limit was reached"),
+    (("Memory cgroup",), "docker run --memory={more}g ...", "a container's or a job's limit was reached"),
 )
+"""Words of a message, and the line that raises the limit; ``more`` is in GiB."""
 _LESS_HOST: Final = (
     Change(
         line="DataLoader(..., num_workers=2, prefetch_factor=2)",
@@ -158,9 +187,14 @@ _LESS_HOST: Final = (
 def against_elsewhere(facts: MemoryFacts) -> tuple[Change, ...]:
     """The host, /dev/shm, a library, a server."""
     if facts.failure is Failure.SHARED:
+        without = Change(
+            line='torch.multiprocessing.set_sharing_strategy("file_system")', why="uses files in its place"
+        )
+        if facts.what == "NCCL":
+            without = Change(line="NCCL_SHM_DISABLE=1 python ...", why="NCCL then goes by the network, which is slower")
         return (
             Change(line="docker run --shm-size=16g ...    # or --ipc=host", why="containers have 64 MiB of it"),
-            Change(line='torch.multiprocessing.set_sharing_strategy("file_system")', why="uses files in its place"),
+            without,
         )
     if facts.failure is Failure.SERVER:
         return (*(against_others(facts) if facts.unaccounted_bytes else ()), *_of_server(facts))
@@ -172,31 +206,59 @@ def against_elsewhere(facts: MemoryFacts) -> tuple[Change, ...]:
         changes.append(Change(line=line, why="says whether it was the kernel, what each process held, and the limit"))
         for words, limit, why in _HOST_LIMITS:
             if any(word in facts.what for word in words):
-                changes.append(Change(line=limit, why=why))
+                more = 2 * -(-facts.total_bytes // GIB) if facts.total_bytes else "MORE"
+                changes.append(Change(line=limit.format(more=more), why=why))
     elif facts.what == "pinned memory":
-        line = "DataLoader(..., pin_memory=False)    # or fewer tensors offloaded"
-        changes.append(
-            Change(line=line, why="pinned memory cannot be swapped out; ulimit -l and the container limit it")
-        )
-    return (*changes, *_LESS_HOST, WATCH)
+        line = "pin_memory=False    # of the DataLoader, and of what offloads to the CPU"
+        why = "pinned memory cannot be swapped out; ulimit -l and the container limit it"
+        changes.append(Change(line=line, why=why))
+    return (*changes, *_LESS_HOST, *record(facts))
+
+
+_OF_LIBRARIES: Final = {
+    "NCCL": Change(
+        line='torch.distributed.init_process_group(device_id=torch.device("cuda", local_rank))',
+        why="communicators are then made before the model fills the device",
+    ),
+    "XLA (JAX)": Change(
+        line="XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python ...", why="JAX takes 0.75 of the device for itself by default"
+    ),
+    "TensorFlow": Change(
+        line="TF_FORCE_GPU_ALLOW_GROWTH=true python ...", why="TensorFlow then takes no more than its tensors need"
+    ),
+}
 
 
 def _room_for_libraries(facts: MemoryFacts) -> tuple[Change, ...]:
     words = words_of(facts.device)
-    changes = [
-        Change(
-            line="torch.cuda.set_per_process_memory_fraction(0.95)",
-            why="PyTorch's cache then leaves room for libraries, and gives unused memory back before they need it",
-        )
-    ]
+    own = _OF_LIBRARIES.get(facts.what)
+    beside_torch = own is None or facts.what == "NCCL"
+    changes = []
+    if words.fraction and beside_torch:
+        why = "PyTorch's cache then leaves room for libraries, and gives unused memory back before they need it"
+        changes.append(Change(line=words.fraction, why=why))
+    if own is not None:
+        changes.append(own)
     if facts.what == "NCCL":
-        line = 'torch.distributed.init_process_group(device_id=torch.device("cuda", local_rank))'
-        changes.append(Change(line=line, why="communicators are then made before the model fills the device"))
         changes.append(Change(line=f"{words.communicators} python ...", why="says which communicator wanted how much"))
-    else:
-        changes.append(Change(line=f"{words.processes}", why="says who holds the device"))
-        changes.append(WATCH)
+    elif words.processes:
+        changes.append(Change(line=words.processes, why="says who holds the device"))
+    if words.checkpoint:
+        changes.append(Change(line=words.checkpoint, why="recomputes a block in backward in place of keeping it"))
+    if facts.device == "mps":
+        changes.append(Change(line=words.empty_cache, why="gives back what PyTorch holds unused"))
+    if beside_torch and facts.what != "NCCL":
+        changes += record(facts)
     return (*changes, *of_trainer(facts))
+
+
+def _rollout(facts: MemoryFacts) -> tuple[Change, ...]:
+    """Return a trainer's setting for the inference server that shares its device."""
+    trainer = trainer_named(facts.trainer)
+    if trainer is None or not trainer.rollout or not facts.colocated:
+        return ()
+    why = f"{trainer.name}: a smaller share of the device for the server, which it gives back between rollouts"
+    return (Change(line=trainer.rollout, why=why),)
 
 
 def _of_server(facts: MemoryFacts) -> tuple[Change, ...]:
@@ -214,14 +276,14 @@ def against_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple
     Args:
         shape: the batch is larger than those before.
     """
-    if facts.phase is Phase.PARAMETERS:
-        return _SMALLER_PARAMETERS
+    if facts.phase in _NO_STEP:
+        return _NO_STEP[facts.phase]
     trainer = trainer_named(facts.trainer)
     if trainer is not None and trainer.serves:
         return _of_server(facts)
     changes: list[Change] = []
     if facts.phase is Phase.OPTIMIZER:
-        line = "torch.optim.AdamW(model.parameters(), foreach=False)"
+        line = "torch.optim.AdamW(model.parameters(), foreach=False)    # clip_grad_norm_ takes it, too"
         changes.append(Change(line=line, why="its temporaries are then one parameter's, not all parameters'"))
         if trainer is not None and trainer.optimizer:
             changes.append(Change(line=trainer.optimizer, why=f"{trainer.name}: a smaller optimizer state"))
@@ -288,6 +350,8 @@ def _fused_loss(facts: MemoryFacts) -> tuple[Change, ...]:
 
 
 def _smaller_evaluation(facts: MemoryFacts) -> tuple[Change, ...]:
+    if _rollout(facts):
+        return _rollout(facts)
     trainer = trainer_named(facts.trainer)
     changes = [
         Change(
@@ -304,7 +368,7 @@ def _smaller_evaluation(facts: MemoryFacts) -> tuple[Change, ...]:
 def of_trainer(facts: MemoryFacts, *, recompute: bool = True) -> tuple[Change, ...]:
     """The settings of the framework whose loop it is; none where it is the user's own."""
     trainer = trainer_named(facts.trainer)
-    if trainer is None or facts.phase is Phase.PARAMETERS:
+    if trainer is None or facts.phase in _NO_STEP:
         return ()
     if trainer.serves:
         return _of_server(facts)

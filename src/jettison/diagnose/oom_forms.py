@@ -1,6 +1,6 @@
-"""Messages of memory that ran out, by form: PyTorch's allocators old and new, the host, libraries, schedulers.
+"""Messages of memory that ran out, by form: PyTorch's allocators, drivers and libraries, the host, schedulers, servers.
 
-Each form reads its own figures. What holds the device's memory is worked out in `held_figures`, once for all forms.
+Each form reads its own figures; `holders.held_figures` accounts for the rest of the device.
 """
 
 from __future__ import annotations
@@ -10,32 +10,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from jettison.diagnose.facts import Failure
+from jettison.diagnose.facts import CPU_ALLOCATOR, Failure
+from jettison.diagnose.holders import Figures, held_figures
 
-Figures = dict[str, Any]
 EXBI: Final = 1 << 60
 """Bytes: PyTorch refuses requests above without looking; such a figure of a process or of a limit means "not known"."""
-SLACK: Final = 0.01
-"""Of a device: figures are rounded to two decimals."""
-
-MOST_OUTSIDE: Final = 0.25
-"""Of a device, that a process may hold beside PyTorch and still be taken for ours where no process says that it is."""
-
 _SIZE: Final = r"([\d.,]+) ?(bytes|[KMGTPE]i?B|B)\b"
-_SCALE: Final = {"bytes": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGTPE", 1)}
-_SCALE_2: Final = {f"{p}iB": 1024**n for n, p in enumerate("KMGTPE", 1)}
+_SCALE: Final = {"bytes": 1, "B": 1, "": 1} | {
+    f"{prefix}{unit}": base**n
+    for n, prefix in enumerate("KMGTPE", 1)
+    for unit, base in (("B", 1000), ("iB", 1024), ("", 1024))  # XLA writes G for GiB
+}
 _W: Final = r"(?:\s|[│┃|])+"
 WINDOW: Final = 3000
 """Characters of a message."""
 KERNEL_WINDOW: Final = 30_000
-"""Characters of what the kernel prints of a process that it kills."""
+"""Characters of the kernel's report of a process that it kills."""
+_NO_FIGURES: Final = "the message has no figures"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One form of a message: how it begins, and what is read of the text from there on.
+    """One form of a message.
 
-    ``words``: without one of these in a text, it is not there; looking for them is quick in logs of many megabytes.
+    Args:
+        words: a text without any of these has no such message; a search for words is quick in logs of many megabytes.
+        begins: the beginning of the message.
+        read: figures of the text from there on.
+        window: characters of that text.
     """
 
     words: tuple[str, ...]
@@ -44,18 +46,18 @@ class Form:
     window: int = WINDOW
 
     def search(self, text: str) -> re.Match[str] | None:
-        """Where the first message of this form begins."""
+        """Find the first message of this form."""
         found = [at for word in self.words if (at := text.find(word)) >= 0]
         return self.begins.search(text, max(0, min(found) - WINDOW)) if found else None
 
 
 def size_of(number: str, unit: str, *, binary: bool = False) -> int | None:
-    """Bytes of a figure; None where it is no number.
+    """Return the bytes of a figure; None where it is no number.
 
     Args:
-        binary: the source writes GB and means GiB, as PyTorch's allocator for Apple's devices does.
+        binary: the source writes GB for GiB, as PyTorch's allocator for Apple's devices does.
     """
-    scale = _SCALE_2.get(f"{unit[0]}iB", 1) if binary and unit[:1] in tuple("KMGTPE") else (_SCALE | _SCALE_2)[unit]
+    scale = _SCALE[f"{unit[0]}iB" if binary and unit[:1] in tuple("KMGTPE") else unit]
     try:
         return round(float(number.replace(",", "").rstrip(".")) * scale)
     except ValueError:
@@ -68,76 +70,8 @@ def _first(text: str, pattern: str, *, binary: bool = False) -> int | None:
 
 
 def _known(nbytes: int | None) -> int | None:
-    """None where a figure is the largest that there is: the driver does not say, or there is no limit."""
+    """Drop the largest figure that there is: the driver does not say, or there is no limit."""
     return None if nbytes is None or nbytes >= EXBI else nbytes
-
-
-# who holds a device ---------------------------------------------------------------------------------------------------
-
-
-def held_figures(
-    *,
-    total: int | None,
-    free: int | None,
-    allocated: int | None,
-    unused: int | None,
-    private: int = 0,
-    own: int | None = None,
-    processes: tuple[int, ...] = (),
-) -> Figures:
-    """Who holds the device: figures of `MemoryFacts`, which together are its capacity.
-
-    Args:
-        own: what the process holds, by the driver; None where the source does not say.
-        processes: what each of the other processes holds. In a container a process does not find its own number, and is
-            one of these: the one that holds as much as PyTorch does, or a little more.
-    """
-    held = (allocated or 0) + (unused or 0)
-    if total == 0:
-        total = free = None  # the driver does not say
-    notes: list[str] = []
-    if total is not None and held > total * (1 + SLACK):
-        return _figures(total, free, allocated, unused, 0) | {"shared_bytes": held + (free or 0) - total}
-    if free is not None and total is not None and free > max(0, total - held) * (1 + SLACK):
-        free = max(0, total - held)
-        notes.append("the driver calls more free than the device has left: memory that is shared with the host")
-    if own is None and processes:
-        size = total or held
-        near = [one for one in processes if held - SLACK * size <= one <= held + MOST_OUTSIDE * size]
-        mine = min(near, default=None)
-        if mine is not None:
-            own = mine
-            rest = list(processes)
-            rest.remove(mine)
-            processes = tuple(rest)
-            notes.append(
-                "one of the processes that the message lists is this one: in a container it has another number"
-            )
-    if free is None and total is not None and allocated is not None:
-        free = max(0, total - max(held, own or 0) - sum(processes))
-        notes.append("what is free is not stated: it is what the others leave, at most")
-    figures = _figures(total, free, allocated, unused, private) | {"notes": tuple(notes)}
-    outside = max(0, own - held) if own is not None else 0
-    others = sum(processes)
-    if total is None or free is None or allocated is None:
-        return figures | {"outside_bytes": outside, "other_processes_bytes": others}
-    rest_bytes = max(0, total - free - held)
-    outside = min(outside, rest_bytes)
-    others = min(others, rest_bytes - outside)
-    left = rest_bytes - outside - others
-    return figures | {"outside_bytes": outside, "other_processes_bytes": others, "unaccounted_bytes": left}
-
-
-def _figures(total: int | None, free: int | None, allocated: int | None, unused: int | None, private: int) -> Figures:
-    pools = private if unused is not None and private <= unused else 0
-    left = None if unused is None else unused - pools
-    return {
-        "total_bytes": total,
-        "free_bytes": free,
-        "allocated_bytes": allocated,
-        "unused_bytes": left,
-        "private_bytes": pools,
-    }
 
 
 # allocators -----------------------------------------------------------------------------------------------------------
@@ -149,7 +83,7 @@ def _allocator(text: str, found: re.Match[str]) -> Figures:
         return {"device": device, "asked_bytes": EXBI}
     asked = _first(text, rf"Tried to allocate {_SIZE}")
     if asked is None:
-        return {"device": device, "notes": ("the message has no figures",)}
+        return {"device": device, "notes": (_NO_FIGURES,)}
     new = re.search(r"total capac\w* of|is allocated by PyTorch|memory in use", text) is not None
     return {"device": device, "asked_bytes": asked, **(_new_form(text) if new else _old_form(text))}
 
@@ -225,199 +159,235 @@ def _mps_buffer(text: str, found: re.Match[str]) -> Figures:
     return {"device": "mps", "asked_bytes": asked, "notes": ("Metal makes no single buffer of that size",)}
 
 
+def _hpu(text: str, found: re.Match[str]) -> Figures:
+    return {"device": "hpu", "asked_bytes": int(found[1])}
+
+
 # the host -------------------------------------------------------------------------------------------------------------
 
 
-def _host(text: str, found: re.Match[str]) -> Figures:
-    return {"device": "cpu", "failure": Failure.HOST, "asked_bytes": int(found[1]), "what": "the CPU's allocator"}
+def _host(what: str, asked: str = "") -> Callable[[str, re.Match[str]], Figures]:
+    """Read a message of the host's memory; ``asked``: a pattern of the figure of what was asked for."""
 
+    def read(text: str, found: re.Match[str]) -> Figures:
+        nbytes = _first(text, asked) if asked else None
+        notes = () if asked else (_NO_FIGURES,)
+        return {"device": "cpu", "failure": Failure.HOST, "asked_bytes": nbytes, "what": what, "notes": notes}
 
-def _array(text: str, found: re.Match[str]) -> Figures:
-    asked = size_of(found[1], found[2])
-    return {"device": "cpu", "failure": Failure.HOST, "asked_bytes": asked, "what": "an array of NumPy's"}
-
-
-def _host_plain(text: str, found: re.Match[str]) -> Figures:
-    return {"device": "cpu", "failure": Failure.HOST, "notes": ("the message has no figures",)}
+    return read
 
 
 def _killed(text: str, found: re.Match[str]) -> Figures:
-    used = re.search(r"anon-rss:(\d+) ?kB", text)
+    """Read a report of the kernel, a scheduler or Ray: the process and the limit, where it names them."""
+    used = [int(kib) for kib in re.findall(r"\b(?:anon|shmem)-rss:(\d+) ?kB", text)[:2]]
     limit = re.search(r"memory: usage \d+ ?kB, limit (\d+) ?kB", text)
+    ray = re.search(r"memory used=([\d.]+)GB\) was running was [\d.]+GB / ([\d.]+)GB", text)  # in GiB
+    cgroup = re.search(r"Memory cgroup out of memory|constraint=CONSTRAINT_MEMCG", text)
     return {
         "device": "cpu",
         "failure": Failure.KILLED,
-        "allocated_bytes": None if used is None else 1024 * int(used[1]),
-        "total_bytes": None if limit is None else 1024 * int(limit[1]),
-        "what": " ".join(found[0].split()),
+        "allocated_bytes": size_of(ray[1], "GiB") if ray else 1024 * sum(used) if used else None,
+        "total_bytes": size_of(ray[2], "GiB") if ray else None if limit is None else 1024 * int(limit[1]),
+        "what": "Memory cgroup out of memory" if cgroup else " ".join(found[0].split()),
     }
 
 
 def _shared(text: str, found: re.Match[str]) -> Figures:
-    return {"device": "cpu", "failure": Failure.SHARED}
+    return {"device": "cpu", "failure": Failure.SHARED, "what": "NCCL" if "nccl" in found[0] else ""}
 
 
-# libraries and servers ------------------------------------------------------------------------------------------------
+# drivers, libraries, servers ------------------------------------------------------------------------------------------
+
+
+def _library(
+    what: str, device: str = "cuda", asked: str = "", note: str = ""
+) -> Callable[[str, re.Match[str]], Figures]:
+    """Read a message of a driver or a library; ``asked``: a pattern of the figure of what was asked for."""
+
+    def read(text: str, found: re.Match[str]) -> Figures:
+        nbytes = _first(text, asked) if asked else None
+        notes = (*((_NO_FIGURES,) if nbytes is None else ()), *((note,) if note else ()))
+        return {"device": device, "failure": Failure.LIBRARY, "asked_bytes": nbytes, "what": what, "notes": notes}
+
+    return read
 
 
 def _nccl(text: str, found: re.Match[str]) -> Figures:
-    asked = re.search(r"Failed to CUDA (?:calloc|malloc)(?: async)? (\d+) bytes", text)
-    nbytes = None if asked is None else int(asked[1])
-    return {"failure": Failure.LIBRARY, "asked_bytes": nbytes, "what": "NCCL"}
+    asked = rf"Failed to CUDA (?:host alloc|calloc|malloc)(?: async)? {_SIZE}"
+    if "Failed to CUDA host alloc" in text:
+        return _host("pinned memory", asked)(text, found)
+    return _library("NCCL", asked=asked)(text, found) | {"notes": ()}
 
 
 def _driver(text: str, found: re.Match[str]) -> Figures:
-    device = "hip" if found[0].startswith(("HIP", "hip", "ROCBLAS", "rocblas")) else "cuda"
+    pinned = _first(text, rf"cuda(?:Host|Malloc)(?:Alloc|Host) failed to allocate {_SIZE}")
+    if pinned is not None:
+        return _host("pinned memory", rf"failed to allocate {_SIZE}")(text, found)
+    device = "hip" if found[0].lower().startswith(("hip", "rocblas")) else "cuda"
     device = "mps" if found[0].startswith("kIOGPU") else device
     what = next((name for name in ("cuBLAS", "cuDNN", "cuSOLVER") if found[0].startswith(name.upper())), "the driver")
-    figures = {"device": device, "failure": Failure.LIBRARY, "what": what}
-    return figures | {"notes": ("the message has no figures",)}
+    other = "a library that is set up twice or that the driver does not fit fails in the same way"
+    return _library(what, device, note=other if "NOT_INITIALIZED" in found[0] else "")(text, found)
 
 
 def _xla(text: str, found: re.Match[str]) -> Figures:
-    return {"failure": Failure.LIBRARY, "asked_bytes": int(found[1]), "what": "XLA (JAX)"}
+    """XLA on a GPU names a request; on a TPU it names what the compiled program needs, and the device."""
+    total = _first(text, r"Used [\d.]+[KMGT]? of ([\d.]+)([KMGT]?) hbm") or _first(
+        text, r"HBM capacity ([\d.]+)([KMGT])"
+    )
+    needs = _first(text, r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm")
+    wants = _first(text, r"Attempting to (?:reserve|allocate) ([\d.]+)([KMGT]?)\b")
+    if needs is None and wants is None:
+        return _library("XLA (JAX)", asked=rf"(?:allocate|allocating) {_SIZE}")(text, found)
+    free = _first(text, r"There are ([\d.]+)([KMGT]?) free")
+    held = None if total is None or free is None else max(0, total - free)
+    figures = {"asked_bytes": needs or wants, "total_bytes": total, "free_bytes": free, "allocated_bytes": held}
+    return {"device": "tpu", "failure": Failure.LIBRARY, "what": "XLA", **figures}
 
 
 def _server(text: str, found: re.Match[str]) -> Figures:
     pair = re.search(r"Free memory on device[^(]*\(([\d.]+)/([\d.]+) GiB\)", text)
     if pair is None:
-        return {"failure": Failure.SERVER, "notes": ("the message has no figures",)}
+        return {"failure": Failure.SERVER, "notes": (_NO_FIGURES,)}
     free, total = (size_of(one, "GiB") or 0 for one in pair.groups())
     held = {"free_bytes": free, "total_bytes": total, "allocated_bytes": 0, "unaccounted_bytes": max(0, total - free)}
     return {"failure": Failure.SERVER, **held}
 
 
-FORMS: Final[tuple[Form, ...]] = (
-    Form(
-        words=("Tried",),
-        begins=re.compile(rf"\b([A-Z]{{2,5}}){_W}out{_W}of{_W}memory\.{_W}Tried{_W}to{_W}allocate"),
-        read=_allocator,
-    ),
-    Form(
-        words=("Allocation on device",),
-        begins=re.compile(
-            r"Allocation on device(?: \S+)? would exceed allowed memory|OutOfMemoryError: Allocation on device"
-        ),
+def _form(words: str, begins: str, read: Callable[[str, re.Match[str]], Figures], window: int = WINDOW) -> Form:
+    return Form(words=tuple(words.split("|")), begins=re.compile(begins, re.MULTILINE), read=read, window=window)
+
+
+ALLOCATORS: Final[tuple[Form, ...]] = (
+    _form("Tried", begins=rf"\b([A-Z]{{2,5}}){_W}out{_W}of{_W}memory\.{_W}Tried{_W}to{_W}allocate", read=_allocator),
+    _form(
+        "Allocation on device",
+        begins=r"Allocation on device(?: \S+)? would exceed allowed memory|OutOfMemoryError: Allocation on device",
         read=_async,
     ),
-    Form(words=("MPS backend",), begins=re.compile(r"MPS backend out of memory"), read=_mps),
-    Form(words=("Invalid buffer",), begins=re.compile(rf"Invalid buffer size: {_SIZE}"), read=_mps_buffer),
-    Form(
-        words=("DefaultCPUAllocator",),
-        begins=re.compile(
-            r"DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes"
-        ),
-        read=_host,
+    _form("MPS backend", begins=r"MPS backend out of memory", read=_mps),
+    _form("Invalid buffer", begins=rf"Invalid buffer size: {_SIZE}", read=_mps_buffer),
+    _form("PT_DEVMEM", begins=r"PT_DEVMEM Allocation failed for size::(\d+)", read=_hpu),
+    _form(
+        "NVML_SUCCESS",
+        begins=r"NVML_SUCCESS == \w+ INTERNAL ASSERT FAILED at \S*CUDACachingAllocator",
+        read=lambda text, found: {"notes": ("PyTorch got no figures from NVML, as on slices of a GPU (MIG)",)},
     ),
-    Form(
-        words=("Unable to allocate",),
-        begins=re.compile(r"Unable to allocate ([\d.]+) ([KMGTPE]?i?B|bytes) for an array"),
-        read=_array,
+)
+HOST: Final[tuple[Form, ...]] = (
+    _form(
+        "DefaultCPUAllocator",
+        begins=r"DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes",
+        read=_host(CPU_ALLOCATOR, rf"tried to allocate {_SIZE}"),
     ),
-    Form(
-        words=("MemoryError", "bad_alloc", "Errno 12", "error 1455", "paging file"),
-        begins=re.compile(
-            r"(?:^|\]: ?|\| )(?:[\w.]+\.)?MemoryError(?:$|: (?!Unable))|std::bad_alloc"
-            r"|\[Errno 12\] Cannot allocate memory|os error 1455|paging file is too small",
-            re.MULTILINE,
-        ),
-        read=_host_plain,
+    _form(
+        "Unable to allocate",
+        begins=r"Unable to allocate ([\d.]+) ([KMGTPE]?i?B|bytes) for an array",
+        read=_host("an array of NumPy's", rf"Unable to allocate {_SIZE}"),
     ),
-    Form(
-        words=(
-            "exitcode",
-            "SIGKILL",
-            "return code",
-            "returncode",
-            "ode 137",
-            "ode: 137",
-            "tatus 137",
-            "tatus: 137",
-            "Exit Code:",
-            "oom",
-            "OOM",
-            "Killed",
-            "memory: Kill",
-            "out of memory",
-            "low on memory",
-            "9/KILL",
-            "zsh: killed",
-            "Out Of Memory",
-            "OUT_OF_ME",
-            "TERM_MEMLIMIT",
-            "exceeded limit",
-            "memory pressure",
-            "memory limit",
-            "memory allocation",
-        ),
-        begins=re.compile(
-            r"exitcode\s*: -9\b|Signal 9 \(SIGKILL\)|<Signals\.SIGKILL: 9>|return code = -9\b|returncode[:=] ?-9\b"
-            r"|[Ee]xit(?:ed)?(?: with)?(?: [Ss]tatus| [Cc]ode):?\s+137\b"
-            r"|Memory cgroup out of memory|Out of memory: Kill"
-            r"|invoked oom-killer|oom-kill:constraint|oom[_-]kill event|OOMKilled|OOM Killed"
-            r"|killed due to (?:the node running low on memory|memory pressure)"
-            r"|[Ee]xceeded (?:job |step )?memory (?:limit|allocation)"
-            r"|is killed by signal: Killed"
-            r"|: line \d+: +\d+ Killed\b|^Killed$|^\[\d+\][+-]?\s+Killed\b|was killed by the OOM killer"
-            r"|A process of this unit has been killed by the OOM|status=9/KILL|\bzsh: killed\b|\bKilled: 9\b"
-            r"|task \d+: Out Of Memory|\bOUT_OF_ME(?:MORY\b|\+)|TERM_MEMLIMIT|mem \d+kb exceeded limit",
-            re.MULTILINE,
-        ),
+    _form(
+        "unable to mmap",
+        begins=r"unable to mmap \d+ bytes from file [^\n]{0,200}Cannot allocate memory",
+        read=_host("a file that is mapped", rf"unable to mmap {_SIZE}"),
+    ),
+    _form(
+        "MemoryError|bad_alloc|Errno 12|error 1455|Error 1455|<1455>|paging file|OUT_OF_HOST_MEMORY"
+        "|HOST_ALLOCATION_FAILED",
+        begins=r"(?:^|\]: ?|\| )(?:[\w.]+\.)?MemoryError(?:$|: (?!Unable))|std::bad_alloc"
+        r"|\[Errno 12\] Cannot allocate memory|os error 1455|paging file is too small|error code: <1455>"
+        r"|_ERROR_OUT_OF_HOST_MEMORY|_HOST_ALLOCATION_FAILED",
+        read=_host(""),
+    ),
+    _form(
+        "exitcode|ExitCode -9|SIGKILL|return code|returncode|ode 137|ode: 137|tatus 137|tatus: 137"
+        "|tatus of 137|Exit Code:|oom|OOM|Killed|memory: Kill|out of memory|low on memory"
+        "|low on resource: memory|9/KILL|zsh: killed|Out Of Memory|OUT_OF_ME|TERM_MEMLIMIT|exceeded limit"
+        "|memory pressure|memory limit|memory allocation",
+        begins=r"exitcode\s*: -9\b|Signal 9 \(SIGKILL\)|<Signals\.SIGKILL: 9>|return code = -9\b|returncode[:=] ?-9\b"
+        r"|ExitCode -9\b|[Ee]xit(?:ed)?(?: with)?(?: [Ss]tatus| [Cc]ode):?\s+137\b|ran out-of-memory and exited with"
+        r"|Memory cgroup out of memory|Out of memory: Kill|was low on resource: memory"
+        r"|invoked oom-killer|oom-kill:constraint|oom[_-]kill event|OOM Killed"
+        r"|OOMKilled\b(?![\"']?\s*[:=]\s*[\"']?(?:[Ff]alse|0)\b)"
+        r"|killed due to (?:the node running low on memory|memory pressure)"
+        r"|[Ee]xceeded (?:job |step )?memory (?:limit|allocation)"
+        r"|is killed by signal: Killed"
+        r"|: line \d+: +\d+ Killed\b|^Killed$|^\[\d+\][+-]?\s+Killed\b|was killed by the OOM killer"
+        r"|A process of this unit has been killed by the OOM|status=9/KILL|\bzsh: killed\b|\bKilled: 9\b"
+        r"|task \d+: Out Of Memory|\bOUT_OF_ME(?:MORY\b|\+)|TERM_MEMLIMIT|mem \d+kb exceeded limit",
         read=_killed,
         window=KERNEL_WINDOW,
     ),
-    Form(
-        words=("shared memory", "unable to"),
-        begins=re.compile(r"insufficient shared memory|unable to (?:write to|mmap)[^\n]{0,60}</torch_"),
+    _form(
+        "shared memory|unable to|No space left|/dev/shm/|SIGBUS|exitcode",
+        begins=r"(?:insufficient|out of|unable to allocate) shared memory"
+        r"|unable to (?:write to|mmap)[^\n]{0,60}</torch_|No space left on device[^\n]{0,9}/torch_"
+        r"|(?:failed to extend|shared memory segment) /dev/shm/nccl"
+        r"|killed by signal: Bus error|Signal 7 \(SIGBUS\)|exitcode\s*: -7\b",
         read=_shared,
     ),
-    Form(
-        words=("Cuda failure", "Failed to CUDA"),
-        begins=re.compile(r"Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:calloc|malloc)"),
+)
+LIBRARIES: Final[tuple[Form, ...]] = (
+    _form(
+        "Cuda failure|HIP failure|Failed to CUDA",
+        begins=r"(?:Cuda|HIP) failure (?:\d+ )?'out of memory'|Failed to CUDA (?:calloc|malloc|host alloc)",
         read=_nccl,
     ),
-    Form(
-        words=(
-            "rror: out of memory",
-            "runtime error (2)",
-            "_ALLOC_FAILED",
-            "cudaErrorMemory",
-            "hipErrorOut",
-            "MEMORY_ERROR",
-            "memory_error",
-            "ERROR_OUT_OF_MEMORY",
-            "kIOGPU",
-        ),
-        begins=re.compile(
-            r"(?:CUDA|HIP)(?: driver)? [Ee]rror: out of memory|cuda runtime error \(2\) ?: out of "
-            r"memory|(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED"
-            r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory|ROCBLAS_STATUS_MEMORY_ERROR|rocblas_status_memory_error"
-            r"|CUDA_ERROR_OUT_OF_MEMORY|kIOGPUCommandBufferCallbackErrorOutOfMemory"
-        ),
+    _form(
+        "rror: out of memory|Error: out of memory|failed: out of memory|(out of memory)|runtime error (2)"
+        "|ALLOCATION_FAILED|_ALLOC_FAILED|cublasCreate|cudaErrorMemory|hipErrorOut|MEMORY_ERROR|memory_error"
+        "|ERROR_OUT_OF_MEMORY|kIOGPU",
+        begins=r"(?:CUDA|HIP)(?: driver)? [Ee]rror: out of memory|cuda runtime error \(2\) ?: out of "
+        r"memory|(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR_DEVICE_ALLOCATION|ALLOC)_FAILED"
+        r"|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate|cudaMalloc failed: out of memory"
+        r"|Cuda Runtime \(out of memory\)"
+        r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory|ROCBLAS_STATUS_MEMORY_ERROR|rocblas_status_memory_error"
+        r"|CUDA_ERROR_OUT_OF_MEMORY|kIOGPUCommandBufferCallbackErrorOutOfMemory",
         read=_driver,
     ),
-    Form(
-        words=("RESOURCE_EXHAUSTED",),
-        begins=re.compile(r"RESOURCE_EXHAUSTED: Out of memory (?:while trying to allocate|allocating) (\d+)"),
+    _form(
+        "_OUT_OF_DEVICE_MEMORY|_OUT_OF_RESOURCES",
+        begins=r"\b(?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)|\bCL_OUT_OF_RESOURCES",
+        read=_library("the driver", "xpu"),
+    ),
+    _form(
+        "EL0004|Memory resources are exhausted",
+        begins=r"\bEL0004\b|Memory resources are exhausted",
+        read=_library("CANN", "npu", r"\bsize:(\d+)()"),
+    ),
+    _form(
+        "RESOURCE_EXHAUSTED|Resource exhausted|space hbm",
+        begins=rf"RESOURCE_EXHAUSTED: Out of memory (?:while trying to allocate|allocating) {_SIZE}"
+        r"|Ran out of memory in memory space hbm|(?:RESOURCE_EXHAUSTED|Resource exhausted): "
+        r"(?=[^;]{0,300}Attempting to (?:reserve|allocate))",
         read=_xla,
     ),
-    Form(
-        words=("cache blocks", "Free memory on device", "KV cache"),
-        begins=re.compile(
-            r"No available memory for the cache blocks|Free memory on device[^\n]{0,80}is less than desired"
-            r"|is larger than the (?:maximum number of tokens that can be stored in|available) KV cache"
-        ),
+    _form(
+        "OOM when allocating",
+        begins=r"OOM when allocating tensor with shape[^\n]{0,200}device:GPU",
+        read=_library("TensorFlow"),
+    ),
+    _form(
+        "Error out of memory at line", begins=r"Error out of memory at line \d+ in file", read=_library("bitsandbytes")
+    ),
+    _form(
+        "(allocated so far",
+        begins=rf"Out of memory allocating {_SIZE} \(allocated so far",
+        read=_library("CuPy", asked=rf"allocating {_SIZE}"),
+    ),
+    _form(
+        "cache blocks|Free memory on device|KV cache",
+        begins=r"No available memory for the cache blocks|Free memory on device[^\n]{0,80}is less than desired"
+        r"|is larger than the (?:maximum number of tokens that can be stored in|available) KV cache",
         read=_server,
     ),
 )
-_BARE: Final = Form(
-    words=("out of memory",), begins=re.compile(r"\b(CUDA|HIP|XPU|NPU|MLU|MUSA) out of memory"), read=_allocator
-)
-"""What a program makes of an error that it has caught: it counts only where no other message stands."""
+FORMS: Final = (*ALLOCATORS, *HOST, *LIBRARIES)
+_BARE: Final = _form("out of memory", begins=r"\b(CUDA|HIP|XPU|NPU|MLU|MUSA) out of memory", read=_allocator)
+"""The message of a program that has caught an error: it counts only where no other message stands."""
 
 
 def first_form(text: str) -> tuple[Form, re.Match[str]] | None:
-    """The form of the first message in a text, and where it begins; None where no memory ran out."""
+    """Find the first message in a text and its form; None where no memory ran out."""
     found = [(match.start(), at, form, match) for at, form in enumerate(FORMS) if (match := form.search(text))]
     if not found:
         bare = _BARE.search(text)
@@ -427,8 +397,8 @@ def first_form(text: str) -> tuple[Form, re.Match[str]] | None:
 
 
 def count_messages(text: str) -> int:
-    """How many requests of PyTorch's allocators failed in a text."""
-    first = [(form, found.start()) for form in FORMS[:3] if (found := form.search(text)) is not None]
+    """Count the requests of PyTorch's allocators that failed in a text."""
+    first = [(form, found.start()) for form in ALLOCATORS[:3] if (found := form.search(text)) is not None]
     return sum(len(form.begins.findall(text, at)) for form, at in first)
 
 

@@ -15,7 +15,7 @@ from jettison.diagnose.facts import Failure, MemoryFacts, Phase, StepBytes, phas
 from jettison.diagnose.log_text import decoded, joined, lines_before
 from jettison.diagnose.logits import speaks_of_logits
 from jettison.diagnose.oom_forms import count_messages, first_form, more_figures, size_of
-from jettison.diagnose.trainers import trainer_of
+from jettison.diagnose.trainers import in_server, trainer_of
 from jettison.errors import UsageError
 from jettison.traces.frames import Frame, is_torch, place_of, role_of
 
@@ -42,6 +42,8 @@ _EVALUATES: Final = re.compile(
     r"^(?:generate|_sample|_greedy_search|_beam_search|evaluate|evaluation_loop|prediction_step|predict_step|validation_step"
     r"|test_step|prediction_loop|_generate_and_score_completions|run_validation)$"
 )
+_SAVES: Final = re.compile(r"^(?:_?save(?:_\w+)?|(?:_?get_\w*)?state_dict|_\w*state_dict_hook)$")
+_SERVER: Final = re.compile(r"\b(?:vllm|sglang)\b", re.IGNORECASE)
 _SHARDS: Final = re.compile(r"Loading (?:safetensors )?(?:checkpoint )?shards:[^\n]*?\|\s*(\d+)/(\d+)")
 
 
@@ -89,6 +91,7 @@ def facts_of_log(text: str, name: str) -> MemoryFacts:
         logits=trace.logits,
         trainer=trace.trainer,
         evaluating=trace.evaluating,
+        colocated=trace.evaluating or _SERVER.search(text) is not None,
         steps=_steps(text[: found.start()]),
         notes=tuple(notes),
         **_pinned({"expandable": _expandable(text)} | figures, trace),
@@ -130,14 +133,20 @@ def _traceback(lines: list[str]) -> _Trace:
         return _Trace()
     last = max((at for at, (_, file, _) in numbered if not is_torch(file.replace("\\", "/"))), default=numbered[-1][0])
     near = lines[last:]  # from the innermost frame outside of torch
-    files = [file.replace("\\", "/") for _, file, _ in frames]
+    files = ["/" + file.replace("\\", "/") for _, file, _ in frames]
     functions = [function.rsplit(".", 1)[-1] for function, _, _ in frames]
+    phase = phase_named(role_of(frames))
+    if phase is Phase.UNKNOWN and any(_SAVES.match(function) for function in functions):
+        phase = Phase.SAVING
+    elif phase is Phase.UNKNOWN and any(file.endswith("torch/nn/utils/clip_grad.py") for file in files):
+        phase = Phase.OPTIMIZER  # activations are freed by then
     return _Trace(
-        phase=phase_named(role_of(frames)),
+        phase=phase,
         place=place_of(frames),
-        trainer=trainer_of([f"/{file}" for file in files]),
+        trainer=trainer_of(files),
         logits=speaks_of_logits(*near),
-        evaluating=any(_EVALUATES.match(function) for function in functions) and "backward" not in functions,
+        evaluating=(any(_EVALUATES.match(function) for function in functions) or in_server(files))
+        and "backward" not in functions,
         pinned=any("pin_memory" in text for text in (*functions[:3], *files[:3], *near)),
     )
 

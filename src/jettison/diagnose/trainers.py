@@ -12,7 +12,8 @@ from typing import Final
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """One framework; the first of `TRAINERS` whose part of a path is in a traceback is the one that was used.
+    """One framework. The first of `TRAINERS` whose part of a path is in a traceback counts: servers are the last, since
+    trainers run them inside of their own loops.
 
     Args:
         paths: parts of paths of files, one of which is in its tracebacks.
@@ -22,6 +23,7 @@ class Trainer:
         optimizer: a smaller optimizer state; "" where it has no setting.
         evaluate: a smaller evaluation; "" where it has no setting.
         plan: Jettison's line for it, with {budget}; "" where that is `jettison.auto_checkpoint` in the user's loop.
+        rollout: the share of the device that its inference server gets; "" where it has none.
         serves: it runs inference, so there is nothing to recompute.
     """
 
@@ -33,6 +35,7 @@ class Trainer:
     optimizer: str = ""
     evaluate: str = ""
     plan: str = ""
+    rollout: str = ""
     serves: bool = False
 
 
@@ -41,21 +44,13 @@ _HF_SMALLER: Final = "per_device_train_batch_size=1, gradient_accumulation_steps
 
 TRAINERS: Final[tuple[Trainer, ...]] = (
     Trainer(
-        name="vLLM",
-        paths=("/vllm/",),
-        smaller="--gpu-memory-utilization 0.85 --max-num-seqs 64 --max-model-len 8192",
-        serves=True,
-    ),
-    Trainer(
-        name="SGLang", paths=("/sglang/",), smaller="--mem-fraction-static 0.8 --max-running-requests 64", serves=True
-    ),
-    Trainer(
         name="verl",
         paths=("/verl/",),
         recompute="actor_rollout_ref.model.enable_gradient_checkpointing=True",
         smaller="actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
         loss="actor_rollout_ref.model.use_fused_kernels=True",
         optimizer="actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
+        rollout="actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
     ),
     Trainer(
         name="OpenRLHF",
@@ -63,6 +58,7 @@ TRAINERS: Final[tuple[Trainer, ...]] = (
         recompute="--gradient_checkpointing",
         smaller="--micro_train_batch_size 1",
         optimizer="--adam_offload",
+        rollout="--vllm_gpu_memory_utilization 0.4 --vllm_enable_sleep",
     ),
     Trainer(
         name="Axolotl",
@@ -87,6 +83,7 @@ TRAINERS: Final[tuple[Trainer, ...]] = (
         smaller="--per_device_train_batch_size 1",
         loss="--use_liger_kernel true",
         optimizer="--optim adamw_bnb_8bit",
+        rollout="--vllm_gpu_memory_utilization 0.4 --sleep_level 1",
     ),
     Trainer(
         name="Unsloth",
@@ -103,6 +100,7 @@ TRAINERS: Final[tuple[Trainer, ...]] = (
         loss="SFTConfig(use_liger_kernel=True)",
         optimizer='SFTConfig(optim="adamw_bnb_8bit")',
         evaluate="SFTConfig(per_device_eval_batch_size=1, eval_accumulation_steps=8)",
+        rollout="GRPOConfig(vllm_gpu_memory_utilization=0.3, vllm_enable_sleep_mode=True)",
         plan=_HF_PLAN,
     ),
     Trainer(
@@ -123,10 +121,16 @@ TRAINERS: Final[tuple[Trainer, ...]] = (
     ),
     Trainer(
         name="Lightning",
-        paths=("/lightning/pytorch/", "/pytorch_lightning/", "/lightning/fabric/", "/lightning_fabric/"),
+        paths=("/lightning/pytorch/", "/pytorch_lightning/"),
         recompute="x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)    # in the module's forward",
         smaller="Trainer(accumulate_grad_batches=8)    # and an eighth of the DataLoader's batch_size",
         plan='Trainer(callbacks=[jettison.integrations.lightning.AutoCheckpoint("{budget}")])',
+    ),
+    Trainer(
+        name="Lightning Fabric",
+        paths=("/lightning/fabric/", "/lightning_fabric/"),
+        recompute="x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)    # in the module's forward",
+        smaller="with fabric.no_backward_sync(model, enabled=accumulating):    # and an eighth of the batch_size",
     ),
     Trainer(
         name="torchtitan",
@@ -177,15 +181,29 @@ TRAINERS: Final[tuple[Trainer, ...]] = (
         recompute="model.gradient_checkpointing_enable()",
         smaller="Accelerator(gradient_accumulation_steps=8)    # and an eighth of the DataLoader's batch_size",
     ),
+    Trainer(
+        name="vLLM",
+        paths=("/vllm/",),
+        smaller="--gpu-memory-utilization 0.85 --max-num-seqs 64 --max-model-len 8192",
+        serves=True,
+    ),
+    Trainer(
+        name="SGLang", paths=("/sglang/",), smaller="--mem-fraction-static 0.8 --max-running-requests 64", serves=True
+    ),
 )
 
 
 def trainer_of(files: Sequence[str]) -> str:
-    """The name of the framework in whose loop a traceback is; "" where it is the user's own."""
+    """Return the name of the framework in whose loop a traceback is; "" where it is the user's own."""
     found = next((one for one in TRAINERS if any(part in file for file in files for part in one.paths)), None)
     return "" if found is None else found.name
 
 
+def in_server(files: Sequence[str]) -> bool:
+    """Whether a traceback runs into an inference server."""
+    return any(part in file for one in TRAINERS if one.serves for file in files for part in one.paths)
+
+
 def trainer_named(name: str) -> Trainer | None:
-    """A framework by its name; None for ""."""
+    """Return a framework by its name; None for ""."""
     return next((one for one in TRAINERS if one.name == name), None)

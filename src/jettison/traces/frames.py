@@ -46,6 +46,7 @@ _ROLES: Final[tuple[tuple[str, str, str], ...]] = (
     ("backward", "torch/autograd/", "_engine_run_backward"),
     ("forward", "torch/nn/modules/module.py", "_call_impl"),
     ("parameters", "torch/nn/modules/module.py", "_apply"),
+    ("parameters", "torch/distributed/fsdp/", "fully_shard"),
     ("parameters", "torch/serialization.py", "load"),
     ("parameters", "torch/serialization.py", "_load"),
     ("parameters", "safetensors/torch.py", ""),
