@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from jettison.capture.op_traits import is_communication
 from jettison.capture.quick_fakes import call_key
 from jettison.capture.sparse_fakes import sparse_workspace
 from jettison.capture.trees import op_leaves
@@ -141,8 +140,8 @@ def _priced(requests: list[OpRequest]) -> dict[str, OpPrice]:
     apart: list[OpRequest] = []
     profiled = torch.autograd._profiler_enabled()  # by somebody: ours would end that session, and take what it recorded
     for request in requests:
-        if is_communication(request.func) or has_no_workspace(request.func) or request.device == "meta":
-            prices[request.key] = UNPRICED  # other ranks may not be asking; there is no kernel to time
+        if has_no_workspace(request.func) or request.device == "meta":
+            prices[request.key] = UNPRICED  # there is no kernel to time
         elif sum(meta.nbytes for meta in request.metas) > MEMORY_SHARE * _free_bytes(request.device):
             prices[request.key] = _bounded(request, "its arguments do not fit the memory that is free here")
         else:

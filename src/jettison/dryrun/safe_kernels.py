@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from jettison.capture.op_traits import is_communication
 from jettison.capture.sparse_fakes import makes_sparse
 
 _TAGS = tuple(
@@ -73,13 +74,14 @@ def is_safe(func: Any) -> bool:
 def has_no_workspace(func: Any) -> bool:
     """Whether a call can take no memory beside its results: views, giving a tensor another storage or no history, an
     optimizer's in-place work over lists, marks of the profiler, questions for a tensor's device, the empty memory of
-    dry runs.
+    dry runs, what talks to other ranks (they may not be asking, and each call names an object of its own).
     """
     name = func._schema.name
     return (
         bool(func.is_view)
         or name == "aten::detach_"
         or makes_sparse(func)
+        or is_communication(func)
         or name.startswith(
             (
                 "aten::_foreach_",

@@ -1,0 +1,72 @@
+"""Dry runs of whole steps that planning makes: each choice once, whatever the step does to its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import jettison
+from jettison.dryrun import op_costs
+from jettison.planner import options
+from jettison.units import Bytes
+from support.toys import Mlp
+
+
+@pytest.fixture
+def silent_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The first of two ranks that send nothing, and do not agree on plans."""
+    monkeypatch.setattr("jettison.planner.together.groups_for", lambda *_: [])
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    distributed.destroy_process_group()
+
+
+class Net(nn.Module):
+    """The output is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(16, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def accumulating(model: Any, x: Tensor) -> None:
+    for rows in x.chunk(2):
+        (model(rows) / 2).backward()
+
+
+def test_a_sharded_step_is_dry_run_once_for_each_choice(silent_two: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2's gathers name an object of their own in every call, by its address."""
+    model = Net()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    x, runs, steps = torch.randn(64, 16), [], []
+    dry_run, step_of = options.dry_run, options.step_of
+
+    def counted(*args: Any, workspace: op_costs.MeasuredWorkspace, **more: Any) -> Any:
+        runs.append(workspace)
+        found = dry_run(*args, workspace=workspace, **more)
+        return found
+
+    monkeypatch.setattr(options, "dry_run", counted)
+    monkeypatch.setattr("jettison.planner.judge.step_of", lambda *args: steps.append(None) or step_of(*args))
+    handle = jettison.auto_checkpoint(model, x, "1GiB", optimizer=optimizer, step=accumulating)
+    assert handle.plan is not None
+    budget = Bytes(handle.plan.predicted.peak_bytes - 4096)
+    handle.remove()
+    runs.clear(), steps.clear()
+    jettison.auto_checkpoint(model, x, budget, optimizer=optimizer, step=accumulating)
+    assert len(steps) >= 3
+    assert len(runs) == len(steps), "a step is dry-run once where all its ops have a price"
