@@ -189,7 +189,43 @@ def test_the_last_events_alone_have_steps_too() -> None:
         snapshot_of(recorded(Mode(max_entries=200), Loop(steps=40, keeps=3 * MIB).record).content(), "x")
     )
     assert diagnose_memory(facts).kind is Kind.LEAK
-    assert facts.notes == ("the oldest events are missing: of what was there before nothing is known",)
+    assert facts.notes == ("the oldest events are missing: what was allocated before them has no stack",)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_recording_without_stacks_says_how_to_record(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = recorded(ALL[name], Loop(steps=4).record)
+    recorder.oom(96 * MIB, 5 * MIB, IN_FORWARD)
+    (tmp_path / "x.pickle").write_bytes(pickle.dumps(recorder.content()))
+    has_events = ALL[name].enabled == "all" and not ALL[name].older
+    for command in (["doctor", "--oom"], ["report", "--out", str(tmp_path / "page.html")]):
+        assert run([*command, str(tmp_path / "x.pickle")]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("events have no stacks" in text) == (has_events and name not in EVENTS_HAVE_STACKS), text
+        assert ('_record_memory_history(stacks="python")' in text) == ("events have no stacks" in text)
+        assert ("there are no events" in text) == (device_of(recorder).timeline.peak_event < 0)
+        assert "67108864" not in text
+        if has_events and command[0] == "report":
+            assert "out of memory 96.00 MiB asked for, 5.00 MiB free" in text
+
+
+def test_a_budget_is_no_less_than_a_peak_that_went_through() -> None:
+    """A request that is larger than any before: a step of 84 MiB fit, though tensors have 48 MiB and 5 are free."""
+    recorder = recorded(Mode(), Loop(steps=6).record)
+    recorder.oom(96 * MIB, 5 * MIB, IN_FORWARD)
+    found = diagnose_memory(facts_of_snapshot(snapshot_of(recorder.content(), "x")))
+    assert found.claim.endswith("more than each step before") and "batch" not in found.claim
+    assert "jettison plan MODEL --budget 84MiB" in [change.line for change in found.changes]
+
+
+def test_growth_that_is_less_than_what_is_missing_gets_its_advice_too() -> None:
+    recorder = recorded(Mode(), Loop(steps=10, keeps=3 * MIB).record)
+    recorder.oom(96 * MIB, 5 * MIB, IN_FORWARD)
+    found = diagnose_memory(facts_of_snapshot(snapshot_of(recorder.content(), "x")))
+    assert found.kind is Kind.PEAK
+    assert KEPT in found.changes[-1].why and "loss.item()" in found.changes[-1].line
 
 
 def test_private_pools_are_nobody_elses() -> None:

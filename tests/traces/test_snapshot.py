@@ -73,7 +73,7 @@ def test_out_of_memory_is_a_mark() -> None:
     content = small_snapshot()
     content["device_traces"][0].append({**event("oom", 0, 1 << 40, ENGINE, 70), "device_free": 5})
     (mark,) = snapshot_of(content, "oom").busiest.timeline.marks
-    assert mark.text == f"out of memory: {1 << 40} bytes were asked for"
+    assert mark.text == "out of memory: 1.00 TiB asked for, 5 B free"
 
 
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:

@@ -243,12 +243,15 @@ def _peak(facts: MemoryFacts, growth: int) -> Finding:
     if facts.failed and short is not None:
         evidence.insert(0, _missing(facts, short))
     if growth:
-        evidence.append(f"beside that, {format_gib(growth)} have been left behind by steps: less than is missing")
+        evidence.append(f"in addition, steps have left {format_gib(growth)} behind: less than is missing")
     shape = _by_shape(facts)
     evidence += shape
     total = (facts.allocated_bytes or 0) + (facts.asked_bytes or 0)
     during = "" if facts.phase is Phase.UNKNOWN else f" in {facts.phase}"
-    grew = ", of a batch that is larger than those before" if shape else ""
+    larger = shape and facts.steps[-1].batch_elements is not None
+    grew = (
+        ", of a batch that is larger than those before" if larger else ", more than each step before" if shape else ""
+    )
     if not facts.failed:
         claim = f"the peak is {format_gib(facts.allocated_bytes or 0)}{during}; nothing in here ran out of memory"
         return Finding(kind=Kind.PEAK, claim=claim, evidence=tuple(evidence))
@@ -262,6 +265,8 @@ def _peak(facts: MemoryFacts, growth: int) -> Finding:
     what = needs.get(facts.phase, "the step needs")
     claim = f"a peak{during}: {what} {format_gib(total)} at once{grew}"
     changes = advice.against_peak(facts, short, shape=bool(shape))
+    if growth:
+        changes += advice.against_leak(facts)
     return Finding(kind=Kind.PEAK, claim=claim, evidence=tuple(evidence), changes=changes)
 
 

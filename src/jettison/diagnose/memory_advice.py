@@ -299,7 +299,9 @@ def against_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple
     if shape:
         fitted = max(facts.steps[1:-1], key=lambda step: (step.batch_elements or 0, step.peak_bytes or 0))
         line = f"batches of at most {fitted.batch}" if fitted.batch else "batches no longer than those before"
-        changes.append(Change(line=line, why="those went through: sort by length, or cut what is longer"))
+        changes.append(
+            Change(line=line, why="those went through: if lengths differ, sort by them, or cut what is longer")
+        )
     if facts.evaluating:
         return (*changes, *_smaller_evaluation(facts))
     if facts.phase is not Phase.OPTIMIZER:
@@ -308,10 +310,14 @@ def against_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple
 
 
 def budget_mib(facts: MemoryFacts) -> int | None:
-    """What tensors may have: what they have and what is free, never more than the device; None if that is not known."""
+    """Return the budget for tensors, never more than the device; None if it is not known.
+
+    It is the sum of what they have and what is free, or a peak that went through before.
+    """
     if facts.allocated_bytes is None or facts.free_bytes is None:
         return None
-    budget = facts.allocated_bytes + facts.free_bytes
+    went_through = max((step.peak_bytes or 0 for step in facts.steps[:-1]), default=0)
+    budget = max(facts.allocated_bytes + facts.free_bytes, went_through)
     if facts.total_bytes is not None:
         most = int(facts.total_bytes * HEADROOM) if facts.shared_bytes else facts.total_bytes
         budget = min(budget, most)

@@ -68,7 +68,7 @@ def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
         steps=_steps(timeline, steps, at + failed.asked_bytes if failed else None),
         places_known=True,
         survivors=survivors(timeline, [low for low, _ in steps]),
-        notes=() if device.complete else ("the oldest events are missing: of what was there before nothing is known",),
+        notes=device.notes,
     )
 
 

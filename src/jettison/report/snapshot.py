@@ -118,9 +118,9 @@ def snapshot_table(snapshot: Snapshot) -> RenderableType:
         ("peak", exact(timeline.peak_bytes)),
         ("at the end", f"{exact(timeline.end_bytes)} of {format_bytes(device.reserved_bytes)} in segments"),
     ]
-    if not device.complete:
-        facts.append(("note", "the oldest events are missing: what was there before them has no stack, and no birth"))
-    facts += [("out of memory", mark.text) for mark in timeline.marks if mark.text.startswith("out of memory")]
+    facts += [("note", note) for note in device.notes]
+    failed = [mark.text.partition(": ") for mark in timeline.marks]
+    facts += [(name, figures) for name, _, figures in failed if name == "out of memory"]
     roles = titled("At the peak, by role", ("role",), ("bytes", "share"))
     for role, nbytes in by_role(shares).items():
         roles.add_row(role, format_bytes(nbytes), format_percent(nbytes / max(1, timeline.peak_bytes)))
@@ -128,7 +128,7 @@ def snapshot_table(snapshot: Snapshot) -> RenderableType:
     found = by_module_and_role(shares)
     for (module, role), (nbytes, count) in list(found.items())[:MOST_ROWS]:
         share = format_percent(nbytes / max(1, timeline.peak_bytes))
-        rows.add_row(module, role, format_bytes(nbytes), share, f"{count:,}")
+        rows.add_row(module or "no stack", role, format_bytes(nbytes), share, f"{count:,}")
     if len(found) > MOST_ROWS:
         rest = [value for _, value in list(found.items())[MOST_ROWS:]]
         nbytes, count = sum(n for n, _ in rest), sum(c for _, c in rest)

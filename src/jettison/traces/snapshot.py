@@ -23,7 +23,9 @@ from jettison.errors import UsageError
 from jettison.traces.frames import OPTIMIZER, ZERO_GRAD, Frame, ends_step, frames_of_original, label_of_frames
 from jettison.traces.plain_pickle import load_plain
 from jettison.traces.timeline import Label, MemoryTimeline, TimelineWriter
+from jettison.units import format_bytes
 
+RECORD: Final = 'torch.cuda.memory._record_memory_history(stacks="python")'
 MOST_FRAMES: Final = 1024
 MOST_EVENTS: Final = 20_000_000
 """Events and blocks of a snapshot, together."""
@@ -71,6 +73,7 @@ class DeviceSnapshot:
     Args:
         complete: nothing was freed whose allocation is not in the trace.
         step_ends: numbers of events after which a training step has ended, in order; see `_StepEnds`.
+        has_stacks: allocations have stacks; with ``context="state"`` only what is there at the end has one.
     """
 
     index: int
@@ -79,16 +82,29 @@ class DeviceSnapshot:
     complete: bool
     out_of_memory: tuple[OutOfMemory, ...] = ()
     step_ends: tuple[int, ...] = ()
+    has_stacks: bool = True
 
     @property
     def reserved_bytes(self) -> int:
-        """Of all segments, at the end."""
+        """Bytes of all segments, at the end."""
         return sum(segment.total_bytes for segment in self.segments)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Limits of what the recording can tell."""
+        notes = []
+        if not self.complete:
+            notes.append("the oldest events are missing: what was allocated before them has no stack")
+        if not len(self.timeline.allocation):
+            notes.append("there are no events: it shows the moment at which it was written, and no peak")
+        elif not self.has_stacks:
+            notes.append(f"events have no stacks, so that no line is named for them: record with {RECORD}")
+        return tuple(notes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What a file says."""
+    """Content of one file."""
 
     name: str
     devices: tuple[DeviceSnapshot, ...]
@@ -110,7 +126,7 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def snapshot_of(content: object, name: str) -> Snapshot:
-    """The same of what was in the file.
+    """Read the content of a snapshot's file.
 
     Raises:
         UsageError: it has another structure.
@@ -323,7 +339,7 @@ def _device(
                     ends.mark(stack.ends, writer.events)
         elif action == "oom":
             asked, free = reader.whole(event, "size"), reader.whole(event, "device_free", 0)
-            writer.mark(f"out of memory: {asked} bytes were asked for")
+            writer.mark(f"out of memory: {format_bytes(asked)} asked for, {format_bytes(free)} free")
             label = reader.stack(event, known).label
             failed.append(OutOfMemory(event=writer.events, asked_bytes=asked, free_bytes=free, label=label))
         elif action == "user_defined":
@@ -333,6 +349,7 @@ def _device(
             writer.relabel(live[address], reader.stack(block, known).label)
     return DeviceSnapshot(
         index=index,
+        has_stacks=any(stack is not _NO_STACK for stack in stacks.values()),
         timeline=writer.timeline(),
         segments=tuple(_segments(reader, segments)),
         complete=complete,
