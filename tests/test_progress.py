@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import jettison
 from jettison import progress
@@ -122,7 +123,15 @@ def test_a_terminal_is_never_silent_and_is_left_clean(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("unset")
 def test_functions_that_take_long_are_seen_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    for function in (jettison.verify, jettison.verify_given, jettison.search, jettison.auto_checkpoint):
+    by_name = (
+        jettison.verify,
+        jettison.verify_given,
+        jettison.search,
+        jettison.plan,
+        jettison.sweep,
+        jettison.export_plan,
+    )
+    for function in (*by_name, jettison.auto_checkpoint):
         assert inspect.signature(function).parameters["progress"].default is shown
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
@@ -157,3 +166,27 @@ def test_a_terminal_that_has_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(sys, "stderr", stream)
         with reported(in_a_trainer, "planning Net") as done:
             done("planned Net")
+
+
+@pytest.mark.usefixtures("unset")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_public_function_that_takes_long_has_a_status_line(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line for each call, of the first rank only; work inside of other work has none of its own."""
+    begun: list[str] = []
+
+    class Status(progress._Status):
+        def __enter__(self) -> None:
+            begun.append(self.text)
+            super().__enter__()
+
+    monkeypatch.setattr(progress, "_leads", lambda: rank == 0)
+    monkeypatch.setattr(progress, "_Status", Status)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    batch = (torch.ones(2, 8),)
+    traced = jettison.trace(model, batch, loss_fn=torch.sum)
+    plan = jettison.plan(traced, "1GiB", measure=False)
+    jettison.sweep(traced, ["1GiB", "1KiB"], measure=False)
+    jettison.apply(model, plan=plan, batch=batch, loss_fn=torch.sum).remove()
+    assert begun == (["trace", "plan", "sweep", "apply"] if rank == 0 else [])
+    assert "jettison-progress" not in [one.name for one in threading.enumerate()]

@@ -102,7 +102,7 @@ def reported(progress: Progress, before: str) -> Iterator[Callable[[str], None]]
 
 
 def on_terminal(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function with ``progress=shown`` whose work a terminal shows as long as it lasts."""
+    """Show a function's work on a terminal as long as it lasts; what it is doing, where it has ``progress=shown``."""
 
     @functools.wraps(function)
     def running(*args: _P.args, **options: _P.kwargs) -> _R:

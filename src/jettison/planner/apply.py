@@ -22,6 +22,7 @@ from jettison.planner.handle import Applied, keep_losses
 from jettison.planner.planner import Candidate, Planner, digests_of, fingerprint, module_policy
 from jettison.planner.readiness import check_model
 from jettison.planner.readiness import traced as traced_forward
+from jettison.progress import on_terminal
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.chunked_loss import holding
 from jettison.runtime.install import install
@@ -120,6 +121,7 @@ def expect_loop(
     )
 
 
+@on_terminal
 def apply(
     model: nn.Module,
     policy: Policy | None = None,

@@ -34,7 +34,7 @@ from jettison.planner.rank_batches import alike
 from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
 from jettison.planner.together import Together, together
-from jettison.progress import Progress, reported, shown, silent
+from jettison.progress import Progress, on_terminal, reported, shown
 from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.chunked_loss import Hold
 from jettison.runtime.offload_setup import place_of
@@ -43,6 +43,7 @@ from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware
 
 
+@on_terminal
 def trace(
     model: nn.Module,
     batch: Any,
@@ -70,6 +71,7 @@ def trace(
     return traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
 
 
+@on_terminal
 def plan(
     traced: ModelTrace,
     memory_budget: str | SupportsIndex,
@@ -80,6 +82,7 @@ def plan(
     gradients_held: bool = False,
     offload: bool = False,
     host_budget: str | SupportsIndex | None = None,
+    progress: Progress = shown,
 ) -> Plan:
     """The fastest plan that keeps a step of the traced model under ``memory_budget`` (peak of allocated bytes).
 
@@ -89,7 +92,7 @@ def plan(
         measure: price ops by running them here; else by FLOPs and bytes, and what kernels allocate inside is not
             counted.
         hardware: whose rates price what is not run, and its link to the host; left out, `usual_hardware`'s.
-        gradients_held, offload, host_budget: as in `auto_checkpoint`.
+        gradients_held, offload, host_budget, progress: as in `auto_checkpoint`.
 
     Raises:
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
@@ -104,12 +107,14 @@ def plan(
         gradients_held=gradients_held,
         offload=offload,
         host_budget=host_budget,
+        progress=progress,
     )
     if isinstance(found, Infeasible):
         raise found
     return found
 
 
+@on_terminal
 def sweep(
     traced: ModelTrace,
     memory_budgets: Iterable[str | SupportsIndex],
@@ -120,7 +125,7 @@ def sweep(
     gradients_held: bool = False,
     offload: bool = False,
     host_budget: str | SupportsIndex | None = None,
-    progress: Progress = silent,
+    progress: Progress = shown,
 ) -> list[Plan | Infeasible]:
     """A plan for each of several budgets, in their order: what a step costs in seconds by what it may take in bytes.
 

@@ -12,7 +12,7 @@ from jettison.errors import PlanMismatch, UsageError
 from jettison.export.described import DescribedPricer, subject_of
 from jettison.export.registry import exporter
 from jettison.export.result import Exported
-from jettison.progress import Progress, silent
+from jettison.progress import Progress, on_terminal, shown
 from jettison.report.plan import DESCRIBED, SCHEMA
 from jettison.report.untrusted import parse_json, read_text
 from jettison.solve.plan import Plan
@@ -22,8 +22,9 @@ from jettison.spec.states_on_host import StatesOnHost
 from jettison.whole_files import write_whole
 
 
+@on_terminal
 def export_plan(
-    plan: Any, *, to: str, gpu: str | None = None, model: str | None = None, progress: Progress = silent
+    plan: Any, *, to: str, gpu: str | None = None, model: str | None = None, progress: Progress = shown
 ) -> Exported:
     """What `jettison export` answers.
 
