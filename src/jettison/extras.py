@@ -1,8 +1,8 @@
-"""What to type where an optional dependency is not installed."""
+"""The command that installs an optional dependency."""
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra of this package, which is on no package index.
+    """Return the command that installs an extra of this package, which is on no package index.
 
     Args:
         extra: of ``[project.optional-dependencies]`` in pyproject.toml.

@@ -1,4 +1,4 @@
-"""One-line representations of what users are handed: the figures that matter, not every field of every part."""
+"""One-line representations of public objects: the figures that matter, not every field."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def summary(it: object, text: str) -> str:
-    """``<Plan: text>``; the text says no more than fits on a line of a terminal."""
+    """Return ``<Plan: text>``; the text fits on a line of a terminal."""
     return f"<{type(it).__name__}: {' '.join(text.split())}>"
 
 
 def non_defaults(it: Any) -> str:
-    """A dataclass as it would be written: only fields that are not their defaults, ``Layout(dp=8, zero=3)``."""
+    """Return a dataclass as it would be written, without default fields: ``Layout(dp=8, zero=3)``."""
     said = []
     for field in fields(it):
         value = getattr(it, field.name)

@@ -1,10 +1,10 @@
-"""Progress of long work: who is told what is being done, and how long it has taken.
+"""Progress of long work, in a logger and on a terminal.
 
 NOTE [ Who sees progress ]
-Long work says two lines, one before it and one after it, to the logger ``jettison`` at level INFO. Where logging is set
-up for that, nothing else prints them. Where it is not, a terminal shows them; inside other people's trainers a log file
-has them, too. ``logging.getLogger("jettison").setLevel(logging.WARNING)`` keeps them away. Between the two a terminal
-shows one line that is rewritten every second: what is being done, and for how long. Of several ranks the first speaks.
+Long work logs two lines, one before it and one after it, to the logger ``jettison`` at level INFO. Where logging is set
+up for that, nothing else prints them. Where it is not, a terminal shows them; inside trainers a log file has them, too.
+``logging.getLogger("jettison").setLevel(logging.WARNING)`` silences them. Between the two a terminal shows one line
+that is rewritten every second: the current work, and for how long. Of several ranks the first logs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever ends the program meanwhile."""
+"""Atomic writes: a file is complete or absent, whatever ends the program meanwhile."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Final
 
 under_way: Final[set[Path]] = set()
-"""Temporary files of this process; who ends it without unwinding removes them."""
+"""Temporary files of this process; an exit without unwinding removes them (cli/main.py)."""
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file, or replace one, in one step.
 
     Raises:
-        OSError: it cannot be written; what was there before is there still.
+        OSError: it cannot be written; the file from before is unchanged.
     """
     with whole_file(path) as partial:
         partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
@@ -24,7 +24,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give a temporary file beside ``path``, which takes its place where nothing goes wrong.
+    """Yield a temporary file in the folder of ``path``, which replaces it where no exception is raised.
 
     Pipes and devices (``/dev/stdout``) are written to as they are.
     """

@@ -1,4 +1,4 @@
-"""What users know from other tools, and how it is said here: one table, for the message about an unknown flag."""
+"""Flags of other tools and their equivalents here, for the message about an unknown flag."""
 
 from __future__ import annotations
 
@@ -113,13 +113,13 @@ FLAGS: Final[Mapping[str, str]] = MappingProxyType(
         "--resume-from-checkpoint": "--resume",
     }
 )
-"""By a flag of another tool what is typed here; braces hold an example, which a value that the user gave replaces."""
+"""Our flag by that of another tool; braces hold an example, which the user's value replaces."""
 _EXAMPLE: Final = re.compile(r"\{(.*?)\}")
 _WHOLE: Final = re.compile(r"[1-9]\d{0,6}")
 
 
 def said_here(flag: str, value: str | None) -> str | None:
-    """The words for a flag that other tools have; None where none is known.
+    """Return our flag for one of another tool; None where none is known.
 
     Args:
         value: that the user gave it, if any. A whole number takes the place of the example.

@@ -1,4 +1,4 @@
-"""What an error says about a word that was typed: the flag or the command that takes it, ready to be typed."""
+"""Suggestions in errors about arguments: the flag or the command to type instead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FRACTION: Final = re.compile(r"[-+]?\d*\.\d+")
 
 
 def message_of(error: CycloptsError, arguments: Sequence[str]) -> str:
-    """One sentence about what could not be read, with what to type instead."""
+    """Return one sentence about an argument that could not be read, with what to type instead."""
     message = " ".join(str(error).split())
     if isinstance(error.__context__, JettisonError):  # a type of ours knows what it expected
         return f"{message.partition(': unable')[0]}: {error.__context__}"
@@ -54,7 +54,7 @@ def refuse_fractions(arguments: Sequence[str]) -> None:
 
 
 def misplaced_file(arguments: Sequence[str]) -> str | None:
-    """About a file among the arguments that another command reads; None where there is none."""
+    """Return the message about an argument's file that another command reads; None where there is none."""
     from jettison.verbs.file_kinds import misplaced
 
     verb = _verb(arguments)
@@ -102,7 +102,7 @@ def _flags(verb: str) -> Iterator[Argument]:
 
 
 def _given(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Flags with their values, however they are written."""
+    """Yield flags with their values: ``--flag value`` and ``--flag=value``."""
     for at, word in enumerate(arguments):
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
@@ -111,5 +111,5 @@ def _given(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _kinds(hint: Any) -> frozenset[Any]:
-    """The types of a union, or the type."""
+    """Return the types of a union, or the type."""
     return frozenset(get_args(hint) or (hint,))

@@ -1,4 +1,4 @@
-"""What is known of a run's memory, whoever recorded it: a snapshot, a log, or `jettison.watch`.
+"""Facts about a run's memory, from a snapshot, a log, or `jettison.watch`.
 
 None means that the source does not say. Nothing here is guessed from another figure.
 """
@@ -10,13 +10,13 @@ from enum import StrEnum
 from typing import Final
 
 NEARLY_FULL: Final = 0.02
-"""Of a device: so little free is a full device, whatever was asked for."""
+"""Share of a device: with less free, the device is full, whatever was asked for."""
 CPU_ALLOCATOR: Final = "the CPU's allocator"
 """`MemoryFacts.what` of a request of PyTorch's on the host."""
 
 
 class Phase(StrEnum):
-    """Of a training step; the words that stacks give (see traces/frames.py)."""
+    """Phases of a training step, by the words that stacks give (traces/frames.py)."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -24,35 +24,35 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
     PARAMETERS = "parameters"
     SAVING = "saving"
-    """Of a checkpoint: FSDP all-gathers unsharded parameters for it."""
+    """A checkpoint is written: FSDP all-gathers unsharded parameters for it."""
     UNKNOWN = "unknown"
 
 
 class Failure(StrEnum):
-    """What failed."""
+    """Kinds of failures."""
 
     REQUEST = "request"
-    """Of PyTorch's allocator."""
+    """PyTorch's allocator found no room on the device."""
     KILLED = "killed"
     """The operating system or a scheduler ended the process: the host's memory."""
     HOST = "host"
-    """Of the host: the CPU's allocator, pinned memory, an array of NumPy's."""
+    """The host had no room: the CPU's allocator, pinned memory, an array of NumPy's."""
     SHARED = "shared memory"
     """/dev/shm, in which workers of a data loader hand over batches."""
     LIBRARY = "library"
-    """Of a library or of the driver, outside of PyTorch's allocator: NCCL, cuBLAS, a context."""
+    """A library or the driver found no room, outside of PyTorch's allocator: NCCL, cuBLAS, a context."""
     SERVER = "server"
     """An inference server found no room for its cache, and asked for nothing."""
 
 
 def phase_named(word: str) -> Phase:
-    """The phase of a stack's role; unknown where it is the ledger's word for a tensor."""
+    """Return the phase of a stack's role; unknown where it is the ledger's word for a tensor."""
     return Phase(word) if word in set(Phase) else Phase.UNKNOWN
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one place of the program holds at the moment in question."""
+    """Bytes that one line of the program holds at the moment in question."""
 
     module: str
     role: str
@@ -100,7 +100,7 @@ class Survivor:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFacts:
-    """All of it.
+    """Facts about one moment of a run, and the steps before it.
 
     Args:
         source: what it was read from, as a message calls it.
@@ -113,7 +113,7 @@ class MemoryFacts:
         private_bytes: that PyTorch holds then, unused, in private pools (CUDA graphs): nothing else may use them.
         largest_piece_bytes: of the unused ones.
         other_processes_bytes: that other processes hold.
-        outside_bytes: that this process holds beside PyTorch's allocator.
+        outside_bytes: that this process holds outside of PyTorch's allocator.
         unaccounted_bytes: neither free nor PyTorch's, and the source names no process: either of these two.
         shared_bytes: that PyTorch holds above the device's capacity: the driver's shared or virtual memory.
         expandable: expandable segments are switched on.
@@ -160,7 +160,7 @@ class MemoryFacts:
 
     @property
     def short_bytes(self) -> int | None:
-        """How much more there would have had to be, if all that is free could be used.
+        """Bytes that were missing, if all that is free could be used.
 
         Of a device that is full but for a remainder, all that was asked for: a driver does not hand out its last pages.
         """

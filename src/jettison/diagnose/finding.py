@@ -1,4 +1,4 @@
-"""What is found, in words: a claim, the figures that it rests on, and the change that would mend it."""
+"""Findings: a claim, the figures that it rests on, and the change that would mend it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Kind(StrEnum):
-    """Of a finding; a stable word for programs."""
+    """Kinds of findings; stable words for programs."""
 
     PEAK = "peak"
     FRAGMENTATION = "fragmentation"
@@ -31,7 +31,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What to do: ``line`` is a command, or a line of the program; ``why`` says what it gives."""
+    """A change: ``line`` is a command, or a line of the program; ``why`` is its effect."""
 
     line: str
     why: str
@@ -39,7 +39,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is so, and what it costs."""
+    """One finding."""
 
     kind: Kind
     claim: str
@@ -47,7 +47,7 @@ class Finding:
     changes: tuple[Change, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return it as JSON has it."""
         return {
             "kind": str(self.kind),
             "claim": self.claim,

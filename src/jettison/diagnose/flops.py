@@ -16,7 +16,7 @@ _BACKWARD: Final = tuple(f"{name}_backward" for name in _FORWARD)
 
 
 def op_flops(name: str, args: Mapping[str, Any]) -> int:
-    """Of products and fused attention, causal or not; 0 for all else, and where there are no shapes."""
+    """Return FLOPs of matmuls and fused attention, causal or not; 0 for all else, and without shapes."""
     dims = args.get("Input Dims")
     if not isinstance(dims, list):
         return 0

@@ -1,4 +1,4 @@
-"""Levels that rise."""
+"""Tests of bytes between steps for growth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 
 def never_falls(levels: Sequence[int]) -> bool:
-    """Something is left behind now and then, from the beginning to the end: each third of the steps adds its part."""
+    """Whether levels never fall and each third of the steps adds its part, as a leak now and then does."""
     if any(after < before for before, after in pairwise(levels)):
         return False
     last = len(levels) - 1
@@ -16,7 +16,7 @@ def never_falls(levels: Sequence[int]) -> bool:
 
 
 def lowest_rises(levels: Sequence[int]) -> bool:
-    """From third to third, so that nothing is said of what a collector takes back now and then."""
+    """Whether the lowest level rises from third to third; the garbage collector lowers others now and then."""
     each = len(levels) // 3
     lows = [min(levels[:each]), min(levels[each:-each]), min(levels[-each:])]
     return lows[0] < lows[1] < lows[2]

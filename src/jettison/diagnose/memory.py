@@ -3,8 +3,8 @@
 - *A leak*: bytes between steps grow, by as much as is missing.
 - *Fragmentation*: what was asked for is there, in pieces. The allocator gives whole segments back to the driver before
   it gives up, so what PyTorch holds and does not use then lies between tensors.
-- *Other processes*, or *outside PyTorch*: somebody else holds what is missing. Every byte of the device is accounted
-  for: tensors, unused, private pools, this process beside them, other processes, free.
+- *Other processes*, or *outside PyTorch*: they hold what is missing. Every byte of the device is accounted for:
+  tensors, unused, private pools, this process outside of PyTorch, other processes, free.
 - *A size error*: no device has what was asked for.
 - *Host memory*: the machine's, not the device's.
 - *A peak*: it is not there, and was never missing between steps.
@@ -29,19 +29,19 @@ from jettison.units import MIB, format_gib, format_percent
 FIRST_STEPS: Final = 2
 GROWS_FROM_STEPS: Final = 5
 LEAST_GROWTH: Final = 0.01
-"""Of what is between steps, over all steps after the first."""
+"""Share of the bytes between steps, over all steps after the first."""
 SHARE_GROWING: Final = 0.8
 HIGHER_PEAK: Final = 1.05
 MOST_PARTS: Final = 5
 SLACK: Final = 0.01
-"""Of a device: less that nobody is named for is not spoken of."""
+"""Share of a device: smaller unaccounted figures are not reported."""
 LITTLE: Final = 0.02
-"""Of a device, in pieces: mended, they last for a few requests more."""
+"""Share of a device, in pieces: joined, they last for a few requests more."""
 MUCH: Final = 0.1
 MUCH_BYTES: Final = 3 << 29
-"""Of a device, and at least so many: a context, its kernels and buffers of communication have that between them."""
+"""Share of a device, and at least so many bytes: a context, its kernels and communication buffers take as much."""
 MUCH_OTHERS: Final = 0.03
-"""Of a device: a desktop has less."""
+"""Share of a device: a desktop takes less."""
 _SAYS_MEMORY: Final = re.compile(r"mem|oom|out_of_me", re.IGNORECASE)
 ABSURD: Final = 64
 """Times a device's memory: no shape that anybody meant is so large."""
@@ -50,7 +50,7 @@ ABSURD_BYTES: Final = 16 << 40
 
 
 def diagnose_memory(facts: MemoryFacts) -> Finding:
-    """The verdict."""
+    """Find the cause."""
     asked = facts.asked_bytes
     if asked is not None and asked >= (ABSURD * facts.total_bytes if facts.total_bytes else ABSURD_BYTES):
         return _size_error(facts, asked)
@@ -70,7 +70,7 @@ def diagnose_memory(facts: MemoryFacts) -> Finding:
 
 
 def _held_elsewhere(facts: MemoryFacts, short: int) -> Finding | None:
-    """Where what is missing is there, and not free: in pieces, in private pools, with others, outside of PyTorch."""
+    """Find memory that is there and not free: in pieces, in private pools, in other processes, outside of PyTorch."""
     unused, total = facts.unused_bytes or 0, facts.total_bytes or 0
     loading, much = facts.phase is Phase.PARAMETERS, max(short, MUCH * total, MUCH_BYTES)
     if unused >= short and (not loading or unused >= MUCH * total):  # weights that are read in leave no holes
@@ -87,7 +87,7 @@ def _held_elsewhere(facts: MemoryFacts, short: int) -> Finding | None:
 
 
 def grown_bytes(facts: MemoryFacts) -> int:
-    """By how much more is allocated between steps than after the first ones; 0 where it does not grow steadily."""
+    """Return the growth of the bytes between steps after the first ones; 0 where they do not grow steadily."""
     left = sum(one.nbytes for one in facts.survivors)
     if left or facts.places_known:
         return left
@@ -186,7 +186,7 @@ def _size_error(facts: MemoryFacts, asked: int) -> Finding:
 
 
 def _elsewhere(facts: MemoryFacts) -> Finding:
-    """What failed was no request of PyTorch's allocator on a device."""
+    """Describe a failure other than a request of PyTorch's allocator on a device."""
     asked = "" if facts.asked_bytes is None else f" ({format_gib(facts.asked_bytes)} were asked for)"
     if facts.failure is Failure.KILLED:
         used = "" if facts.allocated_bytes is None else f"; the process held {format_gib(facts.allocated_bytes)} of it"
@@ -284,7 +284,7 @@ def _missing(facts: MemoryFacts, short: int) -> str:
 
 
 def _moment(facts: MemoryFacts) -> tuple[str, ...]:
-    """Phase and place, what filled the memory, and who holds the rest of the device."""
+    """Phase and line, the largest parts, and the holders of the rest of the device."""
     found = []
     if facts.phase is not Phase.UNKNOWN or facts.site:
         phase = "" if facts.phase is Phase.UNKNOWN else f"in {facts.phase}"
@@ -318,7 +318,7 @@ def _role(word: str) -> str:
 
 
 def _by_shape(facts: MemoryFacts) -> list[str]:
-    """Where the last step's peak is above those before, while between steps nothing has grown."""
+    """Compare the last step's batch or peak with those before; empty where it is no larger."""
     steps = facts.steps
     if not facts.failed or len(steps) < 3:
         return []

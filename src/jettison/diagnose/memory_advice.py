@@ -1,4 +1,4 @@
-"""What to change when memory ran out: by cause, device (`devices.py`) and trainer (`trainers.py`)."""
+"""Changes when memory ran out: by cause, device (`devices.py`) and trainer (`trainers.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jettison.diagnose.trainers import trainer_named
 from jettison.units import GIB, MIB, format_gib
 
 HEADROOM: Final = 0.9
-"""Of a device whose memory is exceeded: the rest is for the context, which the source does not tell from the excess."""
+"""Share of a device whose memory is exceeded: the rest is for the context, whose size the source does not tell."""
 _TRITON: Final = ("cuda", "hip", "xpu")
 
 _WATCH: Final = Change(line="with jettison.watch(model):", why="around the loop: it writes down what is needed to tell")
@@ -64,7 +64,7 @@ def against_leak(facts: MemoryFacts) -> tuple[Change, ...]:
         changes.append(
             Change(
                 line="total_loss += loss.item()    # not: total_loss += loss",
-                why=f"whoever keeps a tensor of the forward keeps the graph behind it; look at {where}",
+                why=f"a tensor of the forward keeps its whole graph alive; look at {where}",
             )
         )
     else:
@@ -116,7 +116,7 @@ def against_others(facts: MemoryFacts) -> tuple[Change, ...]:
 
 
 def against_outside(facts: MemoryFacts) -> tuple[Change, ...]:
-    """What this process holds beside PyTorch's allocator."""
+    """Lower what this process holds outside of PyTorch's allocator."""
     words = words_of(facts.device)
     changes = list(_rollout(facts))
     if facts.device == "mps":
@@ -156,7 +156,7 @@ def against_one_tensor(facts: MemoryFacts) -> tuple[Change, ...]:
 
 
 def against_refusal(facts: MemoryFacts) -> tuple[Change, ...]:
-    """A request that failed beside enough free memory."""
+    """A request that failed though enough memory was free."""
     words = words_of(facts.device)
     changes = []
     if words.processes:
@@ -382,7 +382,7 @@ def of_trainer(facts: MemoryFacts, *, recompute: bool = True) -> tuple[Change, .
         return _smaller_evaluation(facts)
     changes = []
     if trainer.recompute and recompute:
-        why = f"{trainer.name}: recomputes activations; in place of a plan, not beside one"
+        why = f"{trainer.name}: recomputes activations; in place of a plan, not together with one"
         changes.append(Change(line=trainer.recompute, why=why))
     if trainer.smaller:
         changes.append(Change(line=trainer.smaller, why=f"{trainer.name}: a smaller micro-batch, with the same batch"))

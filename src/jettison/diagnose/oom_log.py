@@ -48,7 +48,7 @@ _SHARDS: Final = re.compile(r"Loading (?:safetensors )?(?:checkpoint )?shards:[^
 
 
 def read_oom_log(path: Path) -> MemoryFacts:
-    """What a log says of the first request that failed.
+    """Read the facts about the first request that failed from a log.
 
     Raises:
         UsageError: there is no such file, or nothing in it ran out of memory.
@@ -107,14 +107,14 @@ def _expandable(text: str) -> bool | None:
 
 
 def _loaded(text: str, at: int) -> list[str]:
-    """How far the loading of a model had come: its progress bar stands before the traceback, or behind it."""
+    """Note how many shards of a model were loaded, from its progress bar before or after the traceback."""
     bars = _SHARDS.findall(text[max(0, at - 20_000) : at + 20_000])
     return [f"{bars[-1][0]} of {bars[-1][1]} shards of the checkpoint were loaded"] if bars else []
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Trace:
-    """What a traceback says."""
+    """Facts of one traceback."""
 
     phase: Phase = Phase.UNKNOWN
     place: str = ""
@@ -169,7 +169,7 @@ def _pinned(figures: dict[str, Any], trace: _Trace) -> dict[str, Any]:
 
 
 def _steps(before: str) -> tuple[StepBytes, ...]:
-    """What a loop printed: the step, and what is allocated, in one line. Numbers that begin anew go on counting."""
+    """Read steps and allocated bytes that a loop printed in one line each; counts that restart are continued."""
     found: dict[tuple[int, int], int] = {}
     epoch, last = 0, -1
     first: int | None = None

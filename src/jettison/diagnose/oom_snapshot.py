@@ -1,4 +1,4 @@
-"""A memory snapshot as facts: which step and phase, what was there, what outlives steps, what lies in pieces.
+"""Facts of a memory snapshot: step and phase, parts, tensors that outlive steps, unused pieces.
 
 Steps are those whose ends the snapshot's stacks give (`DeviceSnapshot.step_ends`). Where there are none, nothing is
 said of growth: what rises within a forward is activations, and what an optimizer keeps is its state.
@@ -31,7 +31,7 @@ LEAST_TO_GROW: Final = 6
 MOST_LOOKED: Final = 30
 """Ends of steps."""
 LEAST_GROWTH: Final = 0.001
-"""Of the peak."""
+"""Share of the peak."""
 
 
 def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
@@ -155,7 +155,7 @@ def _steps(timeline: MemoryTimeline, bounds: list[tuple[int, int]], last_peak: i
 
 
 def survivors(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]:
-    """Places that leave something behind in most steps after the first ones, the largest first.
+    """Find lines whose tensors outlive most steps after the first ones, the largest first.
 
     Args:
         ends: events at which steps end and the next begin.
@@ -182,8 +182,8 @@ def survivors(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]
 
 
 def _growing(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]:
-    """Places that hold more and more, though not in most steps, or not in tensors of their own: a list that is added
-    to now and then, a buffer that is made anew, larger each time.
+    """Find lines that hold more and more, though not in most steps or not in new tensors: a list that grows now and
+    then, a buffer that is replaced by a larger one.
     """
     first, last = FIRST_STEPS, len(ends) - 1
     if last - first < LEAST_TO_GROW:

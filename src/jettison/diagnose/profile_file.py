@@ -19,7 +19,7 @@ from jettison.errors import UsageError
 
 MOST_READ_BYTES: Final = 2 << 30
 RECOMPUTES: Final = "jettison.recompute"
-"""Annotation of what a plan of ours computes again, in traces that `jettison profile` makes."""
+"""Annotation of a plan's recomputation, in traces that `jettison profile` makes."""
 _STEP: Final = "ProfilerStep#"
 _OPTIMIZER: Final = "Optimizer.step#"
 _RUNTIME: Final = ("cuda_runtime", "cuda_driver", "hip_runtime")
@@ -32,7 +32,7 @@ _OLD: Final = {
     "Operator": "cpu_op",
     "Runtime": "cuda_runtime",
 }
-"""What torch 1.8 to 1.11 call them."""
+"""Names of torch 1.8 to 1.11."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Slice:
 
     @property
     def ns(self) -> int:
-        """How long."""
+        """Duration."""
         return self.end_ns - self.start_ns
 
 
@@ -120,7 +120,7 @@ def read_profile(path: Path) -> ProfilerTrace:
 
 
 def profile_of(content: object, name: str) -> ProfilerTrace:
-    """The same of what was in the file.
+    """Read the content of a trace's file.
 
     Raises:
         UsageError: it has another structure.

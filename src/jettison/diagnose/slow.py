@@ -1,7 +1,6 @@
-"""What makes steps slow, in words: each finding with its evidence and the change that would mend it.
+"""Causes of slow steps: each finding with its evidence and the change that would mend it.
 
-A finding needs a share of the steps' time (`LEAST`, unless one of its own is named), so that nothing is said of what
-nobody would gain by.
+A finding needs a share of the steps' time: `LEAST`, or a threshold of its own.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ SMALL_KERNEL_NS: Final = 10_000
 MANY_KERNELS: Final = 300
 """A step."""
 ONE_PAUSE: Final = 0.5
-"""Of what a device waits for the host, and in how many steps at least."""
+"""Share of the time that a device waits for the host, and the fewest steps with such a pause."""
 FEWEST_FOR_A_PAUSE: Final = 3
 HELD_UNUSED: Final = 0.2
 LEAST_UNUSED_BYTES: Final = 64 * MIB
 STATE: Final = 0.05
-"""Of the peak, in the optimizer's first step."""
+"""Share of the peak in the optimizer's first step."""
 
 
 def slow_findings(profile: StepProfile) -> tuple[Finding, ...]:
-    """Of a trace, the costliest first where they have a cost in time."""
+    """Find what makes a trace's steps slow, the costliest first where there is a cost in time."""
     found = [*_communication(profile), *_data(profile), *_copies(profile), *_gaps(profile), *_first(profile)]
     return (*found, *_state(profile), *_fragments(profile))
 
 
 def snapshot_findings(facts: MemoryFacts, device: DeviceSnapshot) -> tuple[Finding, ...]:
-    """Of a memory snapshot."""
+    """Find what a memory snapshot shows."""
     found = [diagnose_memory(facts)]
     kept = [found[0]] if facts.failed or found[0].kind is Kind.LEAK else []
     allocated = facts.allocated_bytes or 0
@@ -115,7 +114,7 @@ def _copies(profile: StepProfile) -> Iterator[Finding]:
     if not profile.has_device or cost < LEAST_WAITED * profile.ns:
         return
     evidence = [
-        f"copies beside which nothing is computed: {_share(profile, copies.alone_ns)}; the device without work while "
+        f"copies while nothing is computed: {_share(profile, copies.alone_ns)}; the device without work while "
         f"the host waited for it, or for as long after: {_share(profile, stopped)}",
         f"the host waits in copies and reads for {_share(profile, copies.waited_ns)}",
     ]
@@ -126,7 +125,7 @@ def _copies(profile: StepProfile) -> Iterator[Finding]:
         )
         if copies.pageable > copies.to_host:
             line = "DataLoader(..., pin_memory=True)    # and batch.to(device, non_blocking=True)"
-            changes.append(Change(line=line, why="copies from pinned memory run beside computation"))
+            changes.append(Change(line=line, why="copies from pinned memory overlap with computation"))
         if copies.to_host:
             line = "host = torch.empty_like(x, device='cpu', pin_memory=True); host.copy_(x, non_blocking=True)"
             changes.append(Change(line=line, why="and wait for an event before host is read, not for the device"))
@@ -171,7 +170,7 @@ def _gaps(profile: StepProfile) -> Iterator[Finding]:
 
 
 def _for_small_kernels(profile: StepProfile) -> tuple[Change, ...]:
-    """What is not switched on already; CUDA graphs where all of it is."""
+    """Return the settings that are not switched on already; CUDA graphs where all are."""
     left = tuple(change for setting, change in _SMALL_KERNELS.items() if setting not in profile.settings)
     return left or (_GRAPHS,)
 
@@ -223,7 +222,7 @@ def _first(profile: StepProfile) -> Iterator[Finding]:
 
 
 def slow_first(number: int, seconds: float, others_seconds: float) -> Iterator[Finding]:
-    """Where a first step takes much longer than those after it."""
+    """Report a first step that takes much longer than those after it."""
     if seconds <= SLOW_FIRST * others_seconds:
         return
     yield Finding(
@@ -246,7 +245,7 @@ def _state(profile: StepProfile) -> Iterator[Finding]:
 
 
 def _first_state(device: DeviceSnapshot) -> Iterator[Finding]:
-    """What the optimizer allocated in the trace, once, and kept."""
+    """Report state that the optimizer allocated once in the snapshot, and kept."""
     timeline = device.timeline
     kept = timeline.alive(len(timeline.allocation) - 1)
     made = [

@@ -8,7 +8,7 @@ Span = tuple[int, int]
 
 
 def joined(spans: Iterable[Span], *, gap: int = 0) -> list[Span]:
-    """Without overlaps, in order; neighbours with at most ``gap`` between them become one."""
+    """Merge overlapping spans, and neighbours with at most ``gap`` between them; in order."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1] + gap:
@@ -24,12 +24,12 @@ def total(spans: Iterable[Span]) -> int:
 
 
 def within(spans: Iterable[Span], start: int, end: int) -> list[Span]:
-    """What of them lies there."""
+    """Cut spans to a window."""
     return [(max(a, start), min(b, end)) for a, b in spans if min(b, end) > max(a, start)]
 
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """What of ``spans`` is in none of ``others``; both joined."""
+    """Subtract ``others`` from ``spans``; both joined."""
     found: list[Span] = []
     at = 0
     for start, end in spans:
@@ -48,5 +48,5 @@ def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
 
 
 def overlap(spans: Sequence[Span], others: Sequence[Span]) -> int:
-    """How much of ``spans`` is in ``others``; both joined."""
+    """Length of the intersection; both joined."""
     return total(spans) - total(without(spans, others))

@@ -1,10 +1,10 @@
-"""What a trace says of a step: phases, how busy the device was, what it waited for, bytes by phase, FLOPs.
+"""Profile of a trace's steps: phases, how busy the device was, its waits, bytes by phase, FLOPs.
 
 NOTE [ Phases of a trace ]
 The host tells them. Optimizers and data loaders annotate themselves. Backward is what autograd's engine evaluates.
 Forward is an operator that autograd numbers (it has a sequence number, and no forward thread) outside of these; the
-same inside of backward is recompute: whatever checkpoints, its forward runs again with gradients on. A plan of
-Jettison's runs recipes without, and `jettison profile` annotates them. A kernel belongs to where it was launched.
+same inside of backward is recomputation: a checkpoint runs its forward with gradients on. A plan of Jettison's
+runs recipes without, and `jettison profile` annotates them. A kernel belongs to where it was launched.
 """
 
 from __future__ import annotations
@@ -62,26 +62,26 @@ class Copies:
 
     count: int = 0
     alone_ns: int = 0
-    """Of copies beside which nothing is computed."""
+    """Copies during which nothing is computed."""
     waited_ns: int = 0
-    """Of the host, inside of operators that copy or read."""
+    """The host's waits, inside of operators that copy or read."""
     pageable: int = 0
     to_host: int = 0
-    """Of these, from the device."""
+    """Pageable copies from the device."""
     reads: int = 0
-    """Of single numbers (``.item()``)."""
+    """Reads of single numbers (``.item()``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """Of the steady steps of a trace, altogether; ``seconds`` and the like divide by their number.
+    """Sums over the steady steps of a trace; ``seconds`` and the like divide by their number.
 
     Args:
         step_spans: of each step in the trace, by number.
         window: from the beginning of the first steady step to the end of the last.
         has_device: kernels were recorded; else the work is that of the host's operators.
         settings: what is switched on already: ``compile``, ``fused`` (the optimizer), ``workers`` (of data loaders).
-        collectives: by name, what of them is beside no computation.
+        collectives: by name, their time without computation.
         flops: of all that ran; ``again_flops`` of that was recompute.
         peak_bytes: by phase.
         level_bytes: allocated at the end of each step.
@@ -112,17 +112,17 @@ class StepProfile:
 
     @property
     def step_ns(self) -> dict[int, int]:
-        """How long each step took."""
+        """Duration of each step."""
         return {number: end - start for number, (start, end) in self.step_spans.items()}
 
     @property
     def ns(self) -> int:
-        """Of all steady steps."""
+        """Duration of all steady steps."""
         return max(1, self.window[1] - self.window[0])
 
 
 def profile_steps(trace: ProfilerTrace) -> StepProfile:
-    """Work it out; see NOTE [ Phases of a trace ]."""
+    """Profile the steps of a trace; see NOTE [ Phases of a trace ]."""
     steady = _steady(trace.steps)
     start = steady[0].start_ns
     end = max(steady[-1].end_ns, max((one.end_ns for one in trace.device), default=0))
@@ -226,7 +226,7 @@ def _inside(at: int, spans: Sequence[Span]) -> bool:
 
 
 def _recompute(trace: ProfilerTrace, backward: Sequence[Span]) -> list[Slice]:
-    """Operators that run again in backward, with all that is inside of them."""
+    """Find recomputed operators in backward, with all that is inside of them."""
     engine = joined(_spans(one for one in trace.ops if one.name.startswith(_ENGINE)))
     marked = joined(_spans(one for one in trace.annotations if one.name == RECOMPUTES))
     numbered = [one for one in trace.ops if _is_numbered(one) and _inside(one.start_ns, engine or backward)]
@@ -281,7 +281,7 @@ def _short(name: str) -> str:
 
 
 def _after(exposed: list[Span], compute: list[Span], phases: Mapping[str, list[Span]], start: int, end: int) -> int:
-    """What of it runs between the last computation of a backward and the first of an optimizer."""
+    """Length between the last computation of a backward and the first of an optimizer."""
     found = 0
     for begin, stop in within(exposed, start, end):
         before = [phase for phase in phases[BACKWARD] if phase[0] <= begin]

@@ -1,4 +1,4 @@
-"""What `jettison.watch` writes: bytes between steps, what each step was given, and the error where there was one."""
+"""Records of `jettison.watch`: bytes between steps, batches, and the error where there was one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_THE_MESSAGE: Final = (
     "trainer",
     "evaluating",
 )
-"""Facts that a snapshot does not have."""
+"""Facts that only the message has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,12 @@ class WatchRecord:
     snapshot: str = ""
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return it as JSON has it."""
         return {"schema": SCHEMA, **asdict(self)}
 
 
 def read_watch_record(path: Path) -> MemoryFacts | None:
-    """What a record says, and the snapshot beside it; None where the file is no record.
+    """Read a record, and the snapshot next to it; None where the file is no record.
 
     Raises:
         UsageError: it is one, and broken, or its snapshot is.

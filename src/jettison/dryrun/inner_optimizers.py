@@ -1,7 +1,7 @@
-"""Optimizers that step inside of a step of somebody's own, as those of a GAN do between its half-steps.
+"""Optimizers that the user's step function steps itself, as a GAN does between its half-steps.
 
-The step finds the loop's optimizers where it always does (a closure, an attribute). While it is dry-run, each of them
-has the parameter groups and the state of its copy over fake parameters, so that it steps and frees those.
+The step reaches the loop's optimizers by a closure or an attribute. During a dry run each of them has the parameter
+groups and the state of its copy over fake parameters, so that it steps and frees those.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jettison.errors import UsageError
 
 
 def each_of(optimizer: torch.optim.Optimizer | None) -> Sequence[torch.optim.Optimizer]:
-    """Those that step, where several were put together as one."""
+    """Return the optimizers that one object steps."""
     if optimizer is None:
         return ()
     found: Sequence[torch.optim.Optimizer] = getattr(optimizer, "optimizers", (optimizer,))
@@ -26,7 +26,7 @@ def each_of(optimizer: torch.optim.Optimizer | None) -> Sequence[torch.optim.Opt
 
 @contextlib.contextmanager
 def standing_in(optimizer: torch.optim.Optimizer | None, copied: torch.optim.Optimizer | None) -> Iterator[None]:
-    """A loop's optimizers work on fake parameters in here."""
+    """Let the loop's optimizers step fake parameters within this context."""
     pairs = list(zip(each_of(optimizer), each_of(copied), strict=True))
     own = [dict(vars(real)) for real, _ in pairs]
     for real, fake in pairs:
@@ -42,10 +42,10 @@ def standing_in(optimizer: torch.optim.Optimizer | None, copied: torch.optim.Opt
 
 @contextlib.contextmanager
 def noting_steps(optimizer: torch.optim.Optimizer | None, stepped: Callable[[int], None]) -> Iterator[None]:
-    """Optimizers step in here.
+    """Watch the optimizers' steps within this context.
 
     Args:
-        stepped: is told before one of the loop's steps, by its number.
+        stepped: called with an optimizer's number before it steps.
 
     Raises:
         UsageError: one steps, or frees gradients, that the plan was not given.

@@ -1,6 +1,6 @@
-"""Schedules of `torch.distributed.pipelining` that users hand over, told apart without importing torch's pipelining.
+"""Schedules of `torch.distributed.pipelining`, recognized without importing it.
 
-That import takes a second, and nobody has a schedule before it.
+That import takes a second, and a schedule exists only after it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Scheduled: TypeAlias = "_PipelineSchedule"
 
 
 def is_schedule(thing: Any) -> bool:
-    """Whether it is a schedule of torch's."""
+    """Whether an object is a schedule of torch's."""
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     return schedules is not None and isinstance(thing, schedules._PipelineSchedule)
 
 
 def stages_of(schedule: Scheduled) -> list[PipelineStage]:
-    """A rank's stages, in the order of the model.
+    """Return a rank's stages, in the order of the model.
 
     Raises:
-        UnsupportedModule: they are of another kind.
+        UnsupportedModule: a stage is no `PipelineStage`.
     """
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -50,7 +50,7 @@ def stages_of(schedule: Scheduled) -> list[PipelineStage]:
 
 
 def modules_of(things: Sequence[nn.Module | Scheduled | ImaginedSchedule]) -> list[nn.Module]:
-    """The modules of a step: its models, and the stages of its schedules."""
+    """Return the modules of a step: its models, and the stages of its schedules."""
     found: list[nn.Module] = []
     for one in things:
         if isinstance(one, nn.Module):

@@ -1,4 +1,4 @@
-"""Types of models by name, without loading a library: which are known, and which is the nearest."""
+"""Model types of transformers and their nearest described type, without importing transformers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jettison.spec.more_families import EVERY_FAMILY
 from jettison.spec.presets import PRESETS
 
 _TABLES: Final = ("auto_mappings.py", "configuration_auto.py")
-"""Of transformers, where its types stand as strings."""
+"""Files of transformers that list its types as strings."""
 
 
 @cache
 def transformers_types() -> frozenset[str] | None:
-    """Every word that transformers' tables of types have, its types among them; None where they cannot be found.
+    """Read every quoted word in transformers' tables of types; None where they cannot be found.
 
     They are read as text: importing them takes seconds.
     """
@@ -50,7 +50,7 @@ def require_known(kind: object, name: str) -> None:
 
 
 def treat_as(kind: object) -> str:
-    """What to do about an unknown type: the nearest one with a closed form, as a flag that is accepted."""
+    """Return the advice for an unknown type: the nearest one with a closed form, as a flag that is accepted."""
     return (
         f"Where it is built like one that is known, --family {nearest(str(kind))} describes it (ledger, plan, estimate "
         "and search take that; docs/architectures.md lists the types). A trace needs the model itself: module:factory"
@@ -61,7 +61,7 @@ def require_known_file(model: str) -> None:
     """Refuse a ``config.json`` of a type that no trace could build, before libraries are loaded for it.
 
     Raises:
-        NotDescribed: transformers does not know it. What else is wrong with it, whoever reads it says.
+        NotDescribed: transformers does not know it. Other mistakes are left to the reader of the file.
     """
     path, kind = Path(model), None
     if model in PRESETS or not path.exists():
@@ -74,7 +74,7 @@ def require_known_file(model: str) -> None:
 
 
 def nearest(kind: str) -> str:
-    """The described type whose name is most like this one; a Llama where none is."""
+    """Return the described type of the most similar name; ``llama`` where none is similar."""
     kind = kind.lower().replace("-", "_")
     wholly = [one for one in EVERY_FAMILY if kind.startswith(one) or one.startswith(kind)]
     close = wholly or get_close_matches(kind, EVERY_FAMILY, n=1, cutoff=0.5)

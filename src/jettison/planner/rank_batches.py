@@ -1,8 +1,8 @@
-"""The batches that ranks with shared parameters plan for: one list of shapes, whatever batch each of them has first.
+"""One list of batch shapes for ranks that share parameters, whose first batches may differ.
 
-Such ranks follow one plan, and are compared op by op. Each has a shard of the data, whose first batch may be longer or
-shorter than another rank's. So they tell each other their shapes and plan for those that no other one covers. A rank
-that has no batch of such a shape stretches its own.
+Such ranks follow one plan, and are compared op by op. Each reads its own shard of the data, so its first batch may be
+longer or shorter than another rank's. They exchange their shapes and plan for those that no other shape covers. A rank
+without a batch of such a shape pads its own by repetition.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jettison.parallel.agree import Agreement
 from jettison.runtime.batch_shape import BatchShape, map_tensors
 
 MOST_SHAPES = 4
-"""That are planned for as they are; of more, one batch that covers them all."""
+"""Shapes that are planned one by one; instead of more, one shape that covers them all."""
 
 
 def alike(batches: Sequence[Any], sharing: Agreement) -> list[Any]:
-    """Batches of the same shapes on all ranks, in one order.
+    """Return batches of the same shapes on all ranks, in one order.
 
     Raises:
         PlanMismatch: batches do not have the same tensors on all ranks.
@@ -39,13 +39,13 @@ def alike(batches: Sequence[Any], sharing: Agreement) -> list[Any]:
 
 
 def _outermost(shapes: Sequence[BatchShape]) -> list[BatchShape]:
-    """Those that no other one covers; the largest last."""
+    """Select the shapes that no other one covers; the largest last."""
     found = [one for one in shapes if not any(other is not one and other.covers(one) for other in shapes)]
     return sorted(found, key=lambda shape: (shape.nbytes, str(shape)))
 
 
 def _around(shapes: Sequence[BatchShape]) -> BatchShape:
-    """A shape that covers all of them."""
+    """Return the smallest shape that covers all of them."""
     first, *others = shapes
     for other in others:
         first = first.around(other)
@@ -53,7 +53,7 @@ def _around(shapes: Sequence[BatchShape]) -> BatchShape:
 
 
 def _stretched(own: dict[BatchShape, Any], shape: BatchShape) -> Any:
-    """A batch of this rank in another shape: its last rows and columns are repeated, so that values stay valid."""
+    """Pad a batch of this rank to another shape by repeating its last rows and columns, so that values stay valid."""
     names = [where for where, _ in shape.sizes]
     base = next((one for one in own if one.can_become(shape)), None)
     if base is None:

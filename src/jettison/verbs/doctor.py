@@ -1,4 +1,4 @@
-"""`doctor --oom`: what filled the memory, which of three it was, and the smallest changes that fit."""
+"""`doctor --oom`: the cause when memory ran out, and the smallest changes that fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OOM_SCHEMA = "jettison.oom/1"
 
 
 def read_memory_facts(path: Path) -> MemoryFacts:
-    """Of a snapshot, of what `jettison.watch` wrote, or of a log.
+    """Read a snapshot, a record of `jettison.watch`, or a log.
 
     Raises:
         UsageError: it is none of them.
@@ -31,7 +31,7 @@ def read_memory_facts(path: Path) -> MemoryFacts:
 
 
 def diagnose_oom(path: Path) -> FindingsReport:
-    """What a file says about memory that ran out.
+    """Diagnose a file of a run whose memory ran out.
 
     Raises:
         UsageError: it says nothing about it.

@@ -1,4 +1,4 @@
-"""Which kind of file something is, by its first bytes, and which command reads it: for whoever gave it to another.
+"""Kinds of files by their first bytes, and the command that reads each: for messages about a file given to another.
 
 NOTE [ Timelines of torch ]
 `torch.profiler.profile.export_memory_timeline` writes totals by category over time: a picture in HTML, two lists in
@@ -39,7 +39,7 @@ class FileKind:
     fits: Callable[[Path, bytes, str], bool]
 
     def advice(self, path: Path) -> str:
-        """What the file is, and what to type."""
+        """Return the message: what the file is, and what to type."""
         what = f"{path} is {self.name}"
         way = f"read it with: jettison {self.command.format(path)}" if self.command else self.instead
         return f"{what}; {way}"
@@ -131,7 +131,7 @@ KINDS: Final = (
 
 
 def file_kind(path: Path) -> FileKind | None:
-    """The kind of a file; None where it is none that is known, or no file."""
+    """Return the kind of a file; None where it is unknown, or no file."""
     try:
         if not path.is_file():
             return None
@@ -146,13 +146,13 @@ def file_kind(path: Path) -> FileKind | None:
 
 
 def misplaced(path: Path, verb: str) -> str | None:
-    """What to say of a file that another command reads; None where this verb reads its kind, or nobody knows it."""
+    """Return the message about a file that another command reads; None where this verb reads it, or it is unknown."""
     kind = file_kind(path)
     return None if kind is None or verb in kind.verbs else kind.advice(path)
 
 
 def _unzipped(begin: bytes) -> bytes:
-    """As much of a gzipped file's beginning as is there."""
+    """Unpack the beginning of a gzipped file, which may be cut off."""
     try:
         return zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(begin, _LOOKED_AT_BYTES)
     except (zlib.error, gzip.BadGzipFile):
