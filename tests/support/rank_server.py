@@ -2,7 +2,7 @@
 
 On a slow core an import of all three takes five seconds, and a launch of four ranks makes it five times. Here it is
 made once for each worker of pytest. All else is torchrun's own: its agent, its store, its environment variables, its
-way to end ranks; only `SubprocessHandler._popen`, which starts an interpreter for a rank, forks instead.
+way to end ranks; only `SubprocessHandler._popen`, which starts an interpreter for a rank, asks the server for a fork.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import io
 import json
 import os
 import runpy
+import select
 import shutil
 import signal
 import socket
@@ -46,28 +47,24 @@ IMPORTED = (
 )
 
 
-class Launch:
-    """Of a process that the server made: as much of `subprocess.Popen` as tests use."""
+class Forked:
+    """A process that the server forked: as much of `subprocess.Popen` as torchrun and tests ask for.
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.args = list(words)
+    Args:
+        args: an interpreter's path, which is left out, and its arguments.
+        environment: all of its environment variables.
+        output: a file descriptor for standard output and errors.
+    """
+
+    def __init__(self, args: Sequence[str], environment: Mapping[str, str], output: int) -> None:
+        self.args = list(args)
         self.returncode: int | None = None
-        self._written: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        reading, writing = os.pipe()
-        self.stdout = io.TextIOWrapper(os.fdopen(reading, "rb"), errors="replace")
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(_server())
-        with os.fdopen(writing, "wb"):
-            order = json.dumps({"words": list(words), "environment": dict(environment), "folder": os.getcwd()}).encode()
-            self._socket.sendall(len(order).to_bytes(8, "little") + order)
-            send_handle(self._socket, writing, None)
-        with self._socket.makefile() as answers:
-            self.pid = int(answers.readline())
-        self._reader.start()
-
-    def _read(self) -> None:
-        self._written.append(self.stdout.read())
+        order = {"words": self.args[1:], "environment": dict(environment), "folder": os.getcwd()}
+        _send(self._socket, json.dumps(order).encode())
+        send_handle(self._socket, output, None)
+        self.pid = int(_received(self._socket))
 
     def poll(self) -> int | None:
         """The exit code, or None."""
@@ -82,13 +79,37 @@ class Launch:
             TimeoutExpired: it still runs.
         """
         if self.returncode is None:
-            self._socket.settimeout(timeout)
-            try:
-                self.returncode = int(self._socket.recv(16).decode())
-            except TimeoutError:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from None
+            if not select.select([self._socket], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = int(_received(self._socket))
             self._socket.close()
         return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """As a scheduler would."""
+        self.send_signal(signal.SIGTERM)
+
+
+class Launch(Forked):
+    """A process of the server's whose output is read."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._written: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        reading, writing = os.pipe()
+        self.stdout = io.TextIOWrapper(os.fdopen(reading, "rb"), errors="replace")
+        with os.fdopen(writing, "wb"):
+            super().__init__([sys.executable, *words], environment, writing)
+        self._reader.start()
+
+    def _read(self) -> None:
+        self._written.append(self.stdout.read())
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """All that it and its ranks wrote, when all have ended.
@@ -103,22 +124,30 @@ class Launch:
         self.stdout.close()
         return self._written[0], None
 
-    def send_signal(self, number: int) -> None:
-        """Unless it has ended."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
 
-    def terminate(self) -> None:
-        """As a scheduler would."""
-        self.send_signal(signal.SIGTERM)
+def _send(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(len(message).to_bytes(8, "little") + message)
+
+
+def _received(connection: socket.socket) -> bytes:
+    return _exactly(connection, int.from_bytes(_exactly(connection, 8), "little"))
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        more = connection.recv(size - len(found))
+        if not more:
+            raise EOFError("the other end is gone")
+        found += more
+    return found
 
 
 _address: str | None = None
 
 
 def _server() -> str:
-    """Of this process; it ends when this one does."""
+    """Address of the server of this process, which ends when the process does; what it forks asks the same one."""
     global _address
     if _address is None:
         _address = os.path.join(tempfile.mkdtemp(prefix="ranks"), "socket")
@@ -138,102 +167,57 @@ def _server() -> str:
 
 
 def serve(address: str) -> None:
-    """Until standard input closes, which is when the one who started it is gone."""
+    """Until standard input closes, which is when the one who started it is gone.
+
+    It has no thread but this one: what another one holds at a fork, the child waits for in vain.
+    """
+    global _address
     for name in IMPORTED:
         importlib.import_module(name)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"{address}.new")
     listening.listen(64)
     os.rename(f"{address}.new", address)
-    threading.Thread(target=_end_with_the_parent, args=(Path(address).parent,), daemon=True).start()
+    _address = address
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while True:
+    while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
         connection, _ = listening.accept()
         if os.fork() == 0:
             listening.close()
             _keep(connection)
         connection.close()
-
-
-def _end_with_the_parent(folder: Path) -> None:
-    sys.stdin.buffer.read()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
+    shutil.rmtree(Path(address).parent, ignore_errors=True)
 
 
 def _keep(connection: socket.socket) -> None:
-    """Start what was ordered, and tell its number and how it ended."""
+    """Fork what was ordered, and say how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    size = int.from_bytes(_exactly(connection, 8), "little")
-    order = json.loads(_exactly(connection, size))
-    output = recv_handle(connection)
-    process = Forked([sys.executable, *order["words"]], order["environment"], output, order["folder"])
+    order = json.loads(_received(connection))
+    output, code = recv_handle(connection), 1
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            _send(connection, str(os.getpid()).encode())
+            connection.close()
+            code = _as_an_interpreter(order["words"], order["environment"], output, order["folder"])
+        finally:
+            os._exit(code)
     os.close(output)
     with contextlib.suppress(OSError):  # nobody waits
-        connection.sendall(f"{process.pid}\n".encode())
-        code = process.wait()
-        connection.sendall(str(code).encode())
+        _send(connection, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
     os._exit(0)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size:
-        more = connection.recv(size - len(found))
-        if not more:
-            os._exit(1)
-        found += more
-    return found
-
-
-class Forked:
-    """What `subprocess.Popen` would have made, without an interpreter's start: as much of it as torchrun asks for."""
-
-    def __init__(self, args: Sequence[str], environment: Mapping[str, str], output: int | None, folder: str) -> None:
-        self.args = list(args)
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                code = _as_an_interpreter(self.args[1:], environment, output, folder)
-            finally:
-                os._exit(code)
-
-    def poll(self) -> int | None:
-        """The exit code, or None."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit code.
-
-        Raises:
-            TimeoutExpired: it still runs.
-        """
-        end = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None:
-            if end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            time.sleep(0.01)
-        assert self.returncode is not None
-        return self.returncode
-
-
-def _as_an_interpreter(words: list[str], environment: Mapping[str, str], output: int | None, folder: str) -> int:
-    """What `python WORDS` does and with what it exits."""
-    os.setsid()
+def _as_an_interpreter(words: list[str], environment: Mapping[str, str], output: int, folder: str) -> int:
+    """Do as `python WORDS` does; its exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if output is not None:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -274,7 +258,7 @@ def _torchrun() -> None:
     from torch.distributed.run import main
 
     def forked(self: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Forked:
-        return Forked(args, env, None, os.getcwd())
+        return Forked(args, env, sys.stdout.fileno())
 
     SubprocessHandler._popen = forked  # type: ignore[method-assign, assignment]
     main(sys.argv[1:])

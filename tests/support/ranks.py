@@ -27,6 +27,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ FOLDER = "JETTISON_TEST_RESULTS"
 
 LOOKS = 5.0
 """Seconds from one look at a launch to the next."""
+
+JOIN = 300
+"""Seconds in which a process group is made; ranks that wait longer say where, and are launched again once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +180,9 @@ def launch_ranks(
         more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), FOLDER: folder, "OMP_NUM_THREADS": "1"}
         whole = os.environ | more | dict(environment or {})
         output, code, hangs = _run(command[1:], whole, timeout)
-        if hangs:
-            warnings.warn(f"gloo hung by itself in {target} on {nproc} ranks, which are launched again", stacklevel=2)
+        if hangs or f"Timeout ({timedelta(seconds=JOIN)})!" in output:
+            how = "gloo hung by itself in" if hangs else "there was no process group for"
+            warnings.warn(f"{how} {target} on {nproc} ranks, which are launched again:\n{output}", stacklevel=2)
             output, code, _ = _run(command[1:], whole, timeout)
         files = [Path(folder) / f"{rank}.json" for rank in range(nproc)]
         results = [json.loads(file.read_text("utf-8")) if file.exists() else None for file in files]
@@ -227,7 +232,9 @@ def _main(module: str, function: str, args: str) -> None:
 
     faulthandler.enable()
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(JOIN, exit=True)
     distributed.init_process_group("gloo")
+    faulthandler.cancel_dump_traceback_later()
     report(getattr(importlib.import_module(module), function)(json.loads(args)))
     distributed.barrier()  # nobody leaves while others still talk
     distributed.destroy_process_group()
