@@ -103,7 +103,7 @@ def _whole(number: object) -> int:
 
 
 def _instead_of(number: float) -> str:
-    """What somebody who wrote a float may have meant, each in a form that is accepted."""
+    """Suggest accepted forms of a budget that was given as a float."""
     meant = []
     if 2**-30 <= number < 1e5:
         meant.append(f'"{Decimal(repr(float(number))):f}GiB"')

@@ -33,7 +33,7 @@ _BAG_SIZES = {
     torch.ops.aten._embedding_bag_backward.default: 4,
     torch.ops.aten._embedding_bag_dense_backward.default: 3,
 }
-"""Where they are told how many rows each bag has."""
+"""Position of the argument with the rows of each bag."""
 _BY_MASK = (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default)
 _PUTS = (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default)
 

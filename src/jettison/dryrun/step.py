@@ -420,8 +420,9 @@ def optimizer_over(
 
 
 def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer has beside groups and state: counts, settings, buffers of its own. Not what belongs to the real
-    one: hooks, and a ``step`` that a scheduler has put around its own.
+    """Return an optimizer's attributes besides groups and state: counts, settings, buffers.
+
+    Hooks, and a ``step`` that a scheduler has wrapped, belong to the real optimizer and are left out.
     """
     return {
         name: value

@@ -67,10 +67,10 @@ class Planned:
 
 
 class TrainerPlan(Planned, ABC):
-    """What becomes of a trainer."""
+    """A trainer that is planned at its first batch."""
 
     method: ClassVar[str]
-    """Of the trainer: called with every batch, runs forward and backward."""
+    """The trainer's method that is called with every batch and runs forward and backward."""
 
     def __init__(self, trainer: Any, memory_budget: str | SupportsIndex, options: dict[str, Any]) -> None:
         super().__init__(memory_budget, options)

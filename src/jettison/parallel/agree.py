@@ -203,7 +203,7 @@ class Agreement:
         return number
 
     def union(self, own: Collection[str]) -> list[str]:
-        """What any rank has, each once, in one order for all.
+        """Return the union of all ranks' words, in one order for all.
 
         Raises:
             PlanMismatch: a rank failed, or did not come in time.
@@ -311,7 +311,7 @@ class Round:
             return int(self.tree.hear(topic))
 
     def union(self, own: Sequence[str]) -> list[str]:
-        """What any rank has, in order."""
+        """Return the sorted union of all ranks' words."""
 
         def merge(words: Sequence[tuple[int, bytes]]) -> bytes:
             return json.dumps(sorted({one for _, word in words for one in json.loads(word)})).encode()

@@ -139,7 +139,7 @@ class OptimizerWatch:
 
 @dataclass
 class _States:
-    """Of one planned optimizer: ids of parameters that have state, and bytes of those that came late under a plan."""
+    """State of one planned optimizer: ids of parameters that have some, and bytes that came after planning."""
 
     plan: object
     reached: set[int]

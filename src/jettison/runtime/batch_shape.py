@@ -23,11 +23,11 @@ class Size:
 
     @property
     def element_bytes(self) -> int:
-        """Of one element; 0 where there is none."""
+        """Bytes of one element; 0 where there is none."""
         return self.nbytes // max(1, math.prod(self.dims))
 
     def around(self, other: Size) -> Size:
-        """As long as either of them in every dim."""
+        """Return the elementwise maximum of both sizes."""
         if len(self.dims) != len(other.dims):
             return max(self, other, key=lambda size: size.nbytes)
         dims = tuple(map(max, self.dims, other.dims))

@@ -161,7 +161,7 @@ def _handed_on(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """What torch's function runs while something is held. It runs with the globals of torch's module."""
+    """Replacement for torch's function while a plan is on; it runs with the globals of torch's module."""
     from jettison.runtime.chunked_loss import cross_entropy
 
     return cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
@@ -348,7 +348,7 @@ def _unseen() -> contextlib.AbstractContextManager[Any]:
 
 
 def _taken(logp: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """What `nll_loss` takes of each row of a chunk."""
+    """Return the log-probability that `nll_loss` takes of each row of a chunk."""
     with _unseen():
         taken: Tensor = aten.nll_loss_forward(logp, target, None, 0, ignore_index)[0]
         return taken

@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 
 def runs_as(call: Call) -> Callable[..., Any]:
-    """What gives the outputs of a recorded call again."""
+    """Return the function that recomputes the outputs of a recorded call."""
     return safe_softmax if costs_like(call) is not None else call.func
 
 
@@ -50,11 +50,11 @@ def costs_like(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
 
 
 def in_place(call: Call, buffers: Sequence[Buffer], spare: Mapping[int, Call]) -> tuple[int, Callable[..., Any]] | None:
-    """Where among the arguments of a call its result may be written, and what writes it there.
+    """Find the argument that a call's result may overwrite, and the function that does so.
 
     Args:
         buffers: the program's.
-        spare: what made them, by buffer, of those that are computed again and that nobody reads but this call.
+        spare: the call that made it, by buffer, for recomputed buffers that only this call reads.
     """
     out = call.outputs[0] if len(call.outputs) == 1 else None
     if out is None or call.written or call.state_in is not None:

@@ -239,13 +239,13 @@ class Frame:
         )
 
     def stale(self, buffer: int, then: int, now: int | None) -> StaleTensor:
-        """What to raise where something that a tensor is computed from was written to."""
+        """Return the error for a kept tensor, parameter or buffer that was written to before backward."""
         name = self.recipe.parameters.get(buffer)
         kind = "parameter" if isinstance(self.parameters.get(buffer, (None,) * 4)[2], nn.Parameter) else "buffer"
         return stale("a kept tensor" if name is None else f"{kind} {name!r}", self.name, then, now)
 
     def wrong(self, handle: Handle) -> WrongValue:
-        """What to raise where a tensor came back as another one."""
+        """Return the error for a recomputed tensor that differs from forward's."""
         slot = self.recipe.trace.program.slots[handle.index]
         where = ".".join(filter(None, (self.name, slot.path))) or "the model"
         came = CAME.get(handle.slot.kind, "was computed again for backward")

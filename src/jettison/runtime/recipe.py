@@ -59,7 +59,7 @@ class SlotAction:
 
 
 Expected: TypeAlias = tuple[Any, Any, torch.dtype, str | None, SlotAction | None, int | None]
-"""Of a slot: shape, strides and type; the name of a parameter; what to do if it is dropped; the box that it fills."""
+"""Expectation of a slot: shape, strides, type, parameter name, action where it is dropped, box that it fills."""
 
 
 @dataclass(kw_only=True)

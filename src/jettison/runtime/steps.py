@@ -72,8 +72,8 @@ def _run_step(step: RecipeStep, leaves: list[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def outside_of_vmap() -> Iterator[None]:
-    """What a forward had is no batch, although its backward may run for several gradients at a time
-    (``is_grads_batched``), where random ops are refused.
+    """Leave the levels of `vmap` for recomputation: a backward over several gradients (``is_grads_batched``) refuses
+    random ops, and the forward was not batched.
     """
     increment, decrement = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
     levels = increment() - 1

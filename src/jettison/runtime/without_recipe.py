@@ -66,9 +66,7 @@ def _run_interrupted(
 
 
 def _without_checks() -> contextlib.AbstractContextManager[Any]:
-    """What surrounding regions look at their ops with is off: functions that `torch.compile` has made run under nothing
-    that does.
-    """
+    """Switch off the dispatch modes of surrounding regions: compiled functions do not run under any."""
     modes = _get_current_dispatch_mode_stack()
     ours = bool(modes) and all(isinstance(mode, SequenceCheck | SomeMode) for mode in modes)
     return _disable_current_modes() if ours else contextlib.nullcontext()

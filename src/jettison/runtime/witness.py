@@ -100,7 +100,7 @@ class Spots:
     cuts: dict[torch.dtype, Cut | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def cut(self, dtype: torch.dtype) -> Cut | None:
-        """How numbers of this type are read where they lie; None for what has no words, or without NumPy."""
+        """Return the way to read elements of a type in place; None for types that NumPy lacks, or without NumPy."""
         if dtype not in self.cuts:
             self.cuts[dtype] = self._cut(dtype.itemsize) if dtype in _NUMBERS and numpy is not None else None
         return self.cuts[dtype]

@@ -1,4 +1,4 @@
-"""What a stack says about an allocation: the line that made it, and the part of a training step.
+"""Stacks of allocations: the line that made one, and its part of a training step.
 
 Frames come from PyTorch's memory snapshots and from tracebacks. With ``stacks="all"``, which is the default of
 `torch.cuda.memory._record_memory_history`, a stack begins with C++ frames (the unwinder, the allocator, ATen), and
@@ -98,7 +98,7 @@ def place_of(frames: Sequence[Frame]) -> str:
 
 
 def _rank(file: str) -> int:
-    """Whose code a file is: the user's, a library's, torch's, Python's."""
+    """Order files by owner: the user, a library, torch, Python."""
     if is_torch(file):
         return 2
     return 1 if _LIBRARY.search(file) else 3 if _PYTHON.search(file) else 0

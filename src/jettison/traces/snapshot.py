@@ -213,7 +213,7 @@ class _Reader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stack:
-    """What is known of a stack. ``ends``: as `ends_step` has it."""
+    """A stack's label, and whether it ends a step (`ends_step`)."""
 
     label: Label
     ends: str = ""

@@ -103,7 +103,7 @@ def _sizes(recipe: TrainRecipe, layout: Layout) -> dict[str, int]:
 
 
 def _first_state(recipe: TrainRecipe, layout: Layout, text: Survey, model: Mapping[str, Any]) -> RunState:
-    """What a checkpoint says of a run before its first step."""
+    """Return the state of a run before its first step."""
     return RunState(
         step=0,
         steps=recipe.steps,
