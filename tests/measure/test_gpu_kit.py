@@ -25,6 +25,7 @@ from benchmarks.rivals import Rival, Undo
 from torch import Tensor, nn
 
 from jettison.errors import Infeasible
+from support.patience import PATIENCE
 
 CPU = torch.device("cpu")
 TINY = Setting(device=CPU, tiny=True, rounds=2, compiles=False)
@@ -40,11 +41,11 @@ sys.exit(main(sys.argv[1:]))
 NOT_NEEDED = ("numpy", "pydantic", "pydantic_core", "cyclopts", "rich", "highspy", "transformers", "scipy")
 
 
-def run_kit(out: Path, *flags: str, seconds: int = 500) -> tuple[int, str]:
-    """In a process where nothing but torch can be imported."""
+def run_kit(out: Path, *flags: str) -> tuple[int, str]:
+    """In a process where nothing but torch can be imported, with time for all of it."""
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT.format(absent=NOT_NEEDED), "--device", "cpu", "--tiny"]
-    command += ["--seconds", str(seconds), "--out", str(out), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=900)
+    command += ["--seconds", str(PATIENCE), "--out", str(out), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=PATIENCE)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -96,7 +97,7 @@ def test_it_needs_nothing_but_torch(tmp_path: Path) -> None:
     "sections", [["gradients"], ["environment", "predictions", "llama_1b", "llama_8b", "calibration"]]
 )
 def test_all_of_it(tmp_path: Path, sections: list[str]) -> None:
-    code, said = run_kit(tmp_path, "--sections", *sections, seconds=850)
+    code, said = run_kit(tmp_path, "--sections", *sections)
     assert code == 0, said
     found = documents(tmp_path)
     assert sorted(found) == sorted(sections)

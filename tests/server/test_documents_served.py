@@ -11,6 +11,7 @@ import pytest
 
 from jettison.cli.main import run
 from jettison.server import Limits
+from support.patience import PATIENCE
 from support.serving import JSON, PLAN, Served, served
 
 LLAMA = {
@@ -189,7 +190,7 @@ def test_what_cannot_be_asked_is_refused_in_words(server: Served, verb: str, bod
     ids=range(12),
 )
 def test_bodies_that_are_none(server: Served, content: bytes, status: int, sentence: str) -> None:
-    answer = httpx.post(f"{server.url}/api/ledger", content=content, headers=JSON, timeout=600)
+    answer = httpx.post(f"{server.url}/api/ledger", content=content, headers=JSON, timeout=PATIENCE)
     assert answer.status_code == status
     assert sentence in answer.json()["detail"]
 
@@ -242,7 +243,7 @@ def test_no_path_is_a_file(server: Served, path: str) -> None:
 )
 def test_who_may_ask(server: Served, headers: dict[str, str], status: int) -> None:
     given = JSON | {name: value.format(port=server.port) for name, value in headers.items()}
-    answer = httpx.post(f"{server.url}/api/ledger", content=b'{"model": "gpt2"}', headers=given, timeout=600)
+    answer = httpx.post(f"{server.url}/api/ledger", content=b'{"model": "gpt2"}', headers=given, timeout=PATIENCE)
     assert answer.status_code == status
     assert "Access-Control-Allow-Origin" not in answer.headers
     assert answer.headers["X-Content-Type-Options"] == "nosniff"

@@ -15,6 +15,7 @@ from jettison.server.problems import Problem
 from jettison.server.questions import VERBS, question
 from jettison.spec.hardware import hardware_names
 from jettison.spec.presets import PRESETS
+from support.patience import PATIENCE
 from support.serving import JSON, PLAN, Served, served
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
@@ -99,7 +100,7 @@ def test_odd_configurations_never_meet_a_bug(server: Served, odd: dict[str, Any]
         "num_attention_heads": 4,
     }
     body = json.dumps({"config": {**config, **odd}}).encode("utf-8", "surrogatepass")
-    answer = httpx.post(f"{server.url}/api/ledger", content=body, headers=JSON, timeout=600)
+    answer = httpx.post(f"{server.url}/api/ledger", content=body, headers=JSON, timeout=PATIENCE)
     assert answer.status_code in (200, 400, 413, 422), (odd, answer.text)
 
 

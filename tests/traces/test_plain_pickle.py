@@ -11,6 +11,7 @@ import pytest
 
 from jettison.errors import UsageError
 from jettison.traces.plain_pickle import load_plain, loads_plain
+from support.patience import PATIENCE
 
 PLAIN = {
     "a": [1, -1, 2**31, 2**62, 0.5, True, None, "text", "é" * 300],
@@ -99,7 +100,7 @@ except UsageError as error:
     print(error)
 """
     assert len(data) == 400_002
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert run.stdout.startswith("deep is no CUDA memory snapshot")
 
 
