@@ -442,6 +442,35 @@ OUTSIDE_OF_STEPS = (
         **PLAIN_IS,
     ),
     Case(
+        name="vLLM's longest sequence",
+        text="ValueError: To serve at least one request with the models's max seq len (131072), (16.00 GiB KV cache is "
+        "needed, which is larger than the available KV cache memory (7.50 GiB). Based on the available memory, the "
+        "estimated maximum model length is 61424.\n",
+        kind=Kind.UNKNOWN,
+        asked=16.0,
+        free=7.5,
+        says=("it needs 16.0 GiB, and 7.5 GiB are left", "--max-model-len"),
+        never=NO_PLAN,
+    ),
+    Case(
+        name="SGLang's cache",
+        text=traceback((f"{SITE}/sglang/srt/model_executor/model_runner.py", 900, "init_memory_pool"))
+        + "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.\n",
+        kind=Kind.UNKNOWN,
+        trainer="SGLang",
+        says=("cache of keys and values", "--mem-fraction-static"),
+        never=NO_PLAN,
+    ),
+    Case(
+        name="no batch size fits",
+        text=traceback(ME, (HF, 2237, "train"), (f"{SITE}/accelerate/utils/memory.py", 170, "decorator"))
+        + "RuntimeError: No executable batch size found, reached zero.\n",
+        kind=Kind.UNKNOWN,
+        trainer="transformers Trainer",
+        says=("each batch size down to 1", "gradient_checkpointing=True"),
+        never=("nvidia-smi",),
+    ),
+    Case(
         name="vLLM's ranks",
         text=each(
             "(VllmWorker rank=0 pid=812) ERROR 11-20 10:00:01 [multiproc_executor.py:470] ",

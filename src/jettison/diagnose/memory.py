@@ -208,6 +208,8 @@ def _elsewhere(facts: MemoryFacts) -> Finding:
         held = (
             f": {format_gib(others)} of {format_gib(facts.total_bytes or 0)} are taken when it starts" if others else ""
         )
+        if facts.asked_bytes is not None and facts.free_bytes is not None:
+            held = f": it needs {format_gib(facts.asked_bytes)}, and {format_gib(facts.free_bytes)} are left for it"
         claim = f"the server found no room for its cache of keys and values{held}"
     elif facts.asked_bytes is not None and facts.total_bytes is not None:
         kind = Kind.PEAK

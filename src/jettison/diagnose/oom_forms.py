@@ -246,6 +246,10 @@ def _xla(text: str, found: re.Match[str]) -> Figures:
 
 
 def _server(text: str, found: re.Match[str]) -> Figures:
+    needs = _first(text, rf"\({_SIZE} KV cache is needed")
+    if needs is not None:
+        free = _first(text, rf"available KV cache memory \({_SIZE}\)")
+        return {"failure": Failure.SERVER, "asked_bytes": needs, "free_bytes": free}
     pair = re.search(r"Free memory on device[^(]*\(([\d.]+)/([\d.]+) GiB\)", text)
     if pair is None:
         return {"failure": Failure.SERVER, "notes": (_NO_FIGURES,)}
@@ -268,6 +272,11 @@ ALLOCATORS: Final[tuple[Form, ...]] = (
     _form("MPS backend", begins=r"MPS backend out of memory", read=_mps),
     _form("Invalid buffer", begins=rf"Invalid buffer size: {_SIZE}", read=_mps_buffer),
     _form("PT_DEVMEM", begins=r"PT_DEVMEM Allocation failed for size::(\d+)", read=_hpu),
+    _form(
+        "No executable batch size",
+        begins=r"No executable batch size found, reached zero",
+        read=lambda text, found: {"notes": ("it did with each batch size down to 1", _NO_FIGURES)},
+    ),
     _form(
         "NVML_SUCCESS",
         begins=r"NVML_SUCCESS == \w+ INTERNAL ASSERT FAILED at \S*CUDACachingAllocator",
@@ -299,7 +308,7 @@ HOST: Final[tuple[Form, ...]] = (
         read=_host(""),
     ),
     _form(
-        "exitcode|ExitCode -9|SIGKILL|return code|returncode|ode 137|ode: 137|tatus 137|tatus: 137"
+        ": -9|ExitCode -9|SIGKILL|code = -9|returncode|ode 137|ode: 137|tatus 137|tatus: 137"
         "|tatus of 137|Exit Code:|oom|OOM|Killed|memory: Kill|out of memory|low on memory"
         "|low on resource: memory|9/KILL|zsh: killed|Out Of Memory|OUT_OF_ME|TERM_MEMLIMIT|exceeded limit"
         "|memory pressure|memory limit|memory allocation",
@@ -318,7 +327,7 @@ HOST: Final[tuple[Form, ...]] = (
         window=KERNEL_WINDOW,
     ),
     _form(
-        "shared memory|unable to|No space left|/dev/shm/|SIGBUS|exitcode",
+        "shared memory|unable to|No space left|/dev/shm/|SIGBUS|: -7",
         begins=r"(?:insufficient|out of|unable to allocate) shared memory"
         r"|unable to (?:write to|mmap)[^\n]{0,60}</torch_|No space left on device[^\n]{0,9}/torch_"
         r"|(?:failed to extend|shared memory segment) /dev/shm/nccl"
@@ -375,8 +384,9 @@ LIBRARIES: Final[tuple[Form, ...]] = (
         read=_library("CuPy", asked=rf"allocating {_SIZE}"),
     ),
     _form(
-        "cache blocks|Free memory on device|KV cache",
+        "cache blocks|Free memory on device|KV cache|mem-fraction-static",
         begins=r"No available memory for the cache blocks|Free memory on device[^\n]{0,80}is less than desired"
+        r"|Not enough memory\. Please try to (?:in|de)crease --mem-fraction-static|\([\d.]+ GiB KV cache is needed"
         r"|is larger than the (?:maximum number of tokens that can be stored in|available) KV cache",
         read=_server,
     ),
