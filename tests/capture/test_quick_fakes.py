@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard  # noqa: F401, which has operators of its own
 
 from jettison.capture.quick_fakes import QuickFakeMode, call_key
 
-aten = torch.ops.aten
+aten, fsdp = torch.ops.aten, torch.ops.fsdp
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "product": lambda a, b: a @ b,
     "promotion": lambda a, b: a.half() + b.t(),
@@ -37,6 +38,11 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "some left out": lambda a, b: aten.native_layer_norm_backward.default(
         a, a, [4], a[:, :1], a[:, :1], None, None, [True, False, False]
     ),
+    "gathered": lambda a, b: fsdp.all_gather_copy_in.default([a.view(24)[:12], a[:1, 0]], b.view(24), [12, 1], 13, 0),
+    "gathered apart": lambda a, b: fsdp.split_with_sizes_copy.default(
+        a.view(2, 12), [4, 8], 1, out=[b.view(24)[:8].view(2, 4), b.view(24)[8:].view(2, 8)]
+    ),
+    "to be scattered": lambda a, b: fsdp.chunk_cat.default([a, a[:3]], 0, 2, out=torch.empty(2, 20)),
 }
 
 
@@ -65,7 +71,9 @@ def test_an_answer_from_memory_is_that_of_torch(name: str) -> None:
     expected = told(FakeTensorMode(allow_non_fake_inputs=True), CALLS[name])
     answers = [told(quick, CALLS[name]) for _ in range(4)]
     assert answers == [expected] * 4
-    assert quick._remembered
+    remembered = {key[0] if isinstance(key[0], torch._ops.OpOverload) else key[0][0] for key in quick._remembered}
+    assert remembered
+    assert "fsdp" in {func.namespace for func in remembered} or "fsdp" not in CALLS[name].__code__.co_names
 
 
 def test_a_third_call_is_answered_from_memory() -> None:

@@ -82,7 +82,7 @@ _LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh
 @functools.lru_cache(maxsize=4096)
 def _hangs_on_layouts(func: Any) -> bool:
     """Whether layouts, and values that are no tensors, say what an operator returns, and in whose memory."""
-    if func in _LIFTS or func.namespace not in ("aten", "prims") or any(tag in func.tags for tag in _TOUCHY):
+    if func in _LIFTS or func.namespace not in ("aten", "prims", "fsdp") or any(tag in func.tags for tag in _TOUCHY):
         return False
     return not _is_composite(func)
 
