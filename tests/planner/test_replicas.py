@@ -11,6 +11,8 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import jettison
+from jettison.measure import measured_peak
+from jettison.measure.tensors import static_tensors
 from jettison.units import Bytes
 from support.toys import Mlp
 
@@ -60,4 +62,48 @@ def test_a_plan_for_the_wrapper_knows_its_buckets(alone: None) -> None:
     assert handle.plan.predicted.peak_bytes - plain.plan.predicted.peak_bytes == 25_536
     with warnings.catch_warnings(action="error"):
         wrapped(x).backward()
+    handle.remove()
+
+
+class Branches(Net):
+    """A layer that no step uses, unless it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(16, 64)
+
+    def forward(self, x: Tensor, all_of_it: bool = False) -> Tensor:
+        return super().forward(x) + (self.branch(x).square().mean() if all_of_it else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("views", "all_of_it", "rows"), [(True, False, 4), (True, False, 128), (True, True, 4), (False, False, 128)]
+)
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_what_no_rank_uses_has_buckets_and_no_state(
+    alone: None, one_thread: None, views: bool, all_of_it: bool, rows: int
+) -> None:
+    """A small batch's peak is at the second forward, if buckets are made anew there, or at the optimizer's step."""
+    made = Branches()
+    nbytes = sum(p.nbytes for p in made.parameters())
+    model = DistributedDataParallel(made, find_unused_parameters=True, gradient_as_bucket_view=views)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    x = torch.randn(2 * rows, 16)
+
+    def step(model: nn.Module, x: Tensor) -> None:
+        for half in x.chunk(2):
+            model(half, all_of_it).backward()
+
+    def whole() -> None:
+        step(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    handle = jettison.auto_checkpoint(model, x, Bytes(1 << 30), step=step, optimizer=optimizer)
+    assert handle.plan is not None
+    for _ in range(2):
+        whole()
+    assert all(bool(optimizer.state.get(p)) is all_of_it for p in made.branch.parameters())
+    measured = measured_peak(whole, static_tensors=static_tensors(nn.ModuleList([model]), x, optimizer)).peak_bytes
+    assert measured + nbytes == handle.plan.predicted.peak_bytes  # buckets are there all along
     handle.remove()

@@ -36,7 +36,7 @@ from jettison.errors import JettisonError, TraceError, UsageError
 from jettison.measure.memory import AllocationCounter, quiet_gc
 from jettison.measure.tensors import static_tensors
 from jettison.parallel.agree import Agreement
-from jettison.parallel.imagined import imagined_copy, inside_of_ddp
+from jettison.parallel.imagined import ImaginedReplica, imagined_copy, inside_of_ddp
 from jettison.runtime.assumptions import RETAINED, backward_kinds
 from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign, is_transforming
 from jettison.runtime.graph_fingerprint import next_sequence_number
@@ -411,6 +411,7 @@ class UserStep:
         self._hold_gradients()
         found = [t for model in self.all for t in static_tensors(model, (), self.optimizer)]
         found += [t for one in self.copies if not isinstance(one, nn.Module) for t in one.held()]
+        found += [t for one in self.all if isinstance(one, ImaginedReplica) for t in one.unused.values()]
         return [*found, *(t for t in tree_leaves(self.batches[-1]) if isinstance(t, Tensor))]
 
     @contextlib.contextmanager
@@ -456,6 +457,11 @@ class UserStep:
     def _hold_gradients(self) -> None:
         if self.left is None and not self.gradients_held:
             return
-        for parameter in (p for model in self.all for p in model.parameters() if p.requires_grad):
-            if self.left is None or parameter in self.left:
-                parameter.grad = self._own[parameter] if parameter in self._own else torch.empty_like(parameter)
+        for owner, parameter in ((one, p) for one in self.all for p in one.parameters() if p.requires_grad):
+            if self.left is not None and parameter not in self.left:
+                continue
+            held = self._own[parameter] if parameter in self._own else torch.empty_like(parameter)
+            if isinstance(owner, ImaginedReplica) and owner.views and parameter not in self.gradients:
+                owner.unused[parameter] = held
+            else:
+                parameter.grad = held

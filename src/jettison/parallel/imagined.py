@@ -46,7 +46,8 @@ def imagined_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         UnsupportedModule: it is sharded in a way that cannot be repeated on a copy.
     """
     if isinstance(model, DistributedDataParallel):
-        return ImaginedReplica(fake_copy(model.module, mode), views=gradients_stay(model))
+        again = bool(model.static_graph or not model.find_unused_parameters)
+        return ImaginedReplica(fake_copy(model.module, mode), views=gradients_stay(model), buckets_again=again)
     if not sharded_modules(model):
         return fake_copy(model, mode)
     copied = fake_copy(model, mode, stored=True)
@@ -88,7 +89,9 @@ class ImaginedReplica(nn.Module):
     """What is left of DistributedDataParallel where nothing is sent: its reducer wants real tensors.
 
     Once it knows in which order gradients come, it makes its buckets anew, as a forward begins. Gradients that are
-    views of the old ones, and are there by then, move over: for that moment there are both.
+    views of the old ones, and are there by then, move over: for that moment there are both. Where parameters may be
+    unused, and the graph is not static, buckets stay (``should_rebuild_buckets`` in
+    torch/csrc/distributed/c10d/reducer.hpp). What no rank uses has a part of a bucket, and no gradient.
 
     Where gradients are freed between steps, those of a backward that averages nothing are tensors of their own beside
     the buckets: autograd makes them, and the reducer, whose hooks do nothing then, does not know of them. In the first
@@ -97,11 +100,14 @@ class ImaginedReplica(nn.Module):
 
     Args:
         views: gradients are views of buckets.
+        buckets_again: it makes its buckets anew.
     """
 
-    def __init__(self, module: nn.Module, *, views: bool) -> None:
+    def __init__(self, module: nn.Module, *, views: bool, buckets_again: bool) -> None:
         super().__init__()
         self.module, self.views, self.gradients_wait, self.freed = module, views, False, True
+        self.buckets_again = buckets_again
+        self.unused: dict[nn.Parameter, Tensor] = {}
         self._averages = self._expects = True  # from now on; in the backward of the latest forward
         self._elsewhere: tuple[nn.Parameter, ...] = ()
         self._finishes = False  # what is done behind the running backward is known to it
@@ -112,8 +118,8 @@ class ImaginedReplica(nn.Module):
                     parameter.register_post_accumulate_grad_hook(self._complete)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.views and self.gradients_wait:
-            anew = [torch.empty_like(p) for p in self.module.parameters() if p.grad is not None]
+        if self.views and self.gradients_wait and self.buckets_again:
+            anew = [torch.empty_like(p) for p in self.module.parameters() if p.grad is not None or p in self.unused]
             del anew
         if torch.is_grad_enabled():
             self._expects = self._averages
