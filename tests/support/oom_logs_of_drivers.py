@@ -155,6 +155,28 @@ DRIVERS = (
         never=(*NO_CUDA, RECORDS),
     ),
     Case(
+        name="Neuron",
+        text=traceback(*MODEL)
+        + "2026-Nov-20 10:00:01.123456  812:4812  ERROR  TDRV:log_dev_mem  Failed to allocate 1.500GB (usage: shared "
+        "scratchpad) on ND 0:NC 0, current utilization:\n",
+        kind=Kind.OUTSIDE,
+        device="neuron",
+        asked=1.5e9 / 2**30,
+        says=("the Neuron runtime found no room", "neuron-top"),
+        never=(*NO_CUDA, *NO_PLAN, RECORDS),
+    ),
+    Case(
+        name="DirectML",
+        text=traceback(*MODEL)
+        + "RuntimeError: Could not allocate tensor with 4294967296 bytes. There is not enough GPU video memory "
+        "available!\n",
+        kind=Kind.OUTSIDE,
+        device="dml",
+        asked=4.0,
+        says=("DirectML found no room",),
+        never=(*NO_CUDA, *NO_PLAN, RECORDS),
+    ),
+    Case(
         name="Metal's command buffer",
         text="Error: command buffer exited with error status.\n\tThe Metal Performance Shaders operations encoded on "
         "it may "

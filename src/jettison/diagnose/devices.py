@@ -116,6 +116,13 @@ DEVICES: Final[dict[str, DeviceWords]] = {
         outside="compiled programs",
         checkpoint="x = torch_xla.utils.checkpoint.checkpoint(block, x)    # JAX: jax.checkpoint(block)(x)",
     ),
+    "neuron": DeviceWords(
+        name="Neuron",
+        processes="neuron-top",
+        choose="NEURON_RT_VISIBLE_CORES=1",
+        outside="compiled programs, scratchpads",
+        checkpoint="x = torch_xla.utils.checkpoint.checkpoint(block, x)",
+    ),
     "mps": DeviceWords(
         name="MPS",
         outside="Metal: compiled graphs, other buffers",
@@ -126,6 +133,9 @@ DEVICES: Final[dict[str, DeviceWords]] = {
 }
 
 
+_ANY_ALLOCATED: Final = "torch.accelerator.memory_allocated()"
+
+
 def words_of(device: str) -> DeviceWords:
     """Return the words of a type of device; those of a device without tools where it is not known."""
-    return DEVICES.get(device, DeviceWords(name=device.upper()))
+    return DEVICES.get(device, DeviceWords(name=device.upper(), allocated=_ANY_ALLOCATED))

@@ -371,6 +371,16 @@ LIBRARIES: Final[tuple[Form, ...]] = (
         read=_xla,
     ),
     _form(
+        "Neuron device|on ND ",
+        begins=rf"Failed to allocate {_SIZE} on Neuron device|Failed to allocate {_SIZE} \(usage: [^)\n]*\) on ND \d",
+        read=_library("the Neuron runtime", "neuron", rf"Failed to allocate {_SIZE}"),
+    ),
+    _form(
+        "not enough GPU video memory",
+        begins=r"Could not allocate tensor with \d+ bytes\. There is not enough GPU video memory",
+        read=_library("DirectML", "dml", rf"tensor with {_SIZE}"),
+    ),
+    _form(
         "OOM when allocating",
         begins=r"OOM when allocating tensor with shape[^\n]{0,200}device:GPU",
         read=_library("TensorFlow"),
