@@ -159,7 +159,7 @@ def test_every_op_of_the_list_that_a_cpu_has_is_tested() -> None:
         (aten.binomial.default, (torch.full((8,), 30.0), torch.linspace(0.1, 0.9, 8))),
         (aten._standard_gamma.default, (torch.linspace(0.1, 4, 8),)),
         (aten.multinomial.default, (torch.linspace(0.1, 1, 8), 2)),
-        (aten.randint_like.Tensor, (torch.zeros(8), torch.tensor(2**40))),
+        (aten.randint_like.Tensor, (torch.zeros(8, dtype=torch.int64), torch.tensor(2**40))),
     ],
     ids=["rrelu", "poisson", "binomial", "gamma", "multinomial", "randint_like"],
 )
