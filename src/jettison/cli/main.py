@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and leave with its exit code: 0 fits or proven, 2 usage, 3 infeasible, 4 proof failed."""
     end_at_once_on_interrupt()
     code = run(sys.argv[1:] if arguments is None else list(arguments))
-    if code == EXIT_INTERRUPTED and interrupted():
+    if code == EXIT_INTERRUPTED:  # the thread that hears Ctrl-C may not have run yet
         end_now()
     sys.exit(code)
 
