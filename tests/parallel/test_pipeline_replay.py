@@ -7,7 +7,7 @@ in the half for their weight. So the cores that ranks share cost little, and the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -81,6 +81,11 @@ class _Stage(nn.Module):
         return _Slow.apply(x * _Slow.apply(self.w, weights), inputs)
 
 
+def _forward_states(stage: PipelineStage) -> Mapping[int, Any]:
+    """What torch keeps of each forward until its backward, by micro-batch."""
+    return stage.fwd_cache if hasattr(stage, "fwd_cache") else stage._forward_chunk_states  # torch 2.15
+
+
 class _Watched:
     """What stages are told to do, and the micro-batches that they hold as they let go of one."""
 
@@ -94,7 +99,7 @@ class _Watched:
     def _noted(self, work: str, chunk: int, call: Any) -> Any:
         def noted(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
             if work != "F":  # what torch itself keeps: outputs with their graphs, and the states of half backwards
-                whole = [len(stage.fwd_cache) for stage in self.stages]
+                whole = [len(_forward_states(stage)) for stage in self.stages]
                 half = [len(stage.backward_state) for stage in self.stages]
                 self.held.append([whole, half])
             self.log.append([work, micro_batch, chunk])
