@@ -70,7 +70,7 @@ class DemoResult:
         return self.out / "report.html"
 
     def failures(self) -> tuple[str, ...]:
-        """What was not shown."""
+        """Return the claims that failed."""
         found = list(self.proof.failures())
         if not self.losses_identical:
             found.append("the losses of the two trainings differ")

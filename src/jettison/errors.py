@@ -19,12 +19,12 @@ class JettisonError(Exception):
 
     @property
     def details(self) -> dict[str, Any]:
-        """What the error knows beside its message, by name: whole numbers, texts, flags."""
+        """Return the error's data by name: whole numbers, texts, flags."""
         return {name: value for name, value in vars(self).items() if isinstance(value, int | float | str | bool)}
 
 
 class UsageError(JettisonError, ValueError):
-    """What was asked makes no sense as written: an unknown name, a quantity without a unit, a wrong file."""
+    """The request makes no sense as written: an unknown name, a quantity without a unit, a wrong file."""
 
     exit_code: ClassVar[int] = 2
 
@@ -90,7 +90,7 @@ class DoesNotFit(JettisonError, ValueError):
 
 
 class HostBudgetExceeded(JettisonError, ValueError):
-    """What moves to the host needs more of its memory than it may have. ``real_bytes`` is what pinning would take."""
+    """Offloaded tensors need more of the host's memory than they may have. ``real_bytes``: with pinning's round-up."""
 
     exit_code: ClassVar[int] = 3
 

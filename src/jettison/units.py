@@ -73,7 +73,7 @@ def format_percent(fraction: float) -> str:
 
 
 def format_change(fraction: float) -> str:
-    """How a quantity changes: 0.034 is ``"+3.4%"``. No change has a plus."""
+    """Format a change: 0.034 is ``"+3.4%"``. No change has a plus."""
     return f"{_plain(fraction * 100, 1):+.1f}%"
 
 

@@ -1,4 +1,4 @@
-"""What `jettison doctor` says: versions, cores, memory, accelerators; with --calibrate, what they reach."""
+"""`jettison doctor`: versions, cores, memory, accelerators; with --calibrate, the rates that they reach."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def calibrated(*, device: str | None, quick: bool, ranks: int, say: Callable[[st
 
 
 def busy() -> str | None:
-    """What to say where others use the machine: figures would be of what they leave."""
+    """Return a warning where other processes use the machine, which lowers measured rates."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load <= 0.5 * cores():
         return None

@@ -48,7 +48,7 @@ COMMANDS = (
 """They are the application's from when they are imported."""
 
 EXTRAS = {"torch": "torch", "transformers": "hf", "safetensors": "hf", "starlette": "serve", "uvicorn": "serve"}
-"""What installs a package that some verbs need."""
+"""The extra that installs each package that some verbs need."""
 
 EXIT_INTERNAL, EXIT_USAGE, EXIT_PIPE = 1, 2, 141
 
@@ -129,7 +129,7 @@ def _misplaced(arguments: list[str], said: str) -> int:
 def _failed(
     arguments: list[str], kind: str, message: str, exit_code: int, details: dict[str, object] | None = None
 ) -> int:
-    """Where JSON was asked for, programs get a document in any case."""
+    """Print the error's document where JSON was asked for; return the exit code."""
     if _asks_for_json(arguments):
         document = error_document(arguments, kind=kind, message=message, exit_code=exit_code, details=details or {})
         sys.stdout.write(json_text(document))
@@ -141,7 +141,7 @@ def _asks_for_json(arguments: list[str]) -> bool:
 
 
 def _to_nowhere() -> None:
-    """What is still in buffers has no reader: let it go without a word when the process ends."""
+    """Drop what is still in buffers: its reader has gone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""How a verb's result leaves the program."""
+"""Delivery of a verb's result: a table, JSON or a file."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def refuse_to_overwrite(out: Path | None, *, force: bool) -> None:
 
 
 def asked(**arguments: object) -> dict[str, Any]:
-    """What was asked, by name, as a document says it: without what nobody gave."""
+    """Return the arguments that were given, by name, as documents have them."""
     found: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, CommonRequest):

@@ -1,4 +1,4 @@
-"""What commands share: the application, and the parameters of several."""
+"""The application, and parameters of several commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a described run costs under a policy of each layer: the same ledger, timeline and prices that planned it."""
+"""Costs of a described run under a policy per layer, by the ledger, timeline and prices that planned it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DescribedPricer:
         return self._cost(run, choice.forecast, chosen, again, extra=0.0, host_bytes=choice.host_bytes)
 
     def cost(self, policies: Sequence[LayerPolicy], code: str = "") -> Cost:
-        """Of one policy a layer; ``code`` is for modules."""
+        """Cost of one policy per layer; ``code`` is for modules."""
         chosen = [Staying(policy.kept, policy.moved) for policy in policies]
         again = [policy.program.ops[o] for policy in policies for o in policy.again]
         moves = any(policy.moved for policy in policies)
@@ -77,7 +77,7 @@ class DescribedPricer:
 
     @staticmethod
     def _on_host(found: Forecast, policies: Sequence[LayerPolicy]) -> int:
-        """Of all micro-batches in flight, on the stage that has most."""
+        """Host bytes of all micro-batches in flight, on the stage with most."""
         moved = {policy.layer: policy.program.kept_bytes(policy.moved) for policy in policies}
         return max(
             sum(
@@ -89,7 +89,7 @@ class DescribedPricer:
         )
 
     def cost_of_mode(self, recompute: Recompute, policies: Sequence[LayerPolicy]) -> Cost:
-        """Of a mode that is more than a policy of each layer: segments."""
+        """Cost of a mode that is more than a policy per layer: segments."""
         run = replace(self.run, recompute=recompute)
         again = [policy.program.ops[o] for policy in policies for o in policy.again]
         return self._cost(run, forecast(run), None, again, extra=0.0, host_bytes=0)

@@ -11,7 +11,7 @@ from jettison.solve.modules import computed_again, sent
 
 
 def offloading(policy: LayerPolicy, modules: Iterable[str]) -> LayerPolicy:
-    """With what these modules save on the host."""
+    """Offload what these modules save."""
     chosen = tuple(modules)
     moved = sent(policy.program, policy.kept, chosen)
     if not moved:

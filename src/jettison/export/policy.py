@@ -1,4 +1,4 @@
-"""What a target is told to do with a layer, and what stays of the layer then.
+"""Policies of a target for a layer, and the buffers that it then keeps.
 
 NOTE [ What a checkpoint holds ]
 `torch.utils.checkpoint` holds everything that a layer is given and runs the layer's Python again: all ops up to the
@@ -65,7 +65,7 @@ class LayerPolicy:
 
     @property
     def program(self) -> Program:
-        """Of the layer."""
+        """Program of the layer."""
         return self.decision.program
 
     @property
@@ -75,7 +75,7 @@ class LayerPolicy:
 
     @property
     def recompute_flops(self) -> int:
-        """Of what runs again."""
+        """FLOPs of recomputation."""
         return sum(self.program.ops[o].flops for o in self.again)
 
 

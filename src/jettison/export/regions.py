@@ -67,7 +67,7 @@ def by_regions(decision: Decision, marks: Iterable[str]) -> LayerPolicy:
 
 
 def draws_in_replay(policy: LayerPolicy) -> bool:
-    """What runs again draws random numbers."""
+    """Whether recomputation draws random numbers."""
     states = {b.index for b in policy.program.buffers if b.source is Source.RANDOM}
     return policy.action is not Action.KEEP and _draws(policy.program, policy.again, states)
 
@@ -179,7 +179,7 @@ def _saved_inside(program: Program, marks: tuple[str, ...], homes: list[str | No
 
 
 def _results(program: Program, homes: list[str | None]) -> frozenset[int]:
-    """What leaves the regions."""
+    """Find the results of the regions."""
     found = set()
     for b in {b for op in program.ops for b in op.inputs} | set(program.outputs):
         producer = program.buffers[b].producer

@@ -27,7 +27,7 @@ TARGETS: Final[dict[str, Exporter]] = {
 
 
 def exporter(target: str) -> Exporter:
-    """Of a target.
+    """Return the exporter of a target.
 
     Raises:
         UsageError: there is no such target.

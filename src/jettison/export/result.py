@@ -1,4 +1,4 @@
-"""What came of an export: files, what is lost, and what it costs beside the plan."""
+"""Results of an export: files, losses, and its cost next to the plan's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CannotSay(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one step. None where it is not known.
+    """Cost of one step. None where it is not known.
 
     Args:
         layer_bytes: kept on the device by all layers, of one micro-batch on one rank.
@@ -119,7 +119,7 @@ class Exported:
 
 
 def losses(subject: Subject, policies: Sequence[LayerPolicy], target: str) -> tuple[str, ...]:
-    """What of a plan is not in what was exported, in sentences."""
+    """List the parts of a plan that the export lost, in sentences."""
     found = []
     for name in ("moved", "packed"):
         touched = [p for p in policies if getattr(p.decision, name) and not p.moved]

@@ -1,4 +1,4 @@
-"""What is exported: a plan's decisions by layer, on the programs that they were made for."""
+"""Subjects of an export: a plan's decisions by layer, on the programs that they were made for."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Subject:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What the model's configuration has, and the plan's figures do not."""
+        """Parts of the model's configuration that the plan's figures leave out."""
         return () if self.described is None else self.described.forecast.run.model.left_out
 
     @property

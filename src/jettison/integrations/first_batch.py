@@ -86,7 +86,7 @@ class TrainerPlan(Planned, ABC):
         """The trainer's model under its plan, for a step of these arguments."""
 
     def batch_of(self, *_args: Any, **_kwargs: Any) -> Any:
-        """What of these arguments is the batch that the plan's step is given; None where all have one shape."""
+        """Select the batch among a method's arguments, for the plan's step; None where all have one shape."""
         return None
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:

@@ -69,7 +69,7 @@ class _Batch:
         self.dtype = next(model.parameters()).dtype
 
     def tokens(self) -> dict[str, Any] | None:
-        """Of a language model, or of one that matches text with images."""
+        """Return the batch of a language model, or of one that matches text with images."""
         vocabulary = getattr(self.text, "vocab_size", None)
         if not vocabulary:
             return None
@@ -81,7 +81,7 @@ class _Batch:
         return {"input_ids": ids, "labels": ids.clone()} if "labels" in self.takes else None
 
     def pixels(self) -> dict[str, Any] | None:
-        """Of a model that names what it sees."""
+        """Return the batch of an image classifier."""
         images = self._images()
         if images is None or "labels" not in self.takes:
             return None
@@ -90,7 +90,7 @@ class _Batch:
         return {"pixel_values": images, "labels": self._classes()}
 
     def features(self) -> dict[str, Any] | None:
-        """Of a model that writes down a spectrogram, as long as its encoder reads."""
+        """Return the batch of a speech model over spectrograms, as long as its encoder reads."""
         bins, frames = getattr(self.config, "num_mel_bins", None), getattr(self.config, "max_source_positions", None)
         if not bins or not frames:
             return None
@@ -99,7 +99,7 @@ class _Batch:
         return {"input_features": self._noise(shape), "labels": ids}
 
     def sound(self) -> dict[str, Any] | None:
-        """Of a model that writes down a second of sound; no label is the blank between others."""
+        """Return the batch of a CTC model, of a second of sound; no label is the blank."""
         vocabulary = getattr(self.config, "vocab_size", None)
         if "labels" not in self.takes or not vocabulary:
             return None

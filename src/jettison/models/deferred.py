@@ -92,7 +92,7 @@ class _Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class _Program:
-    """What a constructor did to tensors, in order."""
+    """Ops of a constructor on tensors, in order."""
 
     ops: list[_Op]
     storages: list[_Storage]

@@ -87,7 +87,7 @@ def _as_family(model: str, family: str) -> ModelSpec:
 
 
 def _values(model: str) -> tuple[Mapping[str, Any], str]:
-    """What its ``config.json`` says, and what it is called."""
+    """Read a model's ``config.json``, and its name."""
     if is_hub_id(model):
         return read_values(hub_config(model))[0], model
     return read_values(Path(model))

@@ -17,7 +17,7 @@ def document_numbers(ids_bs: Tensor, end: int) -> Tensor:
 
 
 def positions_within(documents_bs: Tensor) -> Tensor:
-    """How many tokens of its document stand before each token, in this row: b × s."""
+    """Position of each token in its document: b × s."""
     places = torch.arange(documents_bs.shape[1], device=documents_bs.device)
     begins = functional.pad(documents_bs.diff(dim=1), (1, 0)) != 0
     return places - torch.where(begins, places, 0).cummax(1).values
@@ -50,6 +50,6 @@ def _not_after(positions_n: Tensor, s: int) -> Tensor:
 
 
 def product_dtype(like: Tensor) -> torch.dtype:
-    """What products of tensors like this are computed in."""
+    """Return the type that matmuls of such tensors are computed in."""
     kind = like.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype

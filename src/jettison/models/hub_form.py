@@ -32,7 +32,7 @@ BESIDE: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class HubForm:
-    """What is known of a model before it is cut.
+    """A model's Hub format, read before the model is sharded.
 
     Args:
         rename: what files call a tensor of the model.
@@ -55,7 +55,7 @@ class HubForm:
 
 
 def hub_form(model: nn.Module, *, described: Path | None, source: Path | None, positions: int) -> HubForm:
-    """Of a model that was just built.
+    """Read the Hub format of a model that was just built.
 
     Args:
         described: the config.json that it was built from, or its folder.

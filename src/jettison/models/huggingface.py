@@ -39,12 +39,12 @@ MAPPINGS = (
     "MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING",
     "MODEL_FOR_PRETRAINING_MAPPING",
 )
-"""Where a trainable class is looked for if the config names none: the first that knows the config."""
+"""Tables of trainable classes for a config that names none: the first that knows the config."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigRequest:
-    """What to change of a config, and the batch's size. None means: as the config says.
+    """Changes of a config, and the batch's size. None means: as the config says.
 
     Raises:
         UsageError: an unknown word.
@@ -194,7 +194,7 @@ def _compares(cls: Any) -> bool:
 
 
 def _mappings(config: Any) -> tuple[str, ...]:
-    """Where its class is looked for: encoders with decoders, and text with images, as such; encoders fill in words."""
+    """Return the tables to search: encoder-decoders and text-image models have their own, encoders the masked ones."""
     first: tuple[str, ...] = ()
     if getattr(config, "is_encoder_decoder", False):
         first = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING")
@@ -206,7 +206,7 @@ def _mappings(config: Any) -> tuple[str, ...]:
 
 
 def _one_line(error: Exception) -> str:
-    """What an error says, with its kind where the words alone say little: "KeyError: 'nope'"."""
+    """Return an error's message, with its type where the message alone says little: "KeyError: 'nope'"."""
     words = str(error).split()
     kind = [] if len(words) > 3 else [f"{type(error).__name__}:"]
     return textwrap.shorten(" ".join(kind + words), 240, placeholder=" ...").rstrip(".:")

@@ -29,11 +29,11 @@ _FIXED: Final[dict[str, Any]] = {
     "tie_word_embeddings": False,
     "attention_dropout": 0.0,
 }
-"""What the code of record does, in transformers' words."""
+"""Settings of the reference code, by transformers' names."""
 
 
 def hub_name(name: str) -> str:
-    """What transformers calls a tensor of `Llama`."""
+    """Return transformers' name of a tensor of `Llama`."""
     module, _, leaf = name.rpartition(".")
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
     if layer is None:
@@ -72,7 +72,7 @@ def reference_config(hub: Any) -> LlamaConfig:
 
 
 def hub_values(config: LlamaConfig, *, positions: int) -> dict[str, Any]:
-    """What a config.json says of it."""
+    """Return the values of its config.json."""
     return {
         **_FIXED,
         "architectures": ["LlamaForCausalLM"],

@@ -35,7 +35,7 @@ _DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float
 _WHOLE_NUMBERS: Final = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
 _TABLES: Final = (r"rotary_emb\.inv_freq$",)
-"""Of constants that models once saved and now make."""
+"""Names of constants that models once saved and now compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsFolder:
-    """What a folder holds: its files, and their tensors by the names that these have there."""
+    """Weights in a folder: its files, and their tensors by their names there."""
 
     path: Path
     files: tuple[Path, ...]

@@ -36,7 +36,7 @@ from jettison.spec.precision import Precision, precision
 from jettison.spec.run import Scene
 
 MOST_POSITIONS: Final = 2**31
-"""Where positions have no end."""
+"""The limit where positions have none."""
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -57,7 +57,7 @@ class RecordedConfig(RegionRecorder):
 
     @property
     def words(self) -> str:
-        """What it records, in a message."""
+        """Name what is recorded, for a message."""
         return f"the architecture {self.kind}"
 
     def regions(self, scene: Scene) -> RecordedRegions:
@@ -65,7 +65,7 @@ class RecordedConfig(RegionRecorder):
         return _recorded(self, self.case(scene.seq, scene.micro_batch, scene.precision))[0]
 
     def case(self, seq: int, micro_batch: int, precision: Precision) -> _Case:
-        """What decides the trace of a scene.
+        """Return the key of a region signature's trace.
 
         Raises:
             UsageError: a precision that no trace has.
@@ -84,7 +84,7 @@ class RecordedConfig(RegionRecorder):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Case:
-    """What decides a trace."""
+    """Key of a trace."""
 
     seq: int
     micro_batch: int
@@ -94,7 +94,7 @@ class _Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Facts:
-    """What a trace says of the model itself."""
+    """Facts of the model from its trace."""
 
     firsts: tuple[int, ...]  # by call, the first that is like it
     classes: tuple[str, ...]  # by call, of its module

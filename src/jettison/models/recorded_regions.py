@@ -159,7 +159,7 @@ class _Regions:
 
     @cached_property
     def saved_before(self) -> set[int]:
-        """What stands before the blocks keeps for itself, or for several of them."""
+        """Buffers that the part before the blocks saves for itself, or for several of them."""
         return self._kept_of(self.parts[0]) | self.held
 
     @cached_property
@@ -190,7 +190,7 @@ class _Regions:
         )
 
     def before(self) -> Region:
-        """What stands before the blocks; its result is the first block's stream."""
+        """Region before the blocks; its result is the first block's stream."""
         ops, later = self.parts
         theirs = {name: w for name, w in self.owned[1].items() if name not in self._only_read_by(later)}
         inside = {b for b in self.trace.root.blocks if self._kept_inside(b)}
@@ -210,7 +210,7 @@ class _Regions:
         return maker.value(first.given[wanted[0]])
 
     def after(self) -> Region:
-        """What stands after the blocks, and the loss."""
+        """Region after the blocks, with the loss."""
         _, ops = self.parts
         only = self._only_read_by(ops)
         weights = {name: w for name, w in self.owned[1].items() if name in only}

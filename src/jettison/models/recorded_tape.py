@@ -98,7 +98,7 @@ class TapeMaker:
         )
 
     def _read(self, op: Op) -> list[TensorRef]:
-        """What an op is given, operands of a product first."""
+        """Inputs of an op, operands of a matmul first."""
         call = self.trace.calls[op.index]
         refs = [leaf for leaf in op_leaves(call.args, call.kwargs) if isinstance(leaf, TensorRef)]
         return [*refs[1:], refs[0]] if base_name(op) in _SUMMAND_FIRST else refs

@@ -74,7 +74,7 @@ class GptAttention(nn.Module):
         self.core: Callable[..., Tensor] = written_out
 
     def forward(self, x_sbh: Tensor, mask: Tensor) -> Tensor:
-        """What the block adds to the residual stream, before dropout; the mask is s × s, or b × 1 × s × s."""
+        """Return the addition to the residual stream, before dropout; the mask is s × s, or b × 1 × s × s."""
         s, b, _ = x_sbh.shape
         d = self.head_dim
         heads = self.qkv(x_sbh).view(s, b, -1, 3 * d)
@@ -99,7 +99,7 @@ class GptMlp(nn.Module):
         self.down = nn.Linear(4 * config.hidden, config.hidden)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
-        """What the block adds to the residual stream, before dropout."""
+        """Return the addition to the residual stream, before dropout."""
         return self.down(functional.gelu(self.up(x_sbh)))
 
 
@@ -189,7 +189,7 @@ class LlamaAttention(nn.Module):
         self.core: Callable[..., Tensor] = fused
 
     def forward(self, x_bsh: Tensor, rotary: tuple[Tensor, Tensor], mask_b1ss: Tensor | None = None) -> Tensor:
-        """What the block adds to the residual stream; without a mask attention is causal."""
+        """Return the addition to the residual stream; without a mask attention is causal."""
         b, s, _ = x_bsh.shape
         q, k, v = (
             layer(x_bsh).view(b, s, -1, self.head_dim).transpose(1, 2) for layer in (self.query, self.key, self.value)
@@ -217,7 +217,7 @@ class LlamaMlp(nn.Module):
         self.down = nn.Linear(config.ffn, config.hidden, bias=False)
 
     def forward(self, x_bsh: Tensor) -> Tensor:
-        """What the block adds to the residual stream."""
+        """Return the addition to the residual stream."""
         return self.down(functional.silu(self.gate(x_bsh)) * self.up(x_bsh))
 
 
@@ -272,7 +272,7 @@ then told of all of it, b × s.
 
 
 def gpt_beside(s: int, like: Tensor, documents_bs: Tensor | None, part: Part | None = None) -> tuple[Tensor]:
-    """What every layer of a `Gpt` is called with beside its stream."""
+    """Arguments of every layer of a `Gpt`, besides its stream."""
     if documents_bs is not None:
         return (document_mask(documents_bs, product_dtype(like), None if part is None else part[0]),)
     return (causal_mask(s, like) if part is None else causal_rows_mask(*part, like.dtype),)
@@ -290,7 +290,7 @@ def gpt_places(ids_bs: Tensor, documents_bs: Tensor | None, part: Part | None = 
 def llama_beside(
     s: int, config: LlamaConfig, like: Tensor, documents_bs: Tensor | None, part: Part | None = None
 ) -> tuple[Any, ...]:
-    """What every layer of a `Llama` is called with beside its stream. Its positions are relative."""
+    """Arguments of every layer of a `Llama`, besides its stream. Its positions are relative."""
     rotary = rotary_tables(s, config, like, None if part is None else part[0])
     if documents_bs is None:
         return (rotary,)

@@ -46,7 +46,7 @@ EXPECTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """What was asked for. None means: as the factory or the config says.
+    """A request for a live model. None means: as the factory or the config says.
 
     Raises:
         UsageError: a value that makes no sense.
@@ -73,7 +73,7 @@ class ModelRequest:
             )
 
     def document(self) -> dict[str, Any]:
-        """How a plan says what it was made for: enough to make it again, from any folder if it is a file."""
+        """Return the request as a plan's document has it: enough to plan again, from any folder if it is a file."""
         path = Path(self.model)
         return asdict(self) | {"model": str(path.resolve()) if path.exists() else self.model}
 
@@ -173,7 +173,7 @@ def _from_factory(request: ModelRequest, module: str, factory: str) -> Loaded:
 
 
 def call_factory(model: str, module: str, factory: str) -> Any:
-    """What ``module:factory`` returns.
+    """Call ``module:factory``.
 
     Args:
         model: both, as they were given.

@@ -1,1 +1,1 @@
-"""What a step looks like over time, predicted or recorded: timelines, CUDA memory snapshots and Chrome traces."""
+"""Steps over time, predicted or recorded: timelines, CUDA memory snapshots and Chrome traces."""

@@ -20,7 +20,7 @@ class Change:
 
     @property
     def change_bytes(self) -> int:
-        """What came; below 0 what went."""
+        """Growth in bytes; below 0 for a decrease."""
         return self.after_bytes - self.before_bytes
 
     @property
@@ -53,7 +53,7 @@ class Difference:
 
 
 def compare_timelines(before: MemoryTimeline, after: MemoryTimeline) -> Difference:
-    """What is there at the peak of each."""
+    """Compare what is allocated at the peak of each."""
     old = by_module_and_role(before.shares(before.peak_event))
     new = by_module_and_role(after.shares(after.peak_event))
     changes = []

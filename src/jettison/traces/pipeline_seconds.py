@@ -30,7 +30,7 @@ from jettison.spec.run import Run
 
 
 class Kind(StrEnum):
-    """What a slice of a device's time goes into."""
+    """Kinds of a device's time slices."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
@@ -221,13 +221,13 @@ def _segment(run: Run) -> int:
 
 
 def _late(regions: Sequence[_Region]) -> Iterator[_Region]:
-    """Of a chunk whose first half does nothing: see `StageSeconds.late`."""
+    """Regions of a chunk whose first half does nothing: see `StageSeconds.late`."""
     for one in regions:
         yield replace(one, again=0.0, inputs=0.0, weights=one.inputs + one.weights, repeated=one.again)
 
 
 def _repeating(regions: Sequence[_Region], size: int) -> Iterator[_Region]:
-    """With what checkpoints of ``size`` layers compute again for each group of weights."""
+    """Add the recomputation of checkpoints over ``size`` layers, for each group of weights."""
     layers = [one for one in regions if one.groups]
     cut = [layers[at : at + size] for at in range(0, len(layers), size)]
     again = {one.name: sum(each.again for each in own) for own in cut for one in own}

@@ -59,7 +59,7 @@ _KEEPS_COUNT: Final = [_NAME.get(code, "") in ("MEMOIZE", "BINPUT", "LONG_BINPUT
 
 
 def load_plain(path: Path) -> Any:
-    """What a pickle of plain data holds.
+    """Read a pickle of plain data.
 
     Raises:
         UsageError: there is no such file, it is too large or cut off, or it holds anything else.
@@ -75,7 +75,7 @@ def load_plain(path: Path) -> Any:
 
 
 def loads_plain(data: bytes, name: str) -> Any:
-    """The same of bytes; ``name`` is what a message calls them. See NOTE [ Reading a pickle that may be hostile ].
+    """Read a pickle's bytes; messages call them ``name``. See NOTE [ Reading a pickle that may be hostile ].
 
     Raises:
         UsageError: they are cut off, or hold anything but plain data.

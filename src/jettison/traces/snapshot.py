@@ -300,7 +300,7 @@ def _annotated(reader: _Reader, index: int) -> list[tuple[int, str]]:
 def _device(
     reader: _Reader, index: int, events: list[Mapping[str, Any]], segments: list[Mapping[str, Any]]
 ) -> DeviceSnapshot:
-    """What was freed and not allocated in the trace, or is there at the end and was not, was there before it."""
+    """Read one device; what is freed or live without an allocation in the trace was there before it."""
     writer = TimelineWriter(f"device {index}")
     known: dict[object, _Stack] = {}
     live: dict[int, int] = {}
@@ -359,7 +359,7 @@ def _device(
 
 
 def _unseen(reader: _Reader, events: list[Mapping[str, Any]]) -> list[tuple[int, int, Mapping[str, Any]]]:
-    """Of what was freed although its birth is not in the trace: address, bytes, and the event that freed it."""
+    """Find frees whose allocation is not in the trace: address, bytes, and the event."""
     found: list[tuple[int, int, Mapping[str, Any]]] = []
     live: set[int] = set()
     dying: set[int] = set()

@@ -33,7 +33,7 @@ def write_snapshot(path: Path, timelines: list[MemoryTimeline]) -> None:
 
 
 def snapshot_content(timelines: list[MemoryTimeline]) -> dict[str, Any]:
-    """What is in the file."""
+    """Return the content of the file."""
     devices = [_device(timeline, index) for index, timeline in enumerate(timelines)]
     return {
         "segments": [segment for segments, _ in devices for segment in segments],
@@ -107,7 +107,7 @@ class _Stacks:
         self._frames = [frames_of_label(label) for label in timeline.labels]
 
     def of(self, number: int) -> list[dict[str, str | int]]:
-        """Of an allocation."""
+        """Return the frames of an allocation."""
         return self._frames[self._labels[number]]
 
 

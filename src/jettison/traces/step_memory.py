@@ -69,7 +69,7 @@ class _Player:
         return self.stage.load.gradients is Gradients.ADDED
 
     def begin(self) -> None:
-        """What is there before the first step."""
+        """Allocate what exists before the first step."""
         load = self.stage.load
         parts = [part for chunk in self.stage.parts for part in chunk]
         for name, nbytes in _spread(load.fixed, [(part.name, part.static.parameters) for part in parts]):
@@ -230,7 +230,7 @@ class _Player:
         return kept
 
     def _again(self, unit: Unit, name: str, chunk: int, site: str, time_ns: int) -> list[int]:
-        """What a unit holds, allocated; it is there before anything else of its slice."""
+        """Allocate a unit's saved buffers, before anything else of its slice."""
         key = chunk, name
         if key not in self.pieces:
             self.pieces[key] = tuple(self._saved(unit, name, chunk))
@@ -316,7 +316,7 @@ def _spans(units: Sequence[tuple[Unit, str]], played: PassSlices) -> dict[str, t
 
 
 def _names(slices: Sequence[Slice], *, onwards: bool) -> list[str]:
-    """Of regions, in the order of the forward; ``onwards``: no forwards, but in that order."""
+    """Names of regions, in the order of the forward; ``onwards``: no forwards, but in that order."""
     names = list(dict.fromkeys(one.name for one in slices if one.kind is not Kind.TRANSFER))
     return names if onwards or (slices and slices[0].kind is Kind.FORWARD) else names[::-1]
 
@@ -340,7 +340,7 @@ def _named(chunk: Chunk, name: str) -> StageRegion | None:
 
 
 def _tensors(part: StageRegion, name: str, run: Run, *, whole: bool) -> list[tuple[Label, int]]:
-    """What a region keeps, one storage at a time."""
+    """Kept storages of a region."""
     kept = kept_by(part.region, "none") if whole else part.kept
     found: dict[str, tuple[Label, int]] = {}
     for entry in part.region.entries(name, kept):

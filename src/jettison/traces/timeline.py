@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Label:
-    """What an allocation is for.
+    """Label of an allocation.
 
     Args:
         module: path of the module, or the file and line that asked for it; "" where that is not known.
@@ -42,7 +42,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one label has at a moment."""
+    """Bytes of one label at a moment."""
 
     label: Label
     nbytes: int
@@ -111,7 +111,7 @@ class MemoryTimeline:
         return np.nonzero((self.born <= event) & (self.died > event))[0]
 
     def shares(self, event: int) -> tuple[Share, ...]:
-        """What is there after an event by label, the largest first."""
+        """Return the live bytes after an event by label, the largest first."""
         found = self.alive(event)
         labels = self.label_of[found]
         nbytes = np.zeros(len(self.labels), np.int64)
@@ -185,7 +185,7 @@ class TimelineWriter:
         self._marks.append(Mark(event=len(self._events), text=text))
 
     def timeline(self) -> MemoryTimeline:
-        """What was written."""
+        """Return the timeline."""
         events = np.array(self._events, np.int64)
         return MemoryTimeline(
             title=self.title,

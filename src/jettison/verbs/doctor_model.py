@@ -67,7 +67,7 @@ def _fields(one: Sighting) -> dict[str, Any]:
 
 
 def _findings(seen: Sequence[Sighting], model: str) -> tuple[Finding, ...]:
-    """What is alike in several blocks together; what is at risk now first."""
+    """Merge equal sightings of several blocks; hazards at risk now come first."""
     found = []
     for (late, hazard, what), group in groupby(sorted(seen, key=_alike), key=_alike):
         blocks = [one.block for one in group]

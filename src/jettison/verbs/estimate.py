@@ -36,7 +36,7 @@ def estimate(
     tokens: float | None = None,
     price_per_gpu_hour: float | None = None,
 ) -> EstimateReport:
-    """What a step of a described run takes on a GPU.
+    """Estimate a step of a described run on a GPU.
 
     Args:
         compiled: under torch.compile.

@@ -26,7 +26,7 @@ from jettison.whole_files import write_whole
 def export_plan(
     plan: Any, *, to: str, gpu: str | None = None, model: str | None = None, progress: Progress = shown
 ) -> Exported:
-    """What `jettison export` answers.
+    """Export a plan.
 
     Args:
         plan: a plan's file, its document, or the plan itself where ``model`` says what it was made for.
@@ -89,7 +89,7 @@ def _described(document: Mapping[str, Any], name: str, model: str | None, write:
 
 
 def _of_the_loop(run: Run) -> Iterator[str]:
-    """What a plan was made for, and is set up beside what settings of recomputation can say."""
+    """Name the parts of a run that settings of recomputation do not set up."""
     if run.tuning is not None:
         yield f"adapters beside frozen weights ({run.tuning}): set them up where the model is made"
     if run.states_on_host is not StatesOnHost.NONE:

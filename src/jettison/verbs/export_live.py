@@ -120,7 +120,7 @@ class LivePricer:
         )
 
     def cost(self, policies: Sequence[LayerPolicy], code: str = "") -> Cost:
-        """Of one policy a layer, as ``code`` carries it out."""
+        """Cost of one policy per layer, as ``code`` carries it out."""
         defined: dict[str, Any] = {"__name__": "exported"}
         exec(compile(code, "<exported>", "exec"), defined)  # of our own making, names as literals
         with warnings.catch_warnings():

@@ -42,7 +42,7 @@ def ledger(
     against: Path | None = None,
     progress: Progress = silent,
 ) -> LedgerReport:
-    """What `jettison ledger` says of a preset, of a config.json or of a live model.
+    """Make the ledger of a preset, of a config.json or of a live model.
 
     Args:
         trace: build a config's model and trace it: one rank of it as it is built, or its blocks under a layout.
@@ -93,7 +93,7 @@ def _described(
     compiled: bool,
     trace: bool,
 ) -> LedgerReport:
-    """What `jettison ledger` says of a preset or of a config.json.
+    """Make the ledger of a preset or of a config.json.
 
     Args:
         budget, gpu: hold the peak against these.
@@ -159,7 +159,7 @@ def _explain(found: Forecast, budget_bytes: int | None) -> Explanation:
 
 
 def _read(path: Path) -> Ledger:
-    """Of a document that `jettison ledger --format json` wrote: as one rank has it."""
+    """Read one rank's ledger from a document of `jettison ledger --format json`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -27,7 +27,7 @@ POLICIES: Final = {
     "sqrt": "every:K, K being the square root of the number of layers",
     "auto": "what the planner chooses for a budget",
 }
-"""Of described runs. Live models take none, selective, selective-op, full and every:K."""
+"""Recompute modes of described runs. Live models take none, selective, selective-op, full and every:K."""
 
 OPTIMIZERS: Final = {
     Optimizer.ADAMW: "two moments; fused, as trainers have it",
@@ -56,7 +56,7 @@ TARGETS: Final = {
     "torchtitan": "torchtitan",
     "brief": "a page in Markdown for people",
 }
-"""What `jettison export --to` takes."""
+"""Targets of `jettison export --to`."""
 
 
 def list_names(what: str | None = None) -> NamesReport:

@@ -51,18 +51,18 @@ class PlanReport:
         return self.plan.document() | {"made_by": made_by, "request": made_by, "environment": environment()}
 
     def table(self) -> RenderableType:
-        """What each layer does, for people."""
+        """Return a table of the layers' decisions."""
         return plan_table(self.plan)
 
 
 def model_request(model: str, request: RunRequest) -> ModelRequest:
-    """What of a run's request is about a live model."""
+    """Select the options of a run that concern a live model."""
     given = {name: getattr(request, name) for name in request.given() if name != "recompute"}
     return ModelRequest(model=model, **given)
 
 
 def live_ledger(request: ModelRequest, *, recompute: str = "none", progress: Progress = silent) -> LedgerReport:
-    """What a training forward saves, and the peak of a step, under a policy.
+    """Make the ledger of a training forward, and the peak of a step, under a policy.
 
     Raises:
         UsageError: no such model, or no such policy.
@@ -114,7 +114,7 @@ CLOSED_FORM = {torch.float32: "fp32", torch.bfloat16: "bf16-pure"}
 
 
 def _built(request: ModelRequest, loaded: Loaded) -> Iterator[tuple[str, str]]:
-    """How a model is traced, for the header; where it has a closed form, the flags under which that is the same."""
+    """Yield the header's lines on how a model is traced; with a closed form, the flags that give the same."""
     types = list(dict.fromkeys(p.dtype for p in loaded.model.parameters()))
     words = " and ".join(str(dtype).removeprefix("torch.") for dtype in types)
     attention = getattr(getattr(loaded.model, "config", None), "_attn_implementation", None)
@@ -187,7 +187,7 @@ def live_plan(
 def _kept(
     traced: ModelTrace, policies: dict[str, CheckpointPolicy], segments: list[list[str]], root: CheckpointPolicy
 ) -> Callable[[str, Program], frozenset[int]]:
-    """What each region holds: within a segment, only the first block holds its input."""
+    """Return the kept buffers of each region: within a segment, only the first block keeps its input."""
     inside = {name for run in segments for name in run[1:]}
     linked = {c.name: {position for position, _ in c.links} if c.name in inside else set() for c in traced.calls}
     inputs = {c.name: traced.classes[c.class_key].trace.inputs for c in traced.calls}

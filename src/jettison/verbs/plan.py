@@ -40,7 +40,7 @@ def plan(
     over_time: bool = False,
     progress: Progress = silent,
 ) -> PlanReport | ForecastPlan:
-    """What `jettison plan` answers.
+    """Plan a model.
 
     A live model or a config.json is traced; a preset, any model with a parallel layout, and a config.json for a GPU
     without a budget are planned from their spec.
@@ -143,7 +143,7 @@ def _described(
 def _made_by(
     model: str, request: RunRequest, budget: str | None, gpu: str | None, host_budget: str | None
 ) -> dict[str, Any]:
-    """What was asked for, by field; files by their whole paths."""
+    """Return the request by field; files by their full paths."""
     asked = {name: getattr(request, name) for name in request.given()}
     named = {"model": model, "gpu": gpu}
     whole = {k: str(Path(v).resolve()) if v is not None and Path(v).exists() else v for k, v in named.items()}
@@ -175,7 +175,7 @@ def remade(made_by: Mapping[str, Any]) -> ForecastPlan:
 
 
 def _host_budget(text: str | None, offload: bool, device: Hardware) -> int | None:
-    """What was asked for in bytes.
+    """Return the host budget in bytes.
 
     Raises:
         UsageError: nothing is offloaded, or the host has less.
@@ -195,7 +195,7 @@ def _host_budget(text: str | None, offload: bool, device: Hardware) -> int | Non
 
 
 def _layers(choice: AutoForecast) -> tuple[LayerChoice, ...]:
-    """What each layer does, in the order of the model."""
+    """Return the layers' decisions, in the order of the model."""
     from jettison.predict.auto_recompute import layer_policies
     from jettison.predict.passes import passes_of
 

@@ -44,7 +44,7 @@ def require_target(target: str) -> None:
 
 
 def profile_files(files: Sequence[Path], gpu: Hardware | None = None) -> FindingsReport:
-    """What traces and snapshots of one run say.
+    """Diagnose traces and snapshots of one run.
 
     Args:
         gpu: its peak FLOP/s make MFU and HFU.
@@ -142,7 +142,7 @@ def _utilization(trace: ProfilerTrace, found: StepProfile, gpu: Hardware | None)
 
 
 def _precision(trace: ProfilerTrace) -> str:
-    """Of the products: the type that most of them have."""
+    """Return the type of most matmuls."""
     kinds = [one.args.get("Input type") for one in trace.ops if one.name in ("aten::mm", "aten::addmm", "aten::bmm")]
     found = [str(kind[-1 if len(kind) < 3 else 1]) for kind in kinds if isinstance(kind, list) and kind]
     return _PRECISIONS.get(max(set(found), key=found.count), "fp32") if found else "fp32"

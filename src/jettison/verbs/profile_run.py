@@ -61,7 +61,7 @@ def profile_run(
 
 @contextmanager
 def _as_script(path: Path) -> Iterator[None]:
-    """What Python sets for a script."""
+    """Set ``sys.argv`` and ``sys.path`` as Python does for a script."""
     arguments, sys.argv = sys.argv, [str(path)]
     sys.path.insert(0, str(path.resolve().parent))
     try:

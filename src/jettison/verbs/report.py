@@ -13,7 +13,7 @@ from jettison.verbs.snapshots import is_snapshot, refuse_old_pickle, snapshot_re
 
 
 def report(files: Sequence[Path]) -> Report | SnapshotReport:
-    """What one document says, or two of a kind side by side.
+    """Report one document, or compare two of a kind.
 
     Args:
         files: a plan, a proof, the log of a training run (its file or folder), or a CUDA memory snapshot.

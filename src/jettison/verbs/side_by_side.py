@@ -119,7 +119,7 @@ def _moved(levels: StepLevels | None, by_bytes: int) -> StepLevels | None:
 
 @dataclass(kw_only=True)
 class Comparison:
-    """What the steps side by side have shown."""
+    """Results of steps that two models ran in turn."""
 
     gradients: bool = True
     losses: bool = True
@@ -169,7 +169,7 @@ def mirrored(
 
 
 def random_state() -> tuple[Tensor, list[Tensor]]:
-    """Of the CPU's and the GPUs' default streams."""
+    """Return the states of the CPU's and the GPUs' default random streams."""
     return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 

@@ -51,7 +51,7 @@ def refuse_old_pickle(path: Path) -> None:
 
 
 def snapshot_report(files: Sequence[Path]) -> SnapshotReport:
-    """What a snapshot says, or how a second one differs from it.
+    """Report a snapshot, or the difference of two.
 
     Raises:
         UsageError: more than two files, or one that is no snapshot.

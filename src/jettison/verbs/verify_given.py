@@ -179,7 +179,7 @@ def _like(against: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def _left_out(plain: Side) -> LeftOut:
-    """What a plain step does without.
+    """Run a plain step of a copy, and note what it leaves out.
 
     Raises:
         UsageError: it does not train the copy.

@@ -117,7 +117,7 @@ def read_plan(path: Path) -> tuple[Plan, Any] | None:
 def request_for(
     target: str, *, model: str | None = None, optimizer: str | None = None, **flags: Any
 ) -> tuple[ModelRequest, Plan | None]:
-    """What `jettison verify` was given: a plan file with the model that it was made for, or a model.
+    """Read the target of `jettison verify`: a plan file with its model, or a model.
 
     Raises:
         UsageError: a flag contradicts what the plan was made for.

@@ -133,7 +133,7 @@ def _body(selective: bool, live: bool, moves: bool) -> str:
 
 
 def refuse_described(subject: Subject, target: str) -> None:
-    """Of a plan that names no modules.
+    """Refuse a plan that names no modules.
 
     Raises:
         CannotSay: it is one.
@@ -146,7 +146,7 @@ def refuse_described(subject: Subject, target: str) -> None:
 
 
 def refuse_stacks(subject: Subject, target: str, *, in_order: bool = False) -> None:
-    """Of a described plan whose layers are not one list, which the target numbers them in.
+    """Refuse a described plan whose layers are not the one list in which the target numbers them.
 
     Args:
         in_order: layers of several lists are numbered in the order of modules: an encoder's before a decoder's, and a
@@ -166,7 +166,7 @@ def refuse_stacks(subject: Subject, target: str, *, in_order: bool = False) -> N
 
 
 def refuse_images(subject: Subject, target: str) -> None:
-    """Of a described plan of a model that reads no words.
+    """Refuse a described plan of a model that reads no tokens.
 
     Raises:
         CannotSay: it is one.

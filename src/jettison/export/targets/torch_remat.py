@@ -134,7 +134,7 @@ def _as_the_plan_moves(decision: Decision) -> LayerPolicy:
 
 
 def _nearest(decision: Decision, subject: Subject) -> LayerPolicy:
-    """Of a layer that the plan computes again in part: its input on the host, or the regions that keep no more."""
+    """Return the nearest policy for a partly recomputed layer: its input offloaded, or regions that keep no more."""
     if decision.moved:
         return _as_the_plan_moves(decision)
     options = options_of(decision, lambda op: op_seconds(op, subject.hardware))

@@ -145,7 +145,7 @@ def _mostly_kept(decision: Decision, ops: Sequence[Op]) -> bool:
 
 
 def product_of(op: Op) -> str | None:
-    """What a formula's op is called in the file; None where torchtitan's code may have another."""
+    """Return the file's name of a formula's op; None where torchtitan's code may have another."""
     if op.name.startswith("aten._scaled_dot_product"):
         return ATTENTION
     if "reduce_scatter" in op.name:

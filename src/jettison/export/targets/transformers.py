@@ -120,7 +120,7 @@ def _spaced(subject: Subject, pricer: Pricer) -> Priced | None:
 
 
 def offloads(policies: Sequence[LayerPolicy]) -> bool:
-    """What checkpoints are given waits on the host."""
+    """Whether inputs of checkpoints are offloaded."""
     return any(policy.moved for policy in policies)
 
 
