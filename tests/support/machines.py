@@ -80,7 +80,8 @@ def exit_code_on(machine: Machine, arguments: list[str]) -> int:
     with ExitStack() as stack:
         root = ROOT if machine.folder is None else _copied(machine.folder, stack)
         paths = os.pathsep.join((str(root / "src"), str(root / "tests"), str(root)))
-        environment = {**os.environ, **machine.environment, "PYTHONPATH": paths}
+        compiled = stack.enter_context(tempfile.TemporaryDirectory())  # torch's own cache does not ask for kernels
+        environment = {**os.environ, **machine.environment, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": compiled}
         stack.enter_context(_busy(machine.load))
         allowed = os.sched_getaffinity(0)
         stack.callback(os.sched_setaffinity, 0, allowed)
