@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard  # noqa: F401, which has operators of its own
 
-from jettison.capture.quick_fakes import QuickFakeMode, call_key
+from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode, call_key
 
 aten, fsdp = torch.ops.aten, torch.ops.fsdp
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -31,6 +31,9 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "in another result": lambda a, b: torch.mul(a, 2, out=b.t()),
     "in a result of another size": lambda a, b: torch.mul(a, 2, out=torch.empty(0)),
     "unsafe view": lambda a, b: aten._unsafe_view.default(a, [3, 8]),
+    "of a view": lambda a, b: b[2:].exp(),
+    "in place of a view": lambda a, b: b[2:].mul_(2),
+    "in a view as result": lambda a, b: torch.exp(a[:2], out=b[2:, :4]),
     "indices": lambda a, b: aten.embedding.default(a, INDICES),
     "a real one first": lambda a, b: torch.cat([REAL, a]),
     "a real one in place": lambda a, b: REAL.clone().add_(a[0, 0]),
@@ -85,6 +88,37 @@ def test_a_third_call_is_answered_from_memory() -> None:
         before = FakeTensorMode.cache_hits
         a.mul(2)
         assert FakeTensorMode.cache_hits == before
+
+
+def test_views_that_begin_elsewhere_share_one_answer() -> None:
+    quick = QuickFakeMode()
+    with quick:
+        rows = torch.empty(64, 8)
+        parts = [rows[start : start + 8] for start in range(0, 64, 8)]
+        aten._log_softmax.default(parts[0], 1, False)
+        before = len(quick._remembered)
+        made = [aten._log_softmax.default(part, 1, False) for part in parts[1:]]
+        assert len(quick._remembered) == before
+        assert all(one.storage_offset() == 0 and one.shape == (8, 8) for one in made)
+        assert [part.view(64).storage_offset() for part in parts] == [64 * n for n in range(8)]
+
+
+def test_a_mode_above_may_ask_for_an_answer() -> None:
+    quick = QuickFakeMode()
+    func = aten.mul.Tensor
+    with quick:
+        a = torch.empty(6, 4)
+    assert quick.remembered(func, (a, 2), {}) is UNKNOWN
+    with quick:
+        expected = a * 2
+    found = quick.remembered(func, (a, 2), {})
+    assert type(found) is type(expected)
+    assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    assert found.untyped_storage()._cdata != expected.untyped_storage()._cdata
+    assert quick.remembered(func, (a, torch.empty(4)), {}) is UNKNOWN, "a real one"
+    with quick:
+        torch.zeros(3)
+    assert quick.remembered(aten.zeros.default, ([3],), {}) is UNKNOWN, "made of numbers, maybe for real"
 
 
 def test_what_differs_is_not_confused() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from jettison.capture.fakes import fake_batch, fake_copy, fake_mode
+from jettison.capture.fakes import StepFakeMode, fake_batch, fake_copy, fake_mode
 from jettison.measure import measured_peak
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors, unique_bytes
@@ -355,3 +357,43 @@ def test_sparse_tensors_have_no_storage_of_their_own():
         made = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), values, (2, 2), check_invariants=False).detach()
         assert counter.live_bytes >= values.nbytes + 32  # places
     assert made.layout is torch.sparse_coo
+
+
+class Seeing(TorchDispatchMode):
+    """Counts what it hands on."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def fake_step(mode, between=None):
+    """The peak of a step on fake tensors, and how many of its ops reached the mode."""
+    model = fake_copy(mlp(), mode)
+    batch = fake_batch(torch.empty(8, 64), mode)
+    with mode, between or contextlib.nullcontext(), AllocationCounter(static_tensors(model, batch)) as counter:
+        step(model, batch)
+    return counter.peak_bytes
+
+
+def test_ops_that_were_answered_before_do_not_reach_the_fake_mode(monkeypatch):
+    mode = fake_mode()
+    dispatch, reached = StepFakeMode.dispatch, []
+    monkeypatch.setattr(StepFakeMode, "dispatch", lambda *a, **k: reached.append(a[1]) or dispatch(*a, **k))
+    first = fake_step(mode)
+    asked = len(reached)
+    reached.clear()
+    assert fake_step(mode) == first
+    assert len(reached) < asked / 10, "but for what makes tensors of numbers"
+
+
+def test_a_mode_in_between_sees_every_op():
+    mode = fake_mode()
+    first = fake_step(mode)
+    seeing = [Seeing(), Seeing()]
+    assert [fake_step(mode, one) for one in seeing] == [first, first]
+    assert seeing[0].calls == seeing[1].calls > 50

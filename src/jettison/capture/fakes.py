@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +31,7 @@ from jettison.capture.fabric import started_by_fabric
 from jettison.capture.lent_arrays import copy_arrays
 from jettison.capture.object_copies import copied, without_finalizers
 from jettison.capture.python_state import is_ours
-from jettison.capture.quick_fakes import QuickFakeMode
+from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.sharded import (
     leave_casts,
     leave_unsharded,
@@ -41,7 +41,14 @@ from jettison.capture.sharded import (
     whole_parameters,
 )
 from jettison.capture.snapshots import CONTAINERS, MOST_SHARED, attributes_of, items_of
-from jettison.capture.sparse_fakes import is_sparse, makes_sparse, sparse_result, with_fake_parts, with_places
+from jettison.capture.sparse_fakes import (
+    has_places,
+    is_sparse,
+    makes_sparse,
+    sparse_result,
+    with_fake_parts,
+    with_places,
+)
 from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.capture.trees import op_map, tree_map
 from jettison.errors import TraceError
@@ -71,6 +78,8 @@ _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _INDEX = torch.ops.aten.index.Tensor
 _NUMBER, _EQUAL = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
 _BINCOUNT = torch.ops.aten.bincount.default
+_GROUPED_MM, _COL2IM = torch.ops.aten._grouped_mm.default, torch.ops.aten.col2im.default
+_BATCH_NORM, _LAYER_NORM = torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_layer_norm.default
 _BY_VALUES = (_SELECT, _NONZERO, _NUMBER, _EQUAL, _BINCOUNT)
 
 
@@ -107,52 +116,102 @@ class StepFakeMode(QuickFakeMode):
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.sparse and any(map(is_sparse, args[:2])):
-            found = sparse_result(func, args, kwargs)
+        ours = self.sparse or _is_ours_to_answer(func)
+        if ours:
+            args, kwargs, found = self._before_torch(func, args, kwargs)
             if found is not None:
                 return found
+        if any(map(_is_real_view, args)):
+            args, kwargs = op_map(_alone, (args, kwargs))
+        out = super().dispatch(func, types, args, kwargs)
+        self._note(func, args, out)
+        return _after_torch(func, args, kwargs, out) if ours else out
+
+    def remembered(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+        """See `QuickFakeMode`."""
+        if self.sparse or _is_ours_to_answer(func):
+            return UNKNOWN
+        out = super().remembered(func, args, kwargs)
+        self._note(func, args, out)
+        return out
+
+    def _note(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        if self.guesses and isinstance(out, FakeTensor) and out.dtype is torch.bool:
+            _note_truth(func, args, out)
+
+    def _before_torch(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Arguments as torch's fake kernel takes them, and the answer where it is not asked."""
+        found = sparse_result(func, args, kwargs) if self.sparse and any(map(is_sparse, args[:2])) else None
+        if found is not None:
+            return args, kwargs, found
         if makes_sparse(func):
             self.sparse = True
             args, kwargs = with_fake_parts(args, kwargs)
         args = with_places(func, args)
         if func in _BY_VALUES:
             found = _by_values(func, args, self.guesses)
-            if found is not None:
-                return found
-        if func is _INDEX:
+        elif func is _INDEX:
             args = (args[0], _places(args[1]), *args[2:])
-        if func is _WAIT:
-            return args[0]  # as the real one does; the fake kernel makes a new tensor
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-            return _grouped_mm(*args, **kwargs)
-        if func in _CTC:
+        elif func is _WAIT:
+            found = args[0]  # as the real one does; the fake kernel makes a new tensor
+        elif func is _GROUPED_MM and args[0].dtype is not torch.bfloat16:
+            found = _grouped_mm(*args, **kwargs)
+        elif func in _CTC:
             if any(isinstance(n, Tensor) and n.device.type == "cpu" != args[0].device.type for n in args[2:4]):
                 raise TraceError(_LENGTHS_ELSEWHERE)
-            return _ctc_loss(*args, **kwargs)
-        if func in _CTC_BACKWARD:
-            return torch.empty_like(args[1])
-        if func in _CUDNN_RNN:
+            found = _ctc_loss(*args, **kwargs)
+        elif func in _CTC_BACKWARD:
+            found = torch.empty_like(args[1])
+        elif func in _CUDNN_RNN:
             raise UnsupportedOperatorException(func)
-        if any(map(_is_real_view, args)):
-            args, kwargs = op_map(_alone, (args, kwargs))
-        out = super().dispatch(func, types, args, kwargs)
-        if self.guesses and isinstance(out, FakeTensor) and out.dtype is torch.bool:
-            _note_truth(func, args, out)
-        if func is torch.ops.aten.native_batch_norm.default and args[0].device.type == "cpu":
-            told = next((tensor for tensor in args[1:5] if isinstance(tensor, Tensor)), args[0])
-            return (_contiguous_like(out[0]), *(one.new_empty(one.shape, dtype=told.dtype) for one in out[1:]))
-        if func in _LEAVES_TERMS and out.dim() == 0:
-            return _on_its_terms(out, args[0], args[1])
-        if func is torch.ops.aten.col2im.default and args[0].device.type == "cpu" and args[0].numel() > out.numel():
-            return out.new_empty(args[0].numel()).as_strided(out.shape, out.stride())
-        if func is _RNN and args[0].device.type == "cpu":
-            return (*out[:3], out[0].new_empty(_rnn_workspace(args, kwargs), dtype=torch.uint8))
-        if func is _RNN_BACKWARD and out[4] is out[3]:
-            return (*out[:4], torch.empty_like(out[3]), *out[5:])
-        weight = args[2] if func is torch.ops.aten.native_layer_norm.default else None
-        if weight is not None and weight.dtype is not args[0].dtype and weight.device.type == "cpu":
-            return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))
-        return out
+        return args, kwargs, found
+
+
+def _after_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    """What the real kernel returns where torch's fake one returned `out`."""
+    on_cpu = isinstance(args[0], Tensor) and args[0].device.type == "cpu" if args else False
+    if func is _BATCH_NORM and on_cpu:
+        told = next((tensor for tensor in args[1:5] if isinstance(tensor, Tensor)), args[0])
+        return (_contiguous_like(out[0]), *(one.new_empty(one.shape, dtype=told.dtype) for one in out[1:]))
+    if func in _LEAVES_TERMS and out.dim() == 0:
+        return _on_its_terms(out, args[0], args[1])
+    if func is _COL2IM and on_cpu and args[0].numel() > out.numel():
+        return out.new_empty(args[0].numel()).as_strided(out.shape, out.stride())
+    if func is _RNN and on_cpu:
+        return (*out[:3], out[0].new_empty(_rnn_workspace(args, kwargs), dtype=torch.uint8))
+    if func is _RNN_BACKWARD and out[4] is out[3]:
+        return (*out[:4], torch.empty_like(out[3]), *out[5:])
+    weight = args[2] if func is _LAYER_NORM else None
+    if weight is not None and weight.dtype is not args[0].dtype and on_cpu:
+        return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))
+    return out
+
+
+_OURS = frozenset(
+    {
+        *_BY_VALUES,
+        _INDEX,
+        _WAIT,
+        _GROUPED_MM,
+        *_CTC,
+        *_CTC_BACKWARD,
+        *_CUDNN_RNN,
+        _BATCH_NORM,
+        *_LEAVES_TERMS,
+        _COL2IM,
+        _RNN,
+        _RNN_BACKWARD,
+        _LAYER_NORM,
+    }
+)
+
+
+@functools.cache
+def _is_ours_to_answer(func: Any) -> bool:
+    """Whether torch's fake kernel alone does not do for an operator."""
+    return func in _OURS or makes_sparse(func) or has_places(func)
 
 
 def _is_real_view(value: Any) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -28,25 +28,31 @@ _BY_STORAGE = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_st
 
 
 def call_key(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, mode: FakeTensorMode | None = None
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    mode: FakeTensorMode | None = None,
+    *,
+    offsets: bool = False,
 ) -> tuple[Any, ...] | None:
     """Equal for calls of an operator on tensors that lie alike, with equal values beside them; None where there is no
     such key.
 
     Args:
         mode: whose tensors they have to be; left out, anyone's.
+        offsets: tensors that begin elsewhere in their storages do not lie alike.
     """
     key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-    if not _add(key, args, mode):
+    if not _add(key, args, mode, offsets):
         return None
     if kwargs:
         key.extend(kwargs)
-        if not _add(key, kwargs.values(), mode):
+        if not _add(key, kwargs.values(), mode, offsets):
             return None
     return tuple(key)
 
 
-def _add(key: list[Any], values: Iterable[Any], mode: FakeTensorMode | None) -> bool:
+def _add(key: list[Any], values: Iterable[Any], mode: FakeTensorMode | None, offsets: bool) -> bool:
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -54,16 +60,20 @@ def _add(key: list[Any], values: Iterable[Any], mode: FakeTensorMode | None) -> 
                 return False
             if value.constant is not None or value.layout is not torch.strided:
                 return False
-            key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
-            key += (value.requires_grad, value.is_neg(), value.is_conj(), value.is_inference())
+            marks = value.requires_grad, value.is_neg(), value.is_conj(), value.is_inference()
+            key += (value.shape, value.stride(), value.dtype, value.fake_device, marks)
+            if offsets:
+                key.append(value.storage_offset())
         elif kind in _VALUES:
             key += (kind, value)
         elif kind is list or kind is tuple:
             key += (kind, len(value))
-            if not _add(key, value, mode):
+            if not _add(key, value, mode, offsets):
                 return False
         elif kind is Tensor and value.layout is torch.strided and not (value.requires_grad or _is_marked(value)):
-            key += (kind, value.shape, value.stride(), value.storage_offset(), value.dtype, value.device)
+            key += (kind, value.shape, value.stride(), value.dtype, value.device)
+            if offsets:
+                key.append(value.storage_offset())
         else:
             return False
     return True
@@ -87,14 +97,32 @@ def _hangs_on_layouts(func: Any) -> bool:
     return not _is_composite(func)
 
 
+UNKNOWN: Final = object()
+
+
+@functools.lru_cache(maxsize=4096)
+def _reads_tensors(func: Any) -> bool:
+    """Whether a tensor is among the arguments of every call."""
+    kinds = [argument.type for argument in func._schema.arguments]
+    return any(isinstance(kind, torch.TensorType) or kind.isSubtypeOf(torch.ListType.ofTensors()) for kind in kinds)
+
+
 @functools.lru_cache(maxsize=4096)
 def _makes_its_results(func: Any) -> bool:
     """Whether all that it returns is new memory."""
-    return not (func.is_view or func._schema.is_mutable or func in _IN_ITS_MEMORY or _is_composite(func))
+    return not (func._schema.is_mutable or _may_view(func))
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_view(func: Any) -> bool:
+    """Whether it may return a tensor in the memory of another one, so that it matters where that one begins."""
+    return bool(func.is_view or func in _IN_ITS_MEMORY or _is_composite(func) or "as_strided" in func.name())
 
 
 def _is_composite(func: Any) -> bool:
     """Made of other operators: it may return what it was given, or not."""
+    if func.namespace == "prim":  # questions to a tensor, which the dispatcher has no table for
+        return False
     implicit = torch._C.DispatchKey.CompositeImplicitAutograd
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), implicit))
 
@@ -148,6 +176,16 @@ class QuickFakeMode(FakeTensorMode):
         finally:
             self._answer = None  # it would keep the arguments
 
+    def remembered(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+        """The answer to a call of fake tensors alone, if it is known; else `UNKNOWN`. A mode above this one may ask for
+        it instead of running the operator, where no mode between them has to see the call.
+        """
+        if not _reads_tensors(func):  # what makes tensors of numbers is made for real where batches are
+            return UNKNOWN
+        key = self._key(func, args, kwargs)
+        known = self._remembered.get(key) if key is not None else None
+        return UNKNOWN if known is None or Tensor in key else self._again(known, args, kwargs)
+
     def _output_from_cache_entry(self, *asked: Any) -> Any:
         """Torch's cache has an answer: the operator and its arguments come last of what it is asked with."""
         out = super()._output_from_cache_entry(*asked)
@@ -157,7 +195,7 @@ class QuickFakeMode(FakeTensorMode):
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
         if not self.cache_enabled:
             return None
-        key = call_key(func, args, kwargs, self)
+        key = call_key(func, args, kwargs, self, offsets=_may_view(func))
         if key is None or (Tensor in key and not _makes_its_results(func)):
             return None
         return key if func not in _BY_STORAGE else (key, args[0].untyped_storage().nbytes())
@@ -218,6 +256,8 @@ def _made(
             return None
         storage = one.untyped_storage()
         viewed = next((i for i, other in enumerate(memory) if other == storage._cdata), -1)
+        if same < 0 <= viewed and not _may_view(func):
+            return None
         if same < 0 and viewed < 0:
             extent = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta").untyped_storage()
             if storage._cdata in inside or one.storage_offset() or storage.nbytes() != extent.nbytes():

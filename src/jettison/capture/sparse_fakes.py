@@ -113,12 +113,17 @@ def with_places(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments of the backward of bags with sparse gradients. The real one works out by itself which bag an index is
     in; the fake one finds no index in any.
     """
-    if func is not aten._embedding_bag_backward.default or not args[9]:
+    if not has_places(func) or not args[9]:
         return args
     gradient, indices, offsets, places = args[:4]
     if not places.numel():
         places = gradient.new_empty(indices.shape, dtype=indices.dtype)
     return (gradient, _fake_indices(indices, gradient), offsets, places, *args[4:])
+
+
+def has_places(func: Any) -> bool:
+    """Whether an op is one whose arguments `with_places` changes."""
+    return func is aten._embedding_bag_backward.default
 
 
 def makes_sparse(func: Any) -> bool:

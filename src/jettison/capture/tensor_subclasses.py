@@ -11,6 +11,7 @@ number or a row of them, is held by whoever holds the wrapper.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -95,8 +96,13 @@ def has_gradients(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def desugars(types: Any) -> bool:
+def desugars(types: Iterable[type]) -> bool:
     """Whether a dispatch mode must leave a call to the wrappers among its arguments, to see what they do inside."""
+    return _desugars(tuple(types))
+
+
+@cache
+def _desugars(types: tuple[type, ...]) -> bool:
     return any(_kind(cls) is not _Kind.PLAIN for cls in types)
 
 

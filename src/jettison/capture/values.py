@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.op_traits import writes
+from jettison.capture.quick_fakes import QuickFakeMode
 from jettison.capture.tensor_subclasses import desugars, has_gradients
 from jettison.capture.trees import op_leaves
 from jettison.capture.undo import Undo, handed_out
@@ -37,6 +39,23 @@ def which_device(tensor: Tensor) -> torch.device:
     return WHICH_DEVICE(tensor)
 
 
+def outside_of_compiled(mode: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
+    """The mode with a dispatch that goes through dynamo's guard only where dynamo is at work. Torch puts the guard
+    around each call of each mode, which takes as long as many a fake kernel.
+    """
+    guarded = mode.__torch_dispatch__
+    plain: Any = getattr(guarded, "__wrapped__", guarded)
+
+    def __torch_dispatch__(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if get_eval_frame_callback() is None:
+            return plain(self, func, types, args, kwargs)
+        return guarded(self, func, types, args, kwargs)
+
+    mode.__torch_dispatch__ = __torch_dispatch__  # type: ignore[method-assign]
+    return mode
+
+
+@outside_of_compiled
 class RealUntilFake(TorchDispatchMode):
     """Runs an op on real tensors where every tensor argument is real; stands above a `FakeTensorMode`.
 
@@ -107,6 +126,12 @@ class RealUntilFake(TorchDispatchMode):
             meta = torch.empty(0, dtype=leaf.dtype, device="meta")
             meta = meta.set_(shadow, leaf.storage_offset(), leaf.shape, leaf.stride())
         return FakeTensor(self.mode, meta, leaf.device)
+
+
+def fakes_below() -> QuickFakeMode | None:
+    """The mode that answers all calls of fake tensors alone, where no mode but `RealUntilFake` would see them first."""
+    above = [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, RealUntilFake)]
+    return above[0] if len(above) == 1 and isinstance(above[0], QuickFakeMode) else None
 
 
 FEW = 16  # elements of a draw that a forward may decide by

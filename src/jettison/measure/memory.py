@@ -37,8 +37,9 @@ from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, parts_of, plain
-from jettison.capture.values import WHICH_DEVICE, which_device
+from jettison.capture.values import WHICH_DEVICE, fakes_below, outside_of_compiled, which_device
 from jettison.measure.numbers import NO_NODE, KeptNumbers, current_node, number_bytes
 from jettison.measure.tape import NOBODY, Tape, leaves_of
 
@@ -103,6 +104,7 @@ class _Withheld:
     live_bytes: int
 
 
+@outside_of_compiled
 class AllocationCounter(TorchDispatchMode):
     """Counts live and peak bytes of storages while active.
 
@@ -143,6 +145,7 @@ class AllocationCounter(TorchDispatchMode):
         self._marks: list[Mark] = []
         self._events: list[AllocationEvent] | None = [] if record_events else None
         self._phase = ""
+        self._fakes: QuickFakeMode | None = None  # where only its modes are below
         self._stretches: list[tuple[str, list[int]]] | None = [] if record_levels else None
         self.register(static_tensors)
 
@@ -250,6 +253,7 @@ class AllocationCounter(TorchDispatchMode):
         self._resize, self._get_state = torch.UntypedStorage.resize_, torch.get_rng_state
         torch.UntypedStorage.resize_ = self._resizing(self._resize)
         torch.get_rng_state = torch.random.get_rng_state = self._telling(self._get_state)
+        self._fakes = fakes_below()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -309,7 +313,7 @@ class AllocationCounter(TorchDispatchMode):
             if self._tape is not None:
                 self._tape.at(current_node(), self._live_bytes)
             self._take_over(args[0])
-            out = func(*args, **kwargs)
+            out = self._answer(func, args, kwargs)
             self._meet_all((out,), func, NO_NODE)
             self._raise_peak(self._live_bytes)
             return out
@@ -325,7 +329,7 @@ class AllocationCounter(TorchDispatchMode):
         extra_bytes = self._workspace(func, args, kwargs) if self._workspace is not None else 0
         if withheld is not None:
             self._raise_peak(self._live_bytes + extra_bytes)
-        out = func(*args, **kwargs)
+        out = self._answer(func, args, kwargs)
         self._meet_all((out,), func, node)
         if self._numbers is not None and (number := number_bytes(func, args)):
             kept = self._numbers.kept_by(func, args, number)
@@ -341,6 +345,12 @@ class AllocationCounter(TorchDispatchMode):
                 self._tape.nothing_new()
             self._raise_peak(self._live_bytes + extra_bytes)
         return out
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator returns: what it is known to return on fake tensors, or by running it."""
+        if self._fakes is not None and (out := self._fakes.remembered(func, args, kwargs)) is not UNKNOWN:
+            return out
+        return func(*args, **kwargs)
 
     def _meet_all(self, values: Iterable[Any], operator: Any, node: int) -> None:
         for value in values:
