@@ -26,9 +26,10 @@ from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.described import OneModel
 from jettison.planner.handle import Applied, figures, follow_loop, note_losses, with_losses
 from jettison.planner.host import Host, hardware_of, host_of
-from jettison.planner.kept_plans import Keeping, bytes_of_state
+from jettison.planner.kept_plans import Keeping
 from jettison.planner.optimizers import Optimizers, as_one
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
+from jettison.planner.plan_facts import bytes_of_state
 from jettison.planner.planner import make_planner
 from jettison.planner.rank_batches import alike
 from jettison.planner.readiness import check_model, check_optimizer

@@ -27,7 +27,8 @@ from jettison.planner.budget import Budget
 from jettison.planner.described import OwnStep, Part, describe_step, nbytes_of
 from jettison.planner.handle import Applied, follow_loop, note_losses
 from jettison.planner.host import Host
-from jettison.planner.kept_plans import Keeping, bytes_of_state
+from jettison.planner.kept_plans import Keeping
+from jettison.planner.plan_facts import bytes_of_state
 from jettison.planner.readiness import check_model, check_states
 from jettison.planner.together import Together
 from jettison.progress import Progress

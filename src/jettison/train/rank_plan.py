@@ -23,8 +23,9 @@ from jettison.planner.budget import Budget
 from jettison.planner.compile_blocks import compile_settings, survey_blocks
 from jettison.planner.handle import Applied, note_losses
 from jettison.planner.host import hardware_of, host_of
-from jettison.planner.kept_plans import Keeping, bytes_of_state
+from jettison.planner.kept_plans import Keeping
 from jettison.planner.parts import plan_parts
+from jettison.planner.plan_facts import bytes_of_state
 from jettison.planner.planner import fingerprint
 from jettison.progress import Progress
 from jettison.runtime.chunked_loss import Hold, holding

@@ -1,0 +1,285 @@
+"""Facts that a plan was made for, and that have to be the same where it is followed.
+
+NOTE [ What a kept plan was made for ] in kept_plans.py says which. Values of tensors are none of them, as they are
+not of a plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import platform
+import sys
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from jettison.capture.function_state import function_reach, is_foreign
+from jettison.capture.model_trace import ModelTrace
+from jettison.capture.signature import global_signature
+from jettison.capture.snapshots import TENSOR_HOOKS, hooks_of
+from jettison.capture.tensor_subclasses import plain
+from jettison.capture.trees import tree_leaves
+from jettison.planner.optimizers import inside_of
+from jettison.planner.planner import fingerprint
+
+PACKAGE: Final = __name__.partition(".")[0]
+MOST_CODE: Final = 20_000
+"""Functions and classes that are looked at."""
+
+Facts = dict[str, str]
+"""What a plan was made for, most telling first."""
+
+_DIGESTS: Final = {
+    "programs": "its blocks, or what is around them, run other ops, or on other shapes, than before",
+    "code": "code of its modules, hooks or autograd functions has changed",
+    "optimizer's code": "the optimizer's code has changed",
+    "step": "the code of step= or loss_fn= has changed",
+    "reached": "the step, or another rank's, reaches other parameters than before",
+    "levels": "the step takes other memory, op by op, than before",
+}
+
+
+def first_difference(then: Mapping[str, str], now: Facts) -> str:
+    """In words; empty where there is none."""
+    for name in (*now, *then):
+        if then.get(name) != now.get(name):
+            return told(name, then.get(name), now.get(name))
+    return ""
+
+
+def told(name: str, then: str | None, now: str | None) -> str:
+    """One difference, in words."""
+    if name in _DIGESTS:
+        return _DIGESTS[name]
+
+    def short(text: str | None) -> str:
+        return "none" if text is None else text if len(text) <= 120 else f"{text[:117]}..."
+
+    return f"{name} was {short(then)} and is {short(now)}"
+
+
+def machine_facts() -> Facts:
+    """Versions, the processor, accelerators, and switches."""
+    cuda = torch.cuda.is_available()
+    devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if cuda else []
+    return {
+        "jettison": f"{sys.modules[PACKAGE].__version__} ({_own_code()})",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
+        "accelerators": ", ".join(devices),
+        "switches": repr(global_signature()),
+    }
+
+
+@functools.cache
+def _own_code() -> str:
+    """Digest of Jettison's own files: a version may be one that is worked on."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # another system
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def step_facts(
+    traces: Iterable[ModelTrace],
+    models: Sequence[nn.Module],
+    batches: Any,
+    optimizer: torch.optim.Optimizer | None,
+    functions: Sequence[Any],
+    **asked: Any,
+) -> Facts:
+    """Of what is planned.
+
+    Args:
+        traces: of the models that run with gradients.
+        models: all of the step's.
+        functions: of the step and its loss.
+        asked: whatever else was.
+    """
+    traces = list(traces)
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    code = _Code()
+    for model in models:
+        code.model(model)
+    step = _Code()
+    for function in functions:
+        step.value(function)
+    rules = _Code()
+    for one in inside_of(optimizer) if optimizer is not None else ():
+        rules.value(type(one))
+    return {
+        **{name: str(value) for name, value in asked.items()},
+        "ranks": str(ranks),
+        "model": " ".join(f"{type(model).__qualname__}{'' if model.training else ' in eval()'}" for model in models),
+        "parameters": " ".join(fingerprint(trace) for trace in traces),
+        "buffers": digest([(n, tuple(b.shape), str(b.dtype)) for m in models for n, b in m.named_buffers()]),
+        "batch": repr([_described(leaf) for leaf in tree_leaves(batches)]),
+        "loop": " ".join(repr(replace(trace.loop, elsewhere_bytes=0)) for trace in traces),
+        "optimizer": _optimizer(optimizer),
+        "optimizer's code": rules.digest(),
+        "programs": digest(list(map(_programs, traces))),
+        "step": step.digest(),
+        "code": code.digest(),
+    }
+
+
+def bytes_of_state(optimizer: torch.optim.Optimizer | None) -> int:
+    """Of an optimizer's tensors beside the parameters."""
+    if optimizer is None:
+        return 0
+    leaves = tree_leaves([dict(state) for state in optimizer.state.values() if isinstance(state, dict)])
+    return sum(plain(leaf).nbytes for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
+
+
+def _programs(trace: ModelTrace) -> Any:
+    calls = [(call.name, trace.program(call).digest(), trace.classes[call.class_key].stood_in) for call in trace.calls]
+    return trace.root.program.digest(), calls, list(map(_programs, trace.more))
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype} {tuple(leaf.shape)}{' with gradients' if leaf.requires_grad else ''}"
+    return repr(leaf) if isinstance(leaf, bool | int | float | str | None) else type(leaf).__qualname__
+
+
+def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:
+    """Numbers of it only by whether they are 0: a learning rate moves, and no bytes hang on it."""
+    if optimizer is None:
+        return "none"
+    found = []
+    for one in inside_of(optimizer):
+        for group in one.param_groups:
+            options = {name: _kind_of(value) for name, value in sorted(group.items()) if name != "params"}
+            shapes = digest([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group["params"]])
+            found.append(f"{type(one).__qualname__} {options} over {len(group['params'])} ({shapes})")
+    return "; ".join(found)
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, bool | str | None):
+        return repr(value)
+    if isinstance(value, int | float):
+        return "0" if value == 0 else "number"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_kind_of, value))}]"
+    return type(value).__qualname__
+
+
+def digest(value: Any) -> str:
+    """Of a value as JSON, 16 letters."""
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
+
+
+class _Code:
+    """Digest of functions and classes, and of those that they name, in files that belong to no large library; of such
+    a library its version.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._held: list[Any] = []
+        self._found: list[Any] = []
+
+    def digest(self) -> str:
+        """Of all that was found, in the order in which it was."""
+        return digest(self._found)
+
+    def model(self, model: nn.Module) -> None:
+        """Its modules' classes, and hooks on them and on their parameters."""
+        for module in model.modules():
+            self.value(type(module))
+            self.value(vars(module).get("forward"))
+            for name, table in vars(module).items():
+                if name.endswith("_hooks") and isinstance(table, dict):
+                    self._several(table.values())
+        for parameter in model.parameters():
+            for name in TENSOR_HOOKS:
+                self._several((hooks_of(parameter, name) or {}).values())
+
+    def _several(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.value(value)
+
+    def value(self, value: Any) -> None:
+        """A function, a method, a class, or what is called like one."""
+        waiting = [value]
+        while waiting and len(self._seen) < MOST_CODE:
+            one = waiting.pop()
+            if isinstance(one, types.MethodType | staticmethod | classmethod):
+                one = one.__func__
+            if isinstance(one, property):
+                waiting += [one.fget, one.fset]
+                continue
+            if hasattr(one, "func") and hasattr(one, "keywords"):  # functools.partial
+                waiting += [one.func, *one.args, *one.keywords.values()]
+                continue
+            if isinstance(one, types.FunctionType):
+                waiting += reversed(self._function(one))
+            elif isinstance(one, type):
+                waiting += reversed(self._class(one))
+            elif callable(one) and not isinstance(one, nn.Module | types.BuiltinFunctionType):
+                waiting.append(type(one))
+
+    def _new(self, one: Any) -> bool:
+        if id(one) in self._seen:
+            return False
+        self._seen.add(id(one))
+        self._held.append(one)
+        return True
+
+    def _class(self, cls: type) -> list[Any]:
+        found: list[Any] = []
+        for base in cls.__mro__:
+            if not self._new(base):
+                continue
+            if is_foreign(base.__module__):
+                self._library(base.__module__)
+                continue
+            self._found.append(base.__qualname__)
+            found += [value for value in vars(base).values() if not isinstance(value, type) or value is not base]
+        return found
+
+    def _function(self, function: types.FunctionType) -> list[Any]:
+        if not self._new(function):
+            return []
+        if is_foreign(function.__module__):
+            self._library(function.__module__)
+            return []
+        self._found.append(_code(function.__code__))
+        reached = list(function_reach(function))
+        self._found.append([_kind_of(value) for value in reached if isinstance(value, bool | int | float | str)])
+        return reached
+
+    def _library(self, module: str) -> None:
+        name = module.partition(".")[0]
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if isinstance(version, str) and [name, version] not in self._found:
+            self._found.append([name, version])
+
+
+def _code(code: types.CodeType) -> Any:
+    """Without the lines and the file that it is in."""
+    constants = list(map(_constant, code.co_consts))
+    return [code.co_name, code.co_code.hex(), list(code.co_names), list(code.co_varnames), constants]
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, types.CodeType):
+        return _code(value)
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
