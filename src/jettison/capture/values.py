@@ -51,7 +51,7 @@ def outside_of_compiled(mode: type[TorchDispatchMode]) -> type[TorchDispatchMode
             return plain(self, func, types, args, kwargs)
         return guarded(self, func, types, args, kwargs)
 
-    mode.__torch_dispatch__ = __torch_dispatch__  # type: ignore[method-assign]
+    mode.__torch_dispatch__ = __torch_dispatch__
     return mode
 
 
