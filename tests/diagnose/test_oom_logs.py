@@ -1,6 +1,7 @@
 """Each log of `oom_logs.py`: cause, device, figures, holders, phase, line, trainer, and what is said and never said."""
 
 import json
+import pickle
 import random
 import re
 from pathlib import Path
@@ -10,15 +11,18 @@ import pytest
 
 import jettison
 from jettison.cli.main import run
-from jettison.diagnose.facts import MemoryFacts
+from jettison.diagnose.facts import MemoryFacts, Phase
 from jettison.diagnose.finding import Finding
 from jettison.diagnose.log_text import decoded
 from jettison.diagnose.memory import diagnose_memory
 from jettison.diagnose.oom_log import facts_of_log, read_oom_log
 from jettison.diagnose.trainers import TRAINERS, Trainer, trainer_of
+from jettison.diagnose.watch_record import WatchRecord, read_watch_record
 from jettison.errors import UsageError
-from support.oom_logs import OWN, REPORTED, Case
+from support.oom_logs import MODEL, OWN, REPORTED, Case, new
 from support.oom_logs_of_drivers import ELSEWHERE, NOT_MEMORY
+from support.planted_memory import traceback
+from support.recorded_snapshots import Mode, Recorder
 
 GIB = 1 << 30
 CASES = (*REPORTED, *OWN, *ELSEWHERE)
@@ -147,3 +151,28 @@ def test_figures_are_shown_in_gib_with_one_decimal(tmp_path: Path, capsys: pytes
     assert run(["doctor", "--oom", str(file)]) == 0
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines()[:8])
     assert (rows["allocated"].strip(), rows["free"].strip()) == ("71.0 GiB", "0.9 GiB")
+
+
+WATCHED = {
+    "AMD's device": traceback(*MODEL) + new("2.00 GiB", "63.9 GiB", "0.50 GiB", "62.0 GiB", "0.1 GiB", device="HIP"),
+    "a server in a trainer": next(case.text for case in ELSEWHERE if case.name.startswith("the server in")),
+    "a checkpoint": next(case.text for case in ELSEWHERE if case.phase is Phase.SAVING),
+    "pinned memory": next(case.text for case in OWN if case.name == "pinned memory"),
+}
+
+
+@pytest.mark.parametrize("has_snapshot", [False, True])
+@pytest.mark.parametrize("name", WATCHED)
+def test_a_watched_loop_is_read_as_its_message_is(name: str, has_snapshot: bool, tmp_path: Path) -> None:
+    """The device, the phase and the server are those of the message, though the loop's tensors were on "cuda"."""
+    text = str(WATCHED[name])
+    if has_snapshot:
+        recorder = Recorder(Mode(context=None))
+        recorder.oom(1 << 30, 1 << 20, ())
+        (tmp_path / "watch.pickle").write_bytes(pickle.dumps(recorder.content()))
+    record = WatchRecord(device="cuda", steps=(), error=text, snapshot="watch.pickle" if has_snapshot else "")
+    (tmp_path / "watch.json").write_text(json.dumps(record.document()))
+    facts, plain = read_watch_record(tmp_path / "watch.json"), facts_of_log(text, "watch.json")
+    assert facts is not None
+    for field in ("device", "failure", "phase", "trainer", "colocated", "evaluating"):
+        assert getattr(facts, field) == getattr(plain, field), field

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from jettison.diagnose.facts import MemoryFacts, StepBytes, Survivor
+from jettison.diagnose.facts import Failure, MemoryFacts, Phase, StepBytes, Survivor
 from jettison.diagnose.oom_log import facts_of_log
 from jettison.diagnose.oom_snapshot import facts_of_snapshot
 from jettison.errors import UsageError
@@ -23,6 +23,8 @@ _OF_THE_MESSAGE: Final = (
     "shared_bytes",
     "trainer",
     "evaluating",
+    "colocated",
+    "device",
 )
 """Facts that only the message has."""
 
@@ -99,16 +101,16 @@ def _facts(record: WatchRecord, path: Path) -> MemoryFacts:
         facts = facts_of_log(record.error, path.name)
     if kept is not None and kept.exists():
         seen = facts_of_snapshot(read_snapshot(kept))
-        if record.error and seen.failed:
+        if record.error and seen.failed and facts.failure is Failure.REQUEST:
             told = {name: getattr(facts, name) for name in _OF_THE_MESSAGE}
-            facts = replace(seen, **told, logits=seen.logits or facts.logits, source=path.name)
+            phase = facts.phase if seen.phase is Phase.UNKNOWN else seen.phase
+            facts = replace(seen, **told, phase=phase, logits=seen.logits or facts.logits, source=path.name)
         else:
             facts = replace(facts, parts=seen.parts, survivors=seen.survivors)
     if not facts.failed and record.steps:
         facts = replace(facts, allocated_bytes=record.steps[-1].peak_bytes or record.steps[-1].between_bytes)
     return replace(
         facts,
-        device=record.device,
         steps=record.steps,
         survivors=facts.survivors or record.survivors,
         expandable=facts.expandable or expandable,
