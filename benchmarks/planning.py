@@ -171,7 +171,7 @@ BUILDERS: dict[str, Callable[[], Planning]] = {
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it started and that have ended; user and system."""
+    """CPU seconds of this process and of its children that have ended; user and system."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 

@@ -119,7 +119,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(home: str) -> ModuleType:
-    """A module, which may take torch and seconds to import: a terminal says so."""
+    """Import a module, which may import torch and take seconds: a terminal shows it."""
     if home in sys.modules:
         return import_module(home)  # another thread may be at it still
     from jettison.progress import shown

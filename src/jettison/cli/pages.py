@@ -38,7 +38,7 @@ def explore(
     ] = False,
     port: Annotated[int | None, Parameter(help="Of 127.0.0.1, with --serve: a free one.")] = None,
 ) -> None:
-    """Write one page of figures that can be moved: what a layer keeps, what layouts and recompute make of it.
+    """Write one page of interactive figures: what a layer keeps, and the effect of layouts and recompute.
 
     The page works offline, from a disk. Without MODEL it is about the published GPTs of 22B to 1T and Llama 3.
     """

@@ -1,4 +1,4 @@
-"""What one operator costs on this machine: seconds, and the bytes its kernel takes and gives back inside the call.
+"""Cost of one operator on this machine: seconds, and the bytes that its kernel allocates inside the call.
 
 Requests hold shapes, not data, so that a trace on fake tensors can ask for prices. Each distinct request is run on
 stand-in tensors (`kernels.py`): here if its kernel is known to be safe on made-up values, else in a process of its own
@@ -7,7 +7,7 @@ stand-in tensors (`kernels.py`): here if its kernel is known to be safe on made-
 NOTE [ Every workspace is known ]
 Seconds may be estimated, bytes may not: a budget is a promise. So every distinct request runs once for its workspace,
 whatever that takes, but for large elementwise calls of which smaller ones were seen to take nothing. The deadline
-bounds only the repetitions that make seconds precise; only what may be computed again has those. Where a kernel cannot
+bounds only the repetitions that make seconds precise; only ops that may be recomputed have those. Where a kernel cannot
 be run its workspace is bounded by the bytes of what it reads and writes (for a convolution: by the unfolded columns),
 and `OpPrice.problem` says so.
 """

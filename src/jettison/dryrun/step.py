@@ -83,7 +83,7 @@ class DryStep(Protocol):
 
     @property
     def last(self) -> Sequence[torch.optim.Optimizer]:
-        """Optimizers of the loop that step behind the passes."""
+        """Optimizers of the loop that step after all passes."""
         ...
 
     def around(self, trace: ModelTrace) -> contextlib.AbstractContextManager[None]:

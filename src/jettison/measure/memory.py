@@ -347,7 +347,7 @@ class AllocationCounter(TorchDispatchMode):
         return out
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator returns: what it is known to return on fake tensors, or by running it."""
+        """Return an operator's result: the remembered one on fake tensors, or by running it."""
         if self._fakes is not None and (out := self._fakes.remembered(func, args, kwargs)) is not UNKNOWN:
             return out
         return func(*args, **kwargs)

@@ -74,7 +74,7 @@ def _as_family(model: str, family: str) -> ModelSpec:
         UsageError: a preset, whose type is known, or no such family.
     """
     if model in PRESETS:
-        raise UsageError(f"got --family {family} for the preset {model}, whose architecture is known; leave it away")
+        raise UsageError(f"got --family {family} for the preset {model}, whose architecture is known; drop it")
     if family not in EVERY_FAMILY:
         raise UsageError(
             f"got --family {family}; expected a model_type that has a closed form, such as {nearest(family)}; "

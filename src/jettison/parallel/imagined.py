@@ -110,7 +110,7 @@ class ImaginedReplica(nn.Module):
         self.unused: dict[nn.Parameter, Tensor] = {}
         self._averages = self._expects = True  # from now on; in the backward of the latest forward
         self._elsewhere: tuple[nn.Parameter, ...] = ()
-        self._finishes = False  # what is done behind the running backward is known to it
+        self._finishes = False  # the running backward has its final callback
         self._buckets: dict[nn.Parameter, Tensor] = {}  # of gradients that are beside them now
         if views:
             for parameter in module.parameters():

@@ -236,11 +236,11 @@ def auto_checkpoint(
             three. What is not that function, as one that was imported by name before, is left as it is; so are losses
             whose logits the step writes to in place before its backward.
         group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
-        plan: a file in which the plan is kept, or a folder for plans of many calls. A plan that was made for the same
-            model, shapes, step, versions and hardware is followed, and not made again; of another the first difference
-            is told, and the new one takes its place. Of ranks each that plans has a file of its own, and all of them
-            follow what was kept or none does. `jettison.Plan.from_json` reads the file.
-        progress: is told what is being done; left out, the logger ``jettison`` and a terminal are.
+        plan: a file that keeps the plan, or a folder for the plans of many calls. A plan that was made for the same
+            model, shapes, step, versions and hardware is reused; otherwise the first difference is logged, and the new
+            plan replaces the file. Each rank that plans has a file of its own; either all ranks reuse their plans, or
+            none does. `jettison.Plan.from_json` reads the file.
+        progress: called with the current work; by default the logger ``jettison`` and a terminal show it.
 
     Raises:
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.

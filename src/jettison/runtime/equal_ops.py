@@ -1,7 +1,7 @@
-"""Ops that run again in another way, which gives the same bits in less time.
+"""Faster ops for recomputation that give the same bits.
 
 NOTE [ Rows of nothing ]
-Attention by products ends in ``_safe_softmax`` (aten/src/ATen/native/transformers/attention.cpp): a softmax, in which
+Attention by matmuls ends in ``_safe_softmax`` (aten/src/ATen/native/transformers/attention.cpp): a softmax, in which
 rows that are minus infinity all over become zeros. torch finds these by looking at every score, and copies the result
 to put zeros in: on a CPU more than half of what the op takes. A softmax of such a row is NaN in every place, so that
 where its first column has no NaN there is no such row, and the softmax is the result. Where one has, the rows are

@@ -114,7 +114,7 @@ class Recordings:
         self.owners = owners_of(module)
         self.guard: ModuleGuard | None = None
         self.never = ""  # why no call is recorded
-        self.differs = ""  # why its Python may not run again in backward, where one run of it was not like the first
+        self.differs = ""  # why its Python may not be recomputed in backward: one run of it was not like the first
         self.shared: frozenset[int] = frozenset()  # leaf positions of arguments that live elsewhere anyway
         self.late: frozenset[Place] = frozenset()  # what others write to before backward
         self.casts: dict[str, tuple[Any, int | None]] = {}  # of parameters, by autocast: see `note_cast`

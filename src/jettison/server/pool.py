@@ -249,7 +249,7 @@ class Worker:
         return await self._end_of_process()
 
     async def _end_of_process(self) -> Problem:
-        """It closed its output. One that is out of memory says so itself, unless C code ends it."""
+        """Return the error of a worker that closed its output; only C code ends it without an error of its own."""
         try:
             code = await asyncio.wait_for(self.process.wait(), _ENDING_SECONDS)
         except TimeoutError:
