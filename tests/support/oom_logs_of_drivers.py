@@ -453,6 +453,38 @@ OUTSIDE_OF_STEPS = (
         never=NO_PLAN,
         **PLAIN_IS,
     ),
+    *(
+        Case(
+            name=f"an optimizer of its own: {file}",
+            text=traceback(
+                ME,
+                (f"{SITE}/torch/optim/optimizer.py", 487, "wrapper"),
+                (f"{SITE}/{file}", 290, "step"),
+                (f"{SITE}/{file}", 490, "init_state"),
+            )
+            + PLAIN,
+            kind=Kind.PEAK,
+            phase=Phase.OPTIMIZER,
+            trainer="DeepSpeed" if "deepspeed" in file else "Megatron-LM" if "megatron" in file else "",
+            first=line,
+            never=("foreach", *NO_PLAN),
+            **PLAIN_IS,
+        )
+        for file, line in (
+            ("bitsandbytes/optim/optimizer.py", "PagedAdamW8bit"),
+            ("apex/optimizers/fused_adam.py", "PagedAdamW8bit"),
+            ("deepspeed/runtime/zero/stage_1_and_2.py", '"offload_optimizer"'),
+            ("megatron/core/optimizer/distrib_optimizer.py", "--use-distributed-optimizer"),
+        )
+    ),
+    Case(
+        name="a model is spread over devices",
+        text=traceback(ME, (f"{SITE}/accelerate/big_modeling.py", 500, "dispatch_model")) + PLAIN,
+        kind=Kind.PEAK,
+        phase=Phase.PARAMETERS,
+        never=NO_PLAN,
+        **PLAIN_IS,
+    ),
     Case(
         name="Lightning Fabric has no Trainer",
         text=traceback(ME, (f"{SITE}/lightning/fabric/fabric.py", 450, "backward"), TENSOR) + PLAIN,

@@ -123,6 +123,7 @@ class MemoryFacts:
         trainer: the framework whose loop the traceback shows, by its name in `trainers.TRAINERS`.
         evaluating: the traceback is of an evaluation or of generation: there is no backward.
         colocated: the log speaks of an inference server, which may share the device with the trainer.
+        own_optimizer: the optimizer that steps is none of torch's.
         places_known: what steps leave behind is in ``survivors``, and nowhere else.
         device: type of the device, as `torch.device` has it; ``hip`` is AMD's.
         what: that asked, where it was not PyTorch's allocator.
@@ -150,6 +151,7 @@ class MemoryFacts:
     trainer: str = ""
     evaluating: bool = False
     colocated: bool = False
+    own_optimizer: bool = False
     parts: tuple[Part, ...] = ()
     steps: tuple[StepBytes, ...] = ()
     survivors: tuple[Survivor, ...] = ()

@@ -283,8 +283,12 @@ def against_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple
         return _of_server(facts)
     changes: list[Change] = []
     if facts.phase is Phase.OPTIMIZER:
-        line = "torch.optim.AdamW(model.parameters(), foreach=False)    # clip_grad_norm_ takes it, too"
-        changes.append(Change(line=line, why="its temporaries are then one parameter's, not all parameters'"))
+        if not facts.own_optimizer:
+            line = "torch.optim.AdamW(model.parameters(), foreach=False)    # clip_grad_norm_ takes it, too"
+            changes.append(Change(line=line, why="its temporaries are then one parameter's, not all parameters'"))
+        elif trainer is None or not trainer.optimizer:
+            line = "bitsandbytes.optim.PagedAdamW8bit(model.parameters())"
+            changes.append(Change(line=line, why="its state has a quarter of fp32's bytes, and pages to the host"))
         if trainer is not None and trainer.optimizer:
             changes.append(Change(line=trainer.optimizer, why=f"{trainer.name}: a smaller optimizer state"))
     names = (part.module for part in facts.parts[:2])

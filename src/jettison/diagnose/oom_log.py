@@ -43,6 +43,8 @@ _EVALUATES: Final = re.compile(
     r"|test_step|prediction_loop|_generate_and_score_completions|run_validation)$"
 )
 _SAVES: Final = re.compile(r"^(?:_?save(?:_\w+)?|(?:_?get_\w*)?state_dict|_\w*state_dict_hook)$")
+_TORCHS_OWN: Final = re.compile(r"torch/(?:optim/(?!optimizer\.py|lr_scheduler\.py)|nn/utils/clip_grad)")
+"""Files of torch's optimizers; those of other packages are called by a wrapper of torch's."""
 _SERVER: Final = re.compile(r"\b(?:vllm|sglang)\b", re.IGNORECASE)
 _SHARDS: Final = re.compile(r"Loading (?:safetensors )?(?:checkpoint )?shards:[^\n]*?\|\s*(\d+)/(\d+)")
 
@@ -91,6 +93,7 @@ def facts_of_log(text: str, name: str) -> MemoryFacts:
         logits=trace.logits,
         trainer=trace.trainer,
         evaluating=trace.evaluating,
+        own_optimizer=trace.own_optimizer,
         colocated=trace.evaluating or _SERVER.search(text) is not None,
         steps=_steps(text[: found.start()]),
         notes=tuple(notes),
@@ -121,6 +124,7 @@ class _Trace:
     trainer: str = ""
     logits: bool = False
     evaluating: bool = False
+    own_optimizer: bool = False
     pinned: bool = False
 
 
@@ -147,6 +151,7 @@ def _traceback(lines: list[str]) -> _Trace:
         logits=speaks_of_logits(*near),
         evaluating=(any(_EVALUATES.match(function) for function in functions) or in_server(files))
         and "backward" not in functions,
+        own_optimizer=phase is Phase.OPTIMIZER and not any(_TORCHS_OWN.search(file) for file in files),
         pinned=any("pin_memory" in text for text in (*functions[:3], *files[:3], *near)),
     )
 

@@ -24,6 +24,7 @@ _OF_THE_MESSAGE: Final = (
     "trainer",
     "evaluating",
     "colocated",
+    "own_optimizer",
     "device",
 )
 """Facts that only the message has."""

@@ -41,6 +41,8 @@ _ORIGINAL: Final = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
 # role, part of a file's name, function: whole, or "" for any
 _ROLES: Final[tuple[tuple[str, str, str], ...]] = (
     (OPTIMIZER, "torch/optim/", ""),
+    (OPTIMIZER, "optim", "step"),
+    (OPTIMIZER, "deepspeed/runtime/zero/", "step"),
     ("backward", "", "backward"),
     ("backward", "torch/autograd/", "grad"),
     ("backward", "torch/autograd/", "_engine_run_backward"),
@@ -51,6 +53,7 @@ _ROLES: Final[tuple[tuple[str, str, str], ...]] = (
     ("parameters", "torch/serialization.py", "_load"),
     ("parameters", "safetensors/torch.py", ""),
     ("parameters", "accelerate/utils/modeling.py", ""),
+    ("parameters", "accelerate/big_modeling.py", ""),
     ("parameters", "transformers/core_model_loading.py", ""),
     ("parameters", "transformers/modeling_utils.py", "_load_state_dict_into_meta_model"),
     ("parameters", "transformers/modeling_utils.py", "from_pretrained"),
