@@ -251,6 +251,7 @@ DRIVERS = (
         name="RCCL",
         text="node3:101:202 [0] include/alloc.h:49 NCCL WARN HIP failure 'out of memory'\n",
         kind=Kind.OUTSIDE,
+        device="hip",
         says=("found no room",),
     ),
     Case(

@@ -232,9 +232,9 @@ _OF_LIBRARIES: Final = {
 def _room_for_libraries(facts: MemoryFacts) -> tuple[Change, ...]:
     words = words_of(facts.device)
     own = _OF_LIBRARIES.get(facts.what)
-    beside_torch = own is None or facts.what == "NCCL"
+    with_torch = own is None or facts.what == "NCCL"
     changes = []
-    if words.fraction and beside_torch:
+    if words.fraction and with_torch:
         why = "PyTorch's cache then leaves room for libraries, and gives unused memory back before they need it"
         changes.append(Change(line=words.fraction, why=why))
     if own is not None:
@@ -247,7 +247,7 @@ def _room_for_libraries(facts: MemoryFacts) -> tuple[Change, ...]:
         changes.append(Change(line=words.checkpoint, why="recomputes a block in backward in place of keeping it"))
     if facts.device == "mps":
         changes.append(Change(line=words.empty_cache, why="gives back what PyTorch holds unused"))
-    if beside_torch and facts.what != "NCCL":
+    if with_torch and facts.what != "NCCL":
         changes += record(facts)
     return (*changes, *of_trainer(facts))
 
@@ -286,7 +286,7 @@ def against_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple
         if not facts.own_optimizer:
             line = "torch.optim.AdamW(model.parameters(), foreach=False)    # clip_grad_norm_ takes it, too"
             changes.append(Change(line=line, why="its temporaries are then one parameter's, not all parameters'"))
-        elif trainer is None or not trainer.optimizer:
+        elif facts.device in _TRITON and (trainer is None or not trainer.optimizer):
             line = "bitsandbytes.optim.PagedAdamW8bit(model.parameters())"
             changes.append(Change(line=line, why="its state has a quarter of fp32's bytes, and pages to the host"))
         if trainer is not None and trainer.optimizer:

@@ -216,7 +216,8 @@ def _nccl(text: str, found: re.Match[str]) -> Figures:
     asked = rf"Failed to CUDA (?:host alloc|calloc|malloc)(?: async)? {_SIZE}"
     if "Failed to CUDA host alloc" in text:
         return _host("pinned memory", asked)(text, found)
-    return _library("NCCL", asked=asked)(text, found) | {"notes": ()}
+    device = "hip" if found[0].startswith("HIP") else "cuda"
+    return _library("NCCL", device, asked)(text, found) | {"notes": ()}
 
 
 def _driver(text: str, found: re.Match[str]) -> Figures:
