@@ -18,6 +18,7 @@ from jettison.capture.op_traits import draws, is_bookkeeping
 from jettison.capture.recorder import BY_HAND, Recorder
 from jettison.capture.tensor_subclasses import desugars, infers_shapes
 from jettison.capture.trees import op_leaves
+from jettison.capture.values import outside_of_compiled
 from jettison.errors import UnsupportedModule
 
 _BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
@@ -48,6 +49,7 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return made.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
+@outside_of_compiled
 class CaptureMode(TorchDispatchMode):
     """Feeds every ATen call to the recorder on top of the stack; nested regions push their own."""
 

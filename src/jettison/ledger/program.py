@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 
 class Source(StrEnum):
@@ -224,5 +225,10 @@ class Program:
 
     @functools.cached_property
     def _digest(self) -> str:
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(self, default=_by_field, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _by_field(part: Any) -> dict[str, Any]:
+    """A dataclass as `asdict` has it, but for the copies of what is inside."""
+    return {field.name: getattr(part, field.name) for field in fields(part)}
