@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
 import jettison
@@ -335,6 +336,40 @@ def test_ranks_follow_what_was_kept_together(tmp_path: Path) -> None:
     assert hashes[0][:3] == hashes[1][:3], "ranks that share parameters have one plan"
     assert hashes[0][0] == hashes[0][1] and hashes[0][3] == hashes[0][4] and hashes[1][3] == hashes[1][4]
     assert first[1] == ["replicated-rank0.json", "replicated-rank1.json", "sharded-rank0.json"]
+
+
+def in_a_pipeline(folder: str) -> list[Any]:
+    """What each of several calls followed, and its plan: stages with files of their own."""
+    rank, found = torch.distributed.get_rank(), []
+    file = Path(folder) / "stage.json"
+    for number in range(4):
+        torch.manual_seed(0)
+        stage = PipelineStage(nn.Sequential(*(Block(WIDTH, 64) for _ in range(2))), rank, 2, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, 2, functional.mse_loss)
+        optimizer = torch.optim.SGD(stage.submod.parameters(), 0.1)
+        if number == 2 and rank == 1:  # made for another machine
+            own = file.with_name("stage-rank1.json")
+            own.write_text(own.read_text().replace('"jettison": "', '"jettison": "0.'))
+        torch.distributed.barrier()
+        where = None if number == 3 and rank == 0 else file
+
+        def step(schedule: Any, x: Tensor) -> None:
+            schedule.step(*[x] * (rank == 0), target=x if rank else None, return_outputs=False)
+
+        handle, said = planned(where, schedule, optimizer, batch()[0], 420_000, step=step)
+        found.append(([line.split()[0] for line in said], handle.plan.hash))
+        handle.remove()
+    return found
+
+
+@pytest.mark.slow
+def test_stages_follow_what_was_kept_together(tmp_path: Path) -> None:
+    first, second = run_ranks(in_a_pipeline, 2, str(tmp_path))
+    assert [words for words, _ in first] == [[], ["following"], [], []], (
+        "anew where another one has none, or keeps none"
+    )
+    assert [words for words, _ in second] == [[], ["following"], ["the"], []]
+    assert first[0][1] == first[1][1] and second[0][1] == second[1][1]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from jettison.units import Bytes
 from support.users_loops import Language, Mlps, ids, next_word, pair
 
 QUICK = ("gan under ddp",)
-MORE = ("growing under ddp", "whole step under fsdp2")
+MORE = ("growing under ddp", "whole step under fsdp2", "thawing under fsdp2")
 
 
 def ddp_peak(run: Callable[[], Any], models: Sequence[Any], optimizers: Sequence[Any], batch: Any) -> int:
@@ -168,7 +168,67 @@ def whole_step_under_fsdp2() -> dict[str, Any]:
     }
 
 
+def thawing_under_fsdp2() -> dict[str, Any]:
+    """Layers are unfrozen one after the other; batches of the ranks differ in their rows."""
+    rank = distributed.get_rank()
+    x = torch.randn(128 - 32 * rank, 32)
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model: Any = Mlps(1)
+        for layer in [*model.layers][:-1]:
+            layer.requires_grad_(False)
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        return model, torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step(model: Any, x: Tensor) -> None:
+        model(x).square().mean().backward()
+
+    def run(model: Any, optimizer: Any, handle: Any = None) -> None:
+        if handle is not None:
+            handle.expect(x)
+        step(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def thawed(model: Any) -> Iterator[int]:
+        yield 0
+        for number in (1, 0):
+            model.layers[number].requires_grad_(True)
+            yield number
+
+    def whole(model: Any) -> list[Tensor]:
+        return [p.full_tensor() for p in model.parameters()]
+
+    model, optimizer = made()
+    for _ in thawed(model):
+        run(model, optimizer)
+        run(model, optimizer)
+    expected = whole(model)
+    model, optimizer = made()
+    handle = jettison.auto_checkpoint(model, x, "1GiB", step=step, optimizer=optimizer)
+    assert handle.plan is not None
+    budget, peaks = Bytes(int(1.6 * handle.plan.predicted.peak_bytes)), []
+    handle.remove()
+    handle = jettison.auto_checkpoint(model, x, budget, step=step, optimizer=optimizer)
+    for _ in thawed(model):
+        run(model, optimizer, handle)
+        gc.collect()
+        meter = MemoryMeter(torch.device("cpu"), 1, lambda: [*alive([model], optimizer), x], storages=True)
+        with meter.step() as counted, meter.phase("step"):
+            run(model, optimizer, handle)
+        found, plan = counted(), handle.plan
+        assert found is not None and plan is not None
+        peaks.append([found.peak_bytes if rank else plan.predicted.peak_bytes, found.peak_bytes])  # rank 0's is larger
+    handle.remove()
+    handle.expect(x)
+    return {"same": all(map(torch.equal, whole(model), expected)), "budget": int(budget), "peaks": peaks}
+
+
 LOOPS = {
+    "thawing under fsdp2": thawing_under_fsdp2,
     "gan under ddp": gan_under_ddp,
     "growing under ddp": growing_under_ddp,
     "whole step under fsdp2": whole_step_under_fsdp2,

@@ -33,6 +33,7 @@ class Applied:
         budget: where the budget comes from, in words, if it was not given in bytes.
         losses: that they are computed in chunks, where they are.
         batches: plans by batch, where other batches than the first are planned for when they come.
+        again: plans anew with other ranks, where they have to do it together and more parameters are trained.
     """
 
     regions: list[PlannedForward]
@@ -40,13 +41,18 @@ class Applied:
     plans: tuple[Plan, ...] = ()
     budget: str = ""
     batches: BatchPlans | None = None
+    again: Callable[[Applied, Any], None] | None = None
     watch: PeakWatch | None = None
     hooks: list[Any] = field(default_factory=list)
     losses: Hold | None = None
 
     def __repr__(self) -> str:
-        removed = all(region.retired for region in self.regions if region.is_root)
-        return summary(self, f"{'removed; ' if removed else ''}{figures(self)}")
+        return summary(self, f"{'removed; ' if self.removed else ''}{figures(self)}")
+
+    @property
+    def removed(self) -> bool:
+        """Whether the plan is taken off."""
+        return all(region.retired for region in self.regions if region.is_root)
 
     def remove(self) -> None:
         """Every module runs its own forward again."""
@@ -58,16 +64,30 @@ class Applied:
         if self.losses is not None:
             self.losses.let_go()
 
+    def become(self, other: Applied) -> None:
+        """This handle stands for another one, of a plan for the same step, from now on."""
+        vars(self).update(vars(other))
+        for region in self.regions:
+            if isinstance(region.listener, _Listener):
+                region.listener.handle = self
+
     def report(self) -> HandleReport:
         """What every region did so far: slots kept, dropped, recomputed ops, fallbacks. Prints as a table."""
         return HandleReport(tuple(region.report() for region in self.regions))
 
     def expect(self, batch: Any) -> None:
-        """The next step is on this batch. Where no plan covers it, one is made now; without effect on ranks that share
-        parameters, which would have to do it together.
+        """The next step is on this batch. Where no plan covers it, one is made now.
 
-        Only for loops that gave ``step=``: without it the model sees its batch by itself.
+        Ranks that share parameters, and stages of a pipeline, all call this before a step: where parameters are trained
+        that were frozen, they plan again together. They plan for no batch that is larger.
+
+        Only for loops that gave ``step=``, and for such ranks: else the model sees its batch by itself.
+
+        Raises:
+            PlanMismatch: such a rank failed, or did not come in time.
         """
+        if self.again is not None and not self.removed:
+            self.again(self, batch)
         if self.batches is None:
             return
         if self.watch is not None:
@@ -101,7 +121,7 @@ class Applied:
             [root.module for root in roots],
             batch,
             optimizers=() if watch is None else watch.planned(),
-            removed=all(root.retired for root in roots),
+            removed=self.removed,
         )
 
     def memory(self) -> MemoryReport | None:
@@ -237,6 +257,7 @@ def follow_loop(
     plans: BatchPlans | None,
     by_itself: bool,
     elsewhere_bytes: int,
+    together: bool = False,
 ) -> None:
     """From now on batches that no plan covers are planned for when they come, and real peaks are looked at.
 
@@ -244,6 +265,7 @@ def follow_loop(
         elsewhere_bytes: see `Loop`.
         plans: None on ranks that share parameters: there one cannot plan again without the others.
         by_itself: the model's own arguments are the batch.
+        together: other ranks plan with this one when parameters thaw.
     """
     made = applied.plans or ((applied.plan,) if applied.plan is not None else ())
     applied.batches = plans
@@ -252,6 +274,7 @@ def follow_loop(
     for one in roots:
         if one.assumptions is not None:
             one.assumptions.expects = plans is not None and not by_itself
+            one.assumptions.thaws = one.assumptions.expects or together
     root = roots[0]
     device = next((p.device for p in root.module.parameters() if p.device.type == "cuda"), None)
     if device is not None:

@@ -34,6 +34,7 @@ from jettison.planner.planner import make_planner
 from jettison.planner.rank_batches import alike
 from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
+from jettison.planner.thawing import Thawing
 from jettison.planner.together import Together, together
 from jettison.progress import Progress, on_terminal, reported, shown
 from jettison.runtime.batch_shape import BatchShape
@@ -265,11 +266,10 @@ def auto_checkpoint(
     if isinstance(shapes, Iterator):
         shapes = tuple(shapes)
 
-    def made(losses: Hold | None) -> Applied:
+    def made(losses: Hold | None, batches: Sequence[Any], asked: AskedBudget, plan: Any) -> Applied:
         with together(given, group) as ranks:
             steps = as_one(optimizer)
             how = check_of(check)
-            others = _sequence("shapes", shapes)
             modules = modules_of([model])
             for one in modules:
                 check_model(one)
@@ -277,19 +277,18 @@ def auto_checkpoint(
             settings = compile_settings(compile, modules)
             device = hardware_of(hardware)
             host = host_of(offload, host_budget, device, place_of(nn.ModuleList(modules)))
-            budget = budget_of(asked, modules_of(given), batch, steps)
+            budget = budget_of(asked, modules_of(given), batches[0], steps)
             if reserved:
                 budget = of_reserved(budget, nn.ModuleList(modules))
             if budget.words:
                 progress(f"budget {budget.words}")
             keeping = None if plan is None else Keeping(where=plan, asked=asked, options=options)
-            batches = [batch, *others]
             if isinstance(model, nn.Module):  # stages of a pipeline exchange tensors of one shape
                 batches = alike(batches, ranks.sharing)
             plain = isinstance(model, nn.Module) and step is None and not models and not is_wrapped(model)
             if not plain or len(batches) > 1:
                 whole = checked_step(step, models, model, regions=regions, loss_fn=loss_fn, holds_output=holds_output)
-                return auto_checkpoint_step(
+                applied = auto_checkpoint_step(
                     whole,
                     given,
                     batches,
@@ -307,6 +306,7 @@ def auto_checkpoint(
                     plain=step is None,
                     keeping=keeping,
                 )
+                return thawing(applied, ranks, budget, batches)
             now = any(p.grad is not None for p in model.parameters())
             loop = Loop(
                 holds_output=holds_output,
@@ -315,7 +315,7 @@ def auto_checkpoint(
                 elsewhere_bytes=elsewhere_bytes(model, batches[0], steps),
                 compile=settings,
             )
-            return _auto_checkpoint(
+            applied = _auto_checkpoint(
                 model,
                 batches[0],
                 budget,
@@ -330,10 +330,29 @@ def auto_checkpoint(
                 progress=progress,
                 keeping=keeping,
             )
+            return thawing(applied, ranks, budget, batches)
+
+    def again(batches: Sequence[Any], budget_bytes: int | None) -> Applied:
+        less = asked if budget_bytes is None else AskedBudget.of(budget_bytes)
+        return with_losses(lambda losses: made(losses, batches, less, None), chunked=chunked_loss)
+
+    def thawing(applied: Applied, ranks: Together, budget: Budget, batches: Sequence[Any]) -> Applied:
+        """Where this rank cannot plan by itself, it does so with the others."""
+        if applied.batches is None:
+            applied.again = Thawing(
+                modules=modules_of(given),
+                stages=[one.ranks for one in ranks.stages.rounds],
+                shapes=[BatchShape.of((one,)) for one in batches] if ranks.sharing.rounds else [],
+                budget_bytes=budget.nbytes,
+                make=again,
+                progress=progress,
+            ).meet
+        return applied
 
     with reported(progress, f"planning {type(model).__name__} under a budget of {asked}") as done:
+        batches = [batch, *_sequence("shapes", shapes)]
         try:
-            applied = with_losses(made, chunked=chunked_loss)
+            applied = with_losses(lambda losses: made(losses, batches, asked, plan), chunked=chunked_loss)
         except StaleTensor as error:  # of a dry run
             raise TraceError(
                 f"a forward of {type(model).__name__}, or its step, writes in place to a tensor that autograd has "
@@ -372,7 +391,7 @@ def _auto_checkpoint(
     kept = None
     if keeping is not None:
         kept = keeping.opened(budget, [traced], [model], batch, optimizer, [loss_fn], progress)
-    follows = kept is not None and ranks.all_follow(kept.can_be_followed(makes=ranks.makes_plans))
+    follows = ranks.follow(kept)
 
     def make() -> Applied:
         if kept is not None and follows:
@@ -417,7 +436,16 @@ def _auto_checkpoint(
             host_budget_bytes=None if host is None else host.budget_bytes,
         )
         plans.begin(one.calls[0], one.traces, [applied.plan])
-    follow_loop(applied, budget, optimizer, plans=plans, by_itself=True, elsewhere_bytes=loop.elsewhere_bytes)
+    alone = plans is not None
+    follow_loop(
+        applied,
+        budget,
+        optimizer,
+        plans=plans,
+        by_itself=alone,
+        elsewhere_bytes=loop.elsewhere_bytes,
+        together=not alone,
+    )
     return applied
 
 

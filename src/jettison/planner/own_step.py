@@ -165,7 +165,7 @@ def auto_checkpoint_step(
         functions, more = [] if plain else [step], {"reached": " ".join(sorted(reached))}
         levels = one.counted.levels
         kept = keeping.opened(budget, one.traces, modules, batches, optimizer, functions, progress, levels, more)
-    follows = kept is not None and ranks.all_follow(kept.can_be_followed(makes=ranks.makes_plans))
+    follows = ranks.follow(kept)
 
     def planned() -> list[Plan]:
         if kept is not None and follows and kept.plans:
@@ -202,8 +202,10 @@ def auto_checkpoint_step(
             host_budget_bytes=None if host is None else host.shared(len(one.parts)).budget_bytes,
         )
         plans.begin(map(plans.shape_of, batches), one.traces, applied.plans)
-    by_itself = plain and not any(map(sharded_modules, modules))
-    follow_loop(applied, budget, optimizer, plans=plans, by_itself=by_itself, elsewhere_bytes=beside)
+    by_itself = plain and not any(map(sharded_modules, modules)) and plans is not None
+    follow_loop(
+        applied, budget, optimizer, plans=plans, by_itself=by_itself, elsewhere_bytes=beside, together=plans is None
+    )
     return applied
 
 

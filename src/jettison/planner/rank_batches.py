@@ -38,6 +38,15 @@ def alike(batches: Sequence[Any], sharing: Agreement) -> list[Any]:
     return [own[shape] if shape in own else _stretched(own, shape) for shape in wanted]
 
 
+def stretched(batch: Any, shape: BatchShape) -> Any:
+    """A batch in another shape, with values that this one has.
+
+    Raises:
+        PlanMismatch: it has other tensors.
+    """
+    return _stretched({BatchShape.of((batch,)): batch}, shape)
+
+
 def _outermost(shapes: Sequence[BatchShape]) -> list[BatchShape]:
     """Select the shapes that no other one covers; the largest last."""
     found = [one for one in shapes if not any(other is not one and other.covers(one) for other in shapes)]

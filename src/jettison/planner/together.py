@@ -21,6 +21,7 @@ from jettison.parallel.agree import Agreement, Group, groups_for, ranks_in
 from jettison.parallel.talking import talking_groups
 from jettison.parallel.verdict import Verdict
 from jettison.planner.handle import Applied
+from jettison.planner.kept_plans import KeptPlans
 from jettison.solve.plan import Plan
 
 
@@ -55,17 +56,14 @@ class Together:
         """
         return set(self.sharing.union(self.replicas.union(names)))
 
-    @property
-    def makes_plans(self) -> bool:
-        """Whether this rank makes plans that others are told of, or its own."""
-        return self.sharing.leads and self.replicas.leads
-
-    def all_follow(self, here: bool) -> bool:
-        """Whether all ranks can follow plans that were kept. All of them ask.
+    def follow(self, kept: KeptPlans | None) -> bool:
+        """Whether all ranks follow plans that were kept. All of them ask, also those that keep none.
 
         Raises:
             PlanMismatch: one failed, or did not come in time.
         """
+        makes = self.sharing.leads and self.replicas.leads  # plans that others are told of, or its own
+        here = not makes if kept is None else kept.can_be_followed(makes=makes)
         number = self.replicas.least(self.stages.least(int(here), "kept"), "kept")
         return bool(self.sharing.least(number, "kept"))
 

@@ -66,6 +66,7 @@ class Assumptions:
         self.gradients_held = gradients_held
         self.said = set(backwards)
         self.expects = False  # the handle plans for batches that it is told of
+        self.thaws = False  # and for parameters that are trained by then
         self.looked = False  # at the backward of the latest forward
         self.has_loss = True  # in what the latest forward returned
 
@@ -119,7 +120,7 @@ class Assumptions:
                 f"{len(thawed)} parameters ({format_bytes(nbytes)}) are trained that were frozen",
                 "that they have no gradients, no optimizer's state, and that their products keep no inputs",
                 "call handle.expect(batch) before each step"
-                if self.expects
+                if self.thaws
                 else "remove() the plan, and plan again as the model is trained now",
             )
         if waiting >= self.in_flight:
