@@ -33,7 +33,7 @@ class Applied:
         budget: where the budget comes from, in words, if it was not given in bytes.
         losses: that they are computed in chunks, where they are.
         batches: plans by batch, where other batches than the first are planned for when they come.
-        again: plans anew with other ranks, where they have to do it together and more parameters are trained.
+        _again: plans anew with other ranks, where they have to do it together and more parameters are trained.
     """
 
     regions: list[PlannedForward]
@@ -41,16 +41,16 @@ class Applied:
     plans: tuple[Plan, ...] = ()
     budget: str = ""
     batches: BatchPlans | None = None
-    again: Callable[[Applied, Any], None] | None = None
+    _again: Callable[[Applied, Any], None] | None = None
     watch: PeakWatch | None = None
     hooks: list[Any] = field(default_factory=list)
     losses: Hold | None = None
 
     def __repr__(self) -> str:
-        return summary(self, f"{'removed; ' if self.removed else ''}{figures(self)}")
+        return summary(self, f"{'removed; ' if self._removed else ''}{figures(self)}")
 
     @property
-    def removed(self) -> bool:
+    def _removed(self) -> bool:
         """Whether the plan is taken off."""
         return all(region.retired for region in self.regions if region.is_root)
 
@@ -64,7 +64,7 @@ class Applied:
         if self.losses is not None:
             self.losses.let_go()
 
-    def become(self, other: Applied) -> None:
+    def _become(self, other: Applied) -> None:
         """This handle stands for another one, of a plan for the same step, from now on."""
         vars(self).update(vars(other))
         for region in self.regions:
@@ -86,8 +86,8 @@ class Applied:
         Raises:
             PlanMismatch: such a rank failed, or did not come in time.
         """
-        if self.again is not None and not self.removed:
-            self.again(self, batch)
+        if self._again is not None and not self._removed:
+            self._again(self, batch)
         if self.batches is None:
             return
         if self.watch is not None:
@@ -121,7 +121,7 @@ class Applied:
             [root.module for root in roots],
             batch,
             optimizers=() if watch is None else watch.planned(),
-            removed=self.removed,
+            removed=self._removed,
         )
 
     def memory(self) -> MemoryReport | None:

@@ -339,7 +339,7 @@ def auto_checkpoint(
     def thawing(applied: Applied, ranks: Together, budget: Budget, batches: Sequence[Any]) -> Applied:
         """Where this rank cannot plan by itself, it does so with the others."""
         if applied.batches is None:
-            applied.again = Thawing(
+            applied._again = Thawing(
                 modules=modules_of(given),
                 stages=[one.ranks for one in ranks.stages.rounds],
                 shapes=[BatchShape.of((one,)) for one in batches] if ranks.sharing.rounds else [],

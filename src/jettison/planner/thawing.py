@@ -68,7 +68,7 @@ class Thawing:
                 refused = error
                 made = self.make(batches, error.minimum_budget_bytes)
             done(f"planned again: {figures(made)}")
-        handle.become(made)
+        handle._become(made)
         if refused is not None:
             warnings.warn(
                 f"the step with {thawed} more parameters trained does not fit into {format_bytes(self.budget_bytes)}: "
