@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import locale
 import os
 import signal
 import sys
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from jettison.capture.isolation import leaving_nothing
-from jettison.capture.process_switches import put_switches_back, read_switches
+from jettison.capture.process_switches import NAMED_SWITCHES, put_switches_back, read_switches
 
 MOVES: dict[str, Callable[[], object]] = {
     "matmul precision": lambda: torch.set_float32_matmul_precision("high"),
@@ -33,14 +35,22 @@ MOVES: dict[str, Callable[[], object]] = {
     "folder": lambda: os.chdir("/"),
     "search path": lambda: sys.path.append("/nowhere"),
     "filters": lambda: warnings.filterwarnings("ignore", message="nobody says this"),
+    "order of the search path": lambda: sys.path.append(sys.path.pop(0)),
+    "environment": lambda: os.environ.update(JETTISON_TEST="1"),
+    "environment of child processes": lambda: os.putenv("JETTISON_TEST", "1"),
+    "umask": lambda: os.umask(0o077),
+    "locale": lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8"),
+    "faulthandler": lambda: faulthandler.disable() if faulthandler.is_enabled() else faulthandler.enable(),
+    "trace": lambda: sys.settrace(lambda *_: None),
+    "profile": lambda: sys.setprofile(lambda *_: None),
 }
 
 
 @pytest.mark.parametrize("name", MOVES)
 def test_put_back(name: str) -> None:
-    before, stood = read_switches(), _standing()
+    before, stood = read_switches(NAMED_SWITCHES.keys()), _standing()
     try:
-        with leaving_nothing([nn.Linear(2, 2)]):
+        with leaving_nothing([nn.Linear(2, 2)], [MOVES[name]]):
             MOVES[name]()
             assert _standing() != stood
         assert _standing() == stood
@@ -49,6 +59,4 @@ def test_put_back(name: str) -> None:
 
 
 def _standing() -> list[object]:
-    """All of them, without how many modules are imported: the first call of some imports one."""
-    *switches, (_, *search) = read_switches()
-    return [*switches, search]
+    return [value for _, _, value in read_switches(NAMED_SWITCHES.keys())]

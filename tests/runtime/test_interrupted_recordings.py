@@ -63,3 +63,41 @@ def test_it_leaves_what_a_plain_run_leaves(exception: type[BaseException], block
         loss.backward()
         seen.append([after, loss.item(), *(p.grad.sum().item() for p in model.parameters())])
     assert seen[0] == seen[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_it_may_leave_planning_for_a_new_shape() -> None:
+    """What blocks that had ended have counted stays, as without a plan."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.calls, self.fails = nn.Linear(8, 8), 0, False
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.fails:
+                raise KeyboardInterrupt
+            return x + torch.tanh(self.a(x))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Counting() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    counts = []
+    for plans in (False, True):
+        model: Any = Net()
+        if plans:
+            jettison.auto_checkpoint(model, (torch.ones(4, 8),), "1GiB")
+        model(torch.ones(4, 8)).backward()
+        model.layers[1].fails = True
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(6, 8))
+        counts.append([layer.calls for layer in model.layers])
+    assert counts[0] == counts[1] == [2, 2, 1]

@@ -12,12 +12,14 @@ import mmap
 import multiprocessing
 import queue
 import random
+import sqlite3
+import sys
 import tempfile
 import threading
 import types
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -469,3 +471,94 @@ def counts_of_each_thread() -> Program:
         held.n += 1
 
     return _counting(tick, lambda: held.n)
+
+
+# backwards and connections of a forward's own -------------------------------------------------------------------------
+
+
+@case(works=True)
+def gradient_of_a_side_network() -> Program:
+    """`torch.autograd.grad` inside of a block without a recording."""
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            error = s.side[0](x.detach()).square().mean()
+            (grad,) = torch.autograd.grad(error, s.side[0].weight)
+        return _routed(s, x) * (1 + grad.norm())
+
+    return program(run, lambda s, _i: setattr(s, "side", [nn.Linear(WIDTH, 1)]))
+
+
+@case()
+def database_in_memory() -> Program:
+    """Refused by name, before a row is written."""
+
+    def init(s: Any, _i: int) -> None:
+        s.database = sqlite3.connect(":memory:")
+        s.database.execute("create table t (n int)")
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        s.database.execute("insert into t values (1)")
+        return smooth(s, x)
+
+    made = program(run, init)
+    made.also = lambda: [float(s.database.execute("select count(*) from t").fetchone()[0]) for s in made.model.layers]
+    return made
+
+
+@case(works=True)
+def containers_and_objects_whose_class_counts() -> Program:
+    asked: list[str] = []
+
+    class Told(list[Any]):
+        def __len__(self) -> int:
+            asked.append("len")
+            return super().__len__()
+
+        def __iter__(self) -> Iterator[Any]:
+            if sys._getframe(1).f_globals["__name__"] != "copy":  # which the model's own copying asks for
+                asked.append("iter")
+            return super().__iter__()
+
+    class Lies:
+        @property
+        def __class__(self) -> type:
+            asked.append("class")
+            return dict
+
+        @__class__.setter
+        def __class__(self, _value: type) -> None:
+            raise TypeError
+
+    class Holder:
+        def __init__(self) -> None:
+            self.told, self.lies = Told([1.0]), Lies()
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        s.holder.told[0] = s.holder.told[0] + 1
+        return _routed(s, x)
+
+    made = program(run, lambda s, _i: setattr(s, "holder", Holder()))
+    made.also = lambda: [float(len(asked)), *(float(s.holder.told[0]) for s in made.model.layers)]
+    return made
+
+
+@case(works=True)
+def objects_that_a_list_has_let_go_of() -> Program:
+    class Held:
+        pass
+
+    def init(s: Any, _i: int) -> None:
+        s.newest, s.known, s.calls = [], weakref.WeakValueDictionary(), 0
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        held = Held()
+        s.calls += 1
+        s.known[s.calls] = held
+        s.newest.append(held)
+        del s.newest[:-2]
+        return smooth(s, x)
+
+    made = program(run, init, steps=5)
+    made.also = lambda: [float(len(s.known)) for s in made.model.layers]
+    return made

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from jettison.capture.python_state import slots_of
-from jettison.capture.snapshots import PLAIN, entries_of
+from jettison.capture.snapshots import PLAIN, attribute_of, attributes_of, entries_of, is_a, items_of
 from jettison.capture.tensor_subclasses import plain, wrapping
 
 DEEPEST = 8
@@ -28,45 +28,45 @@ def described(value: Any) -> Any:
 
 
 def _described(value: Any, depth: int, above: set[int]) -> Any:
-    if isinstance(value, PLAIN):
-        return type(value), repr(value) if isinstance(value, float) else value
-    if isinstance(value, Tensor):
+    if is_a(value, PLAIN):
+        return type(value), repr(value) if is_a(value, float) else value
+    if is_a(value, Tensor):
         return tensor_description(value)
-    if isinstance(value, enum.Enum | type):
+    if is_a(value, enum.Enum | type):
         return value
-    if isinstance(value, nn.Module | types.ModuleType) or depth > DEEPEST or id(value) in above:
+    if is_a(value, nn.Module | types.ModuleType) or depth > DEEPEST or id(value) in above:
         return type(value)
     above = above | {id(value)}
 
     def inner(*values: Any) -> tuple[Any, ...]:
         return tuple([_described(v, depth + 1, above) for v in values])
 
-    if isinstance(value, slice):
+    if is_a(value, slice):
         return slice, inner(value.start, value.stop, value.step)
-    if isinstance(value, list | tuple | deque):
-        return type(value), inner(*value)
-    if isinstance(value, dict):
+    if is_a(value, list | tuple | deque):
+        return type(value), inner(*items_of(value))
+    if is_a(value, dict):
         return type(value), tuple([(inner(k), inner(v)) for k, v in entries_of(value)])
-    if isinstance(value, set | frozenset):
-        return type(value), frozenset(inner(*value))
-    if isinstance(value, functools.partial):
+    if is_a(value, set | frozenset):
+        return type(value), frozenset(inner(*items_of(value)))
+    if is_a(value, functools.partial):
         return "partial", inner(value.func, value.args, value.keywords)
-    if isinstance(value, types.MethodType):
+    if is_a(value, types.MethodType):
         return (
             "method",
             value.__func__.__code__ if hasattr(value.__func__, "__code__") else type(value),
             inner(value.__self__),
         )
-    if isinstance(value, types.FunctionType):
+    if is_a(value, types.FunctionType):
         return "function", value.__code__, inner(*_cells(value), value.__defaults__, value.__kwdefaults__)
-    if isinstance(value, types.BuiltinFunctionType):
+    if is_a(value, types.BuiltinFunctionType):
         return value
     array = _array(value)
     if array is not None:
         return array
-    held = [getattr(value, name, None) for cls in type(value).__mro__ for name in slots_of(cls)]
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
+    held = [attribute_of(value, name) for cls in type(value).__mro__ for name in slots_of(cls)]
+    attributes = attributes_of(value)
+    if is_a(attributes, dict):
         held.append(attributes)
     return type(value), inner(*held)
 
@@ -102,7 +102,7 @@ def _cells(function: types.FunctionType) -> list[Any]:
 def _array(value: Any) -> Any:
     """numpy's scalars and small arrays by their values, large arrays by their metadata; None for anything else."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.generic | numpy.ndarray):
+    if numpy is None or not is_a(value, numpy.generic | numpy.ndarray):
         return None
     found = numpy.asarray(value)
     values = found.tobytes() if found.nbytes <= MOST_BYTES and found.dtype != object else None

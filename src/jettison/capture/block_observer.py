@@ -51,13 +51,16 @@ def holding_nothing() -> Iterator[None]:
     def nothing(_saved: Any) -> None:
         return None
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(nothing, nothing):
+    def asked(_nothing: None) -> Tensor:
+        raise RuntimeError("a forward runs a backward of its own")
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(nothing, asked):
         yield
 
 
 def run_holding_nothing(forward: Callable[..., Any], call: tuple[Any, Any]) -> Any:
     """What a forward returns for a copy of these arguments. Nothing that it saves stays, unless it refuses to run under
-    hooks, as transforms of `torch.func` do.
+    hooks, as transforms of `torch.func` do, or goes through its graph itself (`torch.autograd.grad`).
     """
 
     def run() -> Any:

@@ -135,7 +135,9 @@ def _settings(module: nn.Module, path: str, ordinals: set[tuple[str, str]]) -> t
             out.append((key, value))
         elif not (key.startswith("_") or callable(value) or attributes_of(value) is None):  # a configuration
             plain = {
-                k: v for k, v in attributes_of(value).items() if isinstance(v, bool | int | float | str | type(None))
+                k: v
+                for k, v in attributes_of(value).items()
+                if issubclass(type(v), bool | int | float | str | type(None))
             }
             out.append((key, tuple(sorted(plain.items()))))
     return tuple(out)

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, NoReturn, Protocol
 
-from jettison.capture.snapshots import MOST_BYTES, PLAIN
+from jettison.capture.snapshots import MOST_BYTES, PLAIN, is_a
 from jettison.errors import UnsupportedModule
 
 
@@ -41,13 +41,13 @@ class CState(Protocol):
 
 def c_state(value: Any) -> CState | None:
     """State of an object that can be written back; None where it keeps none of that kind."""
-    if isinstance(value, io.StringIO | io.BytesIO):
+    if is_a(value, io.StringIO | io.BytesIO):
         return None if value.closed else _InMemory(value)
-    if isinstance(value, decimal.Context):
+    if is_a(value, decimal.Context):
         return _Context(value)
-    if isinstance(value, queue.SimpleQueue):
+    if is_a(value, queue.SimpleQueue):
         return _Queue(value)
-    if isinstance(value, io.IOBase):
+    if is_a(value, io.IOBase):
         return _Position(value) if _is_read(value) else None
     return Memory(value) if _lends_memory(value) else None
 
@@ -250,12 +250,14 @@ class Untouchable:
 
 def stand_in(value: Any) -> Any:
     """What a run finds in the place of a value that C keeps moving; None where the value may stay."""
-    if isinstance(value, io.StringIO | io.BytesIO):
+    if is_a(value, io.StringIO | io.BytesIO):
         return None
-    if isinstance(value, io.IOBase):
+    if is_a(value, io.IOBase):
         return _scratch(value)
-    if isinstance(value, types.GeneratorType):
+    if is_a(value, types.GeneratorType):
         return Untouchable("generator")
+    if any(is_a(value, kind) for kind in _outside()):
+        return Untouchable(f"{type(value).__module__}.{type(value).__name__}")
     if is_iterator_of_c(value):
         try:
             return copied_iterator(value)
@@ -266,6 +268,22 @@ def stand_in(value: Any) -> Any:
     return None
 
 
+_OUTSIDE = {
+    "sqlite3": ("Connection", "Cursor"),
+    "socket": ("socket",),
+    "subprocess": ("Popen",),
+    "multiprocessing.connection": ("Connection", "Client"),
+}
+"""Kinds of objects that speak to databases, other programs and other processes, by the module that has them."""
+
+
+def _outside() -> Iterator[Any]:
+    for name, kinds in _OUTSIDE.items():
+        if name in sys.modules:
+            found = (getattr(sys.modules[name], kind, None) for kind in kinds)
+            yield from (kind for kind in found if isinstance(kind, type))
+
+
 _ITERATORS = ("builtins", "itertools")
 _COPYING = ("_hashlib", "_md5", "_sha1", "_sha2", "_sha256", "_sha512", "_sha3", "_blake2", "zlib")
 """Modules of objects that add up what they are given."""
@@ -273,7 +291,7 @@ _COPYING = ("_hashlib", "_md5", "_sha1", "_sha2", "_sha256", "_sha512", "_sha3",
 
 def is_iterator_of_c(value: Any) -> bool:
     """Whether it is an iterator that has neither a table nor slots."""
-    return isinstance(value, Iterator) and type(value).__module__ in _ITERATORS
+    return is_a(value, Iterator) and type(value).__module__ in _ITERATORS
 
 
 def copied_iterator(iterator: Any) -> Any:
@@ -282,7 +300,7 @@ def copied_iterator(iterator: Any) -> Any:
     Raises:
         TypeError: it cannot be copied.
     """
-    if isinstance(iterator, types.GeneratorType) or not is_iterator_of_c(iterator):
+    if is_a(iterator, types.GeneratorType) or not is_iterator_of_c(iterator):
         raise TypeError(type(iterator).__name__)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that itertools will not be pickled one day
@@ -294,9 +312,9 @@ def copied_iterator(iterator: Any) -> Any:
 
 
 def _with_copies(value: Any) -> Any:
-    if isinstance(value, tuple):
+    if is_a(value, tuple):
         return tuple(map(_with_copies, value))
-    return copied_iterator(value) if isinstance(value, Iterator) else value
+    return copied_iterator(value) if is_a(value, Iterator) else value
 
 
 def _scratch(file: Any) -> Any:
@@ -304,7 +322,7 @@ def _scratch(file: Any) -> Any:
     try:
         if not (_is_regular(file) and file.writable()):
             return None
-        if isinstance(file, io.TextIOBase):
+        if is_a(file, io.TextIOBase):
             return io.TextIOWrapper(io.BytesIO(), encoding=file.encoding, errors=file.errors, write_through=True)
     except (OSError, ValueError, AttributeError):
         return None
@@ -313,7 +331,7 @@ def _scratch(file: Any) -> Any:
 
 def iterator_state(iterator: Any) -> Any:
     """How far an iterator is, equal for as long as nobody has asked it for more; and what else C keeps for itself."""
-    if isinstance(iterator, types.GeneratorType):
+    if is_a(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, _frozen(tuple(frame.f_locals.values())))
     with warnings.catch_warnings():
@@ -326,10 +344,10 @@ def iterator_state(iterator: Any) -> Any:
 
 def _frozen(value: Any) -> Any:
     """Something that is equal as long as a value is the same: plain values by themselves, objects by which they are."""
-    if isinstance(value, (*PLAIN, range)):
+    if is_a(value, (*PLAIN, range)):
         return repr(value)
-    if isinstance(value, tuple):
+    if is_a(value, tuple):
         return tuple(map(_frozen, value))
-    if isinstance(value, Iterator):
+    if is_a(value, Iterator):
         return type(value), iterator_state(value)
-    return tuple(map(id, value)) if isinstance(value, list) else id(value)
+    return tuple(map(id, value)) if is_a(value, list) else id(value)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import importlib.metadata
+import os
 import site
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jettison.capture.names_in_code import names_in
 from jettison.capture.snapshots import MISSING, attribute_of
+from jettison.identity import Same
 
 _LIBRARIES = (
     *("torch", "numpy", "jettison", "transformers", "_pytest", "pytest"),
@@ -44,7 +46,7 @@ def globals_of(function: types.FunctionType, *, everywhere: bool = False) -> Ite
     """
     if is_foreign(function.__module__) and not everywhere:
         return
-    names = names_in(function.__code__)
+    names = names_in(function.__code__).mentioned
     table = function.__globals__
     modules: list[Any] = _closed_over(function)
     for name in names:
@@ -70,24 +72,70 @@ def _closed_over(function: types.FunctionType) -> list[Any]:
     return [value for value in held if value is not MISSING]
 
 
-@functools.lru_cache(maxsize=4096)
-def names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Global and attribute names that a code object mentions, functions inside it included."""
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    texts = (c for c in code.co_consts if isinstance(c, str)) if "globals" in code.co_names else ()
-    return tuple(dict.fromkeys((*code.co_names, *texts, *(name for c in inner for name in names_in(c)))))
+# what code assigns to on libraries ------------------------------------------------------------------------------------
+
+
+def library_owners(function: types.FunctionType) -> Sequence[Any]:
+    """Modules, classes and functions of libraries that a function's code names, on which code may set attributes."""
+    return _library_owners(function.__code__, Same(function.__globals__), len(function.__globals__))
 
 
 @functools.lru_cache(maxsize=4096)
-def names_read(code: types.CodeType) -> frozenset[str]:
-    """Names under which a code object may get at something, texts among them: not those that it only assigns to."""
-    own = [i.argval for i in dis.get_instructions(code) if i.opcode in dis.hasname and i.opname not in _ASSIGN]
-    texts = [c for c in code.co_consts if isinstance(c, str)]
-    inner = [names_read(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    return frozenset((*own, *texts)).union(*inner)
+def _library_owners(code: types.CodeType, table: Same[dict[str, Any]], _size: int) -> tuple[Any, ...]:
+    names = names_in(code).mentioned
+    found: dict[int, Any] = {}
+    left = [table.it.get(name, sys.modules.get(name)) for name in names]
+    while left:
+        owner = left.pop()
+        if id(owner) not in found and _may_be_assigned_to(owner):
+            found[id(owner)] = owner
+            if not isinstance(owner, types.FunctionType):
+                left += [vars(owner).get(name) for name in names]
+    return tuple(found.values())
 
 
-_ASSIGN = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME")
+def _may_be_assigned_to(owner: Any) -> bool:
+    if isinstance(owner, types.ModuleType):
+        return is_foreign(owner.__name__)
+    return isinstance(owner, type | types.FunctionType) and is_foreign(str(owner.__module__))
+
+
+# which modules are whose ----------------------------------------------------------------------------------------------
+
+
+def modules_by_name(function: types.FunctionType) -> list[types.ModuleType]:
+    """Modules in which a function may have state that it finds by a name that it makes up as it runs: those of the
+    user's program, those of the package that the function belongs to, and those that a text in its code names.
+    """
+    package = str(function.__module__).partition(".")[0]
+    found: list[Any] = [*_of_the_program(len(sys.modules))]  # anything may be among modules
+    found += [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == package]
+    found += [sys.modules[text] for text in names_in(function.__code__).texts if text in sys.modules]
+    return [m for m in found if isinstance(m, types.ModuleType) and not is_foreign(m.__name__)]
+
+
+@functools.lru_cache(maxsize=1)
+def _of_the_program(_count: int) -> tuple[types.ModuleType, ...]:
+    return tuple(m for name, m in list(sys.modules.items()) if _is_program(name, m))
+
+
+def is_of_the_program(module: str) -> bool:
+    """Whether a module's code lies in no folder of libraries."""
+    return not is_foreign(module) and _is_program(module, sys.modules.get(module))
+
+
+def _is_program(name: str, module: Any) -> bool:
+    if not isinstance(module, types.ModuleType):  # anything may be put there
+        return False
+    file = vars(module).get("__file__")
+    if isinstance(file, str):
+        return not _is_in_a_library(file)
+    return name not in sys.builtin_module_names and vars(module).get("__path__") is None
+
+
+@functools.lru_cache(maxsize=8192)
+def _is_in_a_library(file: str) -> bool:
+    return any(file.startswith(f"{folder}{os.sep}") for folder in _library_folders())
 
 
 def is_foreign(module: str | None) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from jettison.capture.function_state import function_reach, globals_of
 from jettison.capture.python_state import HOOK_TABLES, is_ours, worth_a_look
-from jettison.capture.snapshots import attributes_of, entries_of
+from jettison.capture.snapshots import CONTAINERS, attributes_of, entries_of, is_a, items_of, size_of
 from jettison.identity import Same
 
 DEEPEST = 4
@@ -112,38 +112,38 @@ class ModuleGuard:
                 self._value(table, key, value, depth)
 
     def _value(self, table: dict[Any, Any], key: Any, value: Any, depth: int) -> None:
-        if isinstance(value, (*_SCALARS, *_FUNCTIONS)) or _is_array(value) or _is_plain(value):
+        if is_a(value, (*_SCALARS, *_FUNCTIONS)) or _is_array(value) or _is_plain(value):
             self.settings.append((table, key, value))
         self._each((value,), depth)
 
     def _each(self, values: Iterable[Any], depth: int) -> None:
         for value in values:
-            if not isinstance(value, (*_SCALARS, Tensor, nn.Module)):
+            if not is_a(value, (*_SCALARS, Tensor, nn.Module)):
                 self._within(value, depth)
 
     def _within(self, value: Any, depth: int) -> None:
         if depth > DEEPEST or id(value) in self._seen or len(self.settings) > MOST_SETTINGS or is_ours(value):
             return
-        if isinstance(value, types.FunctionType):
+        if is_a(value, types.FunctionType):
             self._seen.add(id(value))
             self._closure(value, depth)
-        elif isinstance(value, dict | list | tuple | set | frozenset | deque) and len(value) > MOST_ITEMS:
+        elif is_a(value, CONTAINERS) and size_of(value) > MOST_ITEMS:
             self._seen.add(id(value))
-            self.sizes.append((value, len(value)))
-        elif isinstance(value, dict):
-            self.sizes.append((value, len(value)))
+            self.sizes.append((value, size_of(value)))
+        elif is_a(value, dict):
+            self.sizes.append((value, size_of(value)))
             self._attributes(value, depth + 1)
-        elif isinstance(value, list | tuple | set | frozenset | deque):
+        elif is_a(value, CONTAINERS):
             self._seen.add(id(value))
-            if not isinstance(value, tuple | frozenset):
-                self.sequences.append((value, tuple(map(_weakly, value))))
-            self._each(worth_a_look(value), depth + 1)
-        elif isinstance(value, functools.partial):
+            if not is_a(value, tuple | frozenset):
+                self.sequences.append((value, tuple(map(_weakly, items_of(value)))))
+            self._each(worth_a_look(items_of(value)), depth + 1)
+        elif is_a(value, functools.partial):
             self._seen.add(id(value))
             self._each((value.func, *value.args, *value.keywords.values()), depth + 2)
-        elif isinstance(value, types.MethodType):
+        elif is_a(value, types.MethodType):
             self._each((value.__func__, value.__self__), depth + 2)
-        elif not isinstance(value, type | types.ModuleType | nn.Module | Tensor):
+        elif not is_a(value, type | types.ModuleType | nn.Module | Tensor):
             attributes = attributes_of(value)
             if attributes is not None:
                 self._attributes(attributes, depth + 1)
@@ -242,8 +242,8 @@ class ModuleGuard:
         found: list[Any] = [
             _in(table, key) for table, key, _ in self.settings if key in keys and (self._key(table), key) in settings
         ]
-        found += [tuple(s) for s, _ in self.sequences if (Same(s), _LENGTH) in settings]
-        found += [len(s) for s, _ in self.sizes if (Same(s), _LENGTH) in settings]
+        found += [tuple(map(_weakly, items_of(s))) for s, _ in self.sequences if (Same(s), _LENGTH) in settings]
+        found += [size_of(s) for s, _ in self.sizes if (Same(s), _LENGTH) in settings]
         found += [own_forward(a) for a, _ in self.forwards if (Same(a), "forward") in settings]
         return found + [repr(cell) for cell, _ in self.cells if (Same(cell), _LENGTH) in settings]
 
@@ -257,7 +257,7 @@ class ModuleGuard:
             if now is not value and not _alike(now, value):
                 yield (self._key(table), key), key
         for size, count in self.sizes:
-            if len(size) != count:
+            if size_of(size) != count:
                 yield (Same(size), _LENGTH), f"the entries of a {type(size).__name__}"
         for sequence, before in self.sequences:
             if not _same_items(sequence, before):
@@ -282,13 +282,13 @@ class _Watched:
         self.tables: list[Any] = []
         self.absent: list[tuple[Any, Any]] = []
         self._lay_out(guard.settings)
-        self.sizes = [size for size, _ in guard.sizes]
+        self.sizes = [_plainly(size) for size, _ in guard.sizes]
         self.counts = [count for _, count in guard.sizes]
-        self.sequences = [sequence for sequence, _ in guard.sequences]
+        self.sequences = [_plainly(sequence) for sequence, _ in guard.sequences]
         self.lengths = [len(before) for _, before in guard.sequences]
-        self.items = list(itertools.chain.from_iterable(before for _, before in guard.sequences))
+        self.items = [_given(one) for _, before in guard.sequences for one in before]
         self.cells = [cell for cell, _ in guard.cells]
-        self.contents = [content for _, content in guard.cells]
+        self.contents = [_given(content) for _, content in guard.cells]
         self.instances = [attributes for attributes, _ in guard.forwards]
         self.forwards = guard.forwards
         self.known: list[Any] = []  # what stood for the instances' forwards when all was well
@@ -321,10 +321,10 @@ class _Watched:
             return False
         if list(map(len, self.sizes)) != self.counts or list(map(len, self.sequences)) != self.lengths:
             return False
-        if not all(map(is_, itertools.chain.from_iterable(self.sequences), self.items)):
+        if not all(map(is_, itertools.chain.from_iterable(self.sequences), map(call, self.items))):
             return False
         try:
-            if not all(map(is_, map(_content, self.cells), self.contents)):
+            if not all(map(is_, map(_content, self.cells), map(call, self.contents))):
                 return False
         except ValueError:  # one has nothing in it
             return False
@@ -381,8 +381,35 @@ def _alike(now: Any, value: Any) -> bool:
 
 
 def _weakly(value: Any) -> Any:
-    """Tensors (with what autograd holds behind them) may be let go of by the model: nothing here keeps them alive."""
-    return weakref.ref(value) if isinstance(value, Tensor) else value
+    """The model may let go of objects (of tensors, with what autograd holds behind them): nothing here keeps them."""
+    if is_a(value, (*_SCALARS, *_FUNCTIONS, type, types.ModuleType, nn.Module)):
+        return value
+    try:
+        return weakref.ref(value)
+    except TypeError:  # C's containers cannot be had so
+        return value
+
+
+def _given(value: Any) -> Any:
+    """What C calls for a value that is held weakly, or is there itself."""
+    return value if type(value) is weakref.ref else itertools.repeat(value).__next__
+
+
+class _Through:
+    """A container of an own class, read past whatever that class makes of it."""
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+
+    def __len__(self) -> int:
+        return size_of(self._container)
+
+    def __iter__(self) -> Iterator[Any]:
+        return items_of(self._container)
+
+
+def _plainly(container: Any) -> Any:
+    return container if type(container) in CONTAINERS else _Through(container)
 
 
 def _is_that(now: Any, before: Any) -> bool:
@@ -390,9 +417,9 @@ def _is_that(now: Any, before: Any) -> bool:
 
 
 def _same_items(sequence: Any, before: tuple[Any, ...]) -> bool:
-    if len(sequence) == len(before) and all(map(_is_that, sequence, before)):
+    if size_of(sequence) == len(before) and all(map(_is_that, items_of(sequence), before)):
         return True
-    return same_values(list(sequence), before)
+    return same_values(list(items_of(sequence)), before)
 
 
 def _same_cell(cell: Any, content: Any) -> bool:
@@ -405,12 +432,12 @@ def _same_cell(cell: Any, content: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """A tuple of plain values, which can be compared."""
-    return isinstance(value, tuple | frozenset) and all(isinstance(v, _SCALARS) or _is_plain(v) for v in value)
+    return is_a(value, tuple | frozenset) and all(is_a(v, _SCALARS) or _is_plain(v) for v in value)
 
 
 def _is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.generic | numpy.ndarray) and value.nbytes <= 4096
+    return numpy is not None and is_a(value, numpy.generic | numpy.ndarray) and value.nbytes <= 4096
 
 
 def _in(table: Any, key: Any) -> Any:

@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture.function_state import is_foreign
+from jettison.capture.process_switches import imported_since
 
 
 class Notes(Protocol):
@@ -33,17 +34,17 @@ class Notes(Protocol):
 class Globals:
     """Globals of a module, as they were. Submodules that were imported since stay."""
 
-    def __init__(self, module: types.ModuleType) -> None:
-        self._table, self._before = vars(module), dict(vars(module))
+    def __init__(self, table: dict[str, Any]) -> None:
+        self.table, self.before = table, dict(table)
 
     def put_back(self) -> None:
         """Make them so again."""
-        for name in self._table.keys() - self._before.keys():
-            if not isinstance(self._table[name], types.ModuleType):
-                del self._table[name]
-        for name, value in self._before.items():
-            if name not in self._table or self._table[name] is not value:
-                self._table[name] = value
+        for name in self.table.keys() - self.before.keys():
+            if not isinstance(self.table[name], types.ModuleType):
+                del self.table[name]
+        for name, value in self.before.items():
+            if name not in self.table or self.table[name] is not value:
+                self.table[name] = value
 
 
 _LOOKING: list[Notes] = []
@@ -77,9 +78,10 @@ def _noting(execute: Any) -> Any:
     @functools.wraps(execute)
     def noting(loader: Any, module: types.ModuleType) -> None:
         if is_foreign(module.__name__):
-            execute(loader, module)
+            with imported_since.noted():
+                execute(loader, module)
             return
-        with _disable_current_modes(), torch.enable_grad():
+        with _disable_current_modes(), torch.enable_grad(), imported_since.noted():
             execute(loader, module)
             _IMPORTED.append(module)
             for notes in list(_LOOKING):

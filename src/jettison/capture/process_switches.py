@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import gc
+import itertools
+import locale
 import os
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, cast
 
 import torch
@@ -47,15 +51,19 @@ KERNEL_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 """How to read and how to set what chooses kernels, their precision, or the order of their sums."""
 
 
+_handler: Callable[[int], Any] = sys.modules["_signal"].getsignal  # `signal` makes an enum of each
+_SIGNALS = tuple(map(int, signal.valid_signals()))
+
+
 def _signal_handlers() -> dict[int, Any]:
-    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+    return {number: _handler(number) for number in _SIGNALS}
 
 
 def _set_signal_handlers(wanted: dict[int, Any]) -> None:
     if threading.current_thread() is not threading.main_thread():  # no other thread can have moved them
         return
     for number, handler in wanted.items():
-        if handler is not None and signal.getsignal(number) != handler:  # C has set what is None
+        if handler is not None and _handler(number) != handler:  # C has set what is None
             signal.signal(number, handler)
 
 
@@ -89,21 +97,86 @@ def _set_numpy(wanted: tuple[Any, Any] | None) -> None:
         sys.modules["numpy"].set_printoptions(**wanted[1])
 
 
-def _search() -> tuple[int, list[str], Any, list[Any]]:
-    return len(sys.modules), list(sys.path), warnings.filters, list(warnings.filters)
+Environment = tuple[dict[Any, Any], dict[bytes, bytes]]
 
 
-def _set_search(wanted: tuple[int, list[str], Any, list[Any]]) -> None:
-    modules, path, filters, entries = wanted
-    if len(sys.modules) != modules:  # a library sets its own path and filters when it is imported, and needs them
-        return
-    sys.path[:] = path
+def _environment() -> Environment:
+    return dict(_of_python()), _of_c()
+
+
+def _set_environment(wanted: Environment) -> None:
+    of_python, of_c = wanted
+    now = _of_c()
+    _of_python().clear()
+    _of_python().update(of_python)
+    for name in now.keys() - of_c.keys():
+        os.unsetenv(name)
+    for name in (name for name, value in of_c.items() if now.get(name) != value):
+        os.putenv(name, of_c[name])
+
+
+def _of_python() -> dict[Any, Any]:
+    return cast(Any, os.environ)._data
+
+
+def _of_c() -> dict[bytes, bytes]:
+    """What child processes get: `os.putenv` changes that alone."""
+    try:
+        entries = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    except (ValueError, TypeError, OSError):  # not a system with that name for it
+        return dict(_of_python())
+    found = itertools.takewhile(bool, (entries[at] for at in itertools.count()))
+    return {name: value for name, _, value in (one.partition(b"=") for one in found)}
+
+
+Search = tuple[list[str], Any, list[Any]]
+
+
+def _search() -> Search:
+    return list(sys.path), warnings.filters, list(warnings.filters)
+
+
+def _set_search(wanted: Search) -> None:
+    path, filters, entries = wanted
+    sys.path[:] = _with_imported(path, sys.path, imported_since.paths)
+    entries = _with_imported(entries, warnings.filters, imported_since.filters)
     if warnings.filters is not filters or list(filters) != entries:
         filters[:] = entries
         with warnings.catch_warnings():  # leaving makes Python look at the filters anew
             pass
         cast(Any, warnings).filters = filters
 
+
+def _with_imported(before: list[Any], now: Iterable[Any], added: list[Any]) -> list[Any]:
+    """The entries as they were, and where they stand now those that a library added when it was imported."""
+    new = [one for one in now if one in added and one not in before]
+    together = [one for one in now if one in before or one in new]
+    if new and [one for one in together if one not in new] == before:
+        return together
+    return [*new, *before]
+
+
+class ImportedSince:
+    """Entries of the search path and of the warnings' filters that libraries added while they were imported in runs
+    that leave nothing behind: they need them.
+    """
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.filters: list[Any] = []
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """A module is imported in here."""
+        paths, filters = list(sys.path), list(warnings.filters)
+        try:
+            yield
+        finally:
+            self.paths += [one for one in sys.path if one not in paths]
+            self.filters += [one for one in warnings.filters if one not in filters]
+
+
+imported_since = ImportedSince()
 
 PROCESS_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     *KERNEL_SWITCHES,
@@ -115,18 +188,49 @@ PROCESS_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (gc.get_threshold, lambda was: gc.set_threshold(*was)),
     (_signal_handlers, _set_signal_handlers),
     (_folder, _set_folder),
+    (_environment, _set_environment),
     (_search, _set_search),
 )
 """How to read each of them, and how to set it."""
 
 
-def read_switches() -> list[Any]:
-    """Where all of them stand."""
-    return [read() for read, _ in PROCESS_SWITCHES]
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
-def put_switches_back(before: list[Any]) -> None:
+def _faults() -> bool:
+    return faulthandler.is_enabled()
+
+
+def _set_faults(wanted: bool) -> None:
+    (faulthandler.enable if wanted else faulthandler.disable)()
+
+
+NAMED_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "umask": (_umask, os.umask),  # to read it is to set it
+    "setlocale": (lambda: locale.setlocale(locale.LC_ALL), lambda was: locale.setlocale(locale.LC_ALL, was)),
+    "faulthandler": (_faults, _set_faults),
+    "settrace": (sys.gettrace, sys.settrace),
+    "setprofile": (sys.getprofile, sys.setprofile),
+}
+"""The same of what is looked at only where code has the name."""
+Switches = list[tuple[Callable[[], Any], Callable[[Any], Any], Any]]
+
+
+def read_switches(names: Set[str] = frozenset()) -> Switches:
+    """Where all of them stand: (how to read it, how to set it, value).
+
+    Args:
+        names: in the code that is about to run.
+    """
+    named = [switch for name, switch in NAMED_SWITCHES.items() if name in names]
+    return [(read, put, read()) for read, put in (*PROCESS_SWITCHES, *named)]
+
+
+def put_switches_back(before: Switches) -> None:
     """Set those that stand elsewhere by now."""
-    for (read, put), was in zip(PROCESS_SWITCHES, before, strict=True):
+    for read, put, was in before:
         if read() != was:
             put(was)

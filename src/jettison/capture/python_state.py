@@ -12,22 +12,31 @@ so one whose name no code reads that the walk has come by cannot be reached by t
 methods of a library's, whose names are not collected, or where some code makes names as it runs (`_BY_ANY_NAME`), every
 container is looked into. One look costs a comparison of identities in C, and steps into what can change alone: plain
 values and tuples of them cannot (`worth_a_look`).
+
+NOTE [ What code need not name ]
+Code may also reach state whose names it makes up as it runs: through `importlib.import_module`, `sys.modules`, `exec`,
+`globals`, the frames of its callers, the garbage collector, the subclasses of a class (`Wide`). Where code that the
+walk has come by does so, the walk takes in all data that can be reached that way: of the program's own modules, of the
+function's package, of modules that a text in it names; of libraries, only what code assigns to on what it names of
+them (`library_owners`), and on threads and loggers.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import contextvars
 import functools
 import gc
 import itertools
-import os
+import logging
 import sys
+import threading
 import types
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +44,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture.c_state import CState, c_state, is_iterator_of_c, iterator_state, stand_in
-from jettison.capture.function_state import function_reach, globals_of, is_foreign, names_read
+from jettison.capture.function_state import (
+    function_reach,
+    globals_of,
+    is_foreign,
+    is_of_the_program,
+    library_owners,
+    modules_by_name,
+)
 from jettison.capture.imports import Globals, ignore_imports, imported_in_runs, note_imports
 from jettison.capture.lent_arrays import is_lent, looks_at
 from jettison.capture.lru_caches import CacheState
+from jettison.capture.names_in_code import Names, Wide, names_in
 from jettison.capture.process_switches import put_switches_back, read_switches
 from jettison.capture.snapshots import (
+    CONTAINERS,
+    MISSING,
     MOST_BYTES,
     PLAIN,
     PLAIN_TENSORS,
@@ -51,13 +70,17 @@ from jettison.capture.snapshots import (
     attributes_of,
     copy_of,
     hooks_of,
+    is_a,
     is_array,
     is_equal,
     is_large_array,
     is_number_array,
     is_unchanged,
+    items_of,
+    kind_of,
     put_hooks_back,
     put_table_back,
+    size_of,
 )
 from jettison.capture.streams import is_stream, set_stream_state, stream_state
 from jettison.capture.undo import is_in_memory
@@ -99,6 +122,8 @@ class Reach:
         self.before: list[Any] = []
         self.places: list[Place] = []  # cells of closures and slots of objects
         self.named: list[tuple[dict[str, Any], str, Any]] = []  # globals that code mentions
+        self.assigned: list[tuple[Any, dict[str, Any]]] = []  # modules, classes and functions of libraries, and what
+        # of what code assigns to they have
         self.caches: list[CacheState] = []
         self.c_states: list[CState] = []
         self.stand_ins: dict[int, tuple[Any, Any]] = {}  # by id: what is set aside, and what a run finds instead
@@ -106,10 +131,8 @@ class Reach:
         self.streams: list[tuple[Any, Any]] = []  # random generators of Python's and numpy's, and their state
         self.classes: list[tuple[type, dict[str, Any]]] = []
         self.iterators: list[tuple[Any, Any]] = []  # and how far they are
-        self.imports: list[Globals] = []  # of modules that were imported since, or while an earlier forward was planned
+        self.modules: list[Globals] = []  # of modules that runs imported, or that code reaches by any name
         self.variables = list(contextvars.copy_context().items())
-        self.environment = dict(os.environ)
-        self.switches = read_switches()
         self._known: Known = {} if known is None else known
         self._large: Known = {}
         self._most = most
@@ -118,6 +141,13 @@ class Reach:
         self._waiting: deque[tuple[Any, int]] = deque()  # what is near comes first, however much lies behind it
         self._names: set[str] = set()  # that code mentions
         self._unnamed: list[tuple[str, Any, int]] = []  # large containers: see NOTE [ What code cannot name ]
+        self._wide: dict[tuple[Wide, str], types.FunctionType] = {}  # see NOTE [ What code need not name ]
+        self._wide_seen: set[tuple[Wide, str]] = set()
+        self._tables: set[int] = set()  # dicts of modules, threads and loggers
+        self._owners: dict[int, Any] = {}  # of libraries, named by code
+        self._set_names: set[str] = set()  # attributes that code assigns to on other objects than a method's own
+        self._sets_everybodys = False
+        self._is_running = False
         classes: dict[type, None] = {}
         for module in modules:
             for sub in module.modules():
@@ -126,12 +156,15 @@ class Reach:
         for cls in classes:
             self._class(cls)
         kept = (value for _, value in self.variables)  # hooks collect outputs in such variables
-        for value in (*values, *kept, *_global_hooks()):
-            if not isinstance(value, Tensor):
+        for table in _global_hooks():
+            self._add(table)
+        for value in (*values, *kept, *(hook for table in _global_hooks() for hook in table.values())):
+            if not is_a(value, Tensor):
                 self._later(value, 0)
         self._walk()
         for imported in imported_in_runs():
             self.imported(imported)
+        self.switches = read_switches(self._names)
         self._known.clear()  # what is no longer there is let go of
         self._known.update(self._large)
 
@@ -167,7 +200,7 @@ class Reach:
 
     def imported(self, module: types.ModuleType) -> None:
         """Note the globals of a module of the user's, which has just been imported, and what they hold."""
-        self.imports.append(Globals(module))
+        self.modules.append(Globals(vars(module)))
         for value in list(vars(module).values()):
             self._later(value, 0)
         self._walk()
@@ -195,8 +228,18 @@ class Reach:
                 put_hooks_back(tensor, name, was)
         for names, name, value in self.named:
             names[name] = value
-        for imported in self.imports:
-            imported.put_back()
+        for owner, was in self.assigned:
+            for name in (self._set_names & vars(owner).keys()) - was.keys():
+                delattr(owner, name)
+            for name, value in was.items():
+                if vars(owner).get(name, MISSING) is not value:
+                    setattr(owner, name, value)
+        if self._sets_everybodys:
+            for attributes in (one for one in _everybodys() if id(one) not in self._tables):  # made by the run
+                for name in self._set_names & attributes.keys():
+                    del attributes[name]
+        for module in self.modules:
+            module.put_back()
         for cls, was in self.classes:
             for name in _moved(cls, was):
                 if name in was:
@@ -212,10 +255,6 @@ class Reach:
                     variable.set(contextvars.Context().run(variable.get))
             elif before[variable] is not value:
                 variable.set(before[variable])
-        if os.environ != self.environment:
-            for name in os.environ.keys() - self.environment.keys():
-                del os.environ[name]
-            os.environ.update(self.environment)
         put_switches_back(self.switches)
         self.restore_streams()
         for held in [held for held in self.c_states if not held.is_unchanged()]:
@@ -223,9 +262,9 @@ class Reach:
         moved = self.moved()
         if moved:
             raise UnsupportedModule(
-                f"the forward takes from a {type(moved[0]).__name__} that outlives it, or adds to it, and a run that "
-                "plans or records the forward has made it go on. That cannot be put back: count in an attribute, or "
-                "index a list, instead; and make this one again before you train"
+                f"the forward takes from a {type(moved[0]).__name__} that it is given or that outlives it. Planning "
+                "and recording run the forward once more, and that cannot be put back: give it the item itself, count "
+                "in an attribute, or index a list, instead"
             )
 
     def set_aside(self) -> None:
@@ -233,24 +272,33 @@ class Reach:
         noted. See NOTE [ Set aside ].
         """
         note_imports(self)
+        self._is_running = True
         for array in self.arrays:
             array.flags.writeable = False
         if not self.stand_ins:
             return
         for table, before in zip(self.tables, self.before, strict=True):
-            if isinstance(before, dict):
+            if is_a(before, dict):
                 for key, value in before.items():
                     if (new := self._instead(value)) is not value:
                         dict.__setitem__(table, key, new)
-            elif isinstance(before, tuple) and not isinstance(table, set):
+            elif is_a(before, tuple):
                 for index, value in enumerate(before):
                     if (new := self._instead(value)) is not value:
-                        table[index] = new
+                        kind_of(table).__setitem__(table, index, new)
         for place in self.places:
             if (new := self._instead(place.value)) is not place.value:
                 place.put(new)
         for names, name, value in self.named:
             names[name] = self._instead(value)
+        for owner, was in self.assigned:
+            for name, value in was.items():
+                if (new := self._instead(value)) is not value:
+                    setattr(owner, name, new)
+        for module in self.modules:
+            for name, value in module.before.items():
+                if (new := self._instead(value)) is not value:
+                    module.table[name] = new
         for cls, was in self.classes:
             for name, value in was.items():
                 if (new := self._instead(value)) is not value:
@@ -260,7 +308,7 @@ class Reach:
         if type(value) is tuple:  # the defaults of a function
             made = tuple(map(self._instead, value))
             return value if all(a is b for a, b in zip(made, value, strict=True)) else made
-        if isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+        if is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
             _, new = self.stand_ins.get(id(value.__self__), (None, None))
             return value if new is None else getattr(new, value.__name__)
         _, new = self.stand_ins.get(id(value), (None, None))
@@ -275,15 +323,32 @@ class Reach:
     # walking ---------------------------------------------------------------------------------------------------------
 
     def _walk(self) -> None:
-        while self._waiting or self._unnamed:
-            while self._waiting:
-                self._visit(*self._waiting.popleft())
-            named = [one for one in self._unnamed if one[0] in self._names or not self._names.isdisjoint(_BY_ANY_NAME)]
-            self._unnamed = [one for one in self._unnamed if one not in named] if named else []
-            self._waiting += [(value, depth) for _, value, depth in named]
+        sizes = (-1, -1)
+        while sizes != (len(self._owners), len(self._set_names)):  # what is set on them may lead to more
+            sizes = (len(self._owners), len(self._set_names))
+            if not self._is_running:
+                self._note_assigned()
+            while self._waiting or self._unnamed or self._wide:
+                while self._waiting:
+                    self._visit(*self._waiting.popleft())
+                while self._wide:
+                    self._look_widely(*self._wide.popitem())
+                named = [
+                    one for one in self._unnamed if one[0] in self._names or not self._names.isdisjoint(_BY_ANY_NAME)
+                ]
+                self._unnamed = [one for one in self._unnamed if one not in named] if named else []
+                self._waiting += [(value, depth) for _, value, depth in named]
+
+    def _note_assigned(self) -> None:
+        self.assigned = [
+            (owner, {name: vars(owner)[name] for name in self._set_names & vars(owner).keys()})
+            for owner in self._owners.values()
+        ]
+        for _, was in self.assigned:
+            self._waiting += [(value, 1) for value in was.values()]
 
     def _later(self, value: Any, depth: int) -> None:
-        if not isinstance(value, PLAIN):
+        if not is_a(value, PLAIN):
             self._waiting.append((value, depth))
 
     def _attributes_later(self, owner: Any, attributes: dict[str, Any], depth: int) -> None:
@@ -293,9 +358,49 @@ class Reach:
             else:
                 self._later(value, depth)
 
+    def _look_widely(self, what: tuple[Wide, str], function: types.FunctionType) -> None:
+        """See NOTE [ What code need not name ]."""
+        match what[0]:
+            case Wide.GLOBALS:
+                self._data_of(function.__globals__)
+            case Wide.MODULES:
+                for table in (function.__globals__, *map(vars, modules_by_name(function))):
+                    self._data_of(table)
+            case Wide.FRAMES:
+                texts = names_in(function.__code__).texts
+                for name, value in _variables_of_callers():
+                    if name in texts:
+                        self._later(value, 1)
+                    elif type(value) in _PLAIN_CONTAINERS and id(value) not in self._seen | self._tables:
+                        self._tables.add(id(value))
+                        self._add(value)
+            case Wide.OBJECTS:
+                everything = gc.get_objects()
+                kinds = {kind for kind in set(map(type, everything)) if is_of_the_program(str(kind.__module__))}
+                self._waiting += [(value, 1) for value in everything if type(value) in kinds]
+            case Wide.SUBCLASSES:
+                for cls, _ in list(self.classes):
+                    below: list[type] = type.__subclasses__(cls)
+                    for one in below:
+                        self._class(one, 1)
+
+    def _data_of(self, table: dict[str, Any]) -> None:
+        """Globals of a module, and what of them is no code."""
+        if id(table) in self._tables:
+            return
+        self._tables.add(id(table))
+        self.modules.append(Globals(table))
+        for value in list(table.values()):
+            if is_a(value, type):
+                if not (is_foreign(str(value.__module__)) or id(value) in self._seen):
+                    self.classes.append((value, dict(vars(value))))
+                    self._waiting += [(one, 1) for one in worth_a_look(vars(value).values()) if not _is_code(one)]
+            elif not is_a(value, types.FunctionType):
+                self._later(value, 1)
+
     def _module(self, module: nn.Module) -> None:
         attributes = vars(module)
-        if id(attributes) in self._seen or isinstance(module, torch.jit.ScriptModule):  # C++ has what that one holds
+        if id(attributes) in self._seen or is_a(module, torch.jit.ScriptModule):  # C++ has what that one holds
             return
         self._seen.add(id(attributes))
         self._add(attributes)
@@ -305,7 +410,7 @@ class Reach:
             if tensor is not None and id(tensor) not in self._seen:
                 self._tensor(tensor)
         for name in HOOK_TABLES:
-            if isinstance(hooks := attributes.get(name), dict):
+            if is_a(hooks := attributes.get(name), dict):
                 self._add(hooks)  # a model that puts hooks on notes in an attribute that it has: both go back
                 for hook in list(hooks.values()):
                     self._later(hook, 0)
@@ -329,27 +434,31 @@ class Reach:
     def _tensor(self, tensor: Tensor) -> None:
         self._seen.add(id(tensor))
         self._held.append(tensor)
-        if tensor.is_leaf and not isinstance(tensor, FakeTensor):
+        if tensor.is_leaf and not is_a(tensor, FakeTensor):
             self.hooks += [(tensor, name, hooks_of(tensor, name)) for name in TENSOR_HOOKS]
         if type(tensor) in PLAIN_TENSORS and is_in_memory(tensor):
             self.tensors.append(TensorState(tensor))
             self._add(vars(tensor))  # a flag, or a count, that somebody put on it
         for value in list(vars(tensor).values()):
-            if type(value) in (dict, list, set) or isinstance(tensor, nn.Parameter):
+            if type(value) in (dict, list, set) or is_a(tensor, nn.Parameter):
                 self._later(value, 0)  # those of a fake copy are the model's own
 
     def _visit(self, value: Any, depth: int) -> None:
-        if isinstance(value, (*PLAIN, types.ModuleType)) or id(value) in self._seen:
+        if is_a(value, (*PLAIN, types.ModuleType)) or id(value) in self._seen:
             return  # of a module of Python's, what code names is looked at: see `globals_of`
-        if isinstance(value, type):
+        if is_a(value, type):
             if len(self._seen) <= self._most and depth <= MOST_DEEP:
                 for cls in value.__mro__:
                     self._class(cls, depth + 1)
             return
-        if isinstance(value, Tensor):
+        if is_a(value, Tensor):
             self._tensor(value)
             return
         if len(self._seen) > self._most or depth > MOST_DEEP or is_ours(value):
+            return
+        if value is sys.modules:
+            self._wide_reach(Wide.MODULES, _NAMES_MODULES)
+        if value is sys.modules or value is vars(builtins) or type(value) is logging.Manager:  # which has all loggers
             return
         self._seen.add(id(value))
         self._held.append(value)  # so that no id comes back
@@ -359,23 +468,23 @@ class Reach:
         if _is_simple(Same(type(value))) and not callable(value):
             self._object(value, depth)
             return
-        if isinstance(value, nn.Module):
+        if is_a(value, nn.Module):
             for sub in value.modules():
                 self._module(sub)
             return
         if is_stream(value):
             self.streams.append((value, stream_state(value)))
         self._c_state(value)
-        if isinstance(value, functools._lru_cache_wrapper):
+        if is_a(value, functools._lru_cache_wrapper):
             self.caches.append(CacheState(value))
             if not is_foreign(value.__module__):
                 self._waiting += [(result, depth + 1) for result in worth_a_look(self.caches[-1].results())]
-        if isinstance(value, dict | list | set | deque | bytearray) or is_array(value):
+        if is_a(value, dict | list | set | deque | bytearray) or is_array(value):
             self._add(value)
-        if isinstance(value, types.FunctionType):
+        if is_a(value, types.FunctionType):
             self.named.extend(globals_of(value))
             if not is_foreign(value.__module__):
-                self._names |= names_read(value.__code__)
+                self._names_of(value, names_in(value.__code__), depth)
                 self.places += [Place("cell_contents", cell) for cell in value.__closure__ or ()]
                 if value.__defaults__:
                     self.places.append(Place("__defaults__", value))
@@ -383,13 +492,34 @@ class Reach:
             self._later(inside, depth + 1)
         self._object(value, depth)
 
+    def _names_of(self, function: types.FunctionType, names: Names, depth: int) -> None:
+        self._names |= names.read
+        for wide in names.wide:
+            self._wide_reach(wide, function)
+        for owner in library_owners(function):
+            self._owners[id(owner)] = owner
+        self._set_names |= names.assigned
+        if names.assigned and not names.read.isdisjoint(("current_thread", "main_thread", "getLogger")):
+            self._sets_everybodys = True
+            for attributes in _everybodys():
+                if id(attributes) not in self._tables:
+                    self._tables.add(id(attributes))
+                    self._add(attributes)
+                    self._waiting += [(one, depth + 1) for one in worth_a_look(map(attributes.get, names.assigned))]
+
+    def _wide_reach(self, wide: Wide, function: types.FunctionType) -> None:
+        what = wide, "" if wide in _WHEREVER else str(function.__module__)
+        if what not in self._wide_seen:
+            self._wide_seen.add(what)
+            self._wide[what] = function
+
     def _object(self, value: Any, depth: int) -> None:
         """Attributes and slots of any object, and its classes."""
         for name in _slots_below(Same(type(value))):
             self.places.append(Place(name, value))
             self._later(self.places[-1].value, depth + 1)
         attributes = attributes_of(value)
-        if isinstance(attributes, dict) and id(attributes) not in self._seen:
+        if is_a(attributes, dict) and id(attributes) not in self._seen:
             self._seen.add(id(attributes))
             self._add(attributes)
             self._attributes_later(value, attributes, depth + 1)
@@ -398,7 +528,7 @@ class Reach:
                 self._class(cls, depth + 1)
 
     def _container(self, value: Any, depth: int) -> None:
-        if len(value) > MANY:
+        if size_of(value) > MANY:
             self._large_container(value, depth)
             return
         self._add(value)
@@ -420,7 +550,7 @@ class Reach:
             self.iterators.append((value, iterator_state(value)))
         elif is_large_array(value):
             self.arrays.append(value)
-        elif not (isinstance(value, bytearray) or is_array(value)) and (found := c_state(value)) is not None:
+        elif not (is_a(value, bytearray) or is_array(value)) and (found := c_state(value)) is not None:
             self.c_states.append(found)
         if (new := stand_in(value)) is not None:
             self.stand_ins[id(value)] = value, new
@@ -439,19 +569,14 @@ _KNOWN_BASES = ("builtins", "abc", "typing", "torch.nn.modules.module", "torch.n
 
 def _has_many(value: Any) -> bool:
     """Whether it is a container of many entries, or of some that are."""
-    if not isinstance(value, _CONTAINERS):
+    if not is_a(value, CONTAINERS):
         return False
-    if len(value) > MANY:
+    if size_of(value) > MANY:
         return True
-    return any(isinstance(one, _CONTAINERS) and len(one) > MANY for one in _entries(value))
+    return any(is_a(one, CONTAINERS) and size_of(one) > MANY for one in items_of(value))
 
 
 _PLAIN_CONTAINERS = (dict, list, set, deque)
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-
-
-def _entries(container: Any) -> Iterable[Any]:
-    return list(dict.values(container)) if isinstance(container, dict) else list(container)
 
 
 def _is_own(cls: type) -> bool:
@@ -486,38 +611,37 @@ _OPENED = frozenset((tuple, frozenset))
 
 def _inside(value: Any) -> Iterator[Any]:
     """What a value holds, refers to, or names."""
-    if isinstance(value, dict):
+    if is_a(value, dict):
         yield from worth_a_look(dict.keys(value))
         yield from worth_a_look(dict.values(value))
-        yield value.default_factory if isinstance(value, defaultdict) else None
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        yield from worth_a_look(value)
-    elif isinstance(value, functools.partial):
+        yield vars(defaultdict)["default_factory"].__get__(value) if is_a(value, defaultdict) else None
+    elif is_a(value, CONTAINERS):
+        yield from worth_a_look(items_of(value))
+    elif is_a(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.MethodType):
+    elif is_a(value, types.MethodType):
         yield from (value.__func__, value.__self__)
-    elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+    elif is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
         yield value.__self__
-    elif isinstance(value, weakref.ref):
-        yield value()
-    elif isinstance(value, _OPEN_TO_GC) or is_iterator_of_c(value):
+    elif is_a(value, weakref.ref):
+        yield weakref.ref.__call__(value)
+    elif is_a(value, weakref.ProxyTypes):  # which hands on every name
+        yield getattr(value.__init__, "__self__", None)
+    elif is_a(value, _OPEN_TO_GC) or is_iterator_of_c(value):
         yield from worth_a_look(gc.get_referents(value))
-    elif isinstance(value, memoryview):
+    elif is_a(value, memoryview):
         yield value.obj
     elif is_number_array(value):
         yield getattr(value, "base", None)
         yield from worth_a_look(value.ravel().tolist() if _has_objects(value) else ())
     elif _is_extension(Same(type(value))):
-        yield from (v for v in worth_a_look(gc.get_referents(value)) if not isinstance(v, _NEVER_INSIDE))
-    elif isinstance(value, property):
+        yield from (v for v in worth_a_look(gc.get_referents(value)) if not is_a(v, _NEVER_INSIDE))
+    elif is_a(value, property):
         yield from filter(None, (value.fget,))
-    elif isinstance(value, staticmethod | classmethod):
+    elif is_a(value, staticmethod | classmethod):
         yield value.__func__
-    elif isinstance(value, types.FunctionType):
+    elif is_a(value, types.FunctionType):
         yield from function_reach(value)
-    wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
-    if wrapped is not None:
-        yield wrapped
 
 
 _OPEN_TO_GC: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
@@ -562,7 +686,7 @@ _NEVER_INSIDE = (type, types.FrameType, types.CodeType, types.FunctionType, type
 def slots_of(cls: type) -> tuple[str, ...]:
     """The names by which instances have what a class has slots for."""
     slots = vars(cls).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    names = (slots,) if is_a(slots, str) else tuple(slots)
     private = f"_{cls.__name__.lstrip('_')}"
     return tuple(
         private + name if name.startswith("__") and not name.endswith("__") else name
@@ -584,18 +708,53 @@ def is_ours(value: Any) -> bool:
     """A tracer's or a runtime's own objects stand in the place of forwards and hooks; what they note must stay. So
     must what torch notes in objects of its own; modules and random generators, torch's as well, are the model's.
     """
-    if isinstance(value, nn.Module) or is_stream(value):
-        return False
     kind: Any = type(value)
+    if issubclass(kind, nn.Module) or is_stream(value):
+        return False
     module = str(kind.__module__)  # some classes have a property there
     if module.startswith(_MODELS_OWN):
         return False
-    return module.startswith(("torch.", "jettison.")) or str(getattr(value, "__module__", "")).startswith("jettison.")
+    if module.startswith(("torch.", "jettison.")):
+        return True
+    if issubclass(kind, types.FunctionType | types.MethodType | type):
+        return str(value.__module__).startswith("jettison.")
+    attributes = attributes_of(value)
+    return is_a(attributes, dict) and str(attributes.get("__module__")).startswith("jettison.")
 
 
-def _global_hooks() -> list[Any]:
+def _variables_of_callers() -> Iterator[tuple[str, Any]]:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not is_foreign(str(frame.f_globals.get("__name__"))):
+            yield from list(frame.f_locals.items())
+        frame = frame.f_back
+
+
+_WHEREVER = (Wide.FRAMES, Wide.OBJECTS, Wide.SUBCLASSES)
+
+
+_NAMES_MODULES = cast(types.FunctionType, lambda: None)
+"""Stands for code that has got `sys.modules` under another name."""
+
+
+def _is_code(value: Any) -> bool:
+    return is_a(value, (*_NEVER_INSIDE, property, staticmethod, classmethod, *_OF_CLASSES))
+
+
+_OF_CLASSES = (types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType)
+
+
+def _everybodys() -> Iterator[dict[str, Any]]:
+    """Attributes of threads and loggers: functions of Python's hand these to whoever asks."""
+    yield from map(vars, threading.enumerate())
+    loggers = list(logging.Logger.manager.loggerDict.values())
+    yield from (vars(one) for one in (logging.root, *loggers) if isinstance(one, logging.Logger))
+
+
+def _global_hooks() -> list[dict[int, Any]]:
+    """Tables of the hooks that torch runs around every module."""
     tables = [value for name, value in vars(nn.modules.module).items() if name.startswith("_global_")]
-    return [hook for table in tables if isinstance(table, dict) for hook in table.values()]
+    return [table for table in tables if isinstance(table, dict)]
 
 
 def _moved(cls: type, was: dict[str, Any]) -> list[str]:

@@ -1,4 +1,10 @@
-"""What lies where: tables, attributes, tensors and caches as they were, and how each is put back."""
+"""What lies where: tables, attributes, tensors and caches as they were, and how each is put back.
+
+NOTE [ No code of the user's ]
+A class of the user's may count its lookups, raise in ``__iter__``, hand each name on to another object, or say that it
+is another class (``__class__``). Looking at state runs none of that: kinds are told by `type`, containers are read by
+the methods of the builtin kind that they derive from, and attributes by the descriptors of C.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,12 @@ import array
 import contextlib
 import copy
 import ctypes
+import functools
 import sys
+import threading
+import types
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from operator import is_
 from typing import Any
 
@@ -16,10 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from jettison.identity import Same
+
 MOST_BYTES = 1 << 24  # of an array that is put back
 MOST_COPIED = 1 << 30  # of one that can be protected in no other way
 MOST_SHARED = 4096  # bytes of a tensor that is put back although no op was seen to write to it
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+PLAIN_KINDS = frozenset(PLAIN)
 
 Table = Any
 """A dict, a list, a set, a deque, a bytearray, or an array of numbers."""
@@ -85,22 +97,50 @@ class TensorState:
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
+def is_a(value: Any, kinds: Any) -> bool:
+    """`isinstance`, whatever ``__class__`` says. See NOTE [ No code of the user's ]."""
+    return issubclass(type(value), kinds)
+
+
 def attributes_of(value: Any) -> Any:
-    """The attributes of an object, as far as its class gives them out; None where it has none."""
-    try:
-        return getattr(value, "__dict__", None)
-    except Exception:  # of a `__getattribute__`
-        return object.__getattribute__(value, "__dict__")
+    """The attributes of an object, past whatever its class makes of being asked; None where it has none."""
+    read = _attributes_reader(Same(type(value)))
+    return None if read is None else read(value)
 
 
-CONTAINERS = (list, tuple, set, frozenset, dict)
+@functools.lru_cache(maxsize=4096)
+def _attributes_reader(kind: Same[type]) -> Callable[[Any], Any] | None:
+    if issubclass(kind.it, threading.local):  # each thread has others
+        return lambda value: threading.local.__getattribute__(value, "__dict__")
+    found = (vars(cls).get("__dict__") for cls in kind.it.__mro__)
+    descriptor = next((one for one in found if isinstance(one, _OF_C)), None)
+    return None if descriptor is None else descriptor.__get__
 
 
-def items_of(container: Any) -> Iterable[Any]:
-    """What a container holds, whatever its class makes of iterating."""
-    base: Any = next(kind for kind in CONTAINERS if issubclass(type(container), kind))
-    found: Iterable[Any] = dict.values(container) if base is dict else base.__iter__(container)
-    return found
+_OF_C = (types.GetSetDescriptorType, types.MemberDescriptorType)
+CONTAINERS = (OrderedDict, dict, list, set, deque, tuple, frozenset)
+_EXACT_DICTS = (dict, OrderedDict)
+_EXACT = frozenset((list, set, deque, tuple, frozenset))
+
+
+def kind_of(container: Any) -> Any:
+    """The builtin kind that a container's class derives from."""
+    return next(kind for kind in (*CONTAINERS, bytearray) if is_a(container, kind))
+
+
+def items_of(container: Any) -> Iterator[Any]:
+    """What a container holds; of a dict, its values."""
+    if type(container) in _EXACT:
+        return iter(container)
+    return iter(dict.values(container)) if is_a(container, dict) else kind_of(container).__iter__(container)
+
+
+def size_of(container: Any) -> int:
+    """How many entries a container has."""
+    if type(container) in _EXACT or type(container) in _EXACT_DICTS:
+        return len(container)
+    size: int = kind_of(container).__len__(container)
+    return size
 
 
 def _bytes_of(tensor: Tensor) -> bytes | None:
@@ -115,7 +155,7 @@ def _bytes_of(tensor: Tensor) -> bytes | None:
 
 def attribute_of(holder: Any, name: str) -> Any:
     try:
-        return getattr(holder, name)
+        return object.__getattribute__(holder, name)
     except (AttributeError, ValueError):  # a cell that nothing was assigned to says the latter
         return MISSING
 
@@ -144,85 +184,107 @@ def is_array(value: Any) -> bool:
     somebody else's (a tensor's), which numpy cannot make read-only for a time.
     """
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
+    if numpy is not None and is_a(value, numpy.ndarray):
         return bool(value.flags.writeable) and value.nbytes <= MOST_COPIED and not is_large_array(value)
-    return isinstance(value, array.array)
+    return is_a(value, array.array)
 
 
 def is_number_array(value: Any) -> bool:
     """Whether it is numbers of numpy's or of Python's `array`."""
     numpy = sys.modules.get("numpy")
-    return isinstance(value, array.array) or (numpy is not None and isinstance(value, numpy.ndarray))
+    return is_a(value, array.array) or (numpy is not None and is_a(value, numpy.ndarray))
 
 
 def is_large_array(value: Any) -> bool:
     """Whether it is an array of numpy's that cannot be copied, and can be made read-only for a time."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.ndarray) or value.nbytes <= MOST_BYTES:
+    if numpy is None or not is_a(value, numpy.ndarray) or value.nbytes <= MOST_BYTES:
         return False
     base = value
-    while isinstance(base.base, numpy.ndarray):
+    while is_a(base.base, numpy.ndarray):
         base = base.base
-    return bool(value.flags.writeable) and (base.base is None or isinstance(value, numpy.memmap))
+    return bool(value.flags.writeable) and (base.base is None or is_a(value, numpy.memmap))
 
 
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
 def copy_of(table: Table) -> Any:
+    if type(table) in _EXACT_DICTS:
+        return dict(table)
     if is_array(table):
-        return copy.copy(table) if isinstance(table, array.array) else sys.modules["numpy"].array(table)
-    if isinstance(table, dict):
-        return dict(table) if type(table) is dict else dict(entries_of(table))
-    return bytes(table) if isinstance(table, bytearray) else tuple(table)
+        return copy.copy(table) if is_a(table, array.array) else sys.modules["numpy"].array(table)
+    if is_a(table, dict):
+        return _copied_dict(table)
+    if is_a(table, bytearray):
+        return bytes(table)
+    return frozenset(table) if is_a(table, set) else tuple(items_of(table))  # which takes over the hashes
+
+
+def _copied_dict(table: dict[Any, Any]) -> dict[Any, Any]:
+    if type(table) is not dict and type(table).__iter__ is not dict.__iter__:
+        return dict(entries_of(table))
+    return dict.copy(table)
 
 
 def entries_of(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
     """Keys and values in order, as they lie there: a class of one's own may make another value at each lookup."""
-    kind: Any = OrderedDict if isinstance(table, OrderedDict) else dict
-    return [(key, dict.__getitem__(table, key)) for key in kind.__iter__(table)]
+    if not is_a(table, OrderedDict):
+        return list(dict.items(table))
+    return [(key, dict.__getitem__(table, key)) for key in OrderedDict.__iter__(table)]
 
 
 def is_unchanged(table: Table, before: Any) -> bool:
+    if type(table) in _EXACT_DICTS:  # nearly always: in C
+        if len(table) != len(before):
+            return False
+        if all(map(is_, table.values(), before.values())) and all(map(is_, table, before)):
+            return True
     if is_array(table):
         return bool(table.tobytes() == before.tobytes())
-    if len(table) != len(before):
+    if size_of(table) != len(before):
         return False
-    if isinstance(table, bytearray):
-        return bool(table == before)
-    if not isinstance(table, dict):
-        if all(map(is_, table, before)):
-            return True
-    elif type(table) is dict and all(map(is_, table, before)) and all(map(is_, table.values(), before.values())):
-        return True
-    if isinstance(table, dict):
+    if is_a(table, bytearray):
+        return bool(bytearray.__eq__(table, before))
+    if is_a(table, set):
+        return bool(set.__eq__(table, before))
+    if is_a(table, OrderedDict):
         return all(
             a is c and (b is d or is_equal(b, d))
             for (a, b), (c, d) in zip(entries_of(table), before.items(), strict=True)
         )
-    if isinstance(table, set):
-        return table == set(before)
-    return all(a is b or is_equal(a, b) for a, b in zip(table, before, strict=True))
+    if not is_a(table, dict):
+        return all(map(is_, items_of(table), before)) or all(map(_is_or_equals, items_of(table), before))
+    if not all(map(is_, dict.keys(table), before)):
+        return False
+    pairs = dict.values(table), before.values()
+    return all(map(is_, *pairs)) or all(map(_is_or_equals, *pairs))
+
+
+def _is_or_equals(a: Any, b: Any) -> bool:
+    return a is b or is_equal(a, b)
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and isinstance(a, PLAIN) and bool(a == b) and (a != 0 or repr(a) == repr(b))  # -0.0
+    return type(a) is type(b) and type(a) in PLAIN_KINDS and bool(a == b) and (a != 0 or repr(a) == repr(b))  # -0.0
 
 
 def put_table_back(table: Table, before: Any) -> None:
     if is_array(table):
         table[() if getattr(table, "ndim", 1) == 0 else slice(None)] = before
         return
-    if isinstance(table, bytearray) and len(table) == len(before):  # others may look at it, and then none is resized
-        table[:] = before
+    if is_a(table, bytearray) and bytearray.__len__(table) == len(before):  # others may look at it, and hold its size
+        bytearray.__setitem__(table, slice(None), before)
         return
-    kind: Any = next(kind for kind in _TABLES if isinstance(table, kind))  # whatever the user's class makes of it
-    kind.clear(table)
-    if issubclass(kind, dict):
-        for key, value in before.items():
-            kind.__setitem__(table, key, value)
-    else:
+    kind = kind_of(table)  # whatever the user's class makes of it
+    if not issubclass(kind, dict):
+        kind.clear(table)
         (kind.update if kind is set else kind.extend)(table, before)
-
-
-_TABLES = (OrderedDict, dict, list, set, deque, bytearray)
+        return
+    for key in [key for key in kind.__iter__(table) if key not in before]:
+        kind.__delitem__(table, key)
+    if list(kind.__iter__(table)) != list(before):  # order counts; else no other thread finds it half full
+        kind.clear(table)
+    for key, value in before.items():
+        if dict.get(table, key, MISSING) is not value:
+            kind.__setitem__(table, key, value)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from jettison.capture.snapshots import is_a
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutsideTorch:
@@ -93,9 +95,9 @@ def numpy_state() -> Any:
 
 def stream_state(stream: Any) -> Any:
     """The state of one generator object of Python's, torch's or numpy's, in a form that can be compared."""
-    if isinstance(stream, random.Random):
+    if is_a(stream, random.Random):
         return stream.getstate()
-    if isinstance(stream, torch.Generator):
+    if is_a(stream, torch.Generator):
         return bytes(stream.get_state().tolist())
     if hasattr(stream, "bit_generator") or hasattr(stream, "random_raw"):
         return pickle.dumps(getattr(stream, "bit_generator", stream).state)
@@ -104,9 +106,9 @@ def stream_state(stream: Any) -> Any:
 
 def set_stream_state(stream: Any, state: Any) -> None:
     """Put a generator object back to where `stream_state` found it."""
-    if isinstance(stream, random.Random):
+    if is_a(stream, random.Random):
         stream.setstate(state)
-    elif isinstance(stream, torch.Generator):
+    elif is_a(stream, torch.Generator):
         stream.set_state(torch.tensor(list(state), dtype=torch.uint8))
     elif hasattr(stream, "bit_generator") or hasattr(stream, "random_raw"):
         getattr(stream, "bit_generator", stream).state = pickle.loads(state)
@@ -117,8 +119,8 @@ def set_stream_state(stream: Any, state: Any) -> None:
 def is_stream(value: Any) -> bool:
     """Whether a value is a random generator with a state of its own."""
     numpy = sys.modules.get("numpy.random")
-    if isinstance(value, random.SystemRandom):
+    if is_a(value, random.SystemRandom):
         return False  # has no state
-    return isinstance(value, random.Random | torch.Generator) or (
-        numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState | numpy.BitGenerator)
+    return is_a(value, random.Random | torch.Generator) or (
+        numpy is not None and is_a(value, numpy.Generator | numpy.RandomState | numpy.BitGenerator)
     )

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from jettison.capture.op_traits import writes
 from jettison.capture.tensor_subclasses import parts_of, storage_of
 from jettison.dryrun.stand_ins import StandInMemory
-from jettison.measure.peak import ALLOCATION_EVENT
+from jettison.measure.peak import ALLOCATION_EVENT, quiet_profiler
 
 REPEATS = 3
 OPERATOR_BUDGET_SECONDS = 0.006
@@ -169,7 +169,7 @@ def _cpu_runs(requests: Sequence[OpRequest], memory: StandInMemory) -> dict[str,
     outputs: dict[str, int] = {}
     found: dict[str, KernelRun | Exception] = {}
     names: dict[str, str] = {}
-    with profile(profile_memory=True) as profiler:
+    with quiet_profiler(), profile(profile_memory=True) as profiler:
         for index, request in enumerate(requests):
             try:
                 with _stand_ins(request, memory) as (args, kwargs):

@@ -16,8 +16,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from jettison.ledger.levels import StepLevels
 from jettison.measure.tensors import unique_bytes
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the CPU profiler otherwise writes two lines to stderr for every step
-
 ALLOCATION_EVENT = "[memory]"
 _MARK = "jettison.step."
 
@@ -89,9 +87,22 @@ def allocation_deltas(step: Callable[[], object]) -> list[int]:
     return [nbytes for _, nbytes in _profiled(step)[0]]
 
 
+@contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """The profiler does not write the two lines to stderr that it otherwise writes for each step."""
+    level = "KINETO_LOG_LEVEL"
+    before = os.environ.get(level)
+    os.environ[level] = before or "99"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[level]
+
+
 def _profiled(step: Callable[[], object]) -> tuple[list[tuple[int, int]], list[tuple[int, str]]]:
     """(time, bytes) of what is allocated and freed on the CPU, and (time, name) of where phases begin."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
     changes, begins = [], []
     for event in profiler.profiler.kineto_results.events():

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from jettison.diagnose.profile_file import RECOMPUTES
 from jettison.errors import UsageError
+from jettison.measure.peak import quiet_profiler
 from jettison.progress import Progress, silent
 from jettison.runtime.frame import Frame
 
@@ -49,6 +50,7 @@ def recorded(trace: Path, *, steps: int, progress: Progress = silent) -> Iterato
     turns = schedule(wait=1, warmup=WARMUP_STEPS - 1, active=steps, repeat=1)
     with (
         _annotated(),
+        quiet_profiler(),
         profile(
             activities=kinds, schedule=turns, on_trace_ready=write, record_shapes=True, profile_memory=True
         ) as made,

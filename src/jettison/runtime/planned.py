@@ -45,7 +45,7 @@ from jettison.runtime.recipe import Recipe
 from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings
 from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.way import Way
-from jettison.runtime.without_recipe import run_without_recipe
+from jettison.runtime.without_recipe import run_interrupted, run_without_recipe
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.solve.policy import CheckpointPolicy
 
@@ -224,7 +224,12 @@ class PlannedForward:
         if are_hooks_foreign():
             return self._run_plainly(args, kwargs)
         if self.listener is not None:
-            self.listener.begins(args, kwargs)
+            try:
+                self.listener.begins(args, kwargs)
+            except Exception:
+                raise
+            except BaseException as interrupt:  # Ctrl-C while a new shape is planned for: see NOTE [ Interrupts ]
+                run_interrupted(self, interrupt, args, kwargs)
         leaves, signature = call_signature(args, kwargs)
         self.recordings.look(in_dry_run=self.in_dry_run)
         if self.assumptions is not None:

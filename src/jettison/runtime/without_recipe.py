@@ -42,7 +42,8 @@ def run_without_recipe(
         )
         prepared.told = prepared.told and prepared.verdict.again
     if prepared.verdict is not None and prepared.verdict.interrupt is not None:
-        _run_interrupted(region, prepared, prepared.verdict.interrupt, args, kwargs)
+        interrupt, prepared.verdict = prepared.verdict.interrupt, None
+        run_interrupted(region, interrupt, args, kwargs)
     _say(region, prepared)
     if region.is_root:
         return region.forward(*args, **kwargs)
@@ -55,11 +56,10 @@ def run_without_recipe(
         return region.forward(*args, **kwargs)
 
 
-def _run_interrupted(
-    region: PlannedForward, prepared: Prepared, interrupt: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]
+def run_interrupted(
+    region: PlannedForward, interrupt: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> NoReturn:
     """The run that counts, and then the exception that left the one before it. See NOTE [ Interrupts ]."""
-    prepared.verdict = None
     with without_our_hooks():
         region.forward(*args, **kwargs)
     raise interrupt

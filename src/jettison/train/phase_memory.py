@@ -9,7 +9,6 @@ kernels take and give back inside one call is not in the figures.
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +23,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from jettison.ledger.levels import StepLevels
 from jettison.measure.memory import AllocationCounter, Workspace
-from jettison.measure.peak import ALLOCATION_EVENT
+from jettison.measure.peak import ALLOCATION_EVENT, quiet_profiler
 from jettison.measure.tensors import unique_bytes
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the CPU profiler otherwise writes two lines to stderr for every step
 
 _MARK: Final = "jettison.phase."
 _COLLECTIVES: Final = ("c10d", "_c10d_functional")
@@ -117,7 +114,10 @@ class MemoryMeter:
         gc.collect()
         if not self._storages:
             static_bytes = unique_bytes(self._alive())
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            with (
+                quiet_profiler(),
+                profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
+            ):
                 yield
             for name, levels in _replayed(profiler.profiler.kineto_results, static_bytes):
                 self._note(name, levels)
