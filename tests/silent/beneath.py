@@ -8,6 +8,7 @@ import functools
 import hashlib
 import io
 import itertools
+import logging
 import mmap
 import multiprocessing
 import queue
@@ -561,4 +562,24 @@ def objects_that_a_list_has_let_go_of() -> Program:
 
     made = program(run, init, steps=5)
     made.also = lambda: [float(len(s.known)) for s in made.model.layers]
+    return made
+
+
+@case(works=True)
+def message_that_is_logged_once() -> Program:
+    said: list[str] = []
+
+    class Logger(logging.LoggerAdapter[logging.Logger]):
+        @functools.lru_cache(None)  # noqa: B019
+        def warning_once(self, text: str) -> None:
+            said.append(text)
+
+    logger = Logger(logging.getLogger("silent"), {})
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        logger.warning_once("hello")
+        return smooth(s, x)
+
+    made = program(run)
+    made.also = lambda: [float(len(said)), float(Logger.warning_once.cache_info().hits)]
     return made

@@ -124,7 +124,7 @@ class Reach:
         self.named: list[tuple[dict[str, Any], str, Any]] = []  # globals that code mentions
         self.assigned: list[tuple[Any, dict[str, Any]]] = []  # modules, classes and functions of libraries, and what
         # of what code assigns to they have
-        self.caches: list[CacheState] = []
+        self.caches = [CacheState(cache) for cache in _said_once()]
         self.c_states: list[CState] = []
         self.stand_ins: dict[int, tuple[Any, Any]] = {}  # by id: what is set aside, and what a run finds instead
         self.arrays: list[Any] = []  # of numpy's, too large to be copied
@@ -749,6 +749,13 @@ def _everybodys() -> Iterator[dict[str, Any]]:
     yield from map(vars, threading.enumerate())
     loggers = list(logging.Logger.manager.loggerDict.values())
     yield from (vars(one) for one in (logging.root, *loggers) if isinstance(one, logging.Logger))
+
+
+def _said_once() -> list[Any]:
+    """Methods that libraries have put on loggers and that log each message once (transformers' ``warning_once``)."""
+    classes = [logging.Logger, logging.LoggerAdapter]
+    classes += [below for cls in classes for below in type.__subclasses__(cls)]
+    return [found for cls in classes for found in vars(cls).values() if type(found) is functools._lru_cache_wrapper]
 
 
 def _global_hooks() -> list[dict[int, Any]]:
