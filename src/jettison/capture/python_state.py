@@ -753,8 +753,8 @@ def _everybodys() -> Iterator[dict[str, Any]]:
 
 def _said_once() -> list[Any]:
     """Methods that libraries have put on loggers and that log each message once (transformers' ``warning_once``)."""
-    classes = [logging.Logger, logging.LoggerAdapter]
-    classes += [below for cls in classes for below in type.__subclasses__(cls)]
+    bases: tuple[Any, ...] = (logging.Logger, logging.LoggerAdapter)
+    classes = [*bases, *(below for cls in bases for below in cls.__subclasses__())]
     return [found for cls in classes for found in vars(cls).values() if type(found) is functools._lru_cache_wrapper]
 
 
