@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -273,6 +274,60 @@ def test_a_step_of_ones_own_is_the_same_if_it_takes_the_same_memory(
     assert said[0].startswith("following") and len(list(folder.iterdir())) == 1
     planned(folder, *made())[0].remove()
     assert len(list(folder.iterdir())) == 2, "each has a file of its own"
+
+
+def whole_step(model: nn.Module, given: tuple[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(*given).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["plain", "an optimizer inside of the step"])
+def test_what_thaws_under_a_kept_plan_is_planned_for(tmp_path: Path, inside: bool, one_thread: None) -> None:
+    """As under one that was made just now: the same peaks, which are those of the step, and the same bits."""
+    given, found = batch(), []
+    for _ in range(2):
+        model, optimizer = made()
+        model.layers[0].requires_grad_(False)
+        plain = copy.deepcopy(model)
+        optimizer.param_groups[0]["lr"] = 1e-4  # the loss doubles with every layer
+        others = Descent(plain.parameters(), 1e-4, momentum=0.9)
+
+        def step(model: nn.Module, given: tuple[Tensor], optimizer: Any = optimizer) -> None:
+            whole_step(model, given, optimizer)
+
+        handle, said = planned(
+            tmp_path / "plan.json", model, optimizer, given, budget=420_000, **({"step": step} if inside else {})
+        )
+        assert handle.batches is not None
+        peaks = []
+        for thawed in (False, True):
+            for one in (model, plain):
+                one.layers[0].requires_grad_(thawed)
+            for _ in range(2):
+                handle.expect(given)
+                whole_step(model, given, optimizer)
+                whole_step(plain, given, others)
+            state = [t for held in optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
+            if not inside:
+                optimizer.zero_grad()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            static = [*model.parameters(), *given, *state, *gradients]
+            handle.expect(given)
+            measured = measured_peak(
+                functools.partial(whole_step, model, given, optimizer), static_tensors=static
+            ).peak_bytes
+            whole_step(plain, given, others)
+            assert handle.batches.now is not None
+            peaks.append(handle.batches.now.peak_bytes)
+            assert measured == pytest.approx(peaks[-1], abs=256)
+        assert model.layers[0].up.bias.isfinite().all()
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        assert peaks[0] < peaks[1] <= 420_000
+        found.append((peaks, [line.split()[0] for line in said]))
+        handle.remove()
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == [] and found[1][1] == ["following"]
 
 
 def test_a_share_of_what_the_device_has_left_may_move_a_little(
