@@ -27,6 +27,7 @@ TICKS = {
     "global_by_a_computed_name": "globals()['HE' + 'RE'].append(1)",
     "global_that_is_set_by_a_computed_name": "globals()['N' + 'UMBER'] = globals()['N' + 'UMBER'] + 1",
     "attribute_of_torch": "torch.n_{n} = getattr(torch, 'n_{n}', 0) + 1",
+    "attribute_of_torch_by_a_text": "exec('torch.n_{n} = getattr(torch, \\'n_{n}\\', 0) + 1')",
     "attribute_of_torch_by_setattr": "setattr(torch, 'n_{n}', getattr(torch, 'n_{n}', 0) + 1)",
     "list_on_a_module_of_torchs": "nn.functional.l_{n} = getattr(nn.functional, 'l_{n}', []) + [1]",
     "list_that_grows_on_a_class_of_torchs": "append_to(nn.Linear)",

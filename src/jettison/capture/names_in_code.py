@@ -45,6 +45,8 @@ def names_in(code: types.CodeType) -> Names:
     inner = [names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)]
     steps = [one for one in dis.get_instructions(code) if one.opname not in ("NOP", "EXTENDED_ARG")]
     texts = _texts(code.co_consts)
+    if not _RUN.isdisjoint(code.co_names):
+        inner += [names_in(one) for one in map(_compiled, texts) if one is not None]
     mentioned = (*code.co_names, *(texts if "globals" in code.co_names else ()))
     read = {one.argval for one in steps if one.opcode in dis.hasname and one.opname not in _ASSIGN}
     assigned = {one.argval for at, one in enumerate(steps) if one.opname in _SET and not _is_own(code, steps, at)}
@@ -70,6 +72,17 @@ def _texts(constants: Sequence[object]) -> frozenset[str]:
         if isinstance(one, tuple | frozenset):
             found += [text for text in one if isinstance(text, str)]
     return frozenset(found)
+
+
+_RUN = frozenset(("exec", "eval"))
+
+
+def _compiled(text: str) -> types.CodeType | None:
+    """The code that a text may be executed as."""
+    try:
+        return compile(text, "<text>", "exec")
+    except (SyntaxError, ValueError):
+        return None
 
 
 def _is_own(code: types.CodeType, steps: Sequence[dis.Instruction], at: int) -> bool:
