@@ -66,7 +66,8 @@ def test_what_is_wrong_is_found(open_page: Open, tmp_path: Path) -> None:
         <script>console.error("first"); setTimeout(() => { throw new Error("second"); });</script>""",
     )
     opened = open_page(written(tmp_path, wrong))
-    opened.page.wait_for_timeout(50)
+    while len(opened.errors) < 2:  # the second one is thrown when the page has time
+        opened.page.wait_for_timeout(20)
     assert [error.partition("\n")[0] for error in opened.errors] == ["error: first", "thrown: second"]
     assert opened.unexpected()
     opened.expect_error("first")
