@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -96,21 +95,20 @@ class Launches:
 
     def __getitem__(self, nproc: int) -> list[Any]:
         if nproc not in self._known:
-            outcomes = self._once(nproc)
-            failed = [text for text in (outcome[self.name]["failed"] for outcome in outcomes) if text]
-            assert not failed, f"{self.name} on {nproc} ranks:\n{failed[0]}"
-            self._known[nproc] = [outcome[self.name]["found"] for outcome in outcomes]
+            found = self._once(nproc)
+            assert isinstance(found, list), found
+            self._known[nproc] = [by_name[self.name] for by_name in found]
         return self._known[nproc]
 
-    def _once(self, nproc: int) -> list[Any]:
+    def _once(self, nproc: int) -> list[Any] | str:
         names = next((group for group in TOGETHER.get(nproc, ()) if self.name in group), (self.name,))
         file = self.folder / f"{names[0]}.{nproc}.json"
         with file.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists():
                 file.write_text(json.dumps(_launched(names, nproc)), encoding="utf-8")
-            outcomes: list[Any] = json.loads(file.read_text("utf-8"))
-        return outcomes
+            found: list[Any] | str = json.loads(file.read_text("utf-8"))
+        return found
 
 
 _TENSOR = (
@@ -144,24 +142,23 @@ TOGETHER = {
 """By number of ranks: what shares a launch. Half the time of a small one is imports, on every rank."""
 
 
-def _launched(names: tuple[str, ...], nproc: int) -> list[Any]:
+def _launched(names: tuple[str, ...], nproc: int) -> list[Any] | str:
+    """What each rank returned by name, or how the launch failed: once, not again for every test."""
     try:
         return run_ranks(one_by_one, nproc, names)
-    except AssertionError as error:  # once: not again for every test
-        return [{name: {"failed": str(error)} for name in names}] * nproc
+    except AssertionError as error:
+        return str(error)
 
 
 def one_by_one(names: list[str]) -> dict[str, Any]:
-    """On a rank: what each function returned, or how it failed."""
-    return {name: _outcome(name) for name in names}
+    """What each function returned on a rank. One that fails ends the launch: others may wait for this rank."""
+    return {name: _function(name)(None) for name in names}
 
 
-def _outcome(name: str) -> dict[str, Any]:
+def _function(name: str) -> Callable[[Any], Any]:
     module, _, function = name.rpartition(".")
-    try:
-        return {"found": getattr(importlib.import_module(module), function)(None), "failed": ""}
-    except Exception:
-        return {"failed": traceback.format_exc()}
+    found: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def launch_ranks(
