@@ -299,3 +299,34 @@ def test_a_first_block_may_read_values_of_the_batch(read: Callable[[Tensor], Any
                 each.zero_grad(set_to_none=True)
                 each(x + step).mean().backward()
             assert compare_gradients(model, plain).identical
+
+
+class Routed(nn.Module):
+    """An MLP whose shapes depend on values: it is observed on real tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        chosen = (x.detach().sum(-1) > 0).nonzero()[:, 0]
+        hidden = hidden.index_add(0, chosen, hidden[chosen] * 0.5)
+        return x + self.down(hidden)
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be (recorded|planned)", "ignore:.*does not fit into")
+def test_planning_for_a_larger_batch_observes_blocks_without_the_plan_that_is_on() -> None:
+    """Levels and warnings are those of a model that has no plan yet."""
+    torch.manual_seed(0)
+    model, large = nn.Sequential(*(Routed() for _ in range(3))), torch.randn(64, 32)
+    fresh = jettison.auto_checkpoint(copy.deepcopy(model), (large,), "1GiB", loss_fn=torch.mean)
+    with pytest.raises(Infeasible) as refused:
+        jettison.auto_checkpoint(model, (large[:16],), 1, loss_fn=torch.mean)
+    handle = jettison.auto_checkpoint(model, (large[:16],), refused.value.minimum_budget_bytes, loss_fn=torch.mean)
+    assert handle.batches is not None and fresh.plan is not None
+    handle.batches.restrict(1 << 30)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*runs without the plan")
+        handle.expect((large,))
+    assert [shape.peak_bytes for shape in handle.batches.report()] == [fresh.plan.predicted.peak_bytes]

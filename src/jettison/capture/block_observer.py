@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture.isolation import forward_of, leaving_nothing, without_our_hooks
+from jettison.capture.isolation import leaving_nothing, without_our_hooks, without_plans
 from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.signature import opaque_copy
 from jettison.capture.tensor_subclasses import has_gradients, plain
@@ -40,7 +40,7 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
     leaves, spec = tree_flatten((args, kwargs))
     with _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves):
         given = [stand_in(leaf) for leaf in leaves]
-        output = run_holding_nothing(forward_of(module, module), tree_unflatten(given, spec))
+        output = run_holding_nothing(module.forward, tree_unflatten(given, spec))
     return _trace_of(given, output)
 
 
@@ -99,9 +99,10 @@ def stand_in(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, values: Iterable[Any]) -> Iterator[None]:
-    """Tensors that were there, random generators and Python's state come out as they went in."""
+    """Tensors that were there, random generators and Python's state come out as they went in. No plan is at work."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with (
+        without_plans(module),
         torch.random.fork_rng(devices=devices),
         leaving_nothing([module], values),
         WritesUndone(),
