@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import bz2
+import collections
+import contextvars
+import csv
 import ctypes
+import datetime
 import decimal
+import fractions
 import functools
 import io
 import itertools
+import logging
 import mmap
 import multiprocessing
+import operator
+import pickle
 import queue
+import random
+import re
+import struct
 import sys
+import threading
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from jettison.capture.c_state import Untouchable, c_state, stand_in
@@ -26,6 +42,7 @@ from jettison.capture.guard import MOST_ITEMS, ModuleGuard
 from jettison.capture.isolation import leaving_nothing
 from jettison.capture.lru_caches import CacheState
 from jettison.capture.python_state import MANY, Reach, worth_a_look
+from jettison.capture.undo import WritesUndone
 from jettison.errors import UnsupportedModule
 
 # lru_cache ------------------------------------------------------------------------------------------------------------
@@ -106,6 +123,83 @@ def test_what_c_keeps_is_put_back(kind: str) -> None:
     assert not state.is_unchanged()
     state.put_back()
     assert state.is_unchanged()
+
+
+def test_a_tensor_of_another_size_gets_back_its_memory() -> None:
+    held = torch.arange(4.0)
+    with WritesUndone():
+        held.resize_(100).fill_(1)
+    assert held.untyped_storage().nbytes() == 16
+    assert held.tolist() == [0, 1, 2, 3]
+
+
+def test_what_a_table_of_pandas_holds_in_c_goes_with_what_it_holds_in_lists() -> None:
+    held = pytest.importorskip("pandas").DataFrame({"n": [1.0, 2.0, 3.0]})
+    before = held.copy(deep=True)
+    with leaving_nothing([], [[held]]):
+        held["m"] = held["n"] * 2
+        held.loc[1, "n"] = 5
+    assert len(held._mgr.blocks) == len(held.columns) == 1
+    assert held.equals(before)
+
+
+def test_what_another_thread_takes_from_a_queue_is_not_put_back() -> None:
+    """An executor's work would be done twice."""
+    held: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    let, done = threading.Event(), threading.Event()
+
+    def take() -> None:
+        let.wait()
+        held.get()
+        done.set()
+        let.clear()
+        let.wait()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    held.put(1)
+    state = c_state(held)
+    assert state is not None
+    let.set()
+    done.wait()
+    state.put_back()
+    assert held.qsize() == 0
+    while thread.is_alive():
+        let.set()
+        thread.join(0.01)
+
+
+USED = {"rows": lambda: csv.reader([]), "pickle": lambda: pickle.Pickler(io.BytesIO()), "bz2": bz2.BZ2Compressor}
+LEFT = {
+    "random": lambda: random.Random(3),
+    "numbers": lambda: np.random.default_rng(3),
+    "lock": threading.Lock,
+    "pattern": lambda: re.compile("a"),
+    "struct": lambda: struct.Struct("i"),
+    "turns": lambda: collections.deque(),
+    "number": lambda: decimal.Decimal(1),
+    "day": lambda: datetime.date(2026, 1, 1),
+    "path": lambda: Path("."),
+    "variable": lambda: contextvars.ContextVar("a"),
+    "getter": lambda: operator.itemgetter(1),
+    "memory": lambda: ctypes.c_int(1),
+    "array": lambda: np.zeros(3),
+    "kind": lambda: np.dtype("f4"),
+    "generator": torch.Generator,
+    "lru": lambda: functools.lru_cache(len),
+    "log": lambda: logging.getLogger("a"),
+    "fraction": lambda: fractions.Fraction(1, 3),
+    "tree": lambda: ElementTree.Element("a"),
+    "set": set,
+    "csv": lambda: csv.writer(io.StringIO()),
+    "over bytes": lambda: io.TextIOWrapper(io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize("kind", [*USED, *LEFT])
+def test_only_what_moves_and_refuses_a_copy_is_out_of_reach(kind: str) -> None:
+    made = stand_in({**USED, **LEFT}[kind]())
+    assert (type(made) is Untouchable) == (kind in USED)
 
 
 # set aside ------------------------------------------------------------------------------------------------------------

@@ -6,13 +6,18 @@ import array
 import collections
 import contextvars
 import copy
+import csv
+import ctypes
 import enum
 import functools
 import heapq
+import hmac
 import importlib
+import io
 import itertools
 import logging
 import os
+import pickle
 import queue
 import random
 import sys
@@ -490,6 +495,137 @@ def subclass_of_a_list_with_attributes() -> Counting:
 
 
 @kind
+def queue_that_turns() -> Counting:
+    held: Any = queue.SimpleQueue()
+    for n in (1, 2):
+        held.put(n)
+    last = [0]
+
+    def tick() -> None:
+        last[0] = held.get()
+        held.put(last[0] + 1)
+
+    return tick, lambda: last[0]
+
+
+@kind
+def list_in_a_queue() -> Counting:
+    held, inside = queue.SimpleQueue(), [0]  # type: ignore[var-annotated]
+    held.put(inside)
+
+    def tick() -> None:
+        one = held.get()
+        one[0] += 1
+        held.put(one)
+
+    return tick, lambda: inside[0]
+
+
+@kind
+def seed_that_spawns() -> Counting:
+    held, last = np.random.default_rng(3), [0.0]
+    return lambda: last.__setitem__(0, held.spawn(1)[0].random()), lambda: last[0]
+
+
+@kind
+def seed_of_a_seed() -> Counting:
+    held = np.random.SeedSequence(3)
+    return lambda: held.spawn(1), lambda: held.n_children_spawned
+
+
+@kind
+def array_that_grows() -> Counting:
+    held = np.zeros(3)
+
+    def tick() -> None:
+        held.resize(held.size + 1, refcheck=False)
+        held[-1] = 1
+
+    return tick, lambda: held.sum()
+
+
+@kind
+def array_of_another_shape() -> Counting:
+    held, last = np.zeros((2, 3)), [0]
+
+    def tick() -> None:
+        last[0] = held.shape[0]
+        held.resize(held.shape[::-1], refcheck=False)
+
+    return tick, lambda: last[0]
+
+
+@kind
+def iterator_over_an_array() -> Counting:
+    held, last = np.arange(1000.0).flat, [0.0]
+    return lambda: last.__setitem__(0, next(held)), lambda: last[0]
+
+
+@kind
+def pointer_to_a_structure() -> Counting:
+    class Held(ctypes.Structure):
+        _fields_: ClassVar[Any] = [("n", ctypes.c_int)]
+
+    pointer = ctypes.pointer(Held())
+
+    def tick() -> None:
+        pointer.contents.n += 1
+
+    return tick, lambda: pointer.contents.n
+
+
+@kind
+def pointer_that_was_cast() -> Counting:
+    pointer = ctypes.cast((ctypes.c_int * 4)(), ctypes.POINTER(ctypes.c_int))
+    return lambda: pointer.__setitem__(1, pointer[1] + 1), lambda: pointer[1]
+
+
+@kind
+def digest_with_a_key() -> Counting:
+    held = hmac.new(b"k", digestmod="md5")
+    return lambda: held.update(b"a"), lambda: held.digest()[0]
+
+
+@kind
+def rows_of_csv() -> Counting:
+    text = io.StringIO()
+    held = csv.writer(text)
+    return lambda: held.writerow([1, 2]), lambda: len(text.getvalue())
+
+
+@kind
+def rows_in_a_file() -> Counting:
+    path = tempfile.mkstemp()[1]
+    file = open(path, "w", buffering=1)  # noqa: SIM115
+    held = csv.writer(file)
+
+    def tick() -> None:
+        held.writerow([1, 2])
+
+    weakref.finalize(tick, file.close)
+    return tick, lambda: os.path.getsize(path)
+
+
+@kind
+def rows_of_a_csv_that_is_read() -> Counting:
+    held, last = csv.reader(f"{n}" for n in range(1000)), [0]
+    return lambda: last.__setitem__(0, int(next(held)[0])), lambda: last[0]
+
+
+@kind
+def text_over_bytes() -> Counting:
+    held = io.TextIOWrapper(io.BytesIO(), write_through=True)
+    return lambda: held.write("a"), lambda: len(held.buffer.getvalue())  # type: ignore[attr-defined]
+
+
+@kind
+def bytes_of_a_pickler() -> Counting:
+    held = io.BytesIO()
+    pickler = pickle.Pickler(held)
+    return lambda: pickler.dump([1]), lambda: len(held.getvalue())
+
+
+@kind
 def object_that_calls() -> Counting:
     class Held:
         def __init__(self) -> None:
@@ -556,6 +692,22 @@ def table_of_pandas() -> Program:
         return smooth(s, x) * (1 + float(held.loc[1, "n"]) / 100)
 
     return program(run, also=lambda: [float(held.loc[1, "n"])])
+
+
+@case()
+def table_of_pandas_that_gains_a_column_and_loses_a_row() -> Program:
+    def init(s: Any, _i: int) -> None:
+        s.table = __import__("pandas").DataFrame({"n": [1.0, 2.0, 3.0]})
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        s.table["m"] = s.table["n"] * 2
+        if len(s.table) > 2:
+            s.table.drop(index=s.table.index[-1], inplace=True)
+        return _routed(s, x) * (1 + len(s.table) / 100)
+
+    made = program(run, init)
+    made.also = lambda: [[float(len(s.table._mgr.blocks) + s.table.sum().sum()) for s in made.model.layers]]
+    return made
 
 
 @case()

@@ -10,21 +10,28 @@ that is open for writing it finds a file in memory; and where nothing can be cop
 from __future__ import annotations
 
 import contextlib
+import csv
 import decimal
 import functools
+import gc
 import io
+import itertools
 import os
 import queue
 import stat
 import sys
+import threading
 import types
 import warnings
 import zlib
 from collections.abc import Iterator
+from operator import is_
 from typing import Any, NoReturn, Protocol
 
-from jettison.capture.snapshots import MOST_BYTES, PLAIN, is_a
+from jettison.capture.kinds_of_c import is_of_c, refuses_a_copy
+from jettison.capture.snapshots import MOST_BYTES, PLAIN, attributes_of, is_a
 from jettison.errors import UnsupportedModule
+from jettison.identity import Same
 
 
 class CState(Protocol):
@@ -160,23 +167,46 @@ class _Context:
 
 
 class _Queue:
-    """How many wait in a queue. One that another thread empties, as an executor's, is what it was."""
+    """What waits in a queue. One that another thread empties, as an executor's, is empty before and after."""
 
     def __init__(self, holder: Any) -> None:
-        self.holder, self.seen = holder, holder.qsize()
+        self.holder, self.seen = holder, waiting_in(holder)
 
     def is_unchanged(self) -> bool:
-        return bool(self.holder.qsize() == self.seen)
+        now = waiting_in(self.holder)
+        return len(now) == len(self.seen) and all(map(is_, now, self.seen))
 
     def put_back(self) -> None:
-        waiting = [self.holder.get_nowait() for _ in range(self.holder.qsize())]
-        for one in waiting[: self.seen]:
+        if self._is_emptied_elsewhere():  # what has been taken is under way
+            return
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.holder.get_nowait()
+        for one in self.seen:
             self.holder.put(one)
-        if len(waiting) < self.seen:
-            raise UnsupportedModule(
-                f"the forward has taken {self.seen - len(waiting)} items from a SimpleQueue that outlives it, which "
-                "cannot be put back: take them outside of the forward, and fill the queue again before you train"
-            )
+
+    def _is_emptied_elsewhere(self) -> bool:
+        """Whether code of another thread has the queue, as an executor's has."""
+        here = threading.get_ident()
+        frames = [frame for thread, frame in sys._current_frames().items() if thread != here]
+        while frames:
+            frame = frames.pop()
+            names = frame.f_code.co_names
+            known = [*frame.f_locals.values(), *map(frame.f_globals.get, names)]
+            held = (map(table.get, names) for one in known if type(table := attributes_of(one)) is dict)
+            if any(one is self.holder for one in itertools.chain(known, *held)):
+                return True
+            frames += [frame.f_back] if frame.f_back is not None else []
+        return False
+
+
+def waiting_in(held: Any) -> list[Any]:
+    """What waits in a `queue.SimpleQueue`, first in first: taking it out would wake those who wait for it."""
+    inside = [one for one in gc.get_referents(held) if one is not type(held)]
+    if sys.version_info < (3, 13):  # one list, which begins with the places of what was taken
+        inside = inside[0]
+    count = held.qsize()
+    return inside[len(inside) - count :] if count else []
 
 
 class _Position:
@@ -202,16 +232,20 @@ def _position(file: Any) -> int | None:
 
 def _is_read(file: Any) -> bool:
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        return _is_regular(file) and file.readable() and not file.writable()
+        return is_of_c(file) and _is_regular(file) and file.readable() and not file.writable()
     return False
 
 
 def _is_regular(file: Any) -> bool:
     """Whether it is a file on a disk, and not a terminal, a pipe, or what the process prints to."""
-    if file.closed or file in (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+    if file.closed or any(file is one for one in _printed_to()):
         return False
     number = file.fileno()
     return number > 2 and stat.S_ISREG(os.fstat(number).st_mode)
+
+
+def _printed_to() -> tuple[Any, ...]:
+    return sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
 
 
 def _name_of(file: Any) -> str:
@@ -231,7 +265,7 @@ class Untouchable:
         raise UnsupportedModule(
             f"the forward takes from a {self._kind} that outlives it, or adds to it. Planning and recording run the "
             f"forward once more, and a {self._kind} cannot be put back, so it has not been touched: count in an "
-            "attribute, or index a list, instead"
+            "attribute, index a list, or use it outside of the forward, instead"
         )
 
     __next__ = __call__ = __len__ = __bool__ = __getitem__ = _refuse
@@ -256,6 +290,8 @@ def stand_in(value: Any) -> Any:
         return _scratch(value)
     if is_a(value, types.GeneratorType):
         return Untouchable("generator")
+    if type(value) is CSV_WRITER:
+        return _another_writer(value)
     if any(is_a(value, kind) for kind in _outside()):
         return Untouchable(f"{type(value).__module__}.{type(value).__name__}")
     if is_iterator_of_c(value):
@@ -265,7 +301,9 @@ def stand_in(value: Any) -> Any:
             return Untouchable(type(value).__name__)
     if type(value).__module__ in _COPYING and callable(getattr(value, "copy", None)):
         return value.copy()
-    return None
+    return (
+        Untouchable(f"{type(value).__module__}.{type(value).__name__}") if refuses_a_copy(Same(type(value))) else None
+    )
 
 
 _OUTSIDE = {
@@ -284,6 +322,7 @@ def _outside() -> Iterator[Any]:
             yield from (kind for kind in found if isinstance(kind, type))
 
 
+CSV_WRITER = type(csv.writer(io.StringIO()))
 _ITERATORS = ("builtins", "itertools")
 _COPYING = ("_hashlib", "_md5", "_sha1", "_sha2", "_sha256", "_sha512", "_sha3", "_blake2", "zlib")
 """Modules of objects that add up what they are given."""
@@ -317,16 +356,39 @@ def _with_copies(value: Any) -> Any:
     return copied_iterator(value) if is_a(value, Iterator) else value
 
 
+def _another_writer(writer: Any) -> Any:
+    """A writer of rows over what stands in for the file that one has, of which C knows the method alone."""
+    method = next(one for one in gc.get_referents(writer) if callable(one) and not is_a(one, type))
+    file = getattr(method, "__self__", None)
+    instead = None if file is None else stand_in(file)
+    to = types.SimpleNamespace(write=method if instead is None else instead.write)
+    return csv.writer(to, dialect=writer.dialect)
+
+
 def _scratch(file: Any) -> Any:
-    """A file in memory for one on a disk that is open for writing."""
+    """A file in memory for one on a disk that is open for writing, or for one of C's over bytes in memory."""
+    if not is_of_c(file):
+        return None  # made in Python: what it writes to is found by its attributes
     try:
-        if not (_is_regular(file) and file.writable()):
+        content = _in_memory_below(file)
+        if not (file.writable() and (content is not None or _is_regular(file))):
             return None
+        made = io.BytesIO(b"" if content is None else content.getvalue())
+        made.seek(0 if content is None else content.tell())
         if is_a(file, io.TextIOBase):
-            return io.TextIOWrapper(io.BytesIO(), encoding=file.encoding, errors=file.errors, write_through=True)
+            return io.TextIOWrapper(made, encoding=file.encoding, errors=file.errors, write_through=True)
     except (OSError, ValueError, AttributeError):
         return None
-    return io.BytesIO()
+    return made
+
+
+def _in_memory_below(file: Any) -> io.BytesIO | None:
+    """The bytes in memory to which a file hands what it is given; None where the process prints to it."""
+    if any(file is one for one in _printed_to()):
+        return None
+    below = getattr(file, "buffer", file)
+    below = getattr(below, "raw", below)
+    return below if type(below) is io.BytesIO else None
 
 
 def iterator_state(iterator: Any) -> Any:

@@ -26,10 +26,12 @@ from __future__ import annotations
 import builtins
 import contextlib
 import contextvars
+import ctypes
 import functools
 import gc
 import itertools
 import logging
+import queue
 import sys
 import threading
 import types
@@ -43,7 +45,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture.c_state import CState, c_state, is_iterator_of_c, iterator_state, stand_in
+from jettison.capture.c_state import (
+    CSV_WRITER,
+    CState,
+    Untouchable,
+    c_state,
+    is_iterator_of_c,
+    iterator_state,
+    stand_in,
+    waiting_in,
+)
 from jettison.capture.function_state import (
     function_reach,
     globals_of,
@@ -53,6 +64,7 @@ from jettison.capture.function_state import (
     modules_by_name,
 )
 from jettison.capture.imports import Globals, ignore_imports, imported_in_runs, note_imports
+from jettison.capture.kinds_of_c import attributes_in_c
 from jettison.capture.lent_arrays import is_lent, looks_at
 from jettison.capture.lru_caches import CacheState
 from jettison.capture.names_in_code import Names, Wide, names_in
@@ -310,7 +322,7 @@ class Reach:
             return value if all(a is b for a, b in zip(made, value, strict=True)) else made
         if is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
             _, new = self.stand_ins.get(id(value.__self__), (None, None))
-            return value if new is None else getattr(new, value.__name__)
+            return value if new is None else new if type(new) is Untouchable else getattr(new, value.__name__)
         _, new = self.stand_ins.get(id(value), (None, None))
         return value if new is None else new
 
@@ -515,7 +527,8 @@ class Reach:
 
     def _object(self, value: Any, depth: int) -> None:
         """Attributes and slots of any object, and its classes."""
-        for name in _slots_below(Same(type(value))):
+        in_c = attributes_in_c(value) if _is_extension(Same(type(value))) else ()
+        for name in (*_slots_below(Same(type(value))), *in_c):
             self.places.append(Place(name, value))
             self._later(self.places[-1].value, depth + 1)
         attributes = attributes_of(value)
@@ -631,6 +644,8 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from worth_a_look(gc.get_referents(value))
     elif is_a(value, memoryview):
         yield value.obj
+    elif is_a(value, queue.SimpleQueue):
+        yield from worth_a_look(waiting_in(value))
     elif is_number_array(value):
         yield getattr(value, "base", None)
         yield from worth_a_look(value.ravel().tolist() if _has_objects(value) else ())
@@ -644,13 +659,17 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from function_reach(value)
 
 
-_OPEN_TO_GC: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+_OPEN_TO_GC: tuple[type, ...] = (
+    *(types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())),
+    *(ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._Pointer, ctypes._SimpleCData, CSV_WRITER),
+)
 """Kinds that hold something and have no other way to say what."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _slots_below(cls: Same[type]) -> tuple[str, ...]:
-    return tuple(name for c in cls.it.__mro__ if not is_foreign(c.__module__) for name in slots_of(c))
+    whose = ((c, str(c.__module__).partition(".")[0]) for c in cls.it.__mro__)
+    return tuple(name for c, package in whose if package not in ("torch", "jettison") for name in slots_of(c))
 
 
 @functools.lru_cache(maxsize=4096)

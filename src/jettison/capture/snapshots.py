@@ -241,7 +241,7 @@ def is_unchanged(table: Table, before: Any) -> bool:
         if all(map(is_, table.values(), before.values())) and all(map(is_, table, before)):
             return True
     if is_array(table):
-        return bool(table.tobytes() == before.tobytes())
+        return _form_of(table) == _form_of(before) and bool(table.tobytes() == before.tobytes())
     if size_of(table) != len(before):
         return False
     if is_a(table, bytearray):
@@ -269,8 +269,14 @@ def is_equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and type(a) in PLAIN_KINDS and bool(a == b) and (a != 0 or repr(a) == repr(b))  # -0.0
 
 
+def _form_of(array: Any) -> tuple[Any, Any]:
+    return getattr(array, "shape", None), getattr(array, "dtype", None)  # Python's have neither
+
+
 def put_table_back(table: Table, before: Any) -> None:
     if is_array(table):
+        if _form_of(table) != _form_of(before):
+            table.resize(before.shape, refcheck=False)  # in place, as the run has: others may hold it
         table[() if getattr(table, "ndim", 1) == 0 else slice(None)] = before
         return
     if is_a(table, bytearray) and bytearray.__len__(table) == len(before):  # others may look at it, and hold its size

@@ -100,7 +100,10 @@ def stream_state(stream: Any) -> Any:
     if is_a(stream, torch.Generator):
         return bytes(stream.get_state().tolist())
     if hasattr(stream, "bit_generator") or hasattr(stream, "random_raw"):
-        return pickle.dumps(getattr(stream, "bit_generator", stream).state)
+        bits = getattr(stream, "bit_generator", stream)
+        return pickle.dumps((bits.state, _spawned(getattr(bits, "seed_seq", None))))
+    if _is_seed(stream):
+        return pickle.dumps(_spawned(stream))
     return pickle.dumps(stream.get_state(legacy=False))
 
 
@@ -111,7 +114,12 @@ def set_stream_state(stream: Any, state: Any) -> None:
     elif is_a(stream, torch.Generator):
         stream.set_state(torch.tensor(list(state), dtype=torch.uint8))
     elif hasattr(stream, "bit_generator") or hasattr(stream, "random_raw"):
-        getattr(stream, "bit_generator", stream).state = pickle.loads(state)
+        bits = getattr(stream, "bit_generator", stream)
+        bits.state, spawned = pickle.loads(state)
+        if spawned is not None:
+            _spawn_again(bits.seed_seq, spawned)
+    elif _is_seed(stream):
+        _spawn_again(stream, pickle.loads(state))
     else:
         stream.set_state(pickle.loads(state))
 
@@ -122,5 +130,20 @@ def is_stream(value: Any) -> bool:
     if is_a(value, random.SystemRandom):
         return False  # has no state
     return is_a(value, random.Random | torch.Generator) or (
-        numpy is not None and is_a(value, numpy.Generator | numpy.RandomState | numpy.BitGenerator)
+        numpy is not None and is_a(value, numpy.Generator | numpy.RandomState | numpy.BitGenerator | numpy.SeedSequence)
     )
+
+
+def _is_seed(value: Any) -> bool:
+    """Whether it is numpy's: each child that is spawned from it has a number of its own."""
+    numpy = sys.modules.get("numpy.random")
+    return numpy is not None and is_a(value, numpy.SeedSequence)
+
+
+def _spawned(seed: Any) -> Any:
+    return seed.state if _is_seed(seed) else None
+
+
+def _spawn_again(seed: Any, state: dict[str, Any]) -> None:
+    if seed.state != state:
+        seed.__init__(**state)  # no other way sets how many children there are

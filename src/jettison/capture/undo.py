@@ -29,7 +29,9 @@ class Undo:
 
     def __init__(self) -> None:
         self._own: set[int] = set()  # storages that the run has made
-        self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> its bytes, and a copy of them
+        self._memory: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # storage -> its bytes, and a copy of them: as many as it had
         self._counted: dict[int, tuple[Tensor, int, bool]] = {}  # a tensor, its version, whether it had no history
         self._shaped: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor, and what it looked at
         self._handed: set[int] = set()  # storages that somebody got at without an op, and may have read only
@@ -85,6 +87,8 @@ class Undo:
         """Put everything back: values, version counters, and tensors that had no history."""
         with _disable_current_modes(), torch.no_grad():
             for memory, copy in self._memory.values():
+                if (storage := memory.untyped_storage()).nbytes() != copy.nbytes:  # of a tensor with another size
+                    storage.resize_(copy.nbytes)
                 memory.copy_(copy)
             for tensor, was in self._shaped.values():
                 if (tensor.data_ptr(), tensor.shape, tensor.stride()) != (was.data_ptr(), was.shape, was.stride()):
