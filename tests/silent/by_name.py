@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
+import tempfile
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,3 +129,58 @@ def variable_of_the_loop_that_calls() -> Program:
         return [loss]
 
     return program(run, step=step, also=lambda: torch.tensor(counted))
+
+
+PLUGIN = """
+import torch
+from registry_{n} import ORDER, register
+ORDER.append("imported")
+torch.plugins_{n} = getattr(torch, "plugins_{n}", 0) + 1
+@register("scale")
+def scale(x):
+    return x * 1.1
+"""
+REGISTRY = """
+FOUND, ORDER = {}, []
+def register(name):
+    def keep(function):
+        FOUND[name] = function
+        return function
+    return keep
+"""
+
+
+def _imports_a_plugin(plugin: str, registers: bool) -> Program:
+    """Blocks import a module that writes to another one, and to torch."""
+    number, folder = next(_NUMBERS), Path(tempfile.mkdtemp())
+    registry = _module(f"registry_{number}")
+    exec(REGISTRY, vars(registry))
+    (folder / f"plugin_{number}.py").write_text(plugin.format(n=number))
+    sys.path.append(str(folder))
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        importlib.import_module(f"plugin_{number}")
+        return smooth(s, registry.FOUND["scale"](x))
+
+    def seen() -> list[float]:
+        there = f"plugin_{number}" in sys.modules
+        return [float(there), float(len(registry.ORDER)), float(getattr(torch, f"plugins_{number}", 0))]
+
+    made = program(run, steps=3)
+    if not registers:  # what is registered once in a process stays from planning on
+        made.also = seen
+    return made
+
+
+@case(works=True)
+def import_of_a_plugin() -> Program:
+    return _imports_a_plugin(PLUGIN, registers=False)
+
+
+@case(works=True)
+def import_of_a_plugin_that_registers_an_operator() -> Program:
+    operator = """
+KEPT = torch.library.Library("plugin_{n}", "DEF")
+KEPT.define("twice(Tensor x) -> Tensor")
+"""
+    return _imports_a_plugin(PLUGIN + operator, registers=True)

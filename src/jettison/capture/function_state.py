@@ -48,13 +48,15 @@ def globals_of(function: types.FunctionType, *, everywhere: bool = False) -> Ite
         return
     names = names_in(function.__code__).mentioned
     table = function.__globals__
+    package = table.get("__package__") or ""
     modules: list[Any] = _closed_over(function)
     for name in names:
         if name in table:
             yield table, name, table[name]
             modules.append(table[name])
-        elif name in sys.modules:  # imported by the function itself
-            modules.append(sys.modules[name])
+        else:  # imported by the function itself
+            inside = f"{package}.{name}" if name else package
+            modules += [sys.modules[one] for one in (name, inside) if one in sys.modules]
     seen = set()
     while modules:
         module = modules.pop()

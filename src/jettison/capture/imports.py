@@ -2,33 +2,42 @@
 
 NOTE [ Imports in a forward ]
 A module that a forward imports (``from anneal import beta`` inside of it) is not there when a `Reach` walks. Planning
-would import it, run it, and leave its globals moved: the first step would begin with the counts of planning. So while a
-run must leave nothing behind, modules of the user's are noted as soon as their code has run, and put back at the end.
-They stay imported, so that classes and functions that were taken out of them stay the same. Their code runs without
-dispatch modes: a tensor among their globals is a real one. Later runs note those modules from the start, since a module
-that is imported by a computed name is not among the globals that code names.
+imports it, and puts back what its code left in other modules (an entry of a registry): had the module stayed, the first
+step would find it, and nothing of what its import does. So an import goes back as a whole: the module leaves
+`sys.modules`, and the first step imports it. What its code names is looked at before that code runs, so that all it
+writes to is put back.
+
+Modules of libraries stay, with what their import wrote: C extensions and operators are registered once in a process. So
+does a module of the user's that registers operators or kinds of trees with torch. Later runs note the globals of those
+from the start, since a module that is imported by a computed name is not among the globals that code names.
+
+Code of imported modules runs without dispatch modes: a tensor among their globals is a real one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.machinery
 import sys
 import types
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture.function_state import is_foreign
+from jettison.capture.function_state import is_foreign, is_of_the_program
 from jettison.capture.process_switches import imported_since
 
 
 class Notes(Protocol):
     """What is told of imports."""
 
-    def imported(self, module: types.ModuleType) -> None:
-        """Its code has run."""
+    def importing(self, module: types.ModuleType, code: types.CodeType | None) -> None:
+        """Its code is about to run; None for that of a library, which will stay."""
+
+    def imported(self, module: types.ModuleType, *, stays: bool) -> None:
+        """Its code has run; what it wrote goes back, or ``stays``."""
 
 
 class Globals:
@@ -48,19 +57,20 @@ class Globals:
 
 
 _LOOKING: list[Notes] = []
-_IMPORTED: list[types.ModuleType] = []
+_KEPT: list[types.ModuleType] = []
+_STAYING: list[types.ModuleType] = []  # that are being imported, the outermost first
 _LOADER: Any = importlib.machinery.SourceFileLoader
 _EXECUTE = "exec_module"
 
 
 def imported_in_runs() -> list[types.ModuleType]:
-    """Modules of the user's that such runs have imported, and that are still there."""
-    _IMPORTED[:] = [module for module in _IMPORTED if sys.modules.get(module.__name__) is module]
-    return list(_IMPORTED)
+    """Modules that such runs have imported, and that are still there."""
+    _KEPT[:] = [module for module in _KEPT if sys.modules.get(module.__name__) is module]
+    return list(_KEPT)
 
 
 def note_imports(notes: Notes) -> None:
-    """Tell of every module of the user's whose code runs until `ignore_imports`."""
+    """Tell of every module whose code runs until `ignore_imports`, but for those of large libraries."""
     if not _LOOKING:
         setattr(_LOADER, _EXECUTE, _noting(getattr(_LOADER, _EXECUTE)))
     _LOOKING.append(notes)
@@ -74,6 +84,16 @@ def ignore_imports(notes: Notes) -> None:
             delattr(_LOADER, _EXECUTE)  # a base class has it
 
 
+def forget_import(module: types.ModuleType) -> None:
+    """The next import of it runs its code again."""
+    name = module.__name__
+    if sys.modules.get(name) is module:
+        del sys.modules[name]
+    package, _, last = name.rpartition(".")
+    if package in sys.modules and vars(sys.modules[package]).get(last) is module:
+        delattr(sys.modules[package], last)
+
+
 def _noting(execute: Any) -> Any:
     @functools.wraps(execute)
     def noting(loader: Any, module: types.ModuleType) -> None:
@@ -81,10 +101,35 @@ def _noting(execute: Any) -> Any:
             with imported_since.noted():
                 execute(loader, module)
             return
-        with _disable_current_modes(), torch.enable_grad(), imported_since.noted():
-            execute(loader, module)
-            _IMPORTED.append(module)
+        stays = bool(_STAYING) or not is_of_the_program(module.__name__)
+        if not _STAYING:
             for notes in list(_LOOKING):
-                notes.imported(module)
+                notes.importing(module, None if stays else _code_of(loader, module))
+        registered = _registered()
+        if stays:
+            _STAYING.append(module)
+        paths = imported_since.noted() if stays else contextlib.nullcontext()
+        try:
+            with _disable_current_modes(), torch.enable_grad(), paths:
+                execute(loader, module)
+        finally:
+            if stays:
+                _STAYING.remove(module)
+        stays = stays or registered != _registered()
+        if stays:
+            _KEPT.append(module)
+        for notes in list(_LOOKING):
+            notes.imported(module, stays=stays)
 
     return noting
+
+
+def _code_of(loader: Any, module: types.ModuleType) -> types.CodeType | None:
+    with contextlib.suppress(ImportError, SyntaxError, OSError, ValueError):  # which its import will say
+        return cast(types.CodeType | None, loader.get_code(module.__name__))
+    return None
+
+
+def _registered() -> tuple[int, ...]:
+    """How many operators and kinds of trees there are: none can be registered twice."""
+    return len(torch.library._defs), len(torch.library._impls), len(torch.utils._pytree.SUPPORTED_NODES)

@@ -63,7 +63,7 @@ from jettison.capture.function_state import (
     library_owners,
     modules_by_name,
 )
-from jettison.capture.imports import Globals, ignore_imports, imported_in_runs, note_imports
+from jettison.capture.imports import Globals, forget_import, ignore_imports, imported_in_runs, note_imports
 from jettison.capture.kinds_of_c import attributes_in_c
 from jettison.capture.lent_arrays import is_lent, looks_at
 from jettison.capture.lru_caches import CacheState
@@ -79,6 +79,7 @@ from jettison.capture.snapshots import (
     Place,
     Table,
     TensorState,
+    attribute_of,
     attributes_of,
     copy_of,
     hooks_of,
@@ -93,6 +94,7 @@ from jettison.capture.snapshots import (
     put_hooks_back,
     put_table_back,
     size_of,
+    with_changes,
 )
 from jettison.capture.streams import is_stream, set_stream_state, stream_state
 from jettison.capture.undo import is_in_memory
@@ -158,6 +160,9 @@ class Reach:
         self._tables: set[int] = set()  # dicts of modules, threads and loggers
         self._owners: dict[int, Any] = {}  # of libraries, named by code
         self._set_names: set[str] = set()  # attributes that code assigns to on other objects than a method's own
+        self._noted_names: set[str] = set()  # those of them whose values on `_owners` are known
+        self._importing: dict[str, tuple[list[Any], ...]] = {}  # tables, places, globals before a module's code
+        self._undone: list[types.ModuleType] = []  # imported since, and not to stay
         self._sets_everybodys = False
         self._is_running = False
         classes: dict[type, None] = {}
@@ -174,8 +179,8 @@ class Reach:
             if not is_a(value, Tensor):
                 self._later(value, 0)
         self._walk()
-        for imported in imported_in_runs():
-            self.imported(imported)
+        for module in imported_in_runs():
+            self.imported(module, stays=True)
         self.switches = read_switches(self._names)
         self._known.clear()  # what is no longer there is let go of
         self._known.update(self._large)
@@ -210,12 +215,43 @@ class Reach:
         written = [t for t, before in pairs if is_number_array(t) and not is_unchanged(t, before)]
         return [t for t in written if is_lent(t) or any(looks_at(t, state.tensor) for state in self.tensors)]
 
-    def imported(self, module: types.ModuleType) -> None:
-        """Note the globals of a module of the user's, which has just been imported, and what they hold."""
-        self.modules.append(Globals(vars(module)))
+    def importing(self, module: types.ModuleType, code: types.CodeType | None) -> None:
+        """Note what the code of a module names, which is about to be imported."""
+        if code is not None:
+            function = types.FunctionType(code, vars(module))
+            self.named.extend(globals_of(function))
+            self._names_of(function, names_in(code), 0)
+            self._waiting += [(value, 0) for value in function_reach(function)]
+            self._walk()
+        self._importing[module.__name__] = list(map(copy_of, self.tables)), *self._single_values()
+
+    def imported(self, module: types.ModuleType, *, stays: bool) -> None:
+        """Note the globals of a module, which has just been imported, and what they hold. Where it stays, what its
+        code wrote stays as well.
+        """
+        tables, places, named = self._importing.pop(module.__name__, ([], [], []))
+        if stays:
+            self.modules.append(Globals(vars(module)))
+            for at, start in enumerate(tables):
+                if not is_unchanged(self.tables[at], start):
+                    self.before[at] = with_changes(self.before[at], start, copy_of(self.tables[at]))
+            places_now, named_now = self._single_values()
+            for place, start, now in zip(self.places, places, places_now, strict=False):
+                if now is not start:
+                    place.value = now
+            for at, (start, now) in enumerate(zip(named, named_now, strict=False)):
+                if now is not start:
+                    self.named[at] = (*self.named[at][:2], now)
+        else:
+            self._undone.append(module)
         for value in list(vars(module).values()):
             self._later(value, 0)
         self._walk()
+
+    def _single_values(self) -> tuple[list[Any], list[Any]]:
+        """What places and named globals have now."""
+        places = [attribute_of(place.holder, place.name) for place in self.places]
+        return places, [table.get(name, MISSING) for table, name, _ in self.named]
 
     def restore(self) -> None:
         """Put everything back, and forget what caches have learnt since.
@@ -224,6 +260,8 @@ class Reach:
             UnsupportedModule: an iterator has gone on, which nothing puts back.
         """
         ignore_imports(self)
+        for module in self._undone:
+            forget_import(module)
         for table, before in zip(self.tables, self.before, strict=True):
             if not is_unchanged(table, before):
                 put_table_back(table, before)
@@ -239,7 +277,8 @@ class Reach:
             if hooks_of(tensor, name) != was:
                 put_hooks_back(tensor, name, was)
         for names, name, value in self.named:
-            names[name] = value
+            if value is not MISSING:
+                names[name] = value
         for owner, was in self.assigned:
             for name in (self._set_names & vars(owner).keys()) - was.keys():
                 delattr(owner, name)
@@ -338,8 +377,7 @@ class Reach:
         sizes = (-1, -1)
         while sizes != (len(self._owners), len(self._set_names)):  # what is set on them may lead to more
             sizes = (len(self._owners), len(self._set_names))
-            if not self._is_running:
-                self._note_assigned()
+            self._note_assigned()
             while self._waiting or self._unnamed or self._wide:
                 while self._waiting:
                     self._visit(*self._waiting.popleft())
@@ -352,12 +390,16 @@ class Reach:
                 self._waiting += [(value, depth) for _, value, depth in named]
 
     def _note_assigned(self) -> None:
-        self.assigned = [
-            (owner, {name: vars(owner)[name] for name in self._set_names & vars(owner).keys()})
-            for owner in self._owners.values()
-        ]
-        for _, was in self.assigned:
-            self._waiting += [(value, 1) for value in was.values()]
+        known = {id(owner): was for owner, was in self.assigned}
+        for owner in self._owners.values():
+            new = self._set_names if id(owner) not in known else self._set_names - self._noted_names
+            found = {name: vars(owner)[name] for name in new & vars(owner).keys()}
+            if id(owner) in known:
+                known[id(owner)].update(found)
+            else:
+                self.assigned.append((owner, found))
+            self._waiting += [(value, 1) for value in found.values()]
+        self._noted_names |= self._set_names
 
     def _later(self, value: Any, depth: int) -> None:
         if not is_a(value, PLAIN):

@@ -294,3 +294,15 @@ def put_table_back(table: Table, before: Any) -> None:
     for key, value in before.items():
         if dict.get(table, key, MISSING) is not value:
             kind.__setitem__(table, key, value)
+
+
+def with_changes(before: Any, start: Any, now: Any) -> Any:
+    """A copy of a table with what changed between two later copies of it."""
+    if is_a(before, dict):
+        left = {key: value for key, value in before.items() if key in now or key not in start}
+        return left | {key: value for key, value in now.items() if start.get(key, MISSING) is not value}
+    if is_a(before, frozenset):
+        return (before - (start - now)) | (now - start)
+    if is_a(before, tuple) and len(now) >= len(start) and all(map(is_, now, start)):
+        return before + now[len(start) :]
+    return now
