@@ -6,6 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,19 @@ class Compiled(Pair):
         return x + self.down(compiled_branch(x, self.up.weight, self.up.bias))
 
 
+class Versioned(Pair):
+    """Reads a count that only a run on copies shows: how often a buffer was written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        chosen = x[:, 0].nonzero().flatten()
+        return x + self.down(torch.tanh(self.up(x[chosen]))) * (1 + 0.01 * self.seen._version * x.sigmoid())
+
+
 class Stack(nn.Module):
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -83,12 +97,45 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+COMPILED: list[int] = []
+
+
+def counted(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
+    """A backend that tells what it compiles."""
+    COMPILED.append(len(graph.graph.nodes))
+    return graph.forward
+
+
+@torch.compile(backend=counted)
+def compiled_without_fullgraph(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.tanh(nn.functional.linear(x, weight, bias))
+
+
+class CompiledInPart(Pair):
+    """The same, where torch says nothing when it does not compile."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(compiled_without_fullgraph(x, self.up.weight, self.up.bias))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.compile has made")
+def test_a_compiled_function_in_a_block_runs_compiled() -> None:
+    torch._dynamo.reset()
+    model, x = Stack(CompiledInPart), torch.randn(ROWS, WIDTH)
+    with jettison.auto_checkpoint(model, (x,), "1GiB"):
+        assert COMPILED == []
+        model(x).backward()
+    assert COMPILED
+
+
 def same_gradients(plain: nn.Module, model: nn.Module) -> None:
     for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(torch.view_as_real(expected.grad.cfloat()), torch.view_as_real(found.grad.cfloat())), name
 
 
-@pytest.mark.parametrize("block", [Gradient, Jacobian, Tangent, WithoutHooks, Complex, Compiled])
+@pytest.mark.parametrize(
+    "block", [Gradient, Jacobian, Tangent, WithoutHooks, Complex, Compiled, CompiledInPart, Versioned]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_block_trains_under_its_smallest_budget(block: type[nn.Module]) -> None:
     torch.manual_seed(0)

@@ -7,7 +7,6 @@ dispatcher has no program. Its outputs' shapes are all that the model around it 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from jettison.capture.compiled import eagerly
 from jettison.capture.isolation import leaving_nothing, without_our_hooks, without_plans
 from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.signature import opaque_copy
@@ -73,18 +73,6 @@ def run_holding_nothing(forward: Callable[..., Any], call: tuple[Any, Any]) -> A
     except RuntimeError:
         with eagerly(), torch.enable_grad():
             return run()
-
-
-FULLGRAPH = "torch.compile with fullgraph=True"
-"""Torch's error where a function that is compiled so runs under something that watches its ops begins with this."""
-
-
-def eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Functions that `torch.compile` has made run op by op: ``fullgraph=True`` fails where anything watches the ops."""
-    if "torch._dynamo" not in sys.modules:  # which takes a second to import
-        return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def stand_in(leaf: Any) -> Any:

@@ -1,10 +1,14 @@
-"""What `torch.compile` was told about a module, and what it has made of a block."""
+"""What `torch.compile` was told about a module, what it has made of a block, and runs without what it has made."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from jettison.errors import UnsupportedModule
@@ -59,3 +63,34 @@ def settings_of(name: str, module: nn.Module) -> CompileSettings:
             "leave it out"
         )
     return CompileSettings(options=tuple(sorted(told.items())))
+
+
+CALLS_COMPILED = "it calls a function that torch.compile has made, whose ops are others than those of its Python"
+
+
+@contextlib.contextmanager
+def eagerly(called: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Functions that `torch.compile` has made run op by op. Where anything watches the ops, torch runs them so by
+    itself: it never compiles them again then, and with ``fullgraph=True`` it fails.
+
+    Args:
+        called: is told when one is called.
+    """
+    if "torch._dynamo" not in sys.modules:  # which takes a second to import
+        yield
+        return
+    from torch._dynamo import eval_frame
+
+    own = eval_frame._callback_from_stance
+
+    def noting(callback: Any) -> Any:
+        if callback is not None and callback is not False:
+            called()
+        return own(callback)
+
+    with torch.compiler.set_stance("force_eager"):
+        eval_frame._callback_from_stance = noting
+        try:
+            yield
+        finally:
+            eval_frame._callback_from_stance = own

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from jettison.capture.compiled import CALLS_COMPILED, eagerly
 from jettison.capture.isolation import without_our_hooks
 from jettison.capture.op_traits import draws, is_bookkeeping
 from jettison.capture.recorder import BY_HAND, Recorder
@@ -93,6 +94,7 @@ class CaptureMode(TorchDispatchMode):
                 torch.autograd.graph.saved_tensors_hooks(pack, unpack),
                 ReadingWatch(recorder),
                 self._states_watched(),
+                eagerly(lambda: self.recorders[-1].refuse(CALLS_COMPILED)),
                 contextlib.nullcontext() if recorder.strict else self._hooks_may_be_off(recorder),
             ):
                 yield

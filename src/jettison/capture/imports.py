@@ -59,6 +59,7 @@ class Globals:
 _LOOKING: list[Notes] = []
 _KEPT: list[types.ModuleType] = []
 _STAYING: list[types.ModuleType] = []  # that are being imported, the outermost first
+_INSIDE: list[types.ModuleType] = []  # large libraries that are being imported, and what they import
 _LOADER: Any = importlib.machinery.SourceFileLoader
 _EXECUTE = "exec_module"
 
@@ -97,9 +98,13 @@ def forget_import(module: types.ModuleType) -> None:
 def _noting(execute: Any) -> Any:
     @functools.wraps(execute)
     def noting(loader: Any, module: types.ModuleType) -> None:
-        if is_foreign(module.__name__):
-            with imported_since.noted():
-                execute(loader, module)
+        if _INSIDE or is_foreign(module.__name__):
+            _INSIDE.append(module)
+            try:
+                with imported_since.noted():
+                    execute(loader, module)
+            finally:
+                _INSIDE.pop()
             return
         stays = bool(_STAYING) or not is_of_the_program(module.__name__)
         if not _STAYING:

@@ -180,7 +180,7 @@ class Reach:
                 self._later(value, 0)
         self._walk()
         for module in imported_in_runs():
-            self.imported(module, stays=True)
+            self._kept(module)
         self.switches = read_switches(self._names)
         self._known.clear()  # what is no longer there is let go of
         self._known.update(self._large)
@@ -231,7 +231,7 @@ class Reach:
         """
         tables, places, named = self._importing.pop(module.__name__, ([], [], []))
         if stays:
-            self.modules.append(Globals(vars(module)))
+            self._kept(module)
             for at, start in enumerate(tables):
                 if not is_unchanged(self.tables[at], start):
                     self.before[at] = with_changes(self.before[at], start, copy_of(self.tables[at]))
@@ -244,9 +244,16 @@ class Reach:
                     self.named[at] = (*self.named[at][:2], now)
         else:
             self._undone.append(module)
-        for value in list(vars(module).values()):
-            self._later(value, 0)
+            self._waiting += [(value, 0) for value in worth_a_look(vars(module).values())]
         self._walk()
+
+    def _kept(self, module: types.ModuleType) -> None:
+        """Globals of a library, and the containers among them: more than that has no limit."""
+        self.modules.append(Globals(vars(module)))
+        for value in list(vars(module).values()):
+            if type(value) in _PLAIN_CONTAINERS and id(value) not in self._seen and id(value) not in self._tables:
+                self._tables.add(id(value))
+                self._add(value)
 
     def _single_values(self) -> tuple[list[Any], list[Any]]:
         """What places and named globals have now."""

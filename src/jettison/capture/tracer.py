@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from jettison.capture.block_observer import FULLGRAPH, is_real, observed_trace
+from jettison.capture.block_observer import is_real, observed_trace
 from jettison.capture.blocks import find_blocks, structural_keys
 from jettison.capture.dispatch import CaptureMode
 from jettison.capture.fakes import StepFakeMode, exactly, fake_batch, fake_copy, fake_mode
@@ -237,8 +237,6 @@ def recording_errors() -> Iterator[None]:
         raise
     except Exception as error:
         first = str(error).splitlines()[0][:200] if str(error) else ""
-        if first.startswith(FULLGRAPH):
-            torch._dynamo.reset()  # it would not try to compile that function again
         if "_apply(): Couldn't swap" in first:  # transformers' Switch casts its router so
             raise TraceError(
                 "its forward moves or casts its own parameters (Module.to), which puts others in their place, and fake "

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
+from jettison.capture.compiled import eagerly
 from jettison.capture.op_traits import writes
 from jettison.capture.quick_fakes import QuickFakeMode
 from jettison.capture.tensor_subclasses import desugars, has_gradients
@@ -171,6 +172,7 @@ def tracing(mode: FakeTensorMode, *, values_known: bool) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices()))
+        stack.enter_context(eagerly())
         stack.enter_context(mode)
         undo = Undo()
         stack.callback(undo.restore)

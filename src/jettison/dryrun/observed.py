@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jettison.capture.block_observer import eagerly, run_holding_nothing, stand_in, undisturbed
+from jettison.capture.block_observer import run_holding_nothing, stand_in, undisturbed
+from jettison.capture.compiled import eagerly
 from jettison.capture.model_trace import BlockClass, ModelTrace
 from jettison.capture.signature import call_signature, opaque_copy
 from jettison.capture.streams import seed_streams
@@ -18,7 +19,9 @@ from jettison.capture.stub import stub_outputs
 from jettison.capture.tensor_subclasses import arrived, has_gradients
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.dryrun.block import BlockLevels, block_levels, chain_bytes
+from jettison.errors import WrongValue
 from jettison.measure.memory import Workspace, quiet_gc
+from jettison.runtime.fallback import Verdict
 from jettison.runtime.offload import Group, Moved, flat_bytes
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.policy import Full, KeepAll
@@ -60,9 +63,13 @@ def observe_block(
                     for parameter, _ in gradients:
                         parameter.grad = torch.empty_like(parameter) if _is_held(trace, parameter) else None
                     levels.append(block_levels(module, call, shared, workspace, trace.device_type))
-                highest = BlockLevels(*(2 * max(n) - min(n) for n in zip(*levels, strict=True)))
+            except WrongValue:  # what its trial did not show: a real step would stop
+                cls.verdict = Verdict(again=False, why="a second run of its forward gives other values")
+                found.append(replace(found[0], key=key))
+                continue
             finally:
                 region.remove()
+            highest = BlockLevels(*(2 * max(n) - min(n) for n in zip(*levels, strict=True)))
             found.append(RegionOption(key=key, seconds=seconds if key == "full" else 0.0, **highest._asdict()))
     for parameter, gradient in gradients:
         parameter.grad = gradient

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from jettison.capture.block_observer import FULLGRAPH
+from jettison.capture.compiled import CALLS_COMPILED
 from jettison.capture.isolation import without_our_hooks
 from jettison.capture.trees import tree_leaves
 from jettison.errors import StaleTensor, WrongValue
@@ -33,8 +33,8 @@ def run_without_recipe(
     is_kept = region.is_root or keeps_everything(region.way.policy)
     if not is_kept and region.recordings.differs:
         prepared.verdict = Verdict(again=False, why=region.recordings.differs)
-    if not is_kept and prepared.verdict is None and FULLGRAPH in prepared.problem:
-        prepared.verdict = Verdict(again=False, why="it calls a function that torch.compile has made")
+    if not is_kept and prepared.verdict is None and prepared.problem == CALLS_COMPILED:
+        prepared.verdict = Verdict(again=False, why="compiled functions do not run where ops are watched")
     if not is_kept and prepared.verdict is None:
         late = region.recordings.late or region.recordings.late_inside
         prepared.verdict = (
