@@ -267,8 +267,8 @@ class Reach:
             UnsupportedModule: an iterator has gone on, which nothing puts back.
         """
         ignore_imports(self)
-        for module in self._undone:
-            forget_import(module)
+        for imported in self._undone:
+            forget_import(imported)
         for table, before in zip(self.tables, self.before, strict=True):
             if not is_unchanged(table, before):
                 put_table_back(table, before)

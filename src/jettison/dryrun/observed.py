@@ -45,7 +45,7 @@ def observe_block(
     leaves, spec = tree_flatten((cls.args, cls.kwargs))
     shared = {p for c in trace.calls if c.class_key == cls.key for p in c.shared}
     gradients = [(p, p.grad) for p in module.parameters()]
-    found = []
+    found: list[RegionOption] = []
     with undisturbed(module, leaves), quiet_gc(), eagerly():
         seed_streams(0)
         given = [[stand_in(leaf) for leaf in leaves] for _ in range(RANDOM_RUNS)]
