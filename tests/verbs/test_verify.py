@@ -196,3 +196,62 @@ def test_the_document():
     for text in ("", "[]", '{"schema": "jettison.plan/1"}', '{"schema": "jettison.proof/1"}'):
         with pytest.raises(UsageError, match=r"not a jettison\.proof/1 document"):
             Proof.from_json(text)
+
+
+STEPPED = {"steps": 0, "rows": []}
+
+
+class Counting(nn.Module):
+    """Leaves state in every kind of place: buffers, attributes, globals, a queue of tensors, random streams."""
+
+    def __init__(self, queue):
+        super().__init__()
+        self.up, self.down, self.norm, self.drop = (
+            nn.Linear(32, 128),
+            nn.Linear(128, 32),
+            nn.BatchNorm1d(32),
+            nn.Dropout(),
+        )
+        self.queue, self.calls = queue, 0
+        self.register_buffer("mean", torch.zeros(2048))
+
+    def forward(self, x):
+        self.calls += 1
+        STEPPED["steps"] += 1
+        STEPPED["rows"].append(len(x))
+        self.mean.lerp_(x.detach().mean() + self.mean, 0.1)
+        self.queue[0].mul_(0.5).add_(x.detach().mean())
+        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+def state_of(model, optimizer, queue):
+    tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters()), *queue]
+    tensors += [t for state in optimizer.state.values() for t in state.values()]
+    counts = [block.calls for block in model]
+    return [t.clone() for t in tensors], counts, STEPPED["steps"], list(STEPPED["rows"]), torch.get_rng_state()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("given", ["budget", "handle"])
+def test_what_steps_change_is_put_back(given):
+    torch.manual_seed(0)
+    queue = [torch.zeros(2048)]
+    model, batch = nn.Sequential(*(Counting(queue) for _ in range(3))), (torch.randn(16, 32),)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = lambda output: output.square().mean()  # noqa: E731
+    loss(model(*batch)).backward()
+    optimizer.step()
+    how = {"budget": "1GiB"}
+    if given == "handle":
+        how = {"handle": jettison.apply(model, "full", batch=batch, loss_fn=loss)}
+        loss(model(*batch)).backward()
+    tensors, *before = state_of(model, optimizer, queue)
+    jettison.verify(model, batch, **how, loss_fn=loss, optimizer=optimizer, rounds=1, steps=1)
+    after, *now = state_of(model, optimizer, queue)
+    assert [torch.equal(a, b) for a, b in zip(tensors, after, strict=True)] == [True] * len(tensors)
+    assert now[:3] == before[:3]
+    assert torch.equal(now[3], before[3])
+    loss(model(*batch)).backward()
+    if given == "handle":
+        assert [region.calls > 0 for region in how["handle"].regions] == [True] * 4
+        how["handle"].remove()

@@ -113,7 +113,7 @@ class PlannedForward:
         if copied is not None:
             return self._run_copy(copied, args, kwargs)
         if self.retired or not torch.is_grad_enabled() or (is_transforming() and self._say_transformed()):
-            self._unwatch()  # some modules take another way where they find hooks, as torch's encoder layers do
+            self.unwatch()  # some modules take another way where they find hooks, as torch's encoder layers do
             return self.forward(*args, **kwargs)
         outer = current_frame()
         first = next_sequence_number()
@@ -288,7 +288,7 @@ class PlannedForward:
         if self.is_root:
             self.said.add(COPY)  # copies have nothing to miss
         self.way.link.forget()
-        self._unwatch()
+        self.unwatch()
 
     def live(self) -> Live:
         """What is between its forward and its backward now."""
@@ -334,7 +334,8 @@ class PlannedForward:
             else:
                 self.tap_hooks[where] = module.register_forward_pre_hook(listener, with_kwargs=True, prepend=True)
 
-    def _unwatch(self) -> None:
+    def unwatch(self) -> None:
+        """Take the hooks off that calls have put on submodules; the next call puts them on again."""
         for hook in self.tap_hooks.values():
             hook.remove()
         self.tap_hooks.clear()
@@ -343,7 +344,7 @@ class PlannedForward:
         """What was recorded may not hold; ``names`` of submodules that are other ones."""
         if self.structure is not None and names:
             self.structure.parts_changed(names)
-        self._unwatch()  # a module may have been replaced
+        self.unwatch()  # a module may have been replaced
 
     def _say_changed(self) -> None:
         if (self.outer or self).assumptions is not None:

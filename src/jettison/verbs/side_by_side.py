@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,13 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jettison.capture.isolation import leaving_nothing
 from jettison.capture.model_trace import LossFn, call_model, loss_of
+from jettison.capture.streams import Streams
+from jettison.capture.tensor_subclasses import plain
+from jettison.capture.trees import tree_leaves
+from jettison.capture.undo import is_in_memory
 from jettison.ledger.levels import PhaseLevels, StepLevels
 from jettison.measure.allocations import allocation_timeline
 from jettison.measure.gradients import buffer_digest, compare_gradients, rng_digest, same_bits
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.peak import PhaseMarks, measured_peak
 from jettison.measure.tensors import static_tensors, unique_bytes
+from jettison.runtime.planned import PlannedForward
 from jettison.traces.timeline import MemoryTimeline
 
 STEPS = 3  # the first one makes the optimizer's state, the second and third use it
@@ -166,6 +172,37 @@ def mirrored(
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     memo: dict[int, Any] = {id(theirs): ours for theirs, ours in pairs}
     return copy.deepcopy(optimizer, memo)
+
+
+@contextmanager
+def leaving_untrained(side: Side, regions: Sequence[PlannedForward]) -> Iterator[None]:
+    """Steps of a side leave no state behind: parameters, buffers, the optimizer's state, gradients, random streams and
+    Python's state that code reaches are put back. Copies of tensors wait on the CPU.
+
+    Args:
+        regions: of a plan that stays on.
+
+    Raises:
+        UnsupportedModule: a step moves something that cannot be put back, or would have moved it.
+    """
+    streams = Streams.now()
+    values = [side.loss_fn, side.optimizer, side.own, *tree_leaves(side.batch)]
+    with leaving_nothing([side.model], values) as state:
+        found = *static_tensors(side.model, side.batch, side.optimizer), *(one.tensor for one in state.reach.tensors)
+        tensors = {id(t): t for t in map(plain, found) if is_in_memory(t)}
+        copies = [(t, t.detach(), t.detach().to("cpu", copy=True)) for t in tensors.values()]
+        try:
+            yield
+        finally:
+            for region in regions:
+                region.unwatch()  # its hooks on modules came after the look at them, and go with what is put back
+            with torch.no_grad():
+                for tensor, alias, copied in copies:
+                    if tensor.data_ptr() != alias.data_ptr():
+                        tensor.data = alias
+                    if not same_bits(alias.cpu(), copied):
+                        alias.copy_(copied)
+            streams.restore()
 
 
 def random_state() -> tuple[Tensor, list[Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
@@ -32,7 +32,16 @@ from jettison.runtime.recipe import compile_recipe
 from jettison.solve.plan import Plan, PlanTensor, policy_word
 from jettison.solve.policy import CheckpointPolicy, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
-from jettison.verbs.side_by_side import MAX_DEPARTURES, ROUNDS, STEPS, Side, compare_steps, device_name, mirrored
+from jettison.verbs.side_by_side import (
+    MAX_DEPARTURES,
+    ROUNDS,
+    STEPS,
+    Side,
+    compare_steps,
+    device_name,
+    leaving_untrained,
+    mirrored,
+)
 
 Look = Callable[[Side, Side], None]
 
@@ -63,8 +72,9 @@ def verify(
     Both start from the same parameters, optimizer state and random numbers. Compared bit by bit in each of ``steps``
     steps: losses, every gradient by parameter name, random number streams, buffers, and parameters at the end. Then,
     each on a step of its own: peak bytes of both, bytes held between forward and backward by each layer, and step times
-    in ``rounds`` interleaved rounds. All these steps train ``model``, without gradients from before and leaving none:
-    give a copy where that matters.
+    in ``rounds`` interleaved rounds. These steps leave no state behind: parameters, gradients, buffers, the optimizer's
+    state, random streams and Python's state that the model's code reaches are put back. Copies of tensors wait on the
+    CPU.
 
     Args:
         batch: ``model(**batch)`` for a mapping, ``model(*batch)`` for a tuple.
@@ -85,51 +95,46 @@ def verify(
         UsageError: not exactly one of budget, plan and handle is given.
         Infeasible: no plan fits the budget.
         PlanMismatch: the plan was made for another model or another batch.
+        UnsupportedModule: a forward moves something that cannot be put back, or would have moved it.
     """
     if sum(given is not None for given in (budget, plan, handle)) != 1:
         raise UsageError("verify() needs exactly one of budget=, plan= and handle=")
     expect_module(model)
-    progress("copying the model")
-    plain = independent_copy(model)
-    plain_optimizer = mirrored(optimizer, model, plain)
-    applied = handle
-    if budget is not None:
-        applied = auto_checkpoint(
-            model,
-            batch,
-            budget,
-            optimizer=optimizer,
-            loss_fn=loss_fn,
-            holds_output=holds_output,
-            gradients_held=False,
-            compile=compile,
-            offload=offload,
-            host_budget=host_budget,
-            hardware=hardware,
-            progress=progress,
-        )
-    elif plan is not None:
-        progress("applying the plan")
-        applied = apply(model, plan=plan, batch=batch, loss_fn=loss_fn, compile=compile, host_budget=host_budget)
-    assert applied is not None
-    try:
-        plain_side = Side(
-            model=plain,
-            optimizer=plain_optimizer,
-            batch=batch,
-            loss_fn=loss_fn,
-            holds_output=holds_output,
-            under=whole_losses,
-        )
-        planned_side = replace(plain_side, model=model, optimizer=optimizer, under=nullcontext)
-        proof = _prove(plain_side, planned_side, applied, steps, rounds, progress)
-        if look is not None:
-            look(plain_side, planned_side)
-        return _with_values(proof, planned_side, progress) if values else proof
-    finally:
-        model.zero_grad(set_to_none=True)
-        if handle is None:
-            applied.remove()
+    given = Side(model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, holds_output=holds_output)
+    stay = handle.regions if handle is not None else ()
+    with leaving_untrained(given, stay):
+        progress("copying the model")
+        copied = independent_copy(model)
+        plain = replace(given, model=copied, optimizer=mirrored(optimizer, model, copied), under=whole_losses)
+        applied = handle
+        if budget is not None:
+            applied = auto_checkpoint(
+                model,
+                batch,
+                budget,
+                optimizer=optimizer,
+                loss_fn=loss_fn,
+                holds_output=holds_output,
+                gradients_held=False,
+                compile=compile,
+                offload=offload,
+                host_budget=host_budget,
+                hardware=hardware,
+                progress=progress,
+            )
+        elif plan is not None:
+            progress("applying the plan")
+            applied = apply(model, plan=plan, batch=batch, loss_fn=loss_fn, compile=compile, host_budget=host_budget)
+        assert applied is not None
+        try:
+            proof = _prove(plain, given, applied, steps, rounds, progress)
+            if look is not None:
+                look(plain, given)
+            return _with_values(proof, given, progress) if values else proof
+        finally:
+            model.zero_grad(set_to_none=True)
+            if handle is None:
+                applied.remove()
 
 
 def _with_values(proof: Proof, planned: Side, progress: Progress) -> Proof:
