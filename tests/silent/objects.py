@@ -556,6 +556,17 @@ def array_of_another_shape() -> Counting:
 
 
 @kind
+def array_that_is_read_only_at_times() -> Counting:
+    held, last = np.ones(3), [0]
+
+    def tick() -> None:
+        last[0] = int(held.flags.writeable)
+        held.flags.writeable = not last[0]
+
+    return tick, lambda: last[0]
+
+
+@kind
 def iterator_over_an_array() -> Counting:
     held, last = np.arange(1000.0).flat, [0.0]
     return lambda: last.__setitem__(0, next(held)), lambda: last[0]
@@ -584,6 +595,12 @@ def pointer_that_was_cast() -> Counting:
 def digest_with_a_key() -> Counting:
     held = hmac.new(b"k", digestmod="md5")
     return lambda: held.update(b"a"), lambda: held.digest()[0]
+
+
+@kind
+def digest_of_a_library() -> Counting:
+    held = __import__("xxhash").xxh64()
+    return lambda: held.update(b"a"), lambda: held.intdigest() % 100
 
 
 @kind

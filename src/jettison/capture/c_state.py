@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from operator import is_
 from typing import Any, NoReturn, Protocol
 
-from jettison.capture.kinds_of_c import is_of_c, refuses_a_copy
+from jettison.capture.kinds_of_c import adds_up, is_of_c, refuses_a_copy
 from jettison.capture.snapshots import MOST_BYTES, PLAIN, attributes_of, is_a
 from jettison.errors import UnsupportedModule
 from jettison.identity import Same
@@ -299,7 +299,7 @@ def stand_in(value: Any) -> Any:
             return copied_iterator(value)
         except TypeError:
             return Untouchable(type(value).__name__)
-    if type(value).__module__ in _COPYING and callable(getattr(value, "copy", None)):
+    if adds_up(Same(type(value))):
         return value.copy()
     return (
         Untouchable(f"{type(value).__module__}.{type(value).__name__}") if refuses_a_copy(Same(type(value))) else None
@@ -324,8 +324,6 @@ def _outside() -> Iterator[Any]:
 
 CSV_WRITER = type(csv.writer(io.StringIO()))
 _ITERATORS = ("builtins", "itertools")
-_COPYING = ("_hashlib", "_md5", "_sha1", "_sha2", "_sha256", "_sha512", "_sha3", "_blake2", "zlib")
-"""Modules of objects that add up what they are given."""
 
 
 def is_iterator_of_c(value: Any) -> bool:

@@ -47,6 +47,15 @@ def refuses_a_copy(kind: Same[type]) -> bool:
     return all(getattr(kind.it, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
 
 
+@functools.lru_cache(maxsize=4096)
+def adds_up(kind: Same[type]) -> bool:
+    """Whether instances of a kind made in C add up what they are given, and say a copy: digests, whoever made them, and
+    compressors of `zlib`.
+    """
+    names = ("copy",) if kind.it.__module__ == "zlib" else ("copy", "update", "digest")
+    return all(type(getattr(kind.it, name, None)) is types.MethodDescriptorType for name in names)
+
+
 def _is_written_in_python(module: str) -> bool:
     return str(getattr(sys.modules.get(module), "__file__", "")).endswith(".py")
 

@@ -240,7 +240,7 @@ def is_unchanged(table: Table, before: Any) -> bool:
             return False
         if all(map(is_, table.values(), before.values())) and all(map(is_, table, before)):
             return True
-    if is_array(table):
+    if is_number_array(table):
         return _form_of(table) == _form_of(before) and bool(table.tobytes() == before.tobytes())
     if size_of(table) != len(before):
         return False
@@ -269,13 +269,15 @@ def is_equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and type(a) in PLAIN_KINDS and bool(a == b) and (a != 0 or repr(a) == repr(b))  # -0.0
 
 
-def _form_of(array: Any) -> tuple[Any, Any]:
-    return getattr(array, "shape", None), getattr(array, "dtype", None)  # Python's have neither
+def _form_of(array: Any) -> tuple[Any, ...]:
+    """Of one of numpy's; Python's have none."""
+    return (array.shape, array.dtype, array.flags.writeable) if hasattr(array, "flags") else ()
 
 
 def put_table_back(table: Table, before: Any) -> None:
-    if is_array(table):
+    if is_number_array(table):
         if _form_of(table) != _form_of(before):
+            table.flags.writeable = True
             table.resize(before.shape, refcheck=False)  # in place, as the run has: others may hold it
         table[() if getattr(table, "ndim", 1) == 0 else slice(None)] = before
         return
