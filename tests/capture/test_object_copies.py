@@ -259,3 +259,20 @@ def test_a_module_that_refuses_is_named() -> None:
         fake_copy(nn.Sequential(Alone(None)), fake_mode())
     with pytest.raises(ValueError, match="one of a kind"):
         copy.deepcopy(Alone(None))
+
+
+def test_a_copy_that_refuses_keeps_nothing_of_its_callers() -> None:
+    """They may be in the middle of a step, with all of its tensors."""
+
+    def called() -> weakref.ref[Handle]:
+        held = Handle()
+        fake_copy(Block(Refusing()), fake_mode())
+        return weakref.ref(held)
+
+    called()  # torch imports, whose frames live on
+    gc.collect()
+    gc.disable()
+    try:
+        assert called()() is None
+    finally:
+        gc.enable()

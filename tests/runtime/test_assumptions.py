@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -238,3 +239,33 @@ def test_parameters_that_are_trained_and_were_frozen_are_noticed_once() -> None:
             model.zero_grad(set_to_none=True)
     (text,) = [str(w.message) for w in found if "that were frozen" in str(w.message)]
     assert "6 parameters (32.88 KiB) are trained that were frozen" in text  # 2 * 32 + 2 * 32 * 128 + 128 + 32 in fp32
+
+
+class Catching(Model):
+    """Its first forward leaves a reference cycle: an error that a variable of the frame it came by holds."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if not hasattr(self, "caught"):
+            self.caught = True
+            try:
+                raise LookupError
+            except LookupError as error:
+                kept = error  # noqa: F841
+        return super().forward(x, mask)
+
+
+def test_what_a_reference_cycle_keeps_waits_for_no_backward() -> None:
+    x = torch.randn(16, HIDDEN)
+    handle = planned(model := Catching(), x)
+    model.__dict__.pop("caught", None)
+    gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                model.zero_grad(set_to_none=True)
+                model(x).backward()
+    finally:
+        gc.enable()
+        handle.remove()

@@ -45,18 +45,22 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
         UnsupportedModule: the value itself refuses, or a module inside of it.
     """
     inside = share_finalized(value, memo)
-    for share in (_no_more, _what_refuses, _what_is_too_deep):
-        share(inside[:-1], memo)
-        try:
-            return _whole(value, memo)
-        except JettisonError:
-            raise
-        except Exception as error:  # whatever a class's own code raises
-            refused = error
-    raise UnsupportedModule(
-        f"planning runs a copy of the {type(value).__name__}, and `copy.deepcopy` refuses it: "
-        f"{type(refused).__name__}: {refused}. Let it be copied, and hold what refuses in an object of its own"
-    ) from refused
+    refused: Exception | None = None
+    try:
+        for share in (_no_more, _what_refuses, _what_is_too_deep):
+            share(inside[:-1], memo)
+            try:
+                return _whole(value, memo)
+            except JettisonError:
+                raise
+            except Exception as error:  # whatever a class's own code raises
+                refused = error
+        raise UnsupportedModule(
+            f"planning runs a copy of the {type(value).__name__}, and `copy.deepcopy` refuses it: "
+            f"{type(refused).__name__}: {refused}. Let it be copied, and hold what refuses in an object of its own"
+        ) from refused
+    finally:
+        refused = None  # it has this frame, and the frames of a step around it: a cycle that keeps a forward's tensors
 
 
 def share_finalized(value: Any, memo: dict[int, Any]) -> list[Any]:

@@ -60,19 +60,18 @@ class Thawing:
                 return
         batches = [batch, *(stretched(batch, shape) for shape in self.shapes)]
         handle.remove()
-        refused: Infeasible | None = None
+        least_bytes: int | None = None
         with reported(self.progress, f"planning again, {thawed} more parameters are trained") as done:
             try:
                 made = self.make(batches, None)
             except Infeasible as error:
-                refused = error
-                made = self.make(batches, error.minimum_budget_bytes)
+                made = self.make(batches, least_bytes := error.minimum_budget_bytes)
             done(f"planned again: {figures(made)}")
         handle._become(made)
-        if refused is not None:
+        if least_bytes is not None:
             warnings.warn(
                 f"the step with {thawed} more parameters trained does not fit into {format_bytes(self.budget_bytes)}: "
-                f"the smallest plan for it needs {format_bytes(refused.minimum_budget_bytes)}, and is what it runs "
+                f"the smallest plan for it needs {format_bytes(least_bytes)}, and is what it runs "
                 "under. Use a smaller batch, or a larger budget",
                 stacklevel=3,
             )

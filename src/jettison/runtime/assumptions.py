@@ -8,9 +8,10 @@ begins costs a few microseconds a step; what only backward knows is looked at wh
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, Final
 
 import torch
@@ -68,6 +69,7 @@ class Assumptions:
         self.expects = False  # the handle plans for batches that it is told of
         self.thaws = False  # and for parameters that are trained by then
         self.looked = False  # at the backward of the latest forward
+        self.collected = False  # garbage, before it is said that forwards wait for backward
         self.has_loss = True  # in what the latest forward returned
 
     def follow(self) -> None:
@@ -83,12 +85,12 @@ class Assumptions:
         """A byte for each parameter, 1 where it is trained now."""
         return bytes([p.requires_grad for p in self.parameters])
 
-    def forward_begins(self, signature: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], waiting: int) -> None:
+    def forward_begins(self, signature: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], graphs: Sized) -> None:
         """Look at what is there before a step.
 
         Args:
             signature: of this call's arguments.
-            waiting: earlier forwards whose graphs are still alive.
+            graphs: of earlier forwards, that are still alive.
         """
         self.looked = False
         if signature not in self.known:
@@ -123,7 +125,10 @@ class Assumptions:
                 if self.thaws
                 else "remove() the plan, and plan again as the model is trained now",
             )
-        if waiting >= self.in_flight:
+        if len(graphs) >= self.in_flight and not self.collected:
+            self.collected = True  # once: nobody runs backward through what reference cycles alone keep
+            gc.collect()
+        if (waiting := len(graphs)) >= self.in_flight:
             self._say(
                 "waiting",
                 f"a forward begins while {waiting} earlier one{'s' if waiting > 1 else ''} still "

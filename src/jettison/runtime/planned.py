@@ -233,7 +233,7 @@ class PlannedForward:
         leaves, signature = call_signature(args, kwargs)
         self.recordings.look(in_dry_run=self.in_dry_run)
         if self.assumptions is not None:
-            self.assumptions.forward_begins(signature, args, kwargs, len(self.frames))
+            self.assumptions.forward_begins(signature, args, kwargs, self.frames)
         key = (signature, global_signature())
         prepared = self.recordings.of(key, args, kwargs, self.own())
         with views_replayed():
