@@ -5,9 +5,14 @@ from __future__ import annotations
 import faulthandler
 import gc
 import locale
+import logging
 import os
+import resource
 import signal
+import socket
 import sys
+import threading
+import tracemalloc
 import warnings
 from collections.abc import Callable
 
@@ -39,6 +44,20 @@ MOVES: dict[str, Callable[[], object]] = {
     "environment": lambda: os.environ.update(JETTISON_TEST="1"),
     "environment of child processes": lambda: os.putenv("JETTISON_TEST", "1"),
     "umask": lambda: os.umask(0o077),
+    "warnings of torch": lambda: torch.set_warn_always(not torch.is_warn_always_enabled()),
+    "threads of autograd": lambda: torch._C._set_multithreading_enabled(False),
+    "fast path of attention": lambda: torch.backends.mha.set_fastpath_enabled(False),
+    "checks of sparse tensors": lambda: torch.sparse.check_sparse_tensor_invariants.enable(),
+    "memory that is filled": lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+    "no garbage collection": lambda: gc.disable(),
+    "digits of integers": lambda: sys.set_int_max_str_digits(5000),
+    "stacks of threads": lambda: threading.stack_size(1 << 20),
+    "timeout of sockets": lambda: socket.setdefaulttimeout(9),
+    "logging": lambda: logging.disable(logging.INFO),
+    "memory of Python": lambda: tracemalloc.start(),
+    "limit of the process": lambda: resource.setrlimit(
+        resource.RLIMIT_CORE, (1, resource.getrlimit(resource.RLIMIT_CORE)[1])
+    ),
     "locale": lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8"),
     "faulthandler": lambda: faulthandler.disable() if faulthandler.is_enabled() else faulthandler.enable(),
     "trace": lambda: sys.settrace(lambda *_: None),

@@ -140,7 +140,7 @@ def context_of(trace: ModelTrace, module: nn.Module) -> Iterator[None]:
     """
     with (
         as_signed(trace.root_signature[1]),
-        leaving_nothing([module], [trace.loss_fn, *tree_leaves(trace.batch)]),
+        leaving_nothing([module], [trace.loss_fn, trace.batch, *tree_leaves(trace.batch)]),
         tracing(trace.mode, values_known=trace.values_known),
     ):
         yield

@@ -8,10 +8,12 @@ import faulthandler
 import gc
 import itertools
 import locale
+import logging
 import os
 import signal
 import sys
 import threading
+import tracemalloc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, cast
@@ -178,6 +180,31 @@ class ImportedSince:
 
 imported_since = ImportedSince()
 
+
+def _umask() -> int:
+    with contextlib.suppress(OSError, StopIteration), open("/proc/self/status", errors="ignore") as status:
+        return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
+    mask = os.umask(0o077)  # elsewhere than on Linux to read it is to set it
+    os.umask(mask)
+    return mask
+
+
+def _socket_timeout() -> Any:
+    return None if "socket" not in sys.modules else sys.modules["socket"].getdefaulttimeout()
+
+
+def _set_socket_timeout(wanted: Any) -> None:
+    sys.modules["socket"].setdefaulttimeout(wanted)
+
+
+def _logs_off() -> int:
+    return logging.root.manager.disable
+
+
+def _set_logs_off(wanted: int) -> None:
+    logging.disable(wanted)
+
+
 PROCESS_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     *KERNEL_SWITCHES,
     (_anomaly, lambda was: torch.set_anomaly_enabled(*was)),
@@ -189,15 +216,20 @@ PROCESS_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_signal_handlers, _set_signal_handlers),
     (_folder, _set_folder),
     (_environment, _set_environment),
+    (_umask, os.umask),
+    (torch.is_warn_always_enabled, torch.set_warn_always),
+    (torch.autograd.is_multithreading_enabled, torch._C._set_multithreading_enabled),
+    (torch.sparse.check_sparse_tensor_invariants.is_enabled, torch._C._set_check_sparse_tensor_invariants),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    (torch._C._get_deterministic_fill_uninitialized_memory, torch._C._set_deterministic_fill_uninitialized_memory),
+    (gc.isenabled, lambda was: gc.enable() if was else gc.disable()),
+    (sys.get_int_max_str_digits, sys.set_int_max_str_digits),
+    (threading.stack_size, threading.stack_size),
+    (_socket_timeout, _set_socket_timeout),
+    (_logs_off, _set_logs_off),
     (_search, _set_search),
 )
 """How to read each of them, and how to set it."""
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _faults() -> bool:
@@ -208,10 +240,32 @@ def _set_faults(wanted: bool) -> None:
     (faulthandler.enable if wanted else faulthandler.disable)()
 
 
+_AFFINE = hasattr(os, "sched_setaffinity")
+
+
+def _limits() -> dict[int, tuple[int, int]]:
+    resource: Any = sys.modules.get("resource")
+    if resource is None:
+        return {}
+    return {which: resource.getrlimit(which) for name, which in vars(resource).items() if name.startswith("RLIMIT_")}
+
+
+def _set_limits(wanted: dict[int, tuple[int, int]]) -> None:
+    for which, limits in wanted.items():
+        with contextlib.suppress(ValueError, OSError):  # a hard limit comes back for nobody
+            sys.modules["resource"].setrlimit(which, limits)
+
+
 NAMED_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "umask": (_umask, os.umask),  # to read it is to set it
     "setlocale": (lambda: locale.setlocale(locale.LC_ALL), lambda was: locale.setlocale(locale.LC_ALL, was)),
     "faulthandler": (_faults, _set_faults),
+    "tracemalloc": (tracemalloc.is_tracing, lambda was: tracemalloc.start() if was else tracemalloc.stop()),
+    **(
+        {"sched_setaffinity": (lambda: os.sched_getaffinity(0), lambda was: os.sched_setaffinity(0, was))}
+        if _AFFINE
+        else {}
+    ),
+    "setrlimit": (_limits, _set_limits),
     "settrace": (sys.gettrace, sys.settrace),
     "setprofile": (sys.getprofile, sys.setprofile),
 }
