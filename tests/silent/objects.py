@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import concurrent.futures
 import contextvars
 import copy
 import csv
@@ -820,3 +821,26 @@ def module_that_a_forward_imports() -> Program:
 
 
 _NUMBERS = itertools.count()
+
+
+@case()
+def value_that_a_thread_reads() -> Program:
+    """Modes are a thread's own: planning sees nothing of what another thread does."""
+    workers = concurrent.futures.ThreadPoolExecutor(1)
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        given = x.detach()
+        return smooth(s, x) * (1 + workers.submit(lambda: given.mean().item()).result())
+
+    made = program(run, steps=2)
+    weakref.finalize(made.model, workers.shutdown, wait=False)
+    return made
+
+
+@case(works=True)
+def list_of_the_batch_that_is_popped() -> Program:
+    def root(net: Any, x: Tensor, meta: dict[str, list[float]]) -> Tensor:
+        meta["seen"].append(1.0)
+        return through(net, x) * meta["scales"].pop()
+
+    return under(root, smooth, batch=lambda i: (rows(i), {"scales": [1.0, 0.5, 2.0], "seen": []}))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -83,6 +84,17 @@ _BATCH_NORM, _LAYER_NORM = torch.ops.aten.native_batch_norm.default, torch.ops.a
 _BY_VALUES = (_SELECT, _NONZERO, _NUMBER, _EQUAL, _BINCOUNT)
 
 
+def _refuse_other_thread(func: Any) -> None:
+    here = threading.get_ident()
+    one = next((one for one in threading.enumerate() if one.ident == here), None)
+    if one is None or type(one) is threading._DummyThread:  # one of autograd's, which has the modes of its caller
+        return
+    raise TraceError(
+        f"the forward computes ({func}) in a thread of its own ({one.name}): planning runs it on tensors without "
+        "values and sees one thread alone. Compute in the thread that calls the model"
+    )
+
+
 class StepFakeMode(QuickFakeMode):
     """A `FakeTensorMode` that also runs operators whose fake kernel refuses what the real one accepts.
 
@@ -109,6 +121,8 @@ class StepFakeMode(QuickFakeMode):
     """Whether there are sparse tensors: see `sparse_fakes`."""
     guesses = False
     """Whether a value that is asked for is made up (true, 1, all rows) instead of being an error."""
+    thread: int | None = None
+    """The one that runs what is recorded: modes are a thread's own, and what others do to its tensors is not seen."""
 
     def from_tensor(self, tensor: Tensor, **how: Any) -> FakeTensor:
         """A fake tensor in the place of a real one."""
@@ -116,6 +130,8 @@ class StepFakeMode(QuickFakeMode):
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.thread is not None and self.thread != threading.get_ident():
+            _refuse_other_thread(func)
         ours = self.sparse or _is_ours_to_answer(func)
         if ours:
             args, kwargs, found = self._before_torch(func, args, kwargs)

@@ -9,6 +9,7 @@ fake.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -174,6 +175,7 @@ def tracing(mode: FakeTensorMode, *, values_known: bool) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices()))
         stack.enter_context(eagerly())
         stack.enter_context(mode)
+        vars(mode)["thread"] = threading.get_ident()
         undo = Undo()
         stack.callback(undo.restore)
         stack.enter_context(handed_out(undo))
