@@ -844,3 +844,24 @@ def list_of_the_batch_that_is_popped() -> Program:
         return through(net, x) * meta["scales"].pop()
 
     return under(root, smooth, batch=lambda i: (rows(i), {"scales": [1.0, 0.5, 2.0], "seen": []}))
+
+
+@case(works=True)
+def tensor_class_that_counts_what_it_is_asked() -> Program:
+    class Told(Tensor):
+        asked: ClassVar[list[str]] = []
+
+        @classmethod
+        def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.asked.append(func.__name__)
+            return super().__torch_function__(func, kinds, args, kwargs or {})
+
+    def init(s: Any, _i: int) -> None:
+        s.told = torch.ones(WIDTH).as_subclass(Told)
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        return smooth(s, x) * (1 + (x.detach() * s.told).sum().as_subclass(Tensor) * 1e-3)
+
+    made = program(run, init, steps=2)
+    made.also = lambda: [float(len(Told.asked))]
+    return made

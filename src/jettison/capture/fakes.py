@@ -334,16 +334,17 @@ class _Faker:
             if isinstance(tensor, nn.Parameter):
                 return _as_parameter(tensor, wrapped)
             return wrapped.requires_grad_(tensor.requires_grad)
-        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:  # these fake their parts
+        if is_traceable_wrapper_subclass(tensor) or _layout_of(tensor) is not torch.strided:  # these fake their parts
             if is_sparse(tensor):
                 return self._sparse(tensor)
             parts = self._mode.from_tensor(tensor)
             return parts
-        device = self._device or tensor.device
-        fake: Tensor = FakeTensor(self._mode, self._meta(tensor), device)
-        if isinstance(tensor, nn.Parameter):
-            return _as_parameter(tensor, fake)
-        return fake.requires_grad_(tensor.requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            device = self._device or tensor.device
+            fake: Tensor = FakeTensor(self._mode, self._meta(tensor), device)
+            if isinstance(tensor, nn.Parameter):
+                return _as_parameter(tensor, fake)
+            return fake.requires_grad_(tensor.requires_grad)
 
     def _sparse(self, tensor: Tensor) -> Tensor:
         """Of a sparse one all entries: a coalesced gradient, the momentum of one."""
@@ -369,6 +370,11 @@ class _Faker:
         meta = torch.empty(0, dtype=tensor.dtype, device="meta")
         shared = self._storages[storage._cdata]
         return meta.set_(shared, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _layout_of(tensor: Tensor) -> torch.layout:
+    with torch._C.DisableTorchFunctionSubclass():  # a class of the user's may count
+        return tensor.layout
 
 
 def _as_parameter(parameter: nn.Parameter, fake: Tensor) -> nn.Parameter:

@@ -280,9 +280,10 @@ class Reach:
                 tensor.put_back()
         for array in reversed(self.arrays):
             array.flags.writeable = True
-        for tensor, name, was in self.hooks:
-            if hooks_of(tensor, name) != was:
-                put_hooks_back(tensor, name, was)
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor, name, was in self.hooks:
+                if hooks_of(tensor, name) != was:
+                    put_hooks_back(tensor, name, was)
         for names, name, value in self.named:
             if value is not MISSING:
                 names[name] = value
@@ -495,8 +496,9 @@ class Reach:
     def _tensor(self, tensor: Tensor) -> None:
         self._seen.add(id(tensor))
         self._held.append(tensor)
-        if tensor.is_leaf and not is_a(tensor, FakeTensor):
-            self.hooks += [(tensor, name, hooks_of(tensor, name)) for name in TENSOR_HOOKS]
+        with torch._C.DisableTorchFunctionSubclass():
+            if tensor.is_leaf and not is_a(tensor, FakeTensor):
+                self.hooks += [(tensor, name, hooks_of(tensor, name)) for name in TENSOR_HOOKS]
         if type(tensor) in PLAIN_TENSORS and is_in_memory(tensor):
             self.tensors.append(TensorState(tensor))
             self._add(vars(tensor))  # a flag, or a count, that somebody put on it
