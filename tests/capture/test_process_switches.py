@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import linecache
 import locale
 import logging
 import os
@@ -62,6 +63,8 @@ MOVES: dict[str, Callable[[], object]] = {
     "faulthandler": lambda: faulthandler.disable() if faulthandler.is_enabled() else faulthandler.enable(),
     "trace": lambda: sys.settrace(lambda *_: None),
     "profile": lambda: sys.setprofile(lambda *_: None),
+    "callbacks of the garbage collector": lambda: gc.callbacks.append(lambda *_: None),
+    "source lines": lambda: linecache.cache.update(nowhere=(0, None, [], "nowhere")),
 }
 
 

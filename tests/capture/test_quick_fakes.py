@@ -121,6 +121,18 @@ def test_a_mode_above_may_ask_for_an_answer() -> None:
     assert quick.remembered(aten.zeros.default, ([3],), {}) is UNKNOWN, "made of numbers, maybe for real"
 
 
+def test_views_in_inference_mode_are_those_of_torch() -> None:
+    """Their version counters cannot be set."""
+    mode = QuickFakeMode()
+    with mode:
+        a = torch.empty(2, 4)
+        for _ in range(3):
+            with torch.inference_mode():
+                view = a.detach()
+                assert not view.is_inference()
+                assert view.clone().t().is_inference()
+
+
 def test_what_differs_is_not_confused() -> None:
     quick = QuickFakeMode()
     with quick:

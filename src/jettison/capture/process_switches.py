@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import gc
 import itertools
+import linecache
 import locale
 import logging
 import os
@@ -256,6 +257,16 @@ def _set_limits(wanted: dict[int, tuple[int, int]]) -> None:
             sys.modules["resource"].setrlimit(which, limits)
 
 
+def _set_callbacks(wanted: list[Any]) -> None:
+    gc.callbacks[:] = wanted
+
+
+def _set_lines(wanted: dict[Any, Any]) -> None:
+    for name in linecache.cache.keys() - wanted.keys():
+        del linecache.cache[name]
+    linecache.cache.update(wanted)
+
+
 NAMED_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "setlocale": (lambda: locale.setlocale(locale.LC_ALL), lambda was: locale.setlocale(locale.LC_ALL, was)),
     "faulthandler": (_faults, _set_faults),
@@ -268,6 +279,8 @@ NAMED_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "setrlimit": (_limits, _set_limits),
     "settrace": (sys.gettrace, sys.settrace),
     "setprofile": (sys.getprofile, sys.setprofile),
+    "callbacks": (lambda: list(gc.callbacks), _set_callbacks),
+    "linecache": (lambda: dict(linecache.cache), _set_lines),
 }
 """The same of what is looked at only where code has the name."""
 Switches = list[tuple[Callable[[], Any], Callable[[Any], Any], Any]]

@@ -195,6 +195,8 @@ class QuickFakeMode(FakeTensorMode):
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
         if not self.cache_enabled:
             return None
+        if torch.is_inference_mode_enabled() and func.is_view:  # `_one` makes tensors without version counters there
+            return None
         key = call_key(func, args, kwargs, self, offsets=_may_view(func))
         if key is None or (Tensor in key and not _makes_its_results(func)):
             return None
