@@ -94,7 +94,7 @@ class CaptureMode(TorchDispatchMode):
                 torch.autograd.graph.saved_tensors_hooks(pack, unpack),
                 ReadingWatch(recorder),
                 self._states_watched(),
-                eagerly(lambda: self.recorders[-1].refuse(CALLS_COMPILED)),
+                eagerly(self._calls_compiled),
                 contextlib.nullcontext() if recorder.strict else self._hooks_may_be_off(recorder),
             ):
                 yield
@@ -103,6 +103,10 @@ class CaptureMode(TorchDispatchMode):
             self.recorders.pop()
             for hook in hooks:
                 hook.remove()
+
+    def _calls_compiled(self) -> None:
+        if not self.paused and self in _get_current_dispatch_mode_stack():  # not where a block is observed
+            self.recorders[-1].refuse(CALLS_COMPILED)
 
     @contextlib.contextmanager
     def _hooks_may_be_off(self, recorder: Recorder) -> Iterator[None]:
