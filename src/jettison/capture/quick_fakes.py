@@ -116,7 +116,9 @@ def _makes_its_results(func: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _may_view(func: Any) -> bool:
     """Whether it may return a tensor in the memory of another one, so that it matters where that one begins."""
-    return bool(func.is_view or func in _IN_ITS_MEMORY or _is_composite(func) or "as_strided" in func.name())
+    return bool(
+        func.is_view or func._schema.name in _IN_ITS_MEMORY or _is_composite(func) or "as_strided" in func.name()
+    )
 
 
 def _is_composite(func: Any) -> bool:
@@ -127,7 +129,9 @@ def _is_composite(func: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), implicit))
 
 
-_IN_ITS_MEMORY = frozenset({torch.ops.aten._unsafe_view.default, *_LIFTS})
+_IN_ITS_MEMORY = frozenset(
+    ("aten::_unsafe_view", "aten::lift_fresh", "aten::lift_fresh_copy", "fsdp::all_gather_copy_in")
+)
 
 
 @dataclass(frozen=True, slots=True)
