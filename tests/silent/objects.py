@@ -32,6 +32,7 @@ from multiprocessing import shared_memory
 from typing import Any, ClassVar
 
 import numpy as np
+import pydantic
 import torch
 from torch import Tensor, nn
 
@@ -641,6 +642,41 @@ def bytes_of_a_pickler() -> Counting:
     held = io.BytesIO()
     pickler = pickle.Pickler(held)
     return lambda: pickler.dump([1]), lambda: len(held.getvalue())
+
+
+@kind
+def attributes_that_are_exchanged() -> Counting:
+    class Holder:
+        def __init__(self) -> None:
+            self.n = 0
+
+        def tick(self) -> None:
+            self.__dict__ = {"n": self.n + 1}
+
+    held = Holder()
+    return held.tick, lambda: held.n
+
+
+@kind
+def model_of_pydantic() -> Counting:
+    held = _Configuration()
+
+    def tick() -> None:
+        held.n += 1
+        held.more = held.n
+        held._calls += 1
+        held.seen.append(held.n)
+
+    return tick, lambda: held.n + getattr(held, "more", 0) + held._calls + len(held.seen)
+
+
+class _Configuration(pydantic.BaseModel):
+    """Each assignment, which is validated, gives it another ``__dict__``."""
+
+    model_config = pydantic.ConfigDict(validate_assignment=True, extra="allow")
+    n: int = 0
+    seen: list[int] = []
+    _calls: int = pydantic.PrivateAttr(default=0)
 
 
 @kind

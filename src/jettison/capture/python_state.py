@@ -719,8 +719,14 @@ _OPEN_TO_GC: tuple[type, ...] = (
 
 @functools.lru_cache(maxsize=4096)
 def _slots_below(cls: Same[type]) -> tuple[str, ...]:
+    """Slots of an object; its ``__dict__`` too, which C may exchange for another, as pydantic's validated assignments
+    do.
+    """
     whose = ((c, str(c.__module__).partition(".")[0]) for c in cls.it.__mro__)
-    return tuple(name for c, package in whose if package not in ("torch", "jettison") for name in slots_of(c))
+    slots = [name for c, package in whose if package not in ("torch", "jettison") for name in slots_of(c)]
+    if not cls.it.__dictoffset__ or is_foreign(cls.it.__module__) or issubclass(cls.it, nn.Module | threading.local):
+        return tuple(slots)
+    return (*slots, "__dict__")
 
 
 @functools.lru_cache(maxsize=4096)
