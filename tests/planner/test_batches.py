@@ -330,3 +330,50 @@ def test_planning_for_a_larger_batch_observes_blocks_without_the_plan_that_is_on
         warnings.filterwarnings("error", message=".*runs without the plan")
         handle.expect((large,))
     assert [shape.peak_bytes for shape in handle.batches.report()] == [fresh.plan.predicted.peak_bytes]
+
+
+class Counted:
+    """A batch whose attributes the forward changes."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.calls, self.left = x, 0, [0, 1, 2]
+
+
+class Again(nn.Module):
+    """Calls blocks until they have counted far enough in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Counting() for _ in range(3))
+
+    def forward(self, batch: Counted) -> Tensor:
+        x = batch.x
+        while batch.calls < 5:
+            x = self.layers[batch.calls % 3](x, batch)
+        return x.square().mean()
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor, batch: Counted) -> Tensor:
+        batch.calls += 1
+        batch.left = batch.left[1:]
+        return x + self.down(torch.tanh(self.up(x))) * (1 + 0.1 * batch.calls)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_forward_may_go_by_what_its_blocks_leave_in_the_batch() -> None:
+    torch.manual_seed(0)
+    model, batch = Again(), Counted(torch.randn(16, 32))
+    plain = copy.deepcopy(model)
+    with pytest.raises(Infeasible) as refused:
+        jettison.auto_checkpoint(model, (batch,), 1)
+    assert (batch.calls, batch.left) == (0, [0, 1, 2])
+    with jettison.auto_checkpoint(model, (batch,), refused.value.minimum_budget_bytes):
+        for each in (model, plain, model):
+            each.zero_grad(set_to_none=True)
+            each(Counted(batch.x)).backward()
+        assert compare_gradients(model, plain).identical

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from jettison.capture.model_trace import ModelTrace
@@ -78,9 +79,12 @@ def dry_run_root(
             base = counter.live_bytes
             run_step(trace, trace.fake_model, counter)
             tail = counter.peak_bytes
-    except _StubsFallShort:
+    except _StubsFallShort as error:
         if not apart or plain is None:
-            raise
+            raise UnsupportedModule(
+                "the forward calls its blocks more often in a dry run than when it was recorded: it goes by state that "
+                "is not put back in between. Hold that state in attributes of the model or of the batch"
+            ) from error
         return dry_run_root(trace, kept, key, seconds, workspace, plain=plain, through_blocks=True)
     finally:
         trace.fake_model.zero_grad(set_to_none=True)
@@ -169,9 +173,12 @@ def _next_of(calls: Iterator[int]) -> int:
     """The call that is made.
 
     Raises:
-        UnsupportedModule: the forward made fewer.
+        UnsupportedModule: the forward made fewer, and this one comes in backward.
+        _StubsFallShort: it comes in the forward, which goes by Python's state that blocks leave behind.
     """
     call = next(calls, None)
+    if call is None and torch._C._current_graph_task_id() == -1:
+        raise _StubsFallShort
     if call is None:
         raise UnsupportedModule(
             "the model calls its blocks once more in backward, as torch.utils.checkpoint does; take that out first: "
