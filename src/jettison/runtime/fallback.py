@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jettison.capture.compiled import CALLS_COMPILED, eagerly
 from jettison.capture.op_traits import hollow_results
 from jettison.capture.python_state import Known, Reach
 from jettison.capture.signature import as_signed, global_signature
@@ -85,8 +86,11 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
                 [*copies.values(), *again.values(), *(t for t in tree_leaves(given) if isinstance(t, Tensor))]
             )
             elsewhere.undo.note(originals, handed=True)  # a view of numpy's may write to what the copies stand in for
-            with elsewhere, looks.hollow:
+            compiled: list[str] = []
+            with eagerly(lambda: compiled.append(CALLS_COMPILED)), elsewhere, looks.hollow:
                 first = _run(forward, given, looks.first, looks.asked)
+                if compiled:
+                    return Verdict(again=False, why=CALLS_COMPILED)
                 if elsewhere.undo.wrote:
                     return Verdict(again=False, why="its forward writes to tensors that are no buffers of its")
             now = _tables(module)
