@@ -267,6 +267,20 @@ def handler_of_a_log() -> Counting:
 
 
 @kind
+def logger_that_a_forward_asks_for() -> Counting:
+    name = f"silent.{next(_LOGGERS)}"
+
+    def tick() -> None:
+        log = logging.getLogger(name)
+        log.setLevel(log.level + 1)
+
+    return tick, lambda: logging.getLogger(name).level if name in logging.Logger.manager.loggerDict else 0
+
+
+_LOGGERS = itertools.count()
+
+
+@kind
 def log_in_a_file() -> Counting:
     path = tempfile.mkstemp()[1]
     log = logging.Logger("silent")

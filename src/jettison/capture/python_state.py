@@ -164,6 +164,7 @@ class Reach:
         self._importing: dict[str, tuple[list[Any], ...]] = {}  # tables, places, globals before a module's code
         self._undone: list[types.ModuleType] = []  # imported since, and not to stay
         self._sets_everybodys = False
+        self._loggers: frozenset[str] | None = None  # names of all, where code asks for loggers
         self._is_running = False
         classes: dict[type, None] = {}
         for module in modules:
@@ -297,6 +298,10 @@ class Reach:
             for attributes in (one for one in _everybodys() if id(one) not in self._tables):  # made by the run
                 for name in self._set_names & attributes.keys():
                     del attributes[name]
+        if self._loggers is not None:
+            known = logging.Logger.manager.loggerDict
+            for name in [name for name in known if not (name in self._loggers or name in sys.modules)]:
+                del known[name]  # not that of a module, which a library imported for good
         for module in self.modules:
             module.put_back()
         for cls, was in self.classes:
@@ -562,7 +567,10 @@ class Reach:
         for owner in library_owners(function):
             self._owners[id(owner)] = owner
         self._set_names |= names.assigned
-        if names.assigned and not names.read.isdisjoint(("current_thread", "main_thread", "getLogger")):
+        asks_for_loggers = "getLogger" in names.read
+        if asks_for_loggers and self._loggers is None:
+            self._loggers = frozenset(logging.Logger.manager.loggerDict)
+        if asks_for_loggers or (names.assigned and not names.read.isdisjoint(("current_thread", "main_thread"))):
             self._sets_everybodys = True
             for attributes in _everybodys():
                 if id(attributes) not in self._tables:
