@@ -82,7 +82,7 @@ class _Stage(nn.Module):
 
 
 def _forward_states(stage: PipelineStage) -> Mapping[int, Any]:
-    """What torch keeps of each forward until its backward, by micro-batch."""
+    """State that torch keeps of each forward until its backward, by micro-batch."""
     return stage.fwd_cache if hasattr(stage, "fwd_cache") else stage._forward_chunk_states  # torch 2.15
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -15,7 +15,7 @@ import jettison
 from jettison.dryrun import op_costs
 from jettison.planner import options
 from jettison.units import Bytes
-from support.toys import Mlp
+from support.toys import Mlps
 
 
 @pytest.fixture
@@ -27,19 +27,6 @@ def silent_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-class Net(nn.Module):
-    """The output is the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Mlp(16, 64) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 def accumulating(model: Any, x: Tensor) -> None:
     for rows in x.chunk(2):
         (model(rows) / 2).backward()
@@ -47,7 +34,7 @@ def accumulating(model: Any, x: Tensor) -> None:
 
 def test_a_sharded_step_is_dry_run_once_for_each_choice(silent_two: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2's gathers name an object of their own in every call, by its address."""
-    model = Net()
+    model = Mlps()
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)

@@ -394,7 +394,7 @@ def test_ranks_follow_what_was_kept_together(tmp_path: Path) -> None:
 
 
 def in_a_pipeline(folder: str) -> list[Any]:
-    """What each of several calls followed, and its plan: stages with files of their own."""
+    """The kept plan that each of several calls followed, and its own: stages with files of their own."""
     rank, found = torch.distributed.get_rank(), []
     file = Path(folder) / "stage.json"
     for number in range(4):

@@ -14,7 +14,7 @@ import jettison
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.units import Bytes
-from support.toys import Mlp
+from support.toys import Mlps
 
 
 @pytest.fixture
@@ -25,21 +25,8 @@ def alone() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-class Net(nn.Module):
-    """The output is the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Mlp(16, 64) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 def test_a_wrapper_that_comes_after_the_plan_is_said_once(alone: None) -> None:
-    model, x = Net(), torch.randn(64, 16)
+    model, x = Mlps(), torch.randn(64, 16)
     handle = jettison.auto_checkpoint(model, x, Bytes(1 << 30))
     wrapped = DistributedDataParallel(model)
     nbytes = sum(p.nbytes for p in model.parameters())
@@ -53,7 +40,7 @@ def test_a_wrapper_that_comes_after_the_plan_is_said_once(alone: None) -> None:
 
 
 def test_a_plan_for_the_wrapper_knows_its_buckets(alone: None) -> None:
-    model, x = Net(), torch.randn(64, 16)
+    model, x = Mlps(), torch.randn(64, 16)
     plain = jettison.auto_checkpoint(model, x, Bytes(1 << 30))
     plain.remove()
     wrapped = DistributedDataParallel(model)
@@ -65,7 +52,7 @@ def test_a_plan_for_the_wrapper_knows_its_buckets(alone: None) -> None:
     handle.remove()
 
 
-class Branches(Net):
+class Branches(Mlps):
     """A layer that no step uses, unless it is asked to."""
 
     def __init__(self) -> None:

@@ -67,7 +67,7 @@ def test_it_leaves_what_a_plain_run_leaves(exception: type[BaseException], block
 
 @pytest.mark.filterwarnings("ignore")
 def test_it_may_leave_planning_for_a_new_shape() -> None:
-    """What blocks that had ended have counted stays, as without a plan."""
+    """Counts of blocks that had ended stay, as without a plan."""
 
     class Counting(nn.Module):
         def __init__(self) -> None:

@@ -61,7 +61,7 @@ UNDER_A_BUDGET = (
 
 @pytest.mark.parametrize("name", UNDER_A_BUDGET)
 def test_state_that_moves_while_the_root_computes(name: str) -> None:
-    """Under a budget the root computes again as well, and the step is dry-run."""
+    """Under a budget the root recomputes as well, and the step is dry-run."""
     holds(ALL[name], "budget:100")
 
 

@@ -143,7 +143,7 @@ TOGETHER = {
 
 
 def _launched(names: tuple[str, ...], nproc: int) -> list[Any] | str:
-    """What each rank returned by name, or how the launch failed: once, not again for every test."""
+    """Results of each rank by name, or how the launch failed: once, not for every test."""
     try:
         return run_ranks(one_by_one, nproc, names)
     except AssertionError as error:
@@ -151,7 +151,7 @@ def _launched(names: tuple[str, ...], nproc: int) -> list[Any] | str:
 
 
 def one_by_one(names: list[str]) -> dict[str, Any]:
-    """What each function returned on a rank. One that fails ends the launch: others may wait for this rank."""
+    """Results of each function on a rank. One that fails ends the launch: others may wait for this rank."""
     return {name: _function(name)(None) for name in names}
 
 

@@ -66,3 +66,16 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.inner(self.up(x)))
+
+
+class Mlps(nn.Module):
+    """Three of them; the output is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(16, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()

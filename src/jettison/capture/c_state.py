@@ -167,7 +167,7 @@ class _Context:
 
 
 class _Queue:
-    """What waits in a queue. One that another thread empties, as an executor's, is empty before and after."""
+    """Items of a queue. One that another thread empties, as an executor's, is empty before and after."""
 
     def __init__(self, holder: Any) -> None:
         self.holder, self.seen = holder, waiting_in(holder)
@@ -201,7 +201,7 @@ class _Queue:
 
 
 def waiting_in(held: Any) -> list[Any]:
-    """What waits in a `queue.SimpleQueue`, first in first: taking it out would wake those who wait for it."""
+    """Items of a `queue.SimpleQueue`, oldest first: taking them out would wake those who wait for them."""
     inside = [one for one in gc.get_referents(held) if one is not type(held)]
     if sys.version_info < (3, 13):  # one list, which begins with the places of what was taken
         inside = inside[0]

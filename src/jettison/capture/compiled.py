@@ -1,4 +1,4 @@
-"""What `torch.compile` was told about a module, what it has made of a block, and runs without what it has made."""
+"""Settings of `torch.compile` on a module, the code it made of a block, and runs without that code."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class StepFakeMode(QuickFakeMode):
 
 
 def _after_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-    """What the real kernel returns where torch's fake one returned `out`."""
+    """The real kernel's result where torch's fake one returned `out`."""
     on_cpu = isinstance(args[0], Tensor) and args[0].device.type == "cpu" if args else False
     if func is _BATCH_NORM and on_cpu:
         told = next((tensor for tensor in args[1:5] if isinstance(tensor, Tensor)), args[0])

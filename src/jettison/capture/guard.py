@@ -381,7 +381,7 @@ def _alike(now: Any, value: Any) -> bool:
 
 
 def _weakly(value: Any) -> Any:
-    """The model may let go of objects (of tensors, with what autograd holds behind them): nothing here keeps them."""
+    """A weak reference where there can be one: a guard keeps no object (or tensor, with its graph) alive."""
     if is_a(value, (*_SCALARS, *_FUNCTIONS, type, types.ModuleType, nn.Module)):
         return value
     try:
@@ -391,7 +391,7 @@ def _weakly(value: Any) -> Any:
 
 
 def _given(value: Any) -> Any:
-    """What C calls for a value that is held weakly, or is there itself."""
+    """A callable in C that returns a value, which is held weakly or itself."""
     return value if type(value) is weakref.ref else itertools.repeat(value).__next__
 
 

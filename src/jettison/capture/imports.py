@@ -136,5 +136,5 @@ def _code_of(loader: Any, module: types.ModuleType) -> types.CodeType | None:
 
 
 def _registered() -> tuple[int, ...]:
-    """How many operators and kinds of trees there are: none can be registered twice."""
+    """Numbers of registered operators and pytree kinds: none can be registered twice."""
     return len(torch.library._defs), len(torch.library._impls), len(torch.utils._pytree.SUPPORTED_NODES)

@@ -66,7 +66,7 @@ def is_of_c(file: Any) -> bool:
 
 
 def attributes_in_c(value: Any) -> list[str]:
-    """Names of attributes that an object of an extension's holds in C, beside its own table: ``cdef public`` ones.
+    """Names of attributes that an extension's object holds in C, apart from its ``__dict__``: ``cdef public`` ones.
 
     Nothing else tells which of the getters of its class only read what it holds: such a value is one that the
     collector finds there, or a plain one.

@@ -123,7 +123,7 @@ def _of_python() -> dict[Any, Any]:
 
 
 def _of_c() -> dict[bytes, bytes]:
-    """What child processes get: `os.putenv` changes that alone."""
+    """The environment that child processes get: `os.putenv` changes that alone."""
     try:
         entries = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
     except (ValueError, TypeError, OSError):  # not a system with that name for it
@@ -282,12 +282,12 @@ NAMED_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "callbacks": (lambda: list(gc.callbacks), _set_callbacks),
     "linecache": (lambda: dict(linecache.cache), _set_lines),
 }
-"""The same of what is looked at only where code has the name."""
+"""Switches that are read only where code has the name."""
 Switches = list[tuple[Callable[[], Any], Callable[[Any], Any], Any]]
 
 
 def read_switches(names: Set[str] = frozenset()) -> Switches:
-    """Where all of them stand: (how to read it, how to set it, value).
+    """All switches, each as (how to read it, how to set it, value).
 
     Args:
         names: in the code that is about to run.

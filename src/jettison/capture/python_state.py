@@ -257,7 +257,7 @@ class Reach:
                 self._add(value)
 
     def _single_values(self) -> tuple[list[Any], list[Any]]:
-        """What places and named globals have now."""
+        """Values of places and named globals now."""
         places = [attribute_of(place.holder, place.name) for place in self.places]
         return places, [table.get(name, MISSING) for table, name, _ in self.named]
 

@@ -1,4 +1,4 @@
-"""What lies where: tables, attributes, tensors and caches as they were, and how each is put back.
+"""Snapshots of Python state: tables, attributes, tensors and caches as they were, and how each is put back.
 
 NOTE [ No code of the user's ]
 A class of the user's may count its lookups, raise in ``__iter__``, hand each name on to another object, or say that it
@@ -129,14 +129,14 @@ def kind_of(container: Any) -> Any:
 
 
 def items_of(container: Any) -> Iterator[Any]:
-    """What a container holds; of a dict, its values."""
+    """Items of a container; of a dict, its values."""
     if type(container) in _EXACT:
         return iter(container)
     return iter(dict.values(container)) if is_a(container, dict) else kind_of(container).__iter__(container)
 
 
 def size_of(container: Any) -> int:
-    """How many entries a container has."""
+    """Number of entries of a container."""
     if type(container) in _EXACT or type(container) in _EXACT_DICTS:
         return len(container)
     size: int = kind_of(container).__len__(container)
@@ -270,7 +270,7 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 def _form_of(array: Any) -> tuple[Any, ...]:
-    """Of one of numpy's; Python's have none."""
+    """Shape, dtype and write flag of a NumPy array; Python's arrays have none."""
     return (array.shape, array.dtype, array.flags.writeable) if hasattr(array, "flags") else ()
 
 

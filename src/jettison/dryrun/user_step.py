@@ -302,7 +302,7 @@ class _Watcher:
 
 
 def _unplanned() -> str:
-    """Where calls with gradients run without a plan, if this is such a place."""
+    """The reason why calls with gradients run without a plan here, or an empty text."""
     return _TRANSFORMED if is_transforming() else FOREIGN_HOOKS if are_hooks_foreign() else ""
 
 

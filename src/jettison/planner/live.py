@@ -337,7 +337,7 @@ def auto_checkpoint(
         return with_losses(lambda losses: made(losses, batches, less, None), chunked=chunked_loss)
 
     def thawing(applied: Applied, ranks: Together, budget: Budget, batches: Sequence[Any]) -> Applied:
-        """Where this rank cannot plan by itself, it does so with the others."""
+        """A handle that plans again with the other ranks where this one cannot plan by itself."""
         if applied.batches is None:
             applied._again = Thawing(
                 modules=modules_of(given),

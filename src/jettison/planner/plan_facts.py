@@ -34,7 +34,7 @@ MOST_CODE: Final = 20_000
 """Functions and classes that are looked at."""
 
 Facts = dict[str, str]
-"""What a plan was made for, most telling first."""
+"""Facts that a plan was made for, most telling first."""
 
 _DIGESTS: Final = {
     "programs": "its blocks, or what is around them, run other ops, or on other shapes, than before",
@@ -104,7 +104,7 @@ def step_facts(
     functions: Sequence[Any],
     **asked: Any,
 ) -> Facts:
-    """Of what is planned.
+    """Facts of a model, its batch and its loop.
 
     Args:
         traces: of the models that run with gradients.
@@ -140,7 +140,7 @@ def step_facts(
 
 
 def bytes_of_state(optimizer: torch.optim.Optimizer | None) -> int:
-    """Of an optimizer's tensors beside the parameters."""
+    """Bytes of an optimizer's state, without the parameters."""
     if optimizer is None:
         return 0
     leaves = tree_leaves([dict(state) for state in optimizer.state.values() if isinstance(state, dict)])
@@ -182,7 +182,7 @@ def _kind_of(value: Any) -> str:
 
 
 def digest(value: Any) -> str:
-    """Of a value as JSON, 16 letters."""
+    """SHA-256 of a value as JSON, its first 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
 
 
@@ -197,7 +197,7 @@ class _Code:
         self._found: list[Any] = []
 
     def digest(self) -> str:
-        """Of all that was found, in the order in which it was."""
+        """Digest of all that was found, in order."""
         return digest(self._found)
 
     def model(self, model: nn.Module) -> None:

@@ -69,7 +69,7 @@ class Assumptions:
         self.expects = False  # the handle plans for batches that it is told of
         self.thaws = False  # and for parameters that are trained by then
         self.looked = False  # at the backward of the latest forward
-        self.collected = False  # garbage, before it is said that forwards wait for backward
+        self.collected = False  # garbage, before the first warning that forwards wait for backward
         self.has_loss = True  # in what the latest forward returned
 
     def follow(self) -> None:
