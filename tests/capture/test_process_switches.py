@@ -8,11 +8,13 @@ import linecache
 import locale
 import logging
 import os
+import readline
 import resource
 import signal
 import socket
 import sys
 import threading
+import time
 import tracemalloc
 import warnings
 from collections.abc import Callable
@@ -64,6 +66,11 @@ MOVES: dict[str, Callable[[], object]] = {
     "trace": lambda: sys.settrace(lambda *_: None),
     "profile": lambda: sys.setprofile(lambda *_: None),
     "callbacks of the garbage collector": lambda: gc.callbacks.append(lambda *_: None),
+    "lines of a terminal": lambda: readline.add_history("a line"),
+    "time zone": lambda: (os.environ.update(TZ="Asia/Tokyo"), time.tzset()),
+    "where coroutines begin": lambda: sys.set_coroutine_origin_tracking_depth(3),
+    "signals that wait": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2,)),
+    "how modules are converted": lambda: torch.__future__.set_overwrite_module_params_on_conversion(True),
     "source lines": lambda: linecache.cache.update(nowhere=(0, None, [], "nowhere")),
 }
 

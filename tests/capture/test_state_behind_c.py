@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import bz2
 import collections
+import contextlib
 import contextvars
 import csv
 import ctypes
@@ -36,7 +38,7 @@ import pytest
 import torch
 from torch import nn
 
-from jettison.capture.c_state import Untouchable, c_state, stand_in
+from jettison.capture.c_state import Subclasses, Untouchable, c_state, stand_in
 from jettison.capture.function_state import is_foreign
 from jettison.capture.guard import MOST_ITEMS, ModuleGuard
 from jettison.capture.isolation import leaving_nothing
@@ -100,12 +102,21 @@ def _poke(holder: Any) -> None:
         flat[0] ^= 1
 
 
+_Abstract: Any = abc.ABCMeta("_Abstract", (), {})
+
+
 KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "a number of ctypes": (lambda: ctypes.c_int(3), _poke),
     "a text of ctypes": (lambda: ctypes.create_string_buffer(8), _poke),
     "a shared value": (lambda: multiprocessing.Value("i", 1).get_obj(), _poke),
     "a shared array": (lambda: multiprocessing.RawArray("i", 3), _poke),
     "a map": (lambda: mmap.mmap(-1, 16), _poke),
+    "a semaphore": (lambda: multiprocessing.Semaphore(2)._semlock, lambda held: held.acquire()),  # type: ignore[attr-defined]
+    "an event of processes": (
+        lambda: multiprocessing.Event()._flag._semlock,  # type: ignore[attr-defined]
+        lambda held: held.release(),
+    ),
+    "a registry of classes": (lambda: Subclasses(_Abstract), lambda _: _Abstract.register(int)),
     "a queue": (queue.SimpleQueue, lambda held: held.put(1)),
     "a context of decimal": (lambda: decimal.Context(prec=9), lambda context: setattr(context, "prec", 3)),
     "a text in memory": (lambda: io.StringIO("a"), lambda text: text.write("bc")),
@@ -117,7 +128,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 def test_what_c_keeps_is_put_back(kind: str) -> None:
     make, move = KEPT[kind]
     holder = make()
-    state = c_state(holder)
+    state = holder if isinstance(holder, Subclasses) else c_state(holder)
     assert state is not None and state.is_unchanged()
     move(holder)
     assert not state.is_unchanged()
@@ -241,6 +252,87 @@ def test_a_queue_that_a_thread_empties_may_be_used() -> None:
     module = nn.Linear(2, 2)
     with ThreadPoolExecutor(1) as module.pool, leaving_nothing([module]):
         assert module.pool.submit(lambda: 3).result() == 3
+
+
+def test_a_queue_of_another_thread_is_refused() -> None:
+    """As that of a writer of logs: what a run puts there is under way at once, and whoever waits for more must not be
+    forgotten.
+    """
+    module = nn.Linear(2, 2)
+    module.rows = queue.Queue()
+    got: list[int] = []
+
+    def take() -> None:
+        while (one := module.rows.get()) is not None:
+            got.append(one)
+            module.rows.task_done()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    with (
+        pytest.raises(UnsupportedModule, match=r"a queue\.Queue of another thread.*has not been touched"),
+        leaving_nothing([module]),
+        contextlib.suppress(Exception),
+    ):
+        module.rows.put(1)
+    module.rows.put(2)
+    module.rows.join()
+    module.rows.put(None)
+    thread.join()
+    assert got == [2]
+
+
+def test_a_thread_that_waits_is_not_forgotten() -> None:
+    module = nn.Linear(2, 2)
+    module.ask, answered = threading.Event(), threading.Semaphore(0)
+
+    def answer() -> None:
+        for _ in range(2):
+            module.ask.wait()
+            module.ask.clear()
+            answered.release()
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    with leaving_nothing([module]):
+        module.ask.set()
+        assert answered.acquire(timeout=60)
+    module.ask.set()
+    assert answered.acquire(timeout=60)
+    thread.join()
+
+
+def test_a_thread_goes_on_with_what_is_refused_here() -> None:
+    held = Untouchable("list", [3])
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(held.pop()))
+    thread.start()
+    thread.join()
+    assert got == [3]
+    with pytest.raises(UnsupportedModule, match="has not been touched"):
+        held.pop()
+
+
+def _entries() -> dict[str, tuple[Any, Callable[[Any], object], Callable[[Any], object]]]:
+    """Objects of libraries that C alone knows, a change to each, and what they have."""
+    tokenizers, multidict = pytest.importorskip("tokenizers"), pytest.importorskip("multidict")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 1}))
+    return {
+        "tree": (ElementTree.Element("a"), lambda tree: ElementTree.SubElement(tree, "b"), ElementTree.tostring),
+        "words": (words, lambda one: one.add_tokens(["b"]), lambda one: one.get_vocab_size()),
+        "table": (multidict.MultiDict(), lambda table: table.add("b", 1), lambda table: list(table.items())),
+    }
+
+
+@pytest.mark.parametrize("kind", ["tree", "words", "table"])
+def test_a_run_changes_a_copy_of_what_c_alone_knows(kind: str) -> None:
+    held, change, look = _entries()[kind]
+    module = nn.Linear(2, 2)
+    module.held, before = held, look(held)
+    with leaving_nothing([module]):
+        change(module.held)
+        assert look(module.held) != before
+    assert module.held is held and look(held) == before
 
 
 def test_a_file_gets_nothing(tmp_path: Path) -> None:

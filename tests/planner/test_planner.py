@@ -337,6 +337,23 @@ def test_the_smallest_budget_of_blocks_that_are_observed_is_the_same_every_time_
         assert peak(model, x) <= found[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*cannot be recorded", "ignore:.*cannot be planned")
+def test_hooks_on_parameters_run_in_training_alone() -> None:
+    """Planning goes backward through blocks that are observed, and a hook may step an optimizer."""
+    model, x = make(Routed)
+    called, nodes = [], []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda _, name=name: called.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+        nodes.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
+        nodes[-1].register_hook(lambda *_, name=name: called.append(name))
+    with jettison.auto_checkpoint(model, (x,), "1GiB"):
+        assert not called
+        model(x).square().mean().backward()
+        trained = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+        assert sorted(called) == sorted(3 * trained)
+
+
 def test_a_shorter_batch_is_planned_as_the_one_that_was_given() -> None:
     """The same buffers, so that it takes less; as large a share of them might be others, of a higher peak."""
     model, x = make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import array
 import collections
 import concurrent.futures
@@ -17,6 +18,7 @@ import importlib
 import io
 import itertools
 import logging
+import multiprocessing
 import os
 import pickle
 import queue
@@ -30,6 +32,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import shared_memory
 from typing import Any, ClassVar
+from xml.etree import ElementTree
 
 import numpy as np
 import pydantic
@@ -277,6 +280,20 @@ def logger_that_a_forward_asks_for() -> Counting:
     return tick, lambda: logging.getLogger(name).level if name in logging.Logger.manager.loggerDict else 0
 
 
+@kind
+def handler_of_a_logger_that_a_forward_asks_for() -> Counting:
+    lines: list[str] = []
+
+    class Listing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    name = f"silent.{next(_LOGGERS)}"
+    logging.getLogger(name).addHandler(Listing())
+    logging.getLogger(name).propagate = False
+    return lambda: logging.getLogger(name).warning("x"), lambda: len(lines)
+
+
 _LOGGERS = itertools.count()
 
 
@@ -288,6 +305,24 @@ def log_in_a_file() -> Counting:
     log.addHandler(handler)
     weakref.finalize(log, handler.close)
     return lambda: log.warning("x"), lambda: os.path.getsize(path)
+
+
+@kind
+def tree_of_xml() -> Counting:
+    held = ElementTree.Element("run")
+    return lambda: held.append(ElementTree.Element("step")), lambda: len(held)
+
+
+@kind
+def event_of_processes() -> Counting:
+    held = multiprocessing.Event()
+    return held.set, lambda: float(held.is_set())
+
+
+@kind
+def class_that_is_registered() -> Counting:
+    held: Any = abc.ABCMeta("Held", (), {})
+    return lambda: held.register(int), lambda: float(isinstance(3, held))
 
 
 @kind

@@ -7,6 +7,8 @@ dispatcher has no program. Its outputs' shapes are all that the model around it 
 from __future__ import annotations
 
 import contextlib
+import gc
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,6 +21,7 @@ from jettison.capture.compiled import eagerly
 from jettison.capture.isolation import leaving_nothing, without_our_hooks, without_plans
 from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.signature import opaque_copy
+from jettison.capture.snapshots import TENSOR_HOOKS
 from jettison.capture.tensor_subclasses import has_gradients, plain
 from jettison.capture.trees import tree_flatten, tree_unflatten
 from jettison.capture.undo import WritesUndone
@@ -97,6 +100,29 @@ def undisturbed(module: nn.Module, values: Iterable[Any]) -> Iterator[None]:
         torch.autograd.set_detect_anomaly(False),  # gradients are memory that nobody has written to
     ):
         yield
+
+
+@contextlib.contextmanager
+def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
+    """A backward of random numbers through a module calls no hooks on its parameters: they may step an optimizer."""
+    tables = [table for parameter in module.parameters() for table in _gradient_hooks(parameter)]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)
+
+
+def _gradient_hooks(parameter: Tensor) -> list[Any]:
+    """The very tables that autograd goes by: on the tensor, and on the node that adds up its gradient."""
+    found = [getattr(parameter, name, None) for name in TENSOR_HOOKS]
+    if parameter.requires_grad and parameter.is_leaf:
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        found += [one for one in gc.get_referents(node) if type(one) is OrderedDict]
+    return list({id(table): table for table in found if table}.values())
 
 
 def _trace_of(given: list[Any], output: Any) -> RegionTrace:

@@ -9,13 +9,16 @@ that is open for writing it finds a file in memory; and where nothing can be cop
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import csv
 import decimal
 import functools
 import gc
+import importlib
 import io
 import itertools
+import multiprocessing
 import os
 import queue
 import stat
@@ -28,7 +31,8 @@ from collections.abc import Iterator
 from operator import is_
 from typing import Any, NoReturn, Protocol
 
-from jettison.capture.kinds_of_c import adds_up, is_of_c, refuses_a_copy
+from jettison.capture.file_changes import asking
+from jettison.capture.kinds_of_c import adds_up, copied_whole, is_of_c, refuses_a_copy
 from jettison.capture.snapshots import MOST_BYTES, PLAIN, attributes_of, is_a
 from jettison.errors import UnsupportedModule
 from jettison.identity import Same
@@ -54,6 +58,8 @@ def c_state(value: Any) -> CState | None:
         return _Context(value)
     if is_a(value, queue.SimpleQueue):
         return _Queue(value)
+    if type(value) is _SEM_LOCK:
+        return _Semaphore(value)
     if is_a(value, io.IOBase):
         return _Position(value) if _is_read(value) else None
     return Memory(value) if _lends_memory(value) else None
@@ -177,7 +183,7 @@ class _Queue:
         return len(now) == len(self.seen) and all(map(is_, now, self.seen))
 
     def put_back(self) -> None:
-        if self._is_emptied_elsewhere():  # what has been taken is under way
+        if is_used_elsewhere(self.holder):  # what has been taken is under way
             return
         with contextlib.suppress(queue.Empty):
             while True:
@@ -185,19 +191,70 @@ class _Queue:
         for one in self.seen:
             self.holder.put(one)
 
-    def _is_emptied_elsewhere(self) -> bool:
-        """Whether code of another thread has the queue, as an executor's has."""
-        here = threading.get_ident()
-        frames = [frame for thread, frame in sys._current_frames().items() if thread != here]
-        while frames:
-            frame = frames.pop()
-            names = frame.f_code.co_names
-            known = [*frame.f_locals.values(), *map(frame.f_globals.get, names)]
-            held = (map(table.get, names) for one in known if type(table := attributes_of(one)) is dict)
-            if any(one is self.holder for one in itertools.chain(known, *held)):
-                return True
-            frames += [frame.f_back] if frame.f_back is not None else []
-        return False
+
+def is_used_elsewhere(held: Any) -> bool:
+    """Whether code of another thread has an object, as an executor's has its queue."""
+    here = threading.get_ident()
+    frames = [frame for thread, frame in sys._current_frames().items() if thread != here]
+    while frames:
+        frame = frames.pop()
+        names = frame.f_code.co_names
+        known = [*frame.f_locals.values(), *map(frame.f_globals.get, names)]
+        inside = (map(table.get, names) for one in known if type(table := attributes_of(one)) is dict)
+        if any(one is held for one in itertools.chain(known, *inside)):
+            return True
+        frames += [frame.f_back] if frame.f_back is not None else []
+    return False
+
+
+class _Semaphore:
+    """Value of a semaphore of `multiprocessing`: of one, of a lock, and of what an event has for a flag."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+        self.seen = self._now()
+
+    def _now(self) -> int | None:
+        with contextlib.suppress(NotImplementedError):  # macOS does not tell
+            return int(self.holder._get_value())
+        return None
+
+    def is_unchanged(self) -> bool:
+        return self._now() == self.seen
+
+    def put_back(self) -> None:
+        if self.seen is None or multiprocessing.active_children():  # which may have moved it
+            return
+        while self.holder._get_value() < self.seen:
+            self.holder.release()
+        while self.holder._get_value() > self.seen and self.holder.acquire(False):
+            pass
+
+
+_SEM_LOCK = getattr(sys.modules.get("_multiprocessing") or importlib.import_module("_multiprocessing"), "SemLock", None)
+
+
+class Subclasses:
+    """Classes that were registered below an abstract one, which C keeps."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+        self.seen = self._now()
+
+    def _now(self) -> list[type]:
+        classes = (reference() for reference in abc._get_dump(self.holder)[0])  # type: ignore[attr-defined]
+        return [cls for cls in classes if cls is not None]
+
+    def is_unchanged(self) -> bool:
+        """Whether the same classes are registered."""
+        return set(map(id, self._now())) == set(map(id, self.seen))
+
+    def put_back(self) -> None:
+        """Register them alone."""
+        abc._reset_registry(self.holder)  # type: ignore[attr-defined]
+        for cls in self.seen:
+            abc.ABCMeta.register(self.holder, cls)
+        abc._reset_caches(self.holder)  # type: ignore[attr-defined]
 
 
 def waiting_in(held: Any) -> list[Any]:
@@ -258,22 +315,36 @@ def _name_of(file: Any) -> str:
 class Untouchable:
     """Stands for an object that nothing could put back, and refuses to be used."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, kind: str, value: Any) -> None:
+        self._kind, self._value, self._thread = kind, value, threading.get_ident()
+        self._told: list[UnsupportedModule] = []
+
+    def tell(self, refused: list[UnsupportedModule]) -> None:
+        """Leave errors there as well: code around may catch what is raised, and go on."""
+        self._told = refused
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise UnsupportedModule(
+        self._told.append(self._error())
+        raise self._told[-1]
+
+    def _error(self) -> UnsupportedModule:
+        return UnsupportedModule(
             f"the forward takes from a {self._kind} that outlives it, or adds to it. Planning and recording run the "
             f"forward once more, and a {self._kind} cannot be put back, so it has not been touched: count in an "
             "attribute, index a list, or use it outside of the forward, instead"
         )
 
-    __next__ = __call__ = __len__ = __bool__ = __getitem__ = _refuse
+    __next__ = __call__ = __len__ = __bool__ = __getitem__ = __setitem__ = __enter__ = _refuse
+
+    def __exit__(self, *_: object) -> None:
+        """Never entered."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __getattr__(self, name: str) -> Any:
+        if threading.get_ident() != self._thread:  # one that goes on meanwhile
+            return getattr(self._value, name)
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse()
@@ -286,24 +357,32 @@ def stand_in(value: Any) -> Any:
     """What a run finds in the place of a value that C keeps moving; None where the value may stay."""
     if is_a(value, io.StringIO | io.BytesIO):
         return None
+    if (instead := asking(value)) is not None:
+        return instead
     if is_a(value, io.IOBase):
         return _scratch(value)
     if is_a(value, types.GeneratorType):
-        return Untouchable("generator")
+        return Untouchable("generator", value)
     if type(value) is CSV_WRITER:
         return _another_writer(value)
-    if any(is_a(value, kind) for kind in _outside()):
-        return Untouchable(f"{type(value).__module__}.{type(value).__name__}")
+    if is_outside(value):
+        return Untouchable(f"{type(value).__module__}.{type(value).__name__}", value)
+    if is_a(value, queue.Queue):
+        return (
+            Untouchable(f"{type(value).__module__}.{type(value).__name__} of another thread", value)
+            if is_used_elsewhere(value)
+            else None
+        )
     if is_iterator_of_c(value):
         try:
             return copied_iterator(value)
         except TypeError:
-            return Untouchable(type(value).__name__)
+            return Untouchable(type(value).__name__, value)
     if adds_up(Same(type(value))):
         return value.copy()
-    return (
-        Untouchable(f"{type(value).__module__}.{type(value).__name__}") if refuses_a_copy(Same(type(value))) else None
-    )
+    if refuses_a_copy(Same(type(value))):
+        return Untouchable(f"{type(value).__module__}.{type(value).__name__}", value)
+    return copied_whole(value)
 
 
 _OUTSIDE = {
@@ -311,15 +390,23 @@ _OUTSIDE = {
     "socket": ("socket",),
     "subprocess": ("Popen",),
     "multiprocessing.connection": ("Connection", "Client"),
+    "greenlet": ("greenlet",),
+    "torch.profiler": ("profile",),
+    "torch.utils.tensorboard.writer": ("SummaryWriter",),
 }
-"""Kinds of objects that speak to databases, other programs and other processes, by the module that has them."""
+"""Kinds of objects that speak to databases, files, other programs and other processes, or go on by themselves, by the
+module that has them.
+"""
 
 
-def _outside() -> Iterator[Any]:
+def is_outside(value: Any) -> bool:
+    """Whether an object speaks to what is outside of Python, or goes on by itself."""
     for name, kinds in _OUTSIDE.items():
         if name in sys.modules:
             found = (getattr(sys.modules[name], kind, None) for kind in kinds)
-            yield from (kind for kind in found if isinstance(kind, type))
+            if any(isinstance(kind, type) and is_a(value, kind) for kind in found):
+                return True
+    return False
 
 
 CSV_WRITER = type(csv.writer(io.StringIO()))

@@ -95,6 +95,7 @@ def leaving_nothing(modules: Iterable[nn.Module], values: Iterable[Any] = ()) ->
         raise
     finally:
         state.undo()
+    state.reach.raise_refused()
 
 
 @contextlib.contextmanager

@@ -56,6 +56,54 @@ def adds_up(kind: Same[type]) -> bool:
     return all(type(getattr(kind.it, name, None)) is types.MethodDescriptorType for name in names)
 
 
+def copied_whole(value: Any) -> Any:
+    """A deep copy of an object whose state C hides; None where it hides none, or refuses."""
+    kind = Same(type(value))
+    if not is_copied_whole(kind) or (_is_looked_into(kind) and attributes_in_c(value)):
+        return None
+    try:
+        return copy.copy(value) if _is_looked_into(kind) else copy.deepcopy(value)
+    except Exception:  # whatever a library's own code raises
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def is_copied_whole(kind: Same[type]) -> bool:
+    """Whether instances of a kind made in C change without a sign: it sets items or a state, and is no value that
+    others hash by.
+    """
+    hashes: Any = kind.it.__hash__
+    if not (hashes is None or hashes is object.__hash__) or issubclass(kind.it, BaseException):
+        return False
+    if "__reduce_cython__" in dir(kind.it):  # its attributes are looked into
+        return False
+    return any(_is_of_an_extension(kind.it, name) for name in ("__setstate__", "__setitem__"))
+
+
+def _is_of_an_extension(cls: type, name: str) -> bool:
+    """Whether a method is C's, and of no library whose kinds are known."""
+    owner = next((c for c in cls.__mro__ if name in vars(c)), None)
+    if owner is None or type(vars(owner)[name]).__name__ not in _METHODS_OF_C:
+        return False
+    made_by = str(owner.__module__).partition(".")[0]
+    return owner.__name__ in _OF_XML if made_by in sys.stdlib_module_names else made_by not in _KNOWN
+
+
+_METHODS_OF_C = ("wrapper_descriptor", "method_descriptor", "instancemethod")
+"""Names of their kinds; the last one's are pybind11's."""
+_KNOWN = ("torch", "numpy", "jettison", "triton")
+_OF_XML = ("Element",)
+
+
+def _is_looked_into(kind: Same[type]) -> bool:
+    """Whether the collector knows what instances hold: a copy of a container may have the same values."""
+    return bool(kind.it.__flags__ & _TRACKED) and kind.it.__name__ not in _OF_XML
+
+
+_TRACKED = 1 << 14
+"""Of a class in C: the collector looks into its instances."""
+
+
 def _is_written_in_python(module: str) -> bool:
     return str(getattr(sys.modules.get(module), "__file__", "")).endswith(".py")
 

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import tracemalloc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -267,7 +268,34 @@ def _set_lines(wanted: dict[Any, Any]) -> None:
     linecache.cache.update(wanted)
 
 
+def _typed() -> list[str]:
+    lines: Any = sys.modules.get("readline")
+    return [] if lines is None else [lines.get_history_item(at + 1) for at in range(lines.get_current_history_length())]
+
+
+def _set_typed(wanted: list[str]) -> None:
+    sys.modules["readline"].clear_history()
+    for line in wanted:
+        sys.modules["readline"].add_history(line)
+
+
+def _blocked() -> set[Any]:
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def _future() -> dict[str, Any]:
+    return {name: value for name, value in vars(torch.__future__).items() if isinstance(value, bool)}
+
+
 NAMED_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    **dict.fromkeys(("add_history", "clear_history"), (_typed, _set_typed)),
+    "tzset": (lambda: time.tzname, lambda _: time.tzset()),  # the environment has been put back
+    "set_coroutine_origin_tracking_depth": (
+        sys.get_coroutine_origin_tracking_depth,
+        sys.set_coroutine_origin_tracking_depth,
+    ),
+    "pthread_sigmask": (_blocked, lambda was: signal.pthread_sigmask(signal.SIG_SETMASK, was)),
+    "__future__": (_future, lambda was: vars(torch.__future__).update(was)),
     "setlocale": (lambda: locale.setlocale(locale.LC_ALL), lambda was: locale.setlocale(locale.LC_ALL, was)),
     "faulthandler": (_faults, _set_faults),
     "tracemalloc": (tracemalloc.is_tracing, lambda was: tracemalloc.start() if was else tracemalloc.stop()),

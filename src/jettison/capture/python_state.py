@@ -12,13 +12,6 @@ so one whose name no code reads that the walk has come by cannot be reached by t
 methods of a library's, whose names are not collected, or where some code makes names as it runs (`_BY_ANY_NAME`), every
 container is looked into. One look costs a comparison of identities in C, and steps into what can change alone: plain
 values and tuples of them cannot (`worth_a_look`).
-
-NOTE [ What code need not name ]
-Code may also reach state whose names it makes up as it runs: through `importlib.import_module`, `sys.modules`, `exec`,
-`globals`, the frames of its callers, the garbage collector, the subclasses of a class (`Wide`). Where code that the
-walk has come by does so, the walk takes in all data that can be reached that way: of the program's own modules, of the
-function's package, of modules that a text in it names; of libraries, only what code assigns to on what it names of
-them (`library_owners`), and on threads and loggers.
 """
 
 from __future__ import annotations
@@ -36,9 +29,10 @@ import sys
 import threading
 import types
 import weakref
+from abc import ABCMeta
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,23 +42,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from jettison.capture.c_state import (
     CSV_WRITER,
     CState,
+    Subclasses,
     Untouchable,
     c_state,
     is_iterator_of_c,
+    is_outside,
+    is_used_elsewhere,
     iterator_state,
     stand_in,
     waiting_in,
 )
-from jettison.capture.function_state import (
-    function_reach,
-    globals_of,
-    is_foreign,
-    is_of_the_program,
-    library_owners,
-    modules_by_name,
-)
+from jettison.capture.file_changes import allow_file_changes, refuse_file_changes
+from jettison.capture.function_state import function_reach, globals_of, is_foreign, library_owners
 from jettison.capture.imports import Globals, forget_import, ignore_imports, imported_in_runs, note_imports
-from jettison.capture.kinds_of_c import attributes_in_c
+from jettison.capture.kinds_of_c import attributes_in_c, is_copied_whole
 from jettison.capture.lent_arrays import is_lent, looks_at
 from jettison.capture.lru_caches import CacheState
 from jettison.capture.names_in_code import Names, Wide, names_in
@@ -98,6 +89,7 @@ from jettison.capture.snapshots import (
 )
 from jettison.capture.streams import is_stream, set_stream_state, stream_state
 from jettison.capture.undo import is_in_memory
+from jettison.capture.wide_reach import NAMES_MODULES, NEVER_INSIDE, WHEREVER, is_code, look_widely
 from jettison.errors import UnsupportedModule
 from jettison.identity import Same
 
@@ -161,11 +153,14 @@ class Reach:
         self._owners: dict[int, Any] = {}  # of libraries, named by code
         self._set_names: set[str] = set()  # attributes that code assigns to on other objects than a method's own
         self._noted_names: set[str] = set()  # those of them whose values on `_owners` are known
+        self._held_classes: list[type] = []  # libraries' among them
         self._importing: dict[str, tuple[list[Any], ...]] = {}  # tables, places, globals before a module's code
         self._undone: list[types.ModuleType] = []  # imported since, and not to stay
         self._sets_everybodys = False
         self._loggers: frozenset[str] | None = None  # names of all, where code asks for loggers
         self._is_running = False
+        self._prints_errors = logging.raiseExceptions
+        self.refused: list[UnsupportedModule] = []  # by what a run asked for; its code may have gone on
         classes: dict[type, None] = {}
         for module in modules:
             for sub in module.modules():
@@ -182,6 +177,9 @@ class Reach:
         self._walk()
         for module in imported_in_runs():
             self._kept(module)
+        if "register" in self._names:
+            abstract = {id(one): one for one in (*self._held_classes, *self._owners.values()) if is_a(one, ABCMeta)}
+            self.c_states += map(Subclasses, abstract.values())
         self.switches = read_switches(self._names)
         self._known.clear()  # what is no longer there is let go of
         self._known.update(self._large)
@@ -203,8 +201,9 @@ class Reach:
 
     @property
     def has_large_copies(self) -> bool:
-        """Whether an array was copied that is too large to be copied in each step."""
-        return any(is_array(table) and getattr(table, "nbytes", 0) > MOST_BYTES for table in self.tables)
+        """Whether something was copied that is, or may be, too large to be copied in each step."""
+        arrays = any(is_array(table) and getattr(table, "nbytes", 0) > MOST_BYTES for table in self.tables)
+        return arrays or any(is_copied_whole(Same(type(value))) for value, _ in self.stand_ins.values())
 
     def sees(self, tensor: Tensor) -> bool:
         """Whether an array that can be written to lies in the memory of a tensor."""
@@ -252,9 +251,7 @@ class Reach:
         """Globals of a library, and the containers among them: more than that has no limit."""
         self.modules.append(Globals(vars(module)))
         for value in list(vars(module).values()):
-            if type(value) in _PLAIN_CONTAINERS and id(value) not in self._seen and id(value) not in self._tables:
-                self._tables.add(id(value))
-                self._add(value)
+            self._only_put_back(value)
 
     def _single_values(self) -> tuple[list[Any], list[Any]]:
         """Values of places and named globals now."""
@@ -268,6 +265,8 @@ class Reach:
             UnsupportedModule: an iterator has gone on, which nothing puts back.
         """
         ignore_imports(self)
+        allow_file_changes(self.refused)
+        logging.raiseExceptions = self._prints_errors
         for imported in self._undone:
             forget_import(imported)
         for table, before in zip(self.tables, self.before, strict=True):
@@ -331,11 +330,22 @@ class Reach:
                 "in an attribute, or index a list, instead"
             )
 
+    def raise_refused(self) -> None:
+        """Raise the first error that a run was given and went on without.
+
+        Raises:
+            UnsupportedModule: it asked for what nothing could have put back.
+        """
+        if self.refused:
+            raise self.refused[0]
+
     def set_aside(self) -> None:
         """What could not be put back is out of a run's reach until `restore`, and modules that the run imports are
         noted. See NOTE [ Set aside ].
         """
         note_imports(self)
+        refuse_file_changes(self.refused)
+        logging.raiseExceptions = False  # a handler that is refused prints that, for each record
         self._is_running = True
         for array in self.arrays:
             array.flags.writeable = False
@@ -372,10 +382,10 @@ class Reach:
         if type(value) is tuple:  # the defaults of a function
             made = tuple(map(self._instead, value))
             return value if all(a is b for a, b in zip(made, value, strict=True)) else made
-        if is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
+        _, new = self.stand_ins.get(id(value), (None, None))
+        if new is None and is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
             _, new = self.stand_ins.get(id(value.__self__), (None, None))
             return value if new is None else new if type(new) is Untouchable else getattr(new, value.__name__)
-        _, new = self.stand_ins.get(id(value), (None, None))
         return value if new is None else new
 
     def restore_streams(self) -> None:
@@ -426,30 +436,21 @@ class Reach:
                 self._later(value, depth)
 
     def _look_widely(self, what: tuple[Wide, str], function: types.FunctionType) -> None:
-        """See NOTE [ What code need not name ]."""
-        match what[0]:
-            case Wide.GLOBALS:
-                self._data_of(function.__globals__)
-            case Wide.MODULES:
-                for table in (function.__globals__, *map(vars, modules_by_name(function))):
-                    self._data_of(table)
-            case Wide.FRAMES:
-                texts = names_in(function.__code__).texts
-                for name, value in _variables_of_callers():
-                    if name in texts:
-                        self._later(value, 1)
-                    elif type(value) in _PLAIN_CONTAINERS and id(value) not in self._seen | self._tables:
-                        self._tables.add(id(value))
-                        self._add(value)
-            case Wide.OBJECTS:
-                everything = gc.get_objects()
-                kinds = {kind for kind in set(map(type, everything)) if is_of_the_program(str(kind.__module__))}
-                self._waiting += [(value, 1) for value in everything if type(value) in kinds]
-            case Wide.SUBCLASSES:
-                for cls, _ in list(self.classes):
-                    below: list[type] = type.__subclasses__(cls)
-                    for one in below:
-                        self._class(one, 1)
+        found = look_widely(what[0], function, [cls for cls, _ in self.classes])
+        for table in found.tables:
+            self._data_of(table)
+        for value in found.values:
+            self._later(value, 1)
+        for container in found.containers:
+            self._only_put_back(container)
+        for cls in found.classes:
+            self._class(cls, 1)
+
+    def _only_put_back(self, container: Any) -> None:
+        """Not looked into: what it holds has no limit."""
+        if type(container) in _PLAIN_CONTAINERS and id(container) not in self._seen | self._tables:
+            self._tables.add(id(container))
+            self._add(container)
 
     def _data_of(self, table: dict[str, Any]) -> None:
         """Globals of a module, and what of them is no code."""
@@ -461,7 +462,7 @@ class Reach:
             if is_a(value, type):
                 if not (is_foreign(str(value.__module__)) or id(value) in self._seen):
                     self.classes.append((value, dict(vars(value))))
-                    self._waiting += [(one, 1) for one in worth_a_look(vars(value).values()) if not _is_code(one)]
+                    self._waiting += [(one, 1) for one in worth_a_look(vars(value).values()) if not is_code(one)]
             elif not is_a(value, types.FunctionType):
                 self._later(value, 1)
 
@@ -489,6 +490,7 @@ class Reach:
         if is_foreign(cls.__module__) or id(cls) in self._seen:
             return
         self._seen.add(id(cls))
+        self._held_classes.append(cls)
         self.classes.append((cls, dict(vars(cls))))
         self._class(type(cls), depth)
         for value in list(vars(cls).values()):
@@ -515,6 +517,7 @@ class Reach:
         if is_a(value, (*PLAIN, types.ModuleType)) or id(value) in self._seen:
             return  # of a module of Python's, what code names is looked at: see `globals_of`
         if is_a(value, type):
+            self._held_classes.append(value)
             if len(self._seen) <= self._most and depth <= MOST_DEEP:
                 for cls in value.__mro__:
                     self._class(cls, depth + 1)
@@ -522,17 +525,28 @@ class Reach:
         if is_a(value, Tensor):
             self._tensor(value)
             return
-        if len(self._seen) > self._most or depth > MOST_DEEP or is_ours(value):
+        if len(self._seen) > self._most or depth > MOST_DEEP:
+            return
+        if is_ours(value):
+            if is_outside(value):
+                self._c_state(value)
             return
         if value is sys.modules:
-            self._wide_reach(Wide.MODULES, _NAMES_MODULES)
+            self._wide_reach(Wide.MODULES, NAMES_MODULES)
         if value is sys.modules or value is vars(builtins) or type(value) is logging.Manager:  # which has all loggers
             return
         self._seen.add(id(value))
         self._held.append(value)  # so that no id comes back
+        if is_a(value, logging.Logger):
+            self._later(logging.getLogRecordFactory(), depth + 1)  # the process has one for all of them
         if type(value) in _PLAIN_CONTAINERS:
             self._container(value, depth)
             return
+        if is_a(value, queue.Queue) and is_used_elsewhere(value):
+            self._c_state(value)  # and what is in it is under way
+            return
+        if is_a(value, threading.Condition):
+            self._seen.add(id(attribute_of(value, "_waiters")))  # threads that wait by now have entered themselves
         if _is_simple(Same(type(value))) and not callable(value):
             self._object(value, depth)
             return
@@ -570,6 +584,9 @@ class Reach:
         asks_for_loggers = "getLogger" in names.read
         if asks_for_loggers and self._loggers is None:
             self._loggers = frozenset(logging.Logger.manager.loggerDict)
+            for one in _all_loggers():
+                self._waiting += [(held, depth + 1) for held in (*one.handlers, *one.filters)]
+            self._later(logging.getLogRecordFactory(), depth + 1)
         if asks_for_loggers or (names.assigned and not names.read.isdisjoint(("current_thread", "main_thread"))):
             self._sets_everybodys = True
             for attributes in _everybodys():
@@ -579,7 +596,7 @@ class Reach:
                     self._waiting += [(one, depth + 1) for one in worth_a_look(map(attributes.get, names.assigned))]
 
     def _wide_reach(self, wide: Wide, function: types.FunctionType) -> None:
-        what = wide, "" if wide in _WHEREVER else str(function.__module__)
+        what = wide, "" if wide in WHEREVER else str(function.__module__)
         if what not in self._wide_seen:
             self._wide_seen.add(what)
             self._wide[what] = function
@@ -626,6 +643,9 @@ class Reach:
             self.c_states.append(found)
         if (new := stand_in(value)) is not None:
             self.stand_ins[id(value)] = value, new
+            self._held.append(value)
+            if type(new) is Untouchable:
+                new.tell(self.refused)
 
 
 MANY = 256
@@ -709,7 +729,7 @@ def _inside(value: Any) -> Iterator[Any]:
         yield getattr(value, "base", None)
         yield from worth_a_look(value.ravel().tolist() if _has_objects(value) else ())
     elif _is_extension(Same(type(value))):
-        yield from (v for v in worth_a_look(gc.get_referents(value)) if not is_a(v, _NEVER_INSIDE))
+        yield from (v for v in worth_a_look(gc.get_referents(value)) if not is_a(v, NEVER_INSIDE))
     elif is_a(value, property):
         yield from filter(None, (value.fget,))
     elif is_a(value, staticmethod | classmethod):
@@ -740,7 +760,7 @@ def _slots_below(cls: Same[type]) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def _is_simple(cls: Same[type]) -> bool:
     """Whether instances of a class have attributes or slots and nothing else: Python made it, and all of its bases."""
-    if str(cls.it.__module__).startswith(("torch", "jettison")):
+    if str(cls.it.__module__).startswith(("torch", "jettison")) or is_copied_whole(cls):
         return False
     return all("__dict__" in vars(c) or "__slots__" in vars(c) for c in cls.it.__mro__ if c is not object)
 
@@ -761,9 +781,6 @@ def _is_extension(cls: Same[type]) -> bool:
 
 
 _KNOWN_IN_C = sys.stdlib_module_names | {"torch", "numpy", "jettison", "triton"}
-
-
-_NEVER_INSIDE = (type, types.FrameType, types.CodeType, types.FunctionType, types.BuiltinFunctionType)
 
 
 @functools.cache
@@ -806,33 +823,15 @@ def is_ours(value: Any) -> bool:
     return is_a(attributes, dict) and str(attributes.get("__module__")).startswith("jettison.")
 
 
-def _variables_of_callers() -> Iterator[tuple[str, Any]]:
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not is_foreign(str(frame.f_globals.get("__name__"))):
-            yield from list(frame.f_locals.items())
-        frame = frame.f_back
-
-
-_WHEREVER = (Wide.FRAMES, Wide.OBJECTS, Wide.SUBCLASSES)
-
-
-_NAMES_MODULES = cast(types.FunctionType, lambda: None)
-"""Stands for code that has got `sys.modules` under another name."""
-
-
-def _is_code(value: Any) -> bool:
-    return is_a(value, (*_NEVER_INSIDE, property, staticmethod, classmethod, *_OF_CLASSES))
-
-
-_OF_CLASSES = (types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType)
-
-
 def _everybodys() -> Iterator[dict[str, Any]]:
     """Attributes of threads and loggers: functions of Python's hand these to whoever asks."""
     yield from map(vars, threading.enumerate())
-    loggers = list(logging.Logger.manager.loggerDict.values())
-    yield from (vars(one) for one in (logging.root, *loggers) if isinstance(one, logging.Logger))
+    yield from map(vars, _all_loggers())
+
+
+def _all_loggers() -> list[logging.Logger]:
+    named = list(logging.Logger.manager.loggerDict.values())
+    return [one for one in (logging.root, *named) if isinstance(one, logging.Logger)]
 
 
 def _said_once() -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jettison.capture.block_observer import run_holding_nothing, stand_in, undisturbed
+from jettison.capture.block_observer import run_holding_nothing, stand_in, undisturbed, without_gradient_hooks
 from jettison.capture.compiled import eagerly
 from jettison.capture.model_trace import BlockClass, ModelTrace
 from jettison.capture.signature import call_signature, opaque_copy
@@ -46,7 +46,7 @@ def observe_block(
     shared = {p for c in trace.calls if c.class_key == cls.key for p in c.shared}
     gradients = [(p, p.grad) for p in module.parameters()]
     found: list[RegionOption] = []
-    with undisturbed(module, leaves), quiet_gc(), eagerly():
+    with undisturbed(module, leaves), without_gradient_hooks(module), quiet_gc(), eagerly():
         seed_streams(0)
         given = [[stand_in(leaf) for leaf in leaves] for _ in range(RANDOM_RUNS)]
         given.append([_alike(leaf) for leaf in given[0]])

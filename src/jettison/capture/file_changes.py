@@ -1,0 +1,142 @@
+"""Files that a run changes on disk, where it must leave nothing behind: refused by name before they are touched.
+
+Nothing puts back what was in a file, and a checkpoint that a dry run of a step saves has no values. So functions that
+open a file for writing, rename it or delete it are replaced while such a run goes on: an audit hook would see them all,
+but it stays for good and is asked at every `id()`. Files that were open before are `c_state`'s.
+
+Temporary files may be made, and what Python and compilers write while they import and compile may stay.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import os
+import stat
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from jettison.errors import UnsupportedModule
+from jettison.identity import Same
+
+_ALLOWED = ("importlib", "tempfile", "torch._dynamo", "torch._inductor", "torch._functorch", "triton", "linecache")
+"""Packages whose own files are the same whenever they are written, or go away by themselves."""
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
+_LOOKING: dict[int, list[list[UnsupportedModule]]] = {}
+"""By thread: where the runs in it, the outermost first, have what they refused."""
+_LOCK = threading.Lock()
+
+
+def refuse_file_changes(refused: list[UnsupportedModule]) -> None:
+    """From now on this thread opens no file for writing, and renames and deletes none.
+
+    Args:
+        refused: gets each error that is raised, since the code around may go on without a word.
+    """
+    with _LOCK:
+        if not _LOOKING:
+            for holder, name, own in _PLACES:
+                setattr(holder, name, _ASKING[Same(own)])
+        _LOOKING.setdefault(threading.get_ident(), []).append(refused)
+
+
+def allow_file_changes(refused: list[UnsupportedModule]) -> None:
+    """The end of `refuse_file_changes`, or nothing."""
+    with _LOCK:
+        for thread, runs in list(_LOOKING.items()):
+            _LOOKING[thread] = [run for run in runs if run is not refused]
+            if not _LOOKING[thread]:
+                del _LOOKING[thread]
+        if not _LOOKING:
+            for holder, name, own in _PLACES:
+                setattr(holder, name, own)
+
+
+def asking(function: Any) -> Any:
+    """What stands in for a function that changes files, wherever Python holds it; None for every other."""
+    return _ASKING.get(Same(function)) if isinstance(function, _KINDS) else None
+
+
+Changes = Callable[..., str]
+"""Of the arguments of a call: the verb for what it does to the file that it is given first, or an empty text."""
+
+
+def _opens(_file: Any = None, mode: Any = "r", *_: Any, **__: Any) -> str:
+    return "opens for writing" if isinstance(mode, str) and not {*"wax+"}.isdisjoint(mode) else ""
+
+
+def _opens_by_flags(_path: Any = None, flags: Any = 0, *_: Any, **__: Any) -> str:
+    return "opens for writing" if isinstance(flags, int) and flags & _WRITE_FLAGS else ""
+
+
+def _verb(verb: str) -> Changes:
+    return lambda *_, **__: verb
+
+
+def _functions() -> Iterator[tuple[Any, str, Changes]]:
+    for holder in (builtins, io, sys.modules["_io"]):
+        yield holder, "open", _opens
+    yield os, "open", _opens_by_flags
+    for name, verb in (("rename", "renames"), ("replace", "renames"), ("truncate", "cuts off")):
+        yield os, name, _verb(verb)
+    for name in ("remove", "unlink", "rmdir"):
+        yield os, name, _verb("deletes")
+    yield torch.serialization, "_open_zipfile_writer", _verb("saves")  # in C++
+
+
+def _asking(function: Any, changes: Changes) -> Any:
+    @functools.wraps(function)
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        runs = _LOOKING.get(threading.get_ident())
+        if runs and (verb := changes(*args, **kwargs)):
+            path = args[0] if args else next(iter(kwargs.values()), None)
+            if _is_of_the_run(path) and not _is_allowed(sys._getframe(1)):
+                error = _refusal(verb, path)
+                for refused in runs:
+                    refused.append(error)
+                raise error
+        return function(*args, **kwargs)
+
+    return instead
+
+
+def _is_of_the_run(path: Any) -> bool:
+    """Whether it is a file's name, and not a number of one that is open, a buffer, a terminal or a pipe."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        return False
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode) or stat.S_ISDIR(os.stat(path).st_mode)
+    except (OSError, ValueError):  # not there yet
+        return True
+
+
+def _is_allowed(frame: types.FrameType | None) -> bool:
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith("jettison."):
+            return False
+        if any(name == one or name.startswith(f"{one}.") for one in _ALLOWED):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _refusal(verb: str, path: Any) -> UnsupportedModule:
+    return UnsupportedModule(
+        f"the forward or the step {verb} the file {os.fspath(path)!r}. Planning and recording run it once more, and "
+        "nothing puts a file back, so it has not been touched: do this outside of it, behind the step for example, or "
+        "write to a file that is open before"
+    )
+
+
+_PLACES = [(holder, name, getattr(holder, name)) for holder, name, _ in _functions()]
+_ASKING = {
+    Same(getattr(holder, name)): _asking(getattr(holder, name), changes) for holder, name, changes in _functions()
+}
+_KINDS = (types.BuiltinFunctionType, types.FunctionType)
