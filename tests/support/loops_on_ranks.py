@@ -11,6 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -21,10 +29,11 @@ from jettison.measure.tensors import static_tensors
 from jettison.train.dry_step import alive
 from jettison.train.phase_memory import MemoryMeter
 from jettison.units import Bytes
+from support.toys import Mlp
 from support.users_loops import Language, Mlps, ids, next_word, pair
 
-QUICK = ("gan under ddp",)
-MORE = ("growing under ddp", "whole step under fsdp2", "thawing under fsdp2")
+QUICK = ("gan under ddp", "1F1B")
+MORE = ("GPipe", "interleaved", "zero bubble", "growing under ddp", "whole step under fsdp2", "thawing under fsdp2")
 
 
 def ddp_peak(run: Callable[[], Any], models: Sequence[Any], optimizers: Sequence[Any], batch: Any) -> int:
@@ -227,7 +236,79 @@ def thawing_under_fsdp2() -> dict[str, Any]:
     return {"same": all(map(torch.equal, whole(model), expected)), "budget": int(budget), "peaks": peaks}
 
 
+def pipeline(kind: Any) -> dict[str, Any]:
+    """More micro-batches than a dry run has; with two stages a rank where a schedule interleaves them."""
+    rank, ranks, several = distributed.get_rank(), distributed.get_world_size(), issubclass(kind, PipelineScheduleMulti)
+    places = [rank, rank + ranks] if several else [rank]
+    last = (2 if several else 1) * ranks - 1
+    words = torch.randint(0, 64, (48, 24), generator=torch.Generator().manual_seed(0))
+
+    def made() -> tuple[nn.ModuleList, list[PipelineStage], Any]:
+        torch.manual_seed(rank)
+        modules = nn.ModuleList(Part(first=place == 0, last=place == last) for place in places)
+        stages = [PipelineStage(m, n, last + 1, torch.device("cpu")) for m, n in zip(modules, places, strict=True)]
+        return modules, stages, kind(stages if several else stages[0], 12, loss_fn=next_word)
+
+    def step(schedule: Any, words: Tensor) -> None:
+        target = words if last in places else None
+        schedule.step(*([words] if rank == 0 else []), target=target, return_outputs=False)
+
+    modules, _, schedule = made()
+    step(schedule, words)
+    expected = [p.grad for p in modules.parameters()]
+    modules, stages, schedule = made()
+    optimizer = torch.optim.AdamW(modules.parameters(), 1e-3)
+    handle = jettison.auto_checkpoint(schedule, words, "1GiB", step=step, optimizer=optimizer)
+    assert handle.plan is not None
+    budget = Bytes(int(0.95 * handle.plan.predicted.peak_bytes))
+    handle.remove()
+    handle = jettison.auto_checkpoint(schedule, words, budget, step=step, optimizer=optimizer)
+    step(schedule, words)
+    same = all(map(torch.equal, (p.grad for p in modules.parameters()), expected))
+
+    def run() -> None:
+        step(schedule, words)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run()
+    gc.collect()
+    buffers = [info.buffer for stage in stages for infos in _received(stage) for info in infos if not info.is_root_arg]
+    for buffer in buffers:
+        if buffer is not None:
+            buffer.grad = None  # a split backward leaves it there until the next step
+    static = [*static_tensors(modules, words, optimizer), *(t for t in buffers if t is not None)]
+    assert handle.plan is not None
+    measured = measured_peak(run, static_tensors=static).peak_bytes
+    return {"same": same, "budget": int(budget), "peaks": [[handle.plan.predicted.peak_bytes, measured]]}
+
+
+def _received(stage: PipelineStage) -> Iterator[Any]:
+    yield from stage.args_recv_info.values()
+    yield from stage.grad_recv_info.values()
+
+
+class Part(nn.Module):
+    """Of a language model, for one stage."""
+
+    def __init__(self, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32) if first else nn.Identity()
+        self.layers = nn.ModuleList(Mlp(32, 128) for _ in range(3))
+        self.head = nn.Linear(32, 64) if last else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 LOOPS = {
+    "1F1B": functools.partial(pipeline, Schedule1F1B),
+    "GPipe": functools.partial(pipeline, ScheduleGPipe),
+    "interleaved": functools.partial(pipeline, ScheduleInterleaved1F1B),
+    "zero bubble": functools.partial(pipeline, ScheduleInterleavedZeroBubble),
     "thawing under fsdp2": thawing_under_fsdp2,
     "gan under ddp": gan_under_ddp,
     "growing under ddp": growing_under_ddp,

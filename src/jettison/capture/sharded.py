@@ -16,6 +16,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,10 +79,16 @@ def whole_parameters(
 
 
 def _spec_inside(sharded: Any, whole: Tensor) -> Any:
-    """How tensor parallelism lays out an unsharded parameter; None without it. torch 2.11 has it by another name."""
+    """How tensor parallelism lays out an unsharded parameter, in the type in which it is gathered; None without it.
+    torch 2.11 has it by another name, in the type of the sharded one.
+    """
     if not hasattr(sharded, "_unsharded_dtensor_spec"):
         return getattr(sharded, "_tp_spec", None)
-    return None if sharded._unsharded_dtensor_spec is None else sharded._get_unsharded_dtensor_spec(whole)
+    spec = sharded._unsharded_dtensor_spec
+    if spec is None or getattr(sharded, "is_spmd_types", False):  # torch 2.15 has plain tensors there
+        return None
+    meta = spec.tensor_meta
+    return spec if meta is None else replace(spec, tensor_meta=meta._replace(dtype=whole.dtype))
 
 
 def states(model: nn.Module) -> list[Any]:

@@ -9,56 +9,130 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from weakref import ReferenceType
 
 import torch
-from torch import Tensor, distributed
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, _utils
+from torch import Tensor, UntypedStorage, distributed
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, _utils, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.fakes import fake_copy
 from jettison.dryrun.schedules import Scheduled, stages_of
 from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import unique_bytes
 from jettison.parallel.agree import Agreement, Round, ranks_in
-from jettison.parallel.imagined import imagined_copy, imagined_group
+from jettison.parallel.imagined import ImaginedReplica, imagined_copy, imagined_group
 
 _REPEATING = (Schedule1F1B, ScheduleInterleaved1F1B)
 
 
-class SendingStage(PipelineStage):
-    """A stage that holds on to what it sends, since torch's schedules wait for sends at the end of a step.
-
-    1F1B without virtual stages waits for each before the next, but keeps one of the first ones all along.
-    """
+class ImaginedStage(PipelineStage):
+    """A stage whose transfers send nothing (`imagined_transfers`). It watches the memory of one micro-batch's."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.sent: list[Tensor] = []
-        self.waits = False
+        self.watched = 0  # a micro-batch
+        self.transferred: list[ReferenceType[UntypedStorage]] = []
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
+        return self._noted(fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
+        return self._noted(bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
-        return self._noted(super().get_fwd_send_ops(fwd_chunk_id))
+        return self._noted(fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
-        return self._noted(super().get_bwd_send_ops(bwd_chunk_id))
+        return self._noted(bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
-    def _noted(self, ops: list[distributed.P2POp]) -> list[distributed.P2POp]:
-        if not (self.waits and self.sent):
-            self.sent += [op.tensor for op in ops]
+    def _output_slot_is_releasable(self, output: Any) -> tuple[bool, str]:
+        """torch 2.15 lets go of an output once it is sent, if it is a plain tensor, for which a fake one stands."""
+        if isinstance(self.submod, ImaginedReplica):
+            return False, "DistributedDataParallel wants it"
+        parent: Any = super()
+        with unset_fake_temporarily():
+            found: tuple[bool, str] = parent._output_slot_is_releasable(
+                torch.empty(0) if isinstance(output, FakeTensor) else output
+            )
+        return found
+
+    def _noted(self, micro_batch: int, ops: list[distributed.P2POp]) -> list[distributed.P2POp]:
+        if micro_batch == self.watched:
+            self.transferred += [weakref.ref(op.tensor.untyped_storage()) for op in ops]
         return ops
 
+    def held(self) -> dict[int, int]:
+        """Bytes of the storages that the watched micro-batch was transferred by and that are alive, by address."""
+        alive = [storage for known in self.transferred if (storage := known()) is not None]
+        own = (of_stage.get(self.watched, ()) for of_stage in (self.args_recv_info, self.grad_recv_info))
+        alive += [t.untyped_storage() for infos in own for t in _buffers(infos)]  # of a chunk on this rank as well
+        return {storage._cdata: storage.nbytes() for storage in alive}
 
-def send_nothing(schedule: Any, stages: Sequence[SendingStage]) -> None:
-    """What stages would ask each other before their first step, they know.
+
+class _Transfer:
+    """Stands for a work of torch's. Until somebody lets go of it, it holds its tensor, as gloo's and NCCL's do."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def wait(self) -> None:
+        """Nothing is sent."""
+
+
+class Transfers:
+    """Transfers of a step that sends nothing.
+
+    Args:
+        stages: those of this rank, which watch the same micro-batch.
+    """
+
+    def __init__(self, stages: Sequence[ImaginedStage]) -> None:
+        self._stages = stages
+        self._last: dict[int, int] = {}
+        self.watched = stages[0].watched
+        for stage in stages:
+            stage.transferred.clear()  # by a step before
+
+    def begin(self, ops: Sequence[distributed.P2POp], desc: str | None = None) -> list[_Transfer]:
+        """In place of torch's ``_batch_p2p``."""
+        works = [_Transfer(op.tensor) for op in ops]
+        if ops:
+            self._last = self.held()
+        return works
+
+    def held(self) -> dict[int, int]:
+        """Bytes of the storages that hold the watched micro-batch's transfers now, by address."""
+        return {address: size for stage in self._stages for address, size in stage.held().items()}
+
+    def left_bytes(self) -> int:
+        """Bytes that the watched micro-batch's transfers held when the step began its last one, or hold now."""
+        return sum((self._last | self.held()).values())
+
+
+@contextlib.contextmanager
+def imagined_transfers(stages: Sequence[ImaginedStage]) -> Iterator[Transfers]:
+    """Steps of torch's schedules in here send nothing. They keep works, and with them tensors, as they do for real."""
+    found, before = Transfers(stages), schedules._batch_p2p
+    schedules._batch_p2p = found.begin
+    try:
+        yield found
+    finally:
+        schedules._batch_p2p = before
+
+
+def send_nothing(schedule: Any, stages: Sequence[ImaginedStage]) -> None:
+    """What stages would ask each other before their first step, they know. They watch a micro-batch in the middle of
+    the step, before and after which there are others.
 
     torch 2.11 asks nothing of stages that are made with shapes; 2.15 asks nothing over a group that sends nothing.
     """
     for stage in stages:
-        stage.waits = isinstance(schedule, Schedule1F1B)
+        stage.watched = (schedule._n_microbatches - 1) // 2
     if not hasattr(schedule, "_warmup_p2p"):
         return
 
@@ -93,7 +167,7 @@ class ImaginedSchedule:
         self._made: Any = None
         self._count = 0  # of micro-batches that are run
         self._left: Tensor | None = None  # as much as the others are received into
-        self._sending: list[SendingStage] = []
+        self._sending: list[ImaginedStage] = []
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """See torch's schedules."""
@@ -102,18 +176,20 @@ class ImaginedSchedule:
         if self._count < self.real._n_microbatches:
             args, kwargs = tree_map(self._first_rows, (args, kwargs))
         cut = self._count < self.real._n_microbatches
-        with _held_by_losses(self._made) if cut and self._left is None else contextlib.nullcontext([0]) as held:
-            result = self._made.step(*args, **kwargs)
-        if cut:
-            self._note_left(held[0])
-        for stage in self._sending:
-            stage.sent.clear()
+        notes = cut and self._left is None
+        with imagined_transfers(self._sending) as transfers:
+            with _held_by_losses(self._made, transfers) if notes else contextlib.nullcontext([0]) as held:
+                result = self._made.step(*args, **kwargs)
+            if notes:  # what the micro-batches that are not run hold until the step ends
+                size = (self.real._n_microbatches - self._count) * (transfers.left_bytes() + held[0])
+                self._left = torch.empty(size, dtype=torch.uint8, device=self.stages[0].device)
         return result
 
     def held(self) -> list[Tensor]:
         """What stages receive into, which stays from step to step."""
-        buffers = [info.buffer for stage in self._sending for info in _received_by(stage)]
-        return [t for t in (*buffers, self._left) if isinstance(t, Tensor)]
+        both = [infos for stage in self._sending for infos in (stage.args_recv_info, stage.grad_recv_info)]
+        buffers = [t for infos in both for of_micro_batch in infos.values() for t in _buffers(of_micro_batch)]
+        return buffers if self._left is None else [*buffers, self._left]
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = {name: value for name, value in kwargs.items() if name not in _OF_THE_SCHEDULE}
@@ -124,7 +200,7 @@ class ImaginedSchedule:
                 returned = probe(*tree_map(_on(stage.device), given), **kwargs_split[0])
             outputs = returned if isinstance(returned, tuple | list) else (returned,)
             self._chain.tell(stage.stage_index, outputs)
-            made = SendingStage(
+            made = ImaginedStage(
                 module,
                 stage.stage_index,
                 stage.num_stages,
@@ -164,35 +240,26 @@ class ImaginedSchedule:
             return leaf
         return leaf.narrow(0, 0, leaf.shape[0] // self.real._n_microbatches * self._count)
 
-    def _note_left(self, held: int) -> None:
-        """Count what the micro-batches that are not run are received into, and what their losses hold."""
-        if self._left is not None:
-            return
-        buffers = [b for stage in self._sending for i in _received_by(stage) if (b := i.buffer) is not None]
-        own = unique_bytes([*buffers, *(b.grad for b in buffers if b.grad is not None)])
-        sent = unique_bytes(t for stage in self._sending if not stage.waits for t in stage.sent)
-        left = self.real._n_microbatches - self._count
-        size = left * ((own + sent) // self._count + held)
-        self._left = torch.empty(size, dtype=torch.uint8, device=self.stages[0].device)
-
 
 @contextlib.contextmanager
-def _held_by_losses(made: Any) -> Iterator[list[int]]:
-    """Bytes that the loss of a micro-batch, and its graph, hold until a step ends. The one number that ``mse_loss``
-    returns lies in a storage as large as its input.
+def _held_by_losses(made: Any, transfers: Transfers) -> Iterator[list[int]]:
+    """Bytes that the loss of a micro-batch, and its graph, hold until a step ends, beside those of its transfers. The
+    one number that ``mse_loss`` returns lies in a storage as large as its input.
     """
     found = [0]
     update = made._update_losses
 
-    def without_the_first(*args: Any) -> None:
+    def without_one(*args: Any) -> None:
         losses = made._internal_losses
         if losses:  # of the last stage
-            before = counter.live_bytes
-            losses[0] = losses[0].new_empty(losses[0].shape)
-            found[0] = before - counter.live_bytes + losses[0].nbytes
+            number = transfers.watched
+            before, transferred = counter.live_bytes, transfers.held()
+            losses[number] = losses[number].new_empty(losses[number].shape)
+            gone = sum(size for address, size in transferred.items() if address not in transfers.held())
+            found[0] = before - counter.live_bytes + losses[number].nbytes - gone
         update(*args)
 
-    made._update_losses = without_the_first
+    made._update_losses = without_one
     try:
         with AllocationCounter() as counter:
             yield found
@@ -200,10 +267,9 @@ def _held_by_losses(made: Any) -> Iterator[list[int]]:
         made._update_losses = update
 
 
-def _received_by(stage: PipelineStage) -> list[Any]:
-    """What torch knows of the tensors that a stage receives."""
-    infos: Any = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
-    return [info for of_micro_batch in infos for info in of_micro_batch if hasattr(info, "buffer")]
+def _buffers(infos: Iterable[Any]) -> list[Tensor]:
+    """Tensors that a stage has received into, of what torch knows of those that it is sent."""
+    return [buffer for info in infos if isinstance(buffer := getattr(info, "buffer", None), Tensor)]
 
 
 _AS_MADE = {

@@ -28,7 +28,8 @@ from jettison.runtime.callers import of_a_region
 from jettison.runtime.planned import PlannedForward
 
 _KINDS = {"F": (Work.FORWARD,), "I": (Work.BACKWARD,), "W": (Work.WEIGHT,)}
-_SILENT = frozenset({"UNSHARD", "RESHARD", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD"})
+_WAITS = {"WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"}  # since torch 2.15
+_SILENT = frozenset({"UNSHARD", "RESHARD", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", *_WAITS})
 
 
 def blocks_of(module: nn.Module) -> list[str]:

@@ -19,11 +19,10 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from jettison.capture.model_trace import as_batch
-from jettison.dryrun.imagined_pipeline import SendingStage, send_nothing
+from jettison.dryrun.imagined_pipeline import ImaginedStage, imagined_transfers, send_nothing
 from jettison.errors import UsageError
 from jettison.ledger.occupancies import in_flight
 from jettison.ledger.schedule import order
-from jettison.measure.tensors import unique_bytes
 from jettison.models.documents import document_numbers
 from jettison.parallel.fsdp import forget_forwards
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
@@ -248,12 +247,9 @@ class Pipeline:
         optimizer.zero_grad(set_to_none=True)
 
     def micro_batch_bytes(self) -> int:
-        """Buffers that it is received into, and its rows once more."""
-        infos = [info for stage in self._made for info in (*stage.args_recv_info[0], *stage.grad_recv_info[0])]
-        buffers = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
+        """Its rows once more."""
         each = self._batch.seq + 1 + (0 if self._document_end is None else self._batch.seq)
-        rows = self._batch.micro_batch * each * torch.int64.itemsize
-        return rows + unique_bytes([*buffers, *(buffer.grad for buffer in buffers if buffer.grad is not None)])
+        return self._batch.micro_batch * each * torch.int64.itemsize
 
     def _seed(self, chunk: int) -> None:
         if not torch.is_grad_enabled() or self._calls[chunk] >= len(self._seeds):
@@ -292,7 +288,7 @@ class Pipeline:
         return stage.logits(self._batch.micro_batch, torch.bfloat16 if self._autocast else self._dtype(stage))
 
 
-class _ImaginedStage(SendingStage, _Stage):
+class _ImaginedStage(ImaginedStage, _Stage):
     """Of a schedule that sends nothing."""
 
     def forward_maybe_with_nosync(self, *args: Any, **more: Any) -> Any:
@@ -311,22 +307,18 @@ class _ImaginedPipeline(Pipeline):
         """As for real; but what stages would ask each other they know."""
         made, schedule = super()._laid_out(micro_batches, kind)
         send_nothing(schedule, made)
-        for stage in made:
-            stage.waits |= micro_batches == 1
         return made, schedule
 
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor | None:
         """See `Engine`."""
-        found = super().forward_backward(batches, phase)
-        kept = unique_bytes(tensor for stage in self._made if not stage.waits for tensor in stage.sent)
-        self._sent_bytes = kept // len(batches)
-        for stage in self._made:
-            stage.sent.clear()
+        with imagined_transfers(self._made) as transfers:
+            found = super().forward_backward(batches, phase)
+            self._transferred_bytes = transfers.left_bytes()
         return found
 
     def micro_batch_bytes(self) -> int:
-        """And what it sends."""
-        return super().micro_batch_bytes() + self._sent_bytes
+        """And what it is received into, and what it sends."""
+        return super().micro_batch_bytes() + self._transferred_bytes
 
 
 def _group_of_ends(places: Places) -> dist.ProcessGroup | None:
