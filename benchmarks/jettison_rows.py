@@ -52,23 +52,35 @@ def under(policy: str) -> Rival:
 
 
 @contextmanager
-def stopwatch() -> Iterator[list[float]]:
-    """Seconds of each op that runs again meanwhile, of a CPU: with one plan, no bookkeeping makes a step take less."""
-    from jettison.runtime import frame
+def stopwatch(model: nn.Module) -> Iterator[list[float]]:
+    """Seconds of each recomputed op of a planned model meanwhile, on a CPU: less bookkeeping does not change them."""
+    from jettison.runtime.recompute_code import RecomputeCode
 
-    usual, seconds = frame.run_step, list[float]()
+    seconds: list[float] = []
 
-    def timed(*arguments: Any) -> Any:
-        start = time.perf_counter()
-        out = usual(*arguments)
-        seconds.append(time.perf_counter() - start)
-        return out
+    def timing(func: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            out = func(*args, **kwargs)
+            seconds.append(time.perf_counter() - start)
+            return out
 
-    frame.run_step = timed
+        return timed
+
+    RecomputeCode.through = staticmethod(timing)
+    _write_anew(model)
     try:
         yield seconds
     finally:
-        frame.run_step = usual
+        RecomputeCode.through = None
+        _write_anew(model)
+
+
+def _write_anew(model: nn.Module) -> None:
+    for module in model.modules():
+        recordings = getattr(vars(module).get("forward"), "recordings", None)
+        for prepared in recordings.prepared.values() if recordings is not None else ():
+            vars(prepared.recipe or prepared).pop("code", None)
 
 
 def attempt(rival: Rival, model: nn.Module, batch: Batch, say: Callable[[str], None]) -> Handle | None:

@@ -73,6 +73,14 @@ def _qwen3(size: Size) -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**_gated(size), head_dim=size.hidden // size.heads))
 
 
+def _qwen3_moe(size: Size) -> nn.Module:
+    """Eight experts of which a token takes two; each is as wide as the FFN of a dense model is."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": size.ffn}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_gated(size), **experts, head_dim=size.hidden // size.heads))
+
+
 def _gpt2(size: Size) -> nn.Module:
     """FFN width is 4h; dropout is GPT-2's own 0.1."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -107,4 +115,9 @@ def _gated(size: Size) -> dict[str, Any]:
     }
 
 
-BUILDERS: dict[str, Callable[[Size], nn.Module]] = {"llama": _llama, "gpt2": _gpt2, "qwen3": _qwen3}
+BUILDERS: dict[str, Callable[[Size], nn.Module]] = {
+    "llama": _llama,
+    "gpt2": _gpt2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+}

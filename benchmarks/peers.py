@@ -165,7 +165,7 @@ def _again_seconds(trial: Trial) -> float:
     """Of the ops that run again in a step: the median of some."""
     steps = []
     for _ in range(STOPPED_STEPS):
-        with stopwatch() as seconds:
+        with stopwatch(trial.model) as seconds:
             trial.step()
         steps.append(sum(seconds))
     return statistics.median(steps)

@@ -306,7 +306,8 @@ def recipe_of(handle: Any, name: str) -> Recipe:
     (region,) = [region for region in handle.regions if region.name == name]
     (prepared,) = region.recordings.prepared.values()
     assert prepared.recipe is not None and prepared.recipe.steps
-    vars(prepared.recipe).pop("expected", None)  # made of the slots, which a mutation may swap
+    for made in ("expected", "code"):  # of slots and steps, which a mutation changes
+        vars(prepared.recipe).pop(made, None)
     return prepared.recipe
 
 

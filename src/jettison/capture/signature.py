@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from jettison.capture.argument_keys import described
+from jettison.capture.argument_keys import described, tensor_description
 from jettison.capture.process_switches import KERNEL_SWITCHES
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_flatten, tree_shape, tree_unflatten
@@ -29,6 +29,8 @@ def leaf_signature(leaf: Any) -> Any:
     kind = leaf.__class__
     if kind in _SCALARS:
         return kind, leaf
+    if kind is Tensor and leaf.layout is torch.strided:  # of which there are most
+        return tensor_description(leaf)
     if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and not is_traceable_wrapper_subclass(leaf):
         raise UnsupportedModule(
             f"an argument of a planned module is a tensor of layout {leaf.layout}, which no recording can hold yet; "

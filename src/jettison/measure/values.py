@@ -18,6 +18,7 @@ from jettison.measure.departures import Departure, form_of
 from jettison.measure.gradients import differing_elements, tensor_bytes
 from jettison.runtime.frame import Frame
 from jettison.runtime.handles import Handle
+from jettison.runtime.witness import Check
 
 
 @dataclass(kw_only=True)
@@ -44,9 +45,9 @@ def every_value() -> Iterator[ValuesSeen]:
     recompute: Any = Frame.recompute
 
     def packing(frame: Any, tensor: Tensor) -> Any:
+        frame.how = Check.OFF
         packed = pack(frame, tensor)
         if isinstance(packed, Handle) and not packed.slot.hollow:
-            packed.witness = None
             kept[id(packed)] = _Kept(handle=packed, tensor=plain(tensor).detach().clone(), position=len(kept))
         return packed
 

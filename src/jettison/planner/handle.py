@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from jettison.capture.model_trace import ModelTrace, as_batch
+from jettison.errors import UsageError
 from jettison.one_line import summary
 from jettison.planner.batches import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
@@ -74,6 +75,19 @@ class Applied:
     def report(self) -> HandleReport:
         """What every region did so far: slots kept, dropped, recomputed ops, fallbacks. Prints as a table."""
         return HandleReport(tuple(region.report() for region in self.regions))
+
+    def source(self, region: str) -> str:
+        """Python that recomputes what a region dropped: one function for each saved tensor that backward asks for, in
+        the order in which it did. Empty where nothing is recomputed.
+
+        Raises:
+            UsageError: there is no region of that name ("" is what is around the blocks).
+        """
+        found = next((one for one in self.regions if one.name == region), None)
+        if found is None:
+            names = ", ".join(repr(one.name) for one in self.regions)
+            raise UsageError(f"source: got region {region!r}; expected one of {names}")
+        return found.source()
 
     def expect(self, batch: Any) -> None:
         """The next step is on this batch. Where no plan covers it, one is made now.

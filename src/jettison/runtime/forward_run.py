@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from typing import Any, Final
 
 import torch
@@ -19,14 +18,15 @@ from jettison.capture.trees import tree_leaves
 from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck
-from jettison.runtime.frame import UNWRAPPED, Frame
+from jettison.runtime.frame import Frame
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.handles import Box, Diverged, Handle, Held
 from jettison.runtime.moves import Transit
 from jettison.runtime.offload import Group
 from jettison.runtime.packing import Packed
 from jettison.runtime.recipe import AWAY, Recipe, SlotAction
-from jettison.runtime.witness import Witness
+from jettison.runtime.recompute_code import UNWRAPPED
+from jettison.runtime.witness import Witness, _ndarray
 
 _PACK: Final = Frame.pack
 _new_tuple: Any = tuple.__new__
@@ -36,34 +36,26 @@ _running = threading.local()
 class ActiveFrame(Frame):
     """A frame while its forward runs: it also listens at module boundaries."""
 
-    __slots__ = (
-        "broken",
-        "check",
-        "expected",
-        "fake",
-        "given",
-        "looked",
-        "moves",
-        "nested",
-        "number",
-        "region",
-        "start",
-        "taps_seen",
-    )
+    broken = ""
+    """How the run left the recording."""
+    check: SequenceCheck | None = None
+    fake = False
+    """Its arguments are."""
+    looked = True
+    """Whether its graph was compared."""
+    sees = False
+    """Whether each dropped slot leaves a witness of some elements."""
+    given: Set[int] = frozenset()
+    """Storages that the outermost of the running calls was given."""
 
     def __init__(self, recipe: Recipe, region: Any, group: Group | None = None, *, moves: bool = True) -> None:
         super().__init__(recipe, region.name, region.recordings.owners, region.model, group, moves)
         self.region = region
         self.moves = moves
         self.number = region.calls
-        self.broken = ""  # how the run left the recording
-        self.check: SequenceCheck | None = None
         # by slot, what can be kept at a glance; nothing where calls are compared, or somebody listens to a frame's pack
-        self.expected = recipe.expected if Frame.pack is _PACK else ()
-        self.fake = False  # its arguments are
-        self.given: set[int] = set()  # storages that the outermost of the running calls was given
+        self.expected = () if is_pack_listened_to() else recipe.expected
         self.start = next_sequence_number()
-        self.looked = True  # whether its graph was compared
         self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes that nested regions made
         self.taps_seen: dict[tuple[str, bool], int] = {}
 
@@ -74,7 +66,8 @@ class ActiveFrame(Frame):
 
     def enter(self, leaves: list[Any], before: dict[int, Handle] | None = None) -> None:
         """As any frame's."""
-        self.fake = any(type(leaf) is FakeTensor for leaf in leaves)
+        if FakeTensor in map(type, leaves):
+            self.fake = True
         if self.group is not None and running()[0] is self:
             self.given = {storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_leaf}
         super().enter(leaves, before)
@@ -88,7 +81,7 @@ class ActiveFrame(Frame):
         """
         index, expected = self.index, self.expected
         if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
-            size, stride, dtype, parameter, dropped, fill = wanted
+            (size, stride, dtype, spots, cut), parameter, dropped, fill = wanted
             if (
                 tensor.shape == size
                 and tensor.dtype is dtype
@@ -98,10 +91,16 @@ class ActiveFrame(Frame):
                 self.index = index + 1
                 if fill is not None:
                     self.hold(fill, tensor)
-                if dropped is not None:
+                if dropped is None:
+                    kept = tensor if tensor.is_leaf else tensor.detach()
+                    return _new_tuple(Held, (self, kept, tensor._version))
+                if cut is None or not self.sees or not tensor.is_cpu or tensor.is_neg() or dropped.hollow:
                     return self.drop(dropped, tensor, index)
-                kept = tensor if tensor.is_leaf else tensor.detach()
-                return _new_tuple(Held, (self, kept, tensor._version))
+                kind, word, strides, itemsize, places, step = cut  # as `peek` does
+                start = (self.salt * 7919 + index) % places * step * itemsize
+                seen = _ndarray(spots, word, kind.from_address(tensor.data_ptr() + start), 0, strides).tobytes()
+                boxes = self.closures[dropped.closure] or self._closure(dropped)
+                return _new_tuple(Handle, (self, dropped, boxes, seen, index, None))
         return self._pack(tensor)
 
     def _is_parameter(self, name: str, tensor: Tensor) -> bool:
@@ -138,12 +137,15 @@ class ActiveFrame(Frame):
     def hold(self, n: int, tensor: Tensor) -> None:
         """As any frame's, and no op of the model's. What the model was given lives anyway, and does not move."""
         assert self.boxes is not None
-        if type(box := self.boxes[n]) in (Transit, Packed) and storage_of(tensor) in running()[0].given:
+        box = self.boxes[n]
+        if type(box) in (Transit, Packed) and storage_of(tensor) in running()[0].given:
             box.stay()
-        if self.check is None:
-            super().hold(n, tensor)
-            return
-        with self.check.apart():
+        if self.check is not None:
+            with self.check.apart():
+                super().hold(n, tensor)
+        elif type(box) is Box:
+            box.fill(tensor)
+        else:
             super().hold(n, tensor)
 
     def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness:
@@ -184,11 +186,11 @@ class ActiveFrame(Frame):
         compute_less_again(self.region, str(error), names, places)
         return StaleTensor(f"{error}. From the next step on the plan keeps what is computed of it")
 
-    def drop(self, slot: SlotAction, tensor: Tensor, index: int) -> Handle:
+    def drop(self, slot: SlotAction, tensor: Tensor, index: int, wrap: Any = None) -> Handle:
         """As any frame's."""
         if slot.cast and not self.fake:
             self.region.recordings.note_cast(slot.cast, tensor)
-        return super().drop(slot, tensor, index)
+        return Frame.drop(self, slot, tensor, index, wrap)
 
     def leave(self) -> None:
         """As any frame's."""
@@ -201,8 +203,8 @@ class ActiveFrame(Frame):
 
     def written(self) -> set[str]:
         """Names of parameters and buffers that somebody wrote to since this forward."""
-        names = self.recipe.parameters
-        return {names[b] for b, (_, _, tensor, version) in self.parameters.items() if version_of(tensor) != version}
+        found = zip(self.recipe.parameters.values(), self.parameters, strict=True)
+        return {name for name, (_, _, tensor, version) in found if version_of(tensor) != version}
 
     def tap(self, path: str, is_output: bool, call: int, tree: Any) -> None:
         """A module boundary was crossed; box what recipes want of it."""
@@ -224,6 +226,11 @@ class ActiveFrame(Frame):
                 n = wanted.get((call, leaf))
                 if n is not None and _is(tensor, self.recipe.trace.given[self.recipe.boxes[n]]):
                     self.hold(n, tensor)
+
+
+def is_pack_listened_to() -> bool:
+    """Whether somebody who measures has put a function of its own in the place of `Frame.pack`."""
+    return Frame.pack is not _PACK
 
 
 def regions_of(region: Any) -> list[Any]:
@@ -320,14 +327,16 @@ class Listener:
         return Listener, (None, None, self.path, self.is_output)
 
 
-@contextlib.contextmanager
-def views_replayed() -> Iterator[None]:
+class ViewsReplayed:
     """Backward goes back through a view that was written to view by view, as it does for the fake tensors that plans
     are made on. By itself autograd takes one ``as_strided`` for real ones, whose backward fills memory of its own.
     """
-    before = torch._C._is_view_replay_enabled()
-    torch._C._set_view_replay_enabled(True)
-    try:
-        yield
-    finally:
-        torch._C._set_view_replay_enabled(before)
+
+    __slots__ = ("before",)
+
+    def __enter__(self) -> None:
+        self.before = torch._C._is_view_replay_enabled()
+        torch._C._set_view_replay_enabled(True)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_view_replay_enabled(self.before)

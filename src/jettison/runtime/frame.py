@@ -2,61 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.capture.recording import layout, layout_of
 from jettison.capture.sharded import whole_now
 from jettison.capture.signature import kernel_switches, switched
 from jettison.capture.tensor_subclasses import Narrow, arrived, plain, storage_of, version_of, wrapping
 from jettison.errors import StaleTensor, WrongValue
-from jettison.runtime.handles import Box, Diverged, Handle, Held, NarrowHandle, box_for
+from jettison.runtime import witness as witnesses
+from jettison.runtime.handles import Box, Diverged, Handle, Held, box_for
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recipe import AWAY, Recipe, SlotAction
-from jettison.runtime.steps import RecipeStep, get_state, outside_of_vmap, run_step, set_state
-from jettison.runtime.views import in_a_copy, view_of
-from jettison.runtime.witness import Check, Rounded, Witness, compare
+from jettison.runtime.recompute_code import UNWRAPPED, Function, State
+from jettison.runtime.steps import get_state
+from jettison.runtime.witness import Check, Rounded, Witness, compare, peek
 
-UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
-"""Classes of most saved tensors: nothing is inside them."""
 FEW_BYTES: Final = 256
 """Of a buffer that a call takes a copy of, if what it computes again reads it."""
 _graph_task = torch._C._current_graph_task_id
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_is_grad_enabled = torch.is_grad_enabled
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-EMPTY: Final = torch.ops.aten.empty_strided.default
+_is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
+_new_tuple: Any = tuple.__new__
 CAME: Final = MappingProxyType({"offload": "came back from the host", "pack": "was unpacked"})
 
 
 class Frame:
     """See the module docstring. Alive as long as one of its handles is."""
 
-    __slots__ = (
-        "__weakref__",
-        "block_calls",
-        "boxes",
-        "counts",
-        "group",
-        "handed",
-        "how",
-        "index",
-        "keeps_graph",
-        "memo",
-        "model",
-        "name",
-        "owners",
-        "parameters",
-        "recipe",
-        "rounded",
-        "salt",
-        "share",
-        "switches",
-        "task",
-    )
+    # of a call as most are: one attribute less to set in each
+    group: Group | None = None
+    """Of what moves; None where nothing can."""
+    handed: Mapping[int, Handle] = MappingProxyType({})
+    block_calls = 0
+    index = 0
+    task = -1
+    """The backward in which the switches were found as they are here."""
+    keeps_graph = True
+    """Whether that one does."""
+    how = Check.ALWAYS
+    share = 1
+    """One slot in so many leaves a witness."""
+    salt = 0
+    rounded: Rounded
 
     def __init__(
         self,
@@ -71,30 +65,19 @@ class Frame:
         self.name = name
         self.model = model
         self.owners = owners
-        self.index = 0
-        self.group = group  # of what moves; None where nothing can
+        if group is not None:
+            self.group = group
         goes = group if moves else None
-        self.boxes: list[Any] | None = [box_for(recipe, b, goes) for b in recipe.boxes]
-        self.memo: dict[int, Tensor] = {}
-        self.counts: dict[int, int] | None = None
-        # the tensor itself, as autograd would hold it; under FSDP the table has another one at other times
-        self.parameters: dict[int, tuple[dict[str, Any], str, Tensor, int]] = {}
-        for buffer, dotted in recipe.parameters.items():
-            table, leaf = owners[dotted]
-            tensor = table[leaf]
-            self.parameters[buffer] = (table, leaf, tensor, version_of(tensor))
-            if tensor.__class__ is not nn.Parameter and _may_move_on(tensor):
-                with torch.no_grad():
-                    self.memo[buffer] = tensor.clone()
-        self.block_calls = 0
-        self.handed: dict[int, Handle] = {}
+        self.boxes: list[Any] | None = (
+            [box_for(recipe, b, goes) for b in recipe.boxes]
+            if recipe.moved or recipe.packed
+            else [Box() for _ in recipe.boxes]
+        )
+        self.closures: list[tuple[Any, ...] | None] = [None] * len(recipe.closures)
+        self.state = recipe.code.start
+        self.values: list[Tensor | None] = [None] * len(recipe.counts)  # that later demands read, by the code's numbers
+        self.parameters = [_parameter(*owners[dotted]) for dotted in recipe.parameters.values()]
         self.switches = kernel_switches()
-        self.task = -1  # the backward in which these were found as they are here
-        self.keeps_graph = True  # whether that one does
-        self.how = Check.ALWAYS
-        self.share = 1  # one slot in so many leaves a witness
-        self.salt = 0
-        self.rounded = Rounded()
 
     # forward ---------------------------------------------------------------------------------------------------------
 
@@ -148,10 +131,8 @@ class Frame:
         if slot.kind in AWAY:
             if slot.fill is not None:
                 self.hold(slot.fill, tensor)
-            handle = self.drop(slot, inner if inner is tensor else arrived(tensor), self.index - 1)
-            if type(handle) is NarrowHandle:
-                handle.wrap = wrapping(tensor)
-            return handle
+            wrap = wrapping(tensor) if type(ref.wrap) is Narrow else None
+            return self.drop(slot, inner if inner is tensor else arrived(tensor), self.index - 1, wrap)
         if slot.kind == "parameter":
             table, leaf = self.owners[slot.parameter]
             if table[leaf] is not tensor and storage_of(table[leaf]) != inner.untyped_storage()._cdata:
@@ -160,15 +141,27 @@ class Frame:
             self.hold(slot.fill, tensor)
         return Held(tensor, self)
 
-    def drop(self, slot: SlotAction, tensor: Tensor, index: int) -> Handle:
-        """What is left of a plain tensor that arrived."""
+    def drop(self, slot: SlotAction, tensor: Tensor, index: int, wrap: Any = None) -> Handle:
+        """What is left of a plain tensor that arrived.
+
+        Args:
+            wrap: narrow numbers around it, with the factor that they have in this forward.
+        """
+        boxes = self.closures[slot.closure] or self._closure(slot)
+        witness: Witness | bytes | None = None
+        if self.how is not Check.OFF and not slot.hollow and (self.share == 1 or (self.salt + index) % self.share == 0):
+            is_plain = tensor.__class__ in UNWRAPPED and witnesses.is_told_at_once(tensor) and not tensor.is_neg()
+            if is_plain and self.how is not Check.FULL:
+                witness = peek(tensor, slot.spots, self.salt * 7919 + index)
+            if witness is None:
+                witness = self.witness(slot, tensor, index)
+        return _new_tuple(Handle, (self, slot, boxes, witness, index, wrap))
+
+    def _closure(self, slot: SlotAction) -> tuple[Any, ...]:
         boxes = self.boxes
         assert boxes is not None
-        witness = None
-        if self.how is not Check.OFF and not slot.hollow and (self.share == 1 or (self.salt + index) % self.share == 0):
-            witness = self.witness(slot, tensor, index)
-        kind = NarrowHandle if type(slot.ref.wrap) is Narrow else Handle
-        return kind(self, slot, tuple([boxes[n] for n in slot.boxes]), witness, index)
+        found = self.closures[slot.closure] = tuple([boxes[n] for n in slot.boxes])
+        return found
 
     def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness:
         """What a dropped tensor leaves behind."""
@@ -182,10 +175,11 @@ class Frame:
         for n, box in enumerate(self.boxes):
             if type(box) is not Handle and box.is_empty:
                 raise Diverged(f"nothing was seen of buffer {self.recipe.boxes[n]}")
-        boxes, self.boxes = self.boxes, None
         self.handed = {
-            leaf: Handle(self, slot, tuple([boxes[n] for n in slot.boxes])) for leaf, slot in self.recipe.handed.items()
+            leaf: Handle((self, slot, self.closures[slot.closure] or self._closure(slot), None, -1, None))
+            for leaf, slot in self.recipe.handed.items()
         }
+        self.boxes, self.closures = None, []  # handles alone own what they read
 
     # backward --------------------------------------------------------------------------------------------------------
 
@@ -198,36 +192,54 @@ class Frame:
                 with switched(self.switches):
                     return self._recompute(handle)
             self.task = task
-        return self._recompute(handle)
-
-    def _recompute(self, handle: Handle) -> Tensor:
         # as a rule a backward runs without gradients and without autocast, and the value is there or one op away
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self._recompute(handle)
-        if _is_any_autocast_enabled():
-            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                return self._value(handle)
+        if _is_grad_enabled() or _is_any_autocast_enabled() or _is_function_mode_enabled():
+            return self._recompute(handle)
         return self._value(handle)
 
+    def _recompute(self, handle: Handle) -> Tensor:
+        with (
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+            torch._C.DisableTorchFunction(),
+        ):
+            return self._value(handle)
+
     def _value(self, handle: Handle) -> Tensor:
-        slot = handle.slot
-        buffer = slot.ref.buffer
-        tensor = self.memo.get(buffer)
-        if tensor is None:
-            tensor = self._pull(buffer, handle)
-        if not (self.keeps_graph and is_asked_again()):
-            self._release(buffer)
-        if slot.view is not None:
-            tensor = view_of(tensor, slot.view)
-        if type(handle) is NarrowHandle:
-            tensor = handle.wrap.wrap(plain(tensor))
-        witness = handle.witness
-        if witness is not None and not witness.is_there(tensor):
-            rounded = None if self.how is Check.EXACT else self.rounded
-            inner = tensor if tensor.__class__ in UNWRAPPED else plain(tensor)
-            compare(witness, inner, rounded, lambda: self.wrong(handle))
+        _, slot, _, witness, index, wrap = handle
+        if self.keeps_graph:
+            function, after = self._function(slot, keeps=is_asked_again())
+        else:
+            function, after = self.state.next.get(slot) or self._function(slot)
+        try:
+            tensor = function(self, handle)
+        except BaseException:
+            self.forget_values()  # some may be half written
+            raise
+        self.state = after
+        if wrap is not None:
+            tensor = wrap.wrap(plain(tensor))
+        if witness is None or (
+            witness.__class__ is bytes
+            and tensor.__class__ in UNWRAPPED
+            and not tensor.is_neg()
+            and peek(tensor, slot.spots, self.salt * 7919 + index) == witness
+        ):
+            return tensor
+        if witness.__class__ is bytes:
+            witness = Witness.of_bytes(witness, slot.spots, self.salt * 7919 + index, slot.ref.dtype)
+        rounded = None if self.how is Check.EXACT else self.rounded
+        inner = tensor if tensor.__class__ in UNWRAPPED else plain(tensor)
+        compare(witness, inner, rounded, lambda: self.wrong(handle))
         return tensor
+
+    def _function(self, slot: SlotAction, *, keeps: bool = False) -> tuple[Function, State]:
+        return self.recipe.code.function(self.state, slot, keeps=keeps)
+
+    def forget_values(self) -> None:
+        """Later demands begin anew."""
+        self.state, self.values = self.recipe.code.start, [None] * len(self.values)
 
     def lost(self, handle: Handle) -> WrongValue:
         """What to raise where something that a tensor is computed from never came by."""
@@ -241,8 +253,11 @@ class Frame:
     def stale(self, buffer: int, then: int, now: int | None) -> StaleTensor:
         """Return the error for a kept tensor, parameter or buffer that was written to before backward."""
         name = self.recipe.parameters.get(buffer)
-        kind = "parameter" if isinstance(self.parameters.get(buffer, (None,) * 4)[2], nn.Parameter) else "buffer"
-        return stale("a kept tensor" if name is None else f"{kind} {name!r}", self.name, then, now)
+        if name is None:
+            return stale("a kept tensor", self.name, then, now)
+        tensor = self.parameters[self.recipe.code.parameters[buffer]][2]
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        return stale(f"{kind} {name!r}", self.name, then, now)
 
     def wrong(self, handle: Handle) -> WrongValue:
         """Return the error for a recomputed tensor that differs from forward's."""
@@ -254,134 +269,65 @@ class Frame:
             f"{came} and is not what forward had"
         )
 
-    def _pull(self, buffer: int, handle: Handle) -> Tensor:
-        """A buffer that is not in the memo."""
-        maker = self.recipe.makers.get(buffer)
-        if maker is not None:
-            self._make(maker, handle)
-            return self.memo[buffer]
-        parameter = self.parameters.get(buffer)
-        if parameter is not None:
-            table, leaf, tensor, version = parameter
-            if version_of(tensor) != version:
-                raise self.stale(buffer, version, version_of(tensor))
-            if table[leaf] is not tensor or (tensor.__class__ not in UNWRAPPED and plain(tensor) is not tensor):
-                tensor = plain(whole_now(self.model, table, leaf, tensor))
-            return tensor
-        box = handle.boxes[handle.slot.boxes.index(self.recipe.box_of[buffer])]
-        if isinstance(box, Box):
-            held = box.tensor
-            if held is None:
-                raise self.lost(handle)
-            if version_of(held) != box.version:
-                raise self.stale(buffer, box.version, version_of(held))
-            return held if held.__class__ in UNWRAPPED else arrived(held)
-        if isinstance(box, Handle):
-            tensor = self.memo[buffer] = plain(box.frame.recompute(box))
-            return tensor
-        if box.is_empty:
-            raise self.lost(handle)
-        tensor = self.memo[buffer] = box.open()
+    # called by recomputation code ------------------------------------------------------------------------------------
+
+    def parameter(self, n: int) -> Tensor:
+        """A parameter or buffer of the module, unsharded and without what is around it.
+
+        Raises:
+            StaleTensor: somebody wrote to it.
+        """
+        table, leaf, tensor, version = self.parameters[n]
+        if version_of(tensor) != version:
+            raise self.stale(list(self.recipe.parameters)[n], version, version_of(tensor))
+        if table[leaf] is not tensor or (tensor.__class__ not in UNWRAPPED and plain(tensor) is not tensor):
+            return plain(whole_now(self.model, table, leaf, tensor))
         return tensor
 
-    def _make(self, op: int, handle: Handle) -> None:
-        """Run an op again, and before it what makes its arguments. Forwards unroll thousands of steps: no recursion."""
-        steps, memo = self.recipe.steps, self.memo
-        waiting = [op]
-        while waiting:
-            step = steps[waiting[-1]]
-            for buffer, maker in step.needs:
-                if buffer not in memo:
-                    waiting.append(maker)
-                    break
-            else:
-                waiting.pop()
-                self._run(step, handle)
+    def opened(self, box: Any, buffer: int, handle: Handle) -> Tensor:
+        """The value of a box.
 
-    def _run(self, step: RecipeStep, handle: Handle) -> None:
-        memo = self.memo
-        leaves = step.leaves.copy()
-        for position, buffer, ref in step.tensors:
-            tensor = memo.get(buffer)
-            if tensor is None:
-                tensor = self._pull(buffer, handle)
-            leaves[position] = tensor if ref is None else view_of(tensor, ref)
-        for positions, old, _new in step.written:
-            if not self._last_use(old):
-                copies = in_a_copy([leaves[p] for p in positions], [step.leaves[p] for p in positions])
-                for position, copy in zip(positions, copies, strict=True):
-                    leaves[position] = copy
-        if step.into is not None:  # whatever stops the op, nobody finds that half written
-            for buffer in step.consumes:
-                self._release(buffer)
-            out = run_step(step, leaves)
-            memo[step.outputs[0][1]] = out[0]
-            return
-        if step.state_in is not None:
-            current = get_state(step.device)
-            state = memo.get(step.state_in)
-            set_state(step.device, self._pull(step.state_in, handle) if state is None else state)
-            with outside_of_vmap():
-                out = run_step(step, leaves)
-            self._put(step.state_out, get_state(step.device))
-            set_state(step.device, current)
-        elif step.func is EMPTY and (part := self._imagined()) is not None:
-            (size, stride), options = step.arguments(leaves)
-            out = [part.new_empty_strided(size, stride, **options)]
-        else:
-            out = run_step(step, leaves)
-        for positions, _old, new in step.written:
-            self._put(new, leaves[positions[0]])
-        for position, buffer in step.outputs:
-            memo[buffer] = out[position]
-        for buffer in step.consumes:
-            self._release(buffer)
-
-    def _imagined(self) -> Tensor | None:
-        """In a dry run, something fake to make empty memory of: a mode above takes bare `empty_strided` for real."""
-        part = next((plain(p) for p in self.model.parameters()), None)
-        return part if isinstance(part, FakeTensor) else None
-
-    def _put(self, buffer: int | None, tensor: Tensor) -> None:
-        if buffer is not None and self.recipe.counts.get(buffer, 0) > 0:
-            self.memo[buffer] = tensor
-
-    def _last_use(self, buffer: int) -> bool:
-        if buffer not in self.memo:
-            return False
-        counts = self.counts
-        return (counts or self.recipe.counts)[buffer] == 1
-
-    def _release(self, buffer: int) -> None:
-        counts = self.counts
-        if counts is None:
-            counts = self.counts = self.recipe.counts.copy()
-        left = counts[buffer] - 1
-        if left <= 0:
-            self.memo.pop(buffer, None)
-            counts[buffer] = self.recipe.counts[buffer]
-        else:
-            counts[buffer] = left
+        Raises:
+            StaleTensor: somebody wrote to it.
+            WrongValue: nothing was ever put in.
+        """
+        if isinstance(box, Handle):
+            return plain(box.frame.recompute(box))
+        if box.is_empty:
+            raise self.lost(handle)
+        if not isinstance(box, Box):
+            return box.open()
+        held = box.tensor
+        assert held is not None
+        if version_of(held) != box.version:
+            raise self.stale(buffer, box.version, version_of(held))
+        return held if held.__class__ in UNWRAPPED else arrived(held)
 
 
-def _may_move_on(tensor: Tensor) -> bool:
-    """Whether it is such a thing as a factor of delayed scaling: a few numbers beside the parameters, which the loop
-    moves between forward and backward without asking autograd, to which only what was made of them is known.
+def _parameter(table: dict[str, Any], leaf: str) -> tuple[dict[str, Any], str, Tensor, int]:
+    """A parameter or buffer, as autograd would hold it; under FSDP the table has another one at other times.
+
+    A few numbers beside the parameters (a factor of delayed scaling) the loop may move between forward and backward
+    without asking autograd, to which only what was made of them is known: of those a copy.
     """
-    return not isinstance(tensor, nn.Parameter) and plain(tensor) is tensor and tensor.nbytes <= FEW_BYTES
+    tensor = table[leaf]
+    is_buffer = tensor.__class__ is not nn.Parameter and not isinstance(tensor, nn.Parameter)
+    if is_buffer and plain(tensor) is tensor and tensor.nbytes <= FEW_BYTES:
+        with torch.no_grad():
+            tensor = tensor.clone()
+        table = {leaf: tensor}
+    return table, leaf, tensor, version_of(tensor)
 
 
 def unpack(packed: Any) -> Tensor:
     """Autograd wants a saved tensor back."""
-    if type(packed) is Held:
-        frame, tensor, version = packed
-        if frame.group is not None:
-            frame.group.asked()
-        return tensor if tensor._version == version else packed.open()  # which raises
-    handle: Handle = packed
-    if handle.frame.group is not None:
-        handle.frame.group.asked()
-    return handle.frame.recompute(handle)
+    frame = packed[0]
+    if frame.group is not None:
+        frame.group.asked()
+    if packed.__class__ is Held:
+        tensor: Tensor = packed[1]
+        return tensor if tensor._version == packed[2] else packed.open()  # which raises
+    return frame.recompute(packed)
 
 
 def is_asked_again() -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 GRAPH_AFTER = 4  # runs of a recording that are looked at, all of them
-GRAPH_SHARE = 8  # of those after, one in so many is
+GRAPH_SHARE = 32  # of those after, one in so many is
 Node = Any
 Print = tuple[Any, ...]
 

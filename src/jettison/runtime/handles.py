@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from jettison.capture.tensor_subclasses import version_of
+from jettison.capture.tensor_subclasses import Narrow, version_of
 from jettison.runtime.moves import Transit
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.packing import Packed
@@ -74,29 +75,17 @@ def box_for(recipe: Recipe, buffer: int, group: Group | None) -> Box | Transit |
     return Packed(recipe.packed[buffer]) if buffer in recipe.packed else Box()
 
 
-class Handle:
-    """A slot that is not held. Owns the boxes that its recipe reads, and a witness of what was there."""
+class Handle(tuple[Any, ...]):
+    """A slot that is not held: its frame, its action, the boxes that its recipe reads, the witness of what was there
+    (bytes, where a look at a tensor on a CPU found them), its number (-1: an output), and how it is wrapped where that
+    differs from call to call. A tuple, since there is one for each tensor that is recomputed.
+    """
 
-    __slots__ = ("boxes", "frame", "index", "slot", "witness")
+    __slots__ = ()
 
-    def __init__(
-        self,
-        frame: Frame,
-        slot: SlotAction,
-        boxes: tuple[Box | Transit | Packed | Handle, ...],
-        witness: Witness | None = None,
-        index: int = -1,
-    ) -> None:
-        self.frame = frame
-        self.slot = slot
-        self.boxes = boxes
-        self.witness = witness
-        self.index = index
-
-
-class NarrowHandle(Handle):
-    """Of narrow numbers, with the factor that they had in this forward."""
-
-    __slots__ = ("wrap",)
-
-    wrap: Any  # a `Narrow`
+    frame: Frame = property(itemgetter(0))  # type: ignore[assignment]
+    slot: SlotAction = property(itemgetter(1))  # type: ignore[assignment]
+    boxes: tuple[Box | Transit | Packed | Handle, ...] = property(itemgetter(2))  # type: ignore[assignment]
+    witness: Witness | bytes | None = property(itemgetter(3))  # type: ignore[assignment]
+    index: int = property(itemgetter(4))  # type: ignore[assignment]
+    wrap: Narrow | None = property(itemgetter(5))  # type: ignore[assignment]

@@ -23,6 +23,7 @@ from jettison.capture.signature import call_signature, global_signature
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.errors import TraceError
+from jettison.runtime import witness
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.callers import (
     FOREIGN_HOOKS,
@@ -34,7 +35,14 @@ from jettison.runtime.callers import (
 )
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.copies import COPY, copied_forward, pickled_forward, trains_plainly
-from jettison.runtime.forward_run import ActiveFrame, Listener, current_frame, running, views_replayed
+from jettison.runtime.forward_run import (
+    ActiveFrame,
+    Listener,
+    ViewsReplayed,
+    current_frame,
+    is_pack_listened_to,
+    running,
+)
 from jettison.runtime.frame import unpack
 from jettison.runtime.graph_fingerprint import bounds_of, graph_print, is_turn, next_sequence_number
 from jettison.runtime.handles import Diverged
@@ -47,7 +55,9 @@ from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.way import Way
 from jettison.runtime.without_recipe import run_interrupted, run_without_recipe
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
-from jettison.solve.policy import CheckpointPolicy
+from jettison.solve.policy import CheckpointPolicy, KeepAll
+
+_ON_CPU = torch.empty(0, device="cpu")
 
 
 class PlannedForward:
@@ -117,11 +127,12 @@ class PlannedForward:
             return self.forward(*args, **kwargs)
         outer = current_frame()
         first = next_sequence_number()
+        called = self._call if self._is_watched() else self._call_without_hooks
         if outer is None or outer.check is None:
-            output = self._call(args, kwargs)
+            output = called(args, kwargs)
         else:
             with outer.check.apart():
-                output = self._call(args, kwargs)
+                output = called(args, kwargs)
         if outer is not None:
             outer.nested.append((first, next_sequence_number()))
             outer.block_done(output)
@@ -236,16 +247,41 @@ class PlannedForward:
             self.assumptions.forward_begins(signature, args, kwargs, self.frames)
         key = (signature, global_signature())
         prepared = self.recordings.of(key, args, kwargs, self.own())
-        with views_replayed():
+        with ViewsReplayed():
             output = self._run(prepared, key, leaves, args, kwargs)
         returned = tree_leaves(output)
-        if any(type(leaf) is FakeTensor for leaf in returned):
+        if FakeTensor in map(type, returned):
             self.refuse_fake("returns", leaves)
         if self.assumptions is not None:
             self.assumptions.forward_ends(returned)
         if self.listener is not None:
             self.listener.ends(returned)
         return output
+
+    def _is_watched(self) -> bool:
+        """Whether anybody wants to know what autograd saves in a call: not where all of it stays."""
+        way = self.way
+        keeps = way.policy.__class__ is KeepAll and way.link.is_alone
+        told = self.in_dry_run or self.assumptions is not None or self.listener is not None
+        return not keeps or told or is_pack_listened_to()
+
+    def _call_without_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward as without a plan; the hooks of a region around it see nothing of what it saves."""
+        if self.before_first is not None:
+            self.before_first()
+            self.before_first = None
+        self.calls += 1
+        self.recordings.unguard()
+        if self.structure is not None:
+            self.structure.check()
+        if current_frame() is None or are_hooks_foreign():
+            return self.forward(*args, **kwargs)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
     def refuse_fake(self, does: str, leaves: Sequence[Any] = ()) -> None:
         """A fake tensor has come up; in a dry run, all of them are.
@@ -319,6 +355,11 @@ class PlannedForward:
             check=self.how,
             rounded=self.rounded.tensors,
         )
+
+    def source(self) -> str:
+        """Code that recomputes what was dropped, for the most used signature."""
+        best = self.recordings.most_used()
+        return "" if best is None or best.recipe is None else best.recipe.code.text()
 
     # hooks where recipes want what modules are given or return -------------------------------------------------------
 
@@ -413,6 +454,7 @@ class PlannedForward:
         frame = ActiveFrame(recipe, self, group, moves=not self.stays())
         frame.how, frame.rounded, frame.salt = self.how, self.rounded, self.calls
         frame.share = SAMPLED_SHARE if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER else 1
+        frame.sees = frame.share == 1 and self.how not in (Check.OFF, Check.FULL) and witness.is_told_at_once(_ON_CPU)
         settings = self.recordings.must_check(prepared, recipe, leaves)
         stack = running()
         stack.append(frame)

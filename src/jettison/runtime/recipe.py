@@ -3,17 +3,13 @@
 NOTE [ Ownership ]
 Nothing global owns a tensor. A slot that is kept owns its tensor, as in plain autograd. A slot that is dropped leaves a
 handle in the graph; the handle owns exactly the boxes (kept values, inputs, random states) that its recipe reads.
-Values computed again live in their frame's memo until their last recipe has used them; the frame is owned by its
+Values that are recomputed live in their frame until the last use; the frame is owned by its
 handles. When autograd releases a saved tensor its handle goes, and with the last handle goes everything else.
-
-NOTE [ Use counts ]
-A recomputed buffer is used once by each dropped slot on it and once by each recomputed op that reads it. The count
-starts at that number, and at zero the memo lets go. Counts start again at zero, so that a second backward over a
-retained graph computes the same values once more.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,15 +25,16 @@ from jettison.runtime.equal_ops import in_place, runs_as
 from jettison.runtime.moves import Move, moves_of
 from jettison.runtime.packing import Pack, packs_of
 from jettison.runtime.random_states import without_idle_moves
+from jettison.runtime.recompute_code import RecomputeCode
 from jettison.runtime.steps import RecipeStep, arguments_of
 from jettison.runtime.views import Within, within
-from jettison.runtime.witness import Spots, spots_of
+from jettison.runtime.witness import Cut, Spots, spots_of
 
 AWAY: Final = frozenset({"drop", "offload", "pack"})
 """Kinds of slots that leave a handle in the place of their tensor."""
 
 
-@dataclass
+@dataclass(eq=False)
 class SlotAction:
     """What happens to one saved slot: ``parameter`` (passed through), ``keep``, ``drop``, ``pack`` or ``offload``."""
 
@@ -51,6 +48,7 @@ class SlotAction:
     fill: int | None = None  # box number that this slot fills
     cast: str = ""  # name of the parameter of which autocast made it
     hollow: bool = False  # nothing is ever written there, and bits that are chance cannot be compared
+    closure: int = 0  # number of ``boxes`` among the different ones of the recipe
 
     @cached_property
     def spots(self) -> Spots:
@@ -58,8 +56,10 @@ class SlotAction:
         return spots_of(tuple(self.ref.size), tuple(self.ref.stride))
 
 
-Expected: TypeAlias = tuple[Any, Any, torch.dtype, str | None, SlotAction | None, int | None]
-"""Expectation of a slot: shape, strides, type, parameter name, action where it is dropped, box that it fills."""
+Layout: TypeAlias = tuple[Any, Any, torch.dtype, tuple[int, ...], Cut | None]
+"""Shape and strides of a tensor, its type, and where a witness is taken: places, and how they are read on a CPU."""
+Expected: TypeAlias = tuple[Layout, str | None, SlotAction | None, int | None]
+"""Expectation of a slot: layout, parameter name, action where it is dropped, box that it fills."""
 
 
 @dataclass(kw_only=True)
@@ -84,6 +84,13 @@ class Recipe:
     state_boxes: list[tuple[int, str]] = field(default_factory=list)  # (box, device)
     links: dict[int, int] = field(default_factory=dict)  # input buffer -> box of the block before's output handle
     handed: dict[int, SlotAction] = field(default_factory=dict)  # output leaf -> how the next block gets it again
+    sources: dict[int, TensorRef] = field(default_factory=dict)  # buffer -> how the op that makes it returns it
+    closures: list[tuple[int, ...]] = field(default_factory=list)  # the different boxes of slots
+
+    @cached_property
+    def code(self) -> RecomputeCode:
+        """What recomputes its dropped slots."""
+        return RecomputeCode(self)
 
     def held_bytes(self, *, moves: bool = True) -> int:
         """Bytes on the device between forward and backward; in a call that moves nothing, also what else would go."""
@@ -112,10 +119,19 @@ class Recipe:
 
 
 def _expected(slot: SlotAction) -> Expected | None:
-    if slot.ref.wrap is not None or slot.kind not in ("keep", "parameter", "drop"):
+    ref = slot.ref
+    if ref.wrap is not None or ref.conj or ref.neg or slot.cast or slot.kind not in ("keep", "parameter", "drop"):
         return None
-    dropped = slot if slot.kind == "drop" else None
-    return slot.ref.size, slot.ref.stride, slot.ref.dtype, slot.parameter or None, dropped, slot.fill
+    layout = _layout(tuple(ref.size), tuple(ref.stride), ref.dtype)
+    return layout, slot.parameter or None, slot if slot.kind == "drop" else None, slot.fill
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    """One object for all tensors of a layout: a step that looks at fewer objects waits for memory less often."""
+    spots = spots_of(size, stride)
+    cut = spots.cut(dtype)
+    return size, stride, dtype, spots.size, cut if cut is not None and cut[-2] else None
 
 
 def compile_recipe(
@@ -198,7 +214,7 @@ def _fill(recipe: Recipe, asked: dict[int, TensorRef]) -> None:
     kept slot on its buffer, else a module boundary.
     """
     trace, initial_states = recipe.trace, {b: device for device, b in recipe.trace.initial_states.items()}
-    sources = _source_refs(trace, recipe.box_of)
+    sources = recipe.sources = _source_refs(trace, recipe.box_of)
     recipe.steps.update((i, _step(recipe, i, sources)) for i in recipe.recomputed_ops)
     unfilled: dict[int, int] = {}
     for n, b in enumerate(recipe.boxes):
@@ -216,6 +232,10 @@ def _fill(recipe: Recipe, asked: dict[int, TensorRef]) -> None:
         if ref.buffer in recipe.counts:
             recipe.handed[leaf] = _slot_action(recipe, ref, closures, sources, unfilled)
     recipe.from_taps.extend((n, trace.taps[b]) for b, n in unfilled.items())
+    actions = [*recipe.slots, *recipe.handed.values()]
+    recipe.closures = list(dict.fromkeys(action.boxes for action in actions))
+    for action in actions:
+        action.closure = recipe.closures.index(action.boxes)
 
 
 def _slot_action(

@@ -246,6 +246,12 @@ class Recordings:
         self._planned = {}
         self.guard = None
 
+    def unguard(self) -> None:
+        """Nobody asks whether what was recorded holds: keep nothing alive for it. A call that does ask records anew."""
+        if self.guard is not None:
+            self.guard = None
+            self._aside.clear()
+
     def forget(self) -> None:
         """Settings have changed: what was recorded may not hold. See NOTE [ Settings that do not matter ]."""
         names = "" if self.guard is None else self.guard.structure_words()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.capture.recording import TensorRef
-from jettison.capture.signature import Switches, switched
+from jettison.capture.signature import Switches
 
 
 @dataclass(slots=True)
@@ -50,24 +50,6 @@ def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
         leaves, spec = tree_flatten((args, kwargs))
         return leaves, spec, {}
     return list(args), None, dict(kwargs)
-
-
-def run_step(step: RecipeStep, leaves: list[Any]) -> list[Any]:
-    """Call the op on its arguments; flat outputs."""
-    if step.under is None:
-        return _run_step(step, leaves)
-    with switched(step.under):
-        return _run_step(step, leaves)
-
-
-def _run_step(step: RecipeStep, leaves: list[Any]) -> list[Any]:
-    if step.into is not None:
-        return [step.func(*leaves, **step.named, out=leaves[step.into])]
-    args, kwargs = (leaves, step.named) if step.spec is None else step.arguments(leaves)
-    out = step.func(*args, **kwargs)
-    if step.waits:
-        out = torch.ops._c10d_functional.wait_tensor(out)
-    return [out] if isinstance(out, Tensor) else tree_leaves(out)
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ try:
     import numpy
 except ImportError:  # torch comes without it
     numpy = None
+_ndarray: Any = getattr(numpy, "ndarray", None)
 
 WHOLE_BELOW = 64
 """Elements up to which a tensor is compared whole."""
@@ -82,8 +83,10 @@ def check_of(word: str | Check) -> Check:
         raise UsageError(f"check: got {word!r}; expected one of {', '.join(Check)}") from None
 
 
-Cut: TypeAlias = tuple[Any, Any, tuple[int, ...], int]
-"""Memory from the first element to the last, as a type; NumPy's type; bytes from one to the next, and of one."""
+Cut: TypeAlias = tuple[Any, Any, tuple[int, ...], int, int, int]
+"""Memory from the first element to the last, as a type; NumPy's type; bytes from one to the next, and of one; where the
+start may move along one line, the number of its places, and elements from one to the next (0 places: along several).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,9 @@ class Spots:
     def _cut(self, itemsize: int) -> Cut:
         last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         strides = tuple(step * itemsize for step in self.stride)
-        return ctypes.c_char * ((last + 1) * itemsize), numpy.dtype(_WORDS[itemsize]), strides, itemsize
+        places, step = self.slack[0] if len(self.slack) == 1 else (0 if self.slack else 1, 0)
+        kind = ctypes.c_char * ((last + 1) * itemsize)
+        return kind, numpy.dtype(_WORDS[itemsize]), strides, itemsize, places, step
 
     @property
     def count(self) -> int:
@@ -171,17 +176,17 @@ def peek(tensor: Tensor, spots: Spots, salt: int) -> bytes | None:
     tensors that lie nowhere or hold no words.
     """
     cut = spots.cuts.get(tensor.dtype) or spots.cut(tensor.dtype)
-    if cut is None or numpy is None or tensor.is_meta:
+    if cut is None:
         return None
     try:
         address = tensor.data_ptr()
-    except RuntimeError:  # of a transform, which lies in another tensor
+    except RuntimeError:  # of a transform or a fake tensor, which lies in another one, or nowhere
         return None
     if not address:
         return None
-    kind, word, strides, itemsize = cut
-    here = kind.from_address(address + _start(spots, salt) * itemsize)
-    found: bytes = numpy.ndarray(spots.size, word, here, 0, strides).tobytes()
+    kind, word, strides, itemsize, places, step = cut
+    start = salt % places * step if places else _start(spots, salt)
+    found: bytes = _ndarray(spots.size, word, kind.from_address(address + start * itemsize), 0, strides).tobytes()
     return found
 
 
@@ -298,20 +303,12 @@ class Witness:
         self.dtype = tensor.dtype
         self.seen: Seen = self._bytes(tensor) if is_told_at_once(tensor) else self._look(tensor)
 
-    def is_there(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor shows the same at a glance: most do, and `compare` is for the others.
-
-        A step comes by here for every tensor that is computed again, between kernels that have emptied the caches:
-        what counts is how little is touched.
-        """
-        seen = self.seen
-        return (
-            seen.__class__ is bytes
-            and tensor.__class__ in _REAL
-            and not self.full
-            and not tensor.is_neg()
-            and peek(tensor, self.spots, self.salt) == seen
-        )
+    @classmethod
+    def of_bytes(cls, seen: bytes, spots: Spots, salt: int, dtype: torch.dtype) -> Witness:
+        """Of what `peek` saw."""
+        found = object.__new__(cls)
+        found.seen, found.spots, found.salt, found.dtype, found.full = seen, spots, salt, dtype, False
+        return found
 
     def agrees(self, tensor: Tensor) -> bool:
         """Whether a plain tensor is the one that this was left by, as far as was looked."""

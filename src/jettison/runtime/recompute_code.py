@@ -1,0 +1,444 @@
+"""Straight-line Python that recomputes dropped tensors: one function for each tensor that backward asks for.
+
+NOTE [ Functions by state ]
+What a demand has to run hangs on the demands before it: they leave values that it reads, and take the last use of
+others. Both are known when code is written, so that a function has values in local variables, deletes each after its
+last use, and puts into the frame's table only what a later demand reads. A state is what is known between two demands:
+which values are in the table, and how many uses each recomputed buffer has left. A backward that asks in another order
+(a part of the graph, a second backward) comes to other states, and their functions are written when it does.
+
+NOTE [ Use counts ]
+A recomputed buffer is used once by each dropped slot on it and once by each recomputed op that reads it. The count
+starts at that number, and at zero the value is deleted. Counts start again at zero, so that a second backward over a
+retained graph recomputes the same values.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from jettison.capture.recording import TensorRef
+from jettison.capture.signature import Switches, switched
+from jettison.capture.tensor_subclasses import plain, version_of
+from jettison.runtime.bindings import binding
+from jettison.runtime.steps import RecipeStep, get_state, outside_of_vmap, set_state
+from jettison.runtime.views import in_a_copy, view_of
+
+if TYPE_CHECKING:
+    from jettison.runtime.recipe import Recipe, SlotAction
+
+Function: TypeAlias = Callable[[Any, Any], Tensor]
+"""Of a frame and the handle that is asked for; returns the tensor, as backward is to get it."""
+
+UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
+"""Classes of most tensors: nothing is inside them."""
+EMPTY: Final = torch.ops.aten.empty_strided.default
+INDENT: Final = "    "
+LITERALS: Final = (bool, int, str, type(None))
+
+
+class State:
+    """Values at hand between two demands, and the uses that are left; see NOTE [ Functions by state ]."""
+
+    __slots__ = ("at_hand", "kept", "left", "next")
+
+    def __init__(self, left: Mapping[int, int], at_hand: frozenset[int]) -> None:
+        self.left, self.at_hand = left, at_hand
+        self.next: dict[SlotAction, tuple[Function, State]] = {}
+        self.kept: dict[SlotAction, tuple[Function, State]] = {}  # for nodes that ask again: nothing is used up
+
+
+class RecomputeCode:
+    """The functions of one recipe, written as they are first wanted."""
+
+    through: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    """For benchmarks: what is put around each op in code that is written meanwhile."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.cells = {buffer: n for n, buffer in enumerate(recipe.counts)}  # places in a frame's table of values
+        self.parameters = {buffer: n for n, buffer in enumerate(recipe.parameters)}
+        self.start = State(recipe.counts, frozenset())
+        self.states = {(tuple(recipe.counts.values()), frozenset[int]()): self.start}
+        self.sources: list[str] = []
+        self.constants: dict[str, Any] = dict(NAMES)
+
+    def function(self, state: State, slot: SlotAction, *, keeps: bool) -> tuple[Function, State]:
+        """The function of a demand, and the state after it.
+
+        Args:
+            keeps: the node asks again, so that the value stays at hand.
+        """
+        table = state.kept if keeps else state.next
+        found = table.get(slot)
+        if found is None:
+            writer = _Writer(self, state, slot, keeps=keeps)
+            name = f"recompute_{len(self.sources)}"
+            source = writer.source(name)
+            exec(_compiled(source), self.constants)  # of our own text; constants of the program are names in it
+            self.sources.append(source)
+            key = (tuple(writer.left.values()), frozenset(writer.at_hand))
+            after = self.states.setdefault(key, State(writer.left, key[1]))
+            found = table[slot] = (self.constants[name], after)
+        return found
+
+    def text(self) -> str:
+        """All functions so far; before any backward, those of one that asks for the last saved tensor first."""
+        if self.sources:
+            return "\n\n".join(self.sources)
+        fresh = RecomputeCode(self.recipe)
+        state = fresh.start
+        for slot in reversed([slot for slot in self.recipe.slots if slot.ref.buffer in self.recipe.counts]):
+            _, state = fresh.function(state, slot, keeps=False)
+        return "\n\n".join(fresh.sources)
+
+    def named(self, value: Any, like: str = "constant") -> str:
+        """What reads a constant: a literal, or a name with an underscore in front, as no variable has."""
+        if value.__class__ in LITERALS or (value.__class__ is float and math.isfinite(value)):
+            return repr(value)
+        if value.__class__ is torch.dtype:
+            return repr(value)
+        if isinstance(value, tuple | list) and all(v.__class__ is int for v in value):
+            return repr(list(value)) if value.__class__ is list else repr(tuple(value))
+        like = f"_{like}" if like.isidentifier() else "_constant"
+        names = itertools.chain((like,), (f"{like}_{n}" for n in itertools.count(1)))
+        return next(name for name in names if self.constants.setdefault(name, value) is value)
+
+    def op(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> str:
+        """The name of an op, called with such arguments."""
+        is_op = isinstance(func, torch._ops.OpOverload)
+        like = str(func).replace(".default", "") if is_op else getattr(func, "__name__", "")
+        called = binding(func, args, kwargs)
+        return self.named(called if self.through is None else self.through(called), like.replace(".", "_"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(source: str) -> CodeType:
+    """Equal blocks have equal source."""
+    return compile(source, "<recomputation of a planned region>", "exec")
+
+
+class _Writer:
+    """Writes one function."""
+
+    def __init__(self, code: RecomputeCode, state: State, slot: SlotAction, *, keeps: bool) -> None:
+        self.code, self.recipe, self.slot, self.keeps = code, code.recipe, slot, keeps
+        self.left, self.at_hand = dict(state.left), set(state.at_hand)
+        self.lines: list[tuple[str, frozenset[str]]] = []  # and the variables without a count that they read
+        self.values: dict[int, str] = {}  # buffer -> local variable
+        self.views: dict[int, list[tuple[TensorRef, str]]] = {}
+        self.fresh: set[int] = set()  # counted buffers that are in a variable only
+        self.used: set[str] = set()
+
+    def source(self, name: str) -> str:
+        """Text of the function."""
+        slot, buffer = self.slot, self.slot.ref.buffer
+        if (maker := self.recipe.makers.get(buffer)) is not None and buffer not in self.at_hand:
+            self._make(maker)
+        value = self._get(buffer)
+        self._line(f"found = {value if slot.view is None else self._view_text(buffer, value, slot.view)}")
+        if not self.keeps:
+            self._release(buffer)
+        for fresh in sorted(self.fresh):
+            self._line(f"values[{self.code.cells[fresh]}] = {self.values[fresh]}")
+        body = [*self._with_deletions(), "return found"]
+        head = ["values = frame.values"] if any("values[" in line for line in body) else []
+        lines = (*head, *body)
+        return "\n".join([f"# {self._asked()}", f"def {name}(frame, handle):", *(INDENT + line for line in lines), ""])
+
+    def _asked(self) -> str:
+        """What the function is for, as a comment."""
+        number = next((n for n, slot in enumerate(self.recipe.slots) if slot is self.slot), None)
+        if number is None:
+            return "an output, which is the input of the block after"
+        saved = self.recipe.trace.program.slots[number]
+        return f"saved tensor {saved.index}{f' of {saved.path}' if saved.path else ''}, after {saved.op or 'the start'}"
+
+    # lines -----------------------------------------------------------------------------------------------------------
+
+    def _line(self, text: str, reads: Iterable[str] = ()) -> None:
+        self.lines.append((text, frozenset(reads)))
+
+    def _with_deletions(self) -> Iterator[str]:
+        """Parameters, boxes and their views, which nobody counts, are deleted after the last line that reads them."""
+        last = {name: n for n, (_, reads) in enumerate(self.lines) for name in reads}
+        for n, (text, reads) in enumerate(self.lines):
+            yield from text.split("\n")
+            if over := sorted(name for name in reads if last[name] == n):
+                yield f"del {', '.join(over)}"
+
+    def _name(self, buffer: int, like: str = "") -> str:
+        """A variable that is not taken: the op that makes a buffer, or the parameter's name."""
+        trace = self.recipe.trace
+        if not like and buffer in self.recipe.makers:
+            like = trace.program.ops[self.recipe.makers[buffer]].name.split(".")[1]
+        if not like:
+            like = self.recipe.parameters.get(buffer, "input").replace(".", "_")
+        like = f"{like.strip('_')}_{buffer}"
+        if not like.isidentifier():
+            like = f"value_{buffer}"
+        found = next(
+            n for n in itertools.chain((like,), (f"{like}_{i}" for i in itertools.count(1))) if n not in self.used
+        )
+        self.used.add(found)
+        return found
+
+    # values ----------------------------------------------------------------------------------------------------------
+
+    def _get(self, buffer: int) -> str:
+        """The variable that has a buffer."""
+        found = self.values.get(buffer)
+        if found is None:
+            found = self.values[buffer] = self._name(buffer)
+            if buffer in self.at_hand:
+                self._line(f"{found} = values[{self.code.cells[buffer]}]")
+            elif buffer in self.code.parameters:
+                self._line(f"{found} = parameter(frame, {self.code.parameters[buffer]})")
+            else:
+                self._open(found, buffer)
+        return found
+
+    def _open(self, name: str, buffer: int) -> None:
+        """What a box holds. An input that the block before recomputes, and what has moved or is packed, is counted as a
+        value of our own.
+        """
+        n = self.slot.boxes.index(self.recipe.box_of[buffer])
+        if buffer in self.left:
+            self._line(f"{name} = frame.opened(handle.boxes[{n}], {buffer}, handle)")
+            self._made(buffer, name)
+        else:
+            self._line(f"{name} = boxed(frame, handle, {n}, {buffer})")
+
+    def _view(self, buffer: int, ref: TensorRef) -> str:
+        """The variable that has a view of a buffer."""
+        views = self.views.setdefault(buffer, [])
+        found = next((name for seen, name in views if seen is ref or seen == ref), None)
+        if found is None:
+            value = self._get(buffer)
+            text = self._view_text(buffer, value, ref)
+            found = self._name(buffer, f"{value}_view")
+            self._line(f"{found} = {text}", self._uncounted(buffer, value))
+            views.append((ref, found))
+        return found
+
+    def _view_text(self, buffer: int, value: str, ref: TensorRef) -> str:
+        source = self.recipe.sources.get(buffer)
+        is_plain = ref.__class__ is TensorRef and ref.wrap is None and not (ref.conj or ref.neg)
+        if is_plain and source is not None and source.dtype is ref.dtype and not (source.conj or source.neg):
+            if (source.size, source.stride, source.offset) == (ref.size, ref.stride, ref.offset):
+                return value
+            return f"{value}.as_strided({ref.size!r}, {ref.stride!r}, {ref.offset})"
+        return f"view_of({value}, {self.code.named(ref, 'view')})"
+
+    def _uncounted(self, buffer: int, name: str) -> tuple[str, ...]:
+        return () if buffer in self.left else (name,)
+
+    def _made(self, buffer: int, name: str) -> None:
+        """A counted buffer is in this variable."""
+        self.values[buffer] = name
+        self.at_hand.add(buffer)
+        self.fresh.add(buffer)
+
+    def _wanted(self, buffer: int | None) -> bool:
+        return buffer is not None and self.left.get(buffer, 0) > 0
+
+    def _release(self, buffer: int) -> None:
+        """One use less; at the last one it is deleted."""
+        self.left[buffer] -= 1
+        if self.left[buffer] > 0:
+            return
+        self.left[buffer] = self.recipe.counts[buffer]
+        if buffer not in self.at_hand:
+            return
+        self.at_hand.discard(buffer)
+        if buffer not in self.fresh:
+            self._line(f"values[{self.code.cells[buffer]}] = None")
+        self.fresh.discard(buffer)
+        names = [self.values.pop(buffer), *(name for _, name in self.views.pop(buffer, ()))]
+        self._line(f"del {', '.join(names)}")
+
+    # ops -------------------------------------------------------------------------------------------------------------
+
+    def _make(self, op: int) -> None:
+        """Write an op, and before it what makes its arguments. Forwards unroll thousands of steps: no recursion."""
+        waiting = [op]
+        while waiting:
+            step = self.recipe.steps[waiting[-1]]
+            for buffer, maker in step.needs:
+                if buffer not in self.at_hand:
+                    waiting.append(maker)
+                    break
+            else:
+                waiting.pop()
+                self._step(step)
+
+    def _step(self, step: RecipeStep) -> None:
+        leaves = [_Text() if isinstance(leaf, TensorRef) else _Text(self.code.named(leaf)) for leaf in step.leaves]
+        reads: set[str] = set()
+        for position, buffer, ref in step.tensors:
+            leaves[position] = _Text(self._get(buffer) if ref is None else self._view(buffer, ref))
+            reads.update(self._uncounted(buffer, leaves[position]))
+        copies = self._copies(step, leaves, reads)
+        call = self._call(step, leaves)
+        if step.state_in is not None:
+            state, device = self._get(step.state_in), repr(step.device)
+            self._line(f"now = get_state({device})")
+            self._line(f"set_state({device}, {state})", self._uncounted(step.state_in, state))
+            self._result(step, call, reads, within="with outside_of_vmap():")
+            if step.state_out is not None and self._wanted(step.state_out):
+                name = self._name(step.state_out, "state")
+                self._line(f"{name} = get_state({device})")
+                self._made(step.state_out, name)
+            self._line(f"set_state({device}, now)")
+        else:
+            self._result(step, call, reads)
+        returned = {buffer for _, buffer in step.outputs}
+        for positions, _old, new in step.written:
+            if self._wanted(new) and new not in returned:
+                name = self._name(new, "written")
+                self._line(f"{name} = {leaves[positions[0]]}")
+                self._made(new, name)
+        if copies:
+            self._line(f"del {', '.join(copies)}")
+        for buffer in step.consumes:
+            self._release(buffer)
+
+    def _copies(self, step: RecipeStep, leaves: list[_Text], reads: set[str]) -> list[str]:
+        """What an op writes to is copied, unless that is its last use."""
+        copies: list[str] = []
+        for positions, old, _new in step.written:
+            if old in self.at_hand and self.left[old] == 1:
+                continue
+            names = [_Text(self._name(old, "copy")) for _ in positions]
+            given = ", ".join(leaves[p] for p in positions)
+            refs = ", ".join(self.code.named(step.leaves[p], "view") for p in positions)
+            self._line(f"{', '.join(names)}, = in_a_copy([{given}], [{refs}])", reads)
+            for position, name in zip(positions, names, strict=True):
+                leaves[position] = name
+            copies += names
+        return copies
+
+    def _result(self, step: RecipeStep, call: str, reads: Iterable[str], within: str = "") -> None:
+        """The line of an op, and those that take from its results what somebody asks for."""
+        schema = getattr(step.func, "_schema", None)
+        returns = [] if schema is None else [str(one.type) for one in schema.returns]
+        if step.outputs and (step.into is not None or returns == ["Tensor"]):
+            buffer = step.outputs[0][1]
+            name = self._name(buffer)
+            self._op_line(f"{name} = {call}", reads, within)
+            self._made(buffer, name)
+            return
+        if not step.outputs:
+            self._op_line(call, reads, within)
+            return
+        flat = bool(returns) and (set(returns) == {"Tensor"} or returns == ["List[Tensor]"])
+        self._op_line(f"results = {call}" if flat else f"results = flat({call})", reads, within)
+        for position, buffer in step.outputs:
+            name = self._name(buffer)
+            self._line(f"{name} = results[{position}]")
+            self._made(buffer, name)
+        self._line("del results")
+
+    def _op_line(self, text: str, reads: Iterable[str], within: str) -> None:
+        self._line(f"{within}\n{INDENT}{text}" if within else text, reads)
+
+    def _call(self, step: RecipeStep, leaves: list[_Text]) -> str:
+        args, kwargs = step.arguments(leaves)
+        seen, named = step.arguments(step.leaves)  # with what stands for tensors
+        if step.spec is None:
+            kwargs = {key: _Text(self.code.named(value, key)) for key, value in kwargs.items()}
+        if step.into is not None:
+            kwargs["out"] = leaves[step.into]
+            named = named | {"out": step.leaves[step.into]}
+        arguments = ", ".join((*map(_text, args), *(f"{key}={_text(value)}" for key, value in kwargs.items())))
+        if step.func is EMPTY:
+            text = f"empty(frame, {arguments})"
+        else:
+            text = f"{self.code.op(step.func, seen, named)}({arguments})"
+        if step.waits:
+            text = f"{self.code.op(torch.ops._c10d_functional.wait_tensor.default, [], {})}({text})"
+        if step.under is not None:
+            text = f"under({self.code.named(step.under, 'switches')}, lambda: {text})"
+        return text
+
+
+class _Text(str):
+    """A piece of source in the place of a value."""
+
+    __slots__ = ()
+
+
+def _text(value: Any) -> str:
+    """The source of an argument: pieces, in lists and tuples and tables of their own."""
+    if isinstance(value, _Text):
+        return value
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
+    inside = ", ".join(map(_text, value))
+    return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if value else "()"
+
+
+# what code calls by name ---------------------------------------------------------------------------------------------
+
+
+def _parameter(frame: Any, n: int) -> Tensor:
+    table, leaf, tensor, version = frame.parameters[n]
+    if table[leaf] is tensor and tensor.__class__ in UNWRAPPED and version_of(tensor) == version:
+        return tensor
+    return frame.parameter(n)
+
+
+def _boxed(frame: Any, handle: Any, n: int, buffer: int) -> Tensor:
+    box = handle[2][n]
+    tensor = box.tensor
+    if tensor.__class__ in UNWRAPPED and version_of(tensor) == box.version:
+        return tensor
+    return frame.opened(box, buffer, handle)
+
+
+def _flat(found: Any) -> list[Any]:
+    return [found] if isinstance(found, Tensor) else tree_leaves(found)
+
+
+def _empty(frame: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Memory that nobody has written to. In a dry run it is made of something fake: a mode above takes bare
+    `empty_strided` for real.
+    """
+    part = next((plain(p) for p in frame.model.parameters()), None)
+    if isinstance(part, FakeTensor):
+        return part.new_empty_strided(*args, **kwargs)
+    found: Tensor = EMPTY(*args, **kwargs)
+    return found
+
+
+def _under(switches: Switches, call: Callable[[], Any]) -> Any:
+    """Call an op with kernel switches as the forward itself had set them."""
+    with switched(switches):
+        return call()
+
+
+NAMES: Final[Mapping[str, Any]] = {
+    "UNWRAPPED": UNWRAPPED,
+    "boxed": _boxed,
+    "empty": _empty,
+    "flat": _flat,
+    "get_state": get_state,
+    "in_a_copy": in_a_copy,
+    "outside_of_vmap": outside_of_vmap,
+    "parameter": _parameter,
+    "set_state": set_state,
+    "torch": torch,
+    "under": _under,
+    "view_of": view_of,
+}
+"""Names that all code may use."""

@@ -1,0 +1,220 @@
+"""Generated code: what it says, what it leaves at hand, and what an error in the middle of it leaves behind."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import jettison
+from jettison.errors import UsageError
+from jettison.measure import compare_gradients, independent_copy, same_bits
+from jettison.runtime.recompute_code import RecomputeCode
+from support.toys import Headed
+
+N, ROWS = 8, 4
+
+
+class Block(nn.Module):
+    """A norm, two products, a mask, a chain of elementwise ops, two outputs of one op, a list of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(N), nn.Linear(N, 2 * N), nn.Linear(2 * N, N)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.up(self.norm(x)).tanh().split(N, -1)
+        hidden = torch.cat([first.exp(), second.sigmoid()], -1)
+        return x + self.dropout(self.down(hidden.sin()))
+
+
+def model_and_copy(layers: int = 2) -> tuple[nn.Module, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = Headed((Block() for _ in range(layers)), N, N)
+    return model, independent_copy(model), torch.randn(ROWS, N)
+
+
+def stepped(model: nn.Module, x: Tensor) -> None:
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    model(x).backward()
+
+
+def code_of(handle: Any, name: str) -> RecomputeCode:
+    (region,) = [region for region in handle.regions if region.name == name]
+    recipe = region.recordings.most_used().recipe
+    assert recipe is not None
+    return recipe.code  # type: ignore[no-any-return]
+
+
+# what it says ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_source_is_that_of_the_functions_that_ran() -> None:
+    model, _, x = model_and_copy()
+    with jettison.apply(model, "full", batch=(x,)) as handle:
+        name = handle.regions[0].name
+        before = handle.source(name)
+        stepped(model, x)
+        after = handle.source(name)
+        assert before.split("\n\n")[0] == after.split("\n\n")[0], "a plain backward asks for the last one first"
+        assert before.count("def ") == after.count("def ") > 1
+        assert [line for line in after.splitlines() if line.startswith("def ")] == [
+            f"def recompute_{n}(frame, handle):" for n in range(len(code_of(handle, name).sources))
+        ]
+        for word in ("aten_native_layer_norm(", "aten_addmm(", "outside_of_vmap()", "aten_cat([", "after aten.sin"):
+            assert word in after, word
+        assert compile(after, "source", "exec")
+
+
+def test_where_nothing_is_recomputed_there_is_no_source() -> None:
+    model, _, x = model_and_copy()
+    with jettison.apply(model, "none", batch=(x,)) as handle:
+        stepped(model, x)
+        assert {handle.source(region.name) for region in handle.regions} == {""}
+        with pytest.raises(UsageError, match=r"got region 'layers\.7'; expected one of '"):
+            handle.source("layers.7")
+
+
+def test_equal_blocks_have_equal_source() -> None:
+    model, _, x = model_and_copy(layers=3)
+    with jettison.apply(model, "full", batch=(x,)) as handle:
+        stepped(model, x)
+        assert len({handle.source(region.name) for region in handle.regions[:-1]}) == 1
+
+
+def test_a_second_step_writes_no_code() -> None:
+    model, _, x = model_and_copy()
+    with jettison.apply(model, "selective-op", batch=(x,)) as handle:
+        stepped(model, x)
+        written = [list(code_of(handle, region.name).sources) for region in handle.regions[:-1]]
+        stepped(model, x)
+        assert [code_of(handle, region.name).sources for region in handle.regions[:-1]] == written
+
+
+# in any order ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_gradients_asked_for_in_any_order_and_more_than_once(data: st.DataObject) -> None:
+    model, plain, x = model_and_copy()
+    names = [name for name, _ in model.named_parameters()]
+    asked = data.draw(st.lists(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True), max_size=5))
+    with jettison.apply(model, "full", batch=(x,)):
+        results = []
+        for each in (model, plain):
+            torch.manual_seed(2)
+            loss, parameters = each(x), dict(each.named_parameters())
+            found = [torch.autograd.grad(loss, [parameters[n] for n in some], retain_graph=True) for some in asked]
+            loss.backward()
+            results.append(list(itertools.chain(*found)))
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    assert compare_gradients(model, plain).identical
+
+
+def test_after_a_backward_nothing_is_at_hand() -> None:
+    model, _, x = model_and_copy()
+    with jettison.apply(model, "full", batch=(x,)) as handle:
+        model(x)
+        torch.manual_seed(1)
+        loss = model(x)
+        frames = [frame for region in handle.regions for frame in region.frames]
+        loss.backward(retain_graph=True)
+        assert frames
+        for frame in frames:
+            assert not frame.state.at_hand and frame.state is frame.recipe.code.start
+            assert not any(value is not None for value in frame.values)
+
+
+# an error in the middle -----------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """An op that fails once, and then does what it should."""
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func, self.failed = func, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise torch.OutOfMemoryError("no memory, once")
+        return self.func(*args, **kwargs)
+
+
+@contextmanager
+def failing_once(handle: Any, name: str) -> Iterator[list[Failing]]:
+    """The op of that name fails in the next recomputation of each region."""
+    found: list[Failing] = []
+    for region in handle.regions[:-1]:
+        recipe = region.recordings.most_used().recipe
+        vars(recipe).pop("code", None)
+        for step in recipe.steps.values():
+            if name in str(step.func):
+                found.append(Failing(step.func))
+                step.func = found[-1]
+    assert found
+    yield found
+
+
+@pytest.mark.parametrize("name", ["aten.exp", "aten.sigmoid", "aten.cat", "aten.native_layer_norm", "aten.bernoulli"])
+def test_an_op_that_ran_out_of_memory_leaves_nothing_half_written(name: str) -> None:
+    """A second backward over the same graph is right, and frees what it recomputed."""
+    model, plain, x = model_and_copy()
+    with jettison.apply(model, "full", batch=(x,)) as handle:
+        stepped(model, x)
+        with failing_once(handle, name) as ops:
+            torch.manual_seed(1)
+            model.zero_grad(set_to_none=True)
+            loss = model(x)
+            tries = 0
+            while tries <= len(ops):
+                tries += 1
+                model.zero_grad(set_to_none=True)
+                try:
+                    loss.backward(retain_graph=True)
+                    break
+                except torch.OutOfMemoryError:
+                    continue
+            assert all(op.failed for op in ops)
+        stepped(plain, x)
+        assert compare_gradients(model, plain).identical
+
+
+# modes of the user ----------------------------------------------------------------------------------------------------
+
+
+class Functions(TorchFunctionMode):
+    """Names of functions that are called while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_function_mode_around_backward_sees_no_recomputed_op() -> None:
+    model, plain, x = model_and_copy()
+    seen = []
+    with jettison.apply(model, "full", batch=(x,)):
+        for each in (model, plain):
+            torch.manual_seed(1)
+            loss = each(x)
+            with Functions() as mode:
+                loss.backward()
+            seen.append(mode.names)
+    assert seen[0] == seen[1]
+    assert compare_gradients(model, plain).identical
