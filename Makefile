@@ -42,8 +42,9 @@ docs: setup
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	test "$(PICTURES)" = 0 || $(BIN)/python -m benchmarks.pictures docs/_build/html/_images --quick || echo "pictures of the site are those of docs/images"
 
-test: PICTURES := 0
-test: check browser docs
+# What comes before the tests takes one core at a time each.
+test: setup
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target PICTURES=0 check browser docs
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu"
 
 test-slow: setup browser

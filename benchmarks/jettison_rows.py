@@ -58,10 +58,10 @@ def stopwatch(model: nn.Module) -> Iterator[list[float]]:
 
     seconds: list[float] = []
 
-    def timing(func: Callable[..., Any]) -> Callable[..., Any]:
+    def timing(_op: Callable[..., Any], calls: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
-            out = func(*args, **kwargs)
+            out = calls(*args, **kwargs)
             seconds.append(time.perf_counter() - start)
             return out
 

@@ -20,8 +20,8 @@ from jettison.measure import independent_copy, measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.planner.apply import policies_of
 from jettison.planner.planner import Planner, make_planner
-from jettison.runtime import frame
 from jettison.runtime.install import install
+from jettison.runtime.recompute_code import RecomputeCode
 from jettison.solve.chain import choose
 from jettison.solve.levels import Choice, LevelPhase, evaluate
 from jettison.solve.moves import minimum_budget
@@ -243,14 +243,15 @@ def test_empty_memory_that_is_asked_for_by_its_shape_is_fake(monkeypatch: pytest
             return h[order].sin()[back]
 
     written: list[Any] = []
-    run: Any = frame.run_step
 
-    def seen(step: Any, leaves: list[Any]) -> list[Any]:
-        out: list[Any] = run(step, leaves)
-        if step.func is torch.ops.aten.index_put_.default:
-            written.extend(out)
-        return out
+    def through(op: Any, calls: Any) -> Any:
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            out = calls(*args, **kwargs)
+            written.append(out)
+            return out
 
-    monkeypatch.setattr(frame, "run_step", seen)
+        return seen if op is torch.ops.aten.index_put_.default else calls
+
+    monkeypatch.setattr(RecomputeCode, "through", staticmethod(through))
     make_planner(trace_model(stack(Sorted), rows()))
     assert written and all(isinstance(tensor, FakeTensor) for tensor in written)

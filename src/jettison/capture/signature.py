@@ -93,6 +93,10 @@ def _switch(before: Switches, wanted: Switches) -> None:
             switch(value)
 
 
+AUTOCASTS = 4
+"""Entries of a `global_signature` that are about autocast; the others are the `kernel_switches`."""
+
+
 def global_signature() -> tuple[Any, ...]:
     """Process-wide switches that choose kernels or cast arguments."""
     return (

@@ -218,6 +218,10 @@ class CompiledRegion(PlannedForward):
             return self._compiled(KeepAll())(*args, **kwargs)  # an evaluation, say
         return super()._called(copied, args, kwargs)
 
+    def _is_watched(self) -> bool:
+        """Always: it runs compiled, as the plan has it, where everything stays too."""
+        return True
+
     def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Under somebody else's hooks: they get what the compiled forward saves."""
         return self._compiled(keeping(self.way.policy, self.compiled))(*args, **kwargs)

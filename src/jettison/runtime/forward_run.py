@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from jettison.capture.dispatch import CaptureMode
 from jettison.capture.recording import Place, TensorRef
+from jettison.capture.signature import Switches
 from jettison.capture.tensor_subclasses import plain, storage_of, version_of, wrapping
 from jettison.capture.trees import tree_leaves
 from jettison.errors import StaleTensor, WrongValue
@@ -48,8 +49,16 @@ class ActiveFrame(Frame):
     given: Set[int] = frozenset()
     """Storages that the outermost of the running calls was given."""
 
-    def __init__(self, recipe: Recipe, region: Any, group: Group | None = None, *, moves: bool = True) -> None:
-        super().__init__(recipe, region.name, region.recordings.owners, region.model, group, moves)
+    def __init__(
+        self,
+        recipe: Recipe,
+        region: Any,
+        group: Group | None = None,
+        *,
+        moves: bool = True,
+        switches: Switches | None = None,
+    ) -> None:
+        super().__init__(recipe, region.name, region.recordings.owners, region.model, group, moves, switches)
         self.region = region
         self.moves = moves
         self.number = region.calls

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from jettison.capture.recording import layout, layout_of
 from jettison.capture.sharded import whole_now
-from jettison.capture.signature import kernel_switches, switched
+from jettison.capture.signature import Switches, kernel_switches, switched
 from jettison.capture.tensor_subclasses import Narrow, arrived, plain, storage_of, version_of, wrapping
 from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime import witness as witnesses
 from jettison.runtime.handles import Box, Diverged, Handle, Held, box_for
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recipe import AWAY, Recipe, SlotAction
-from jettison.runtime.recompute_code import UNWRAPPED, Function, State
+from jettison.runtime.recompute_code import UNWRAPPED
 from jettison.runtime.steps import get_state
 from jettison.runtime.witness import Check, Rounded, Witness, compare, peek
 
@@ -60,6 +60,7 @@ class Frame:
         model: nn.Module,
         group: Group | None = None,
         moves: bool = True,
+        switches: Switches | None = None,
     ) -> None:
         self.recipe = recipe
         self.name = name
@@ -77,7 +78,7 @@ class Frame:
         self.state = recipe.code.start
         self.values: list[Tensor | None] = [None] * len(recipe.counts)  # that later demands read, by the code's numbers
         self.parameters = [_parameter(*owners[dotted]) for dotted in recipe.parameters.values()]
-        self.switches = kernel_switches()
+        self.switches = kernel_switches() if switches is None else switches
 
     # forward ---------------------------------------------------------------------------------------------------------
 
@@ -97,7 +98,11 @@ class Frame:
             else:  # something came between the two blocks: hold the input after all
                 self.hold(n, leaves[position])
         for n, position in self.recipe.from_inputs:
-            self.hold(n, leaves[position])
+            box, leaf = boxes[n], leaves[position]
+            if box.__class__ is Box:
+                box.fill(leaf)
+            else:
+                self.hold(n, leaf)
         for n, device in self.recipe.state_boxes:
             boxes[n].fill(get_state(device))
 
@@ -184,34 +189,31 @@ class Frame:
     # backward --------------------------------------------------------------------------------------------------------
 
     def recompute(self, handle: Handle) -> Tensor:
-        """The tensor of a dropped slot, computed at the precision, and by the kernels, of the forward."""
+        """The tensor of a dropped slot, computed at the precision, and by the kernels, of the forward.
+
+        A step comes by here for every tensor that is recomputed, between kernels that have emptied the caches: what
+        counts is how little is touched.
+        """
         task = _graph_task()  # -1 outside of a backward
         if task != self.task or task == -1:
             self.keeps_graph = _keeps_graph()
             if kernel_switches() != self.switches:
                 with switched(self.switches):
-                    return self._recompute(handle)
+                    return self.recompute(handle)
             self.task = task
-        # as a rule a backward runs without gradients and without autocast, and the value is there or one op away
-        if _is_grad_enabled() or _is_any_autocast_enabled() or _is_function_mode_enabled():
-            return self._recompute(handle)
-        return self._value(handle)
-
-    def _recompute(self, handle: Handle) -> Tensor:
-        with (
-            torch.no_grad(),
-            torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False),
-            torch._C.DisableTorchFunction(),
-        ):
-            return self._value(handle)
-
-    def _value(self, handle: Handle) -> Tensor:
+        if _is_grad_enabled() or _is_any_autocast_enabled() or _is_function_mode_enabled():  # seldom in a backward
+            with (
+                torch.no_grad(),
+                torch.autocast("cpu", enabled=False),
+                torch.autocast("cuda", enabled=False),
+                torch._C.DisableTorchFunction(),
+            ):
+                return self.recompute(handle)
         _, slot, _, witness, index, wrap = handle
         if self.keeps_graph:
-            function, after = self._function(slot, keeps=is_asked_again())
+            function, after = self.recipe.code.function(self.state, slot, keeps=is_asked_again())
         else:
-            function, after = self.state.next.get(slot) or self._function(slot)
+            function, after = self.state.next.get(slot) or self.recipe.code.function(self.state, slot, keeps=False)
         try:
             tensor = function(self, handle)
         except BaseException:
@@ -220,22 +222,17 @@ class Frame:
         self.state = after
         if wrap is not None:
             tensor = wrap.wrap(plain(tensor))
-        if witness is None or (
-            witness.__class__ is bytes
-            and tensor.__class__ in UNWRAPPED
-            and not tensor.is_neg()
-            and peek(tensor, slot.spots, self.salt * 7919 + index) == witness
-        ):
+        if witness is None:
             return tensor
         if witness.__class__ is bytes:
+            is_plain = tensor.__class__ in UNWRAPPED and not tensor.is_neg()
+            if is_plain and peek(tensor, slot.spots, self.salt * 7919 + index) == witness:
+                return tensor
             witness = Witness.of_bytes(witness, slot.spots, self.salt * 7919 + index, slot.ref.dtype)
         rounded = None if self.how is Check.EXACT else self.rounded
         inner = tensor if tensor.__class__ in UNWRAPPED else plain(tensor)
         compare(witness, inner, rounded, lambda: self.wrong(handle))
         return tensor
-
-    def _function(self, slot: SlotAction, *, keeps: bool = False) -> tuple[Function, State]:
-        return self.recipe.code.function(self.state, slot, keeps=keeps)
 
     def forget_values(self) -> None:
         """Later demands begin anew."""
@@ -311,8 +308,9 @@ def _parameter(table: dict[str, Any], leaf: str) -> tuple[dict[str, Any], str, T
     without asking autograd, to which only what was made of them is known: of those a copy.
     """
     tensor = table[leaf]
-    is_buffer = tensor.__class__ is not nn.Parameter and not isinstance(tensor, nn.Parameter)
-    if is_buffer and plain(tensor) is tensor and tensor.nbytes <= FEW_BYTES:
+    if tensor.__class__ is nn.Parameter:
+        return table, leaf, tensor, version_of(tensor)
+    if not isinstance(tensor, nn.Parameter) and plain(tensor) is tensor and tensor.nbytes <= FEW_BYTES:
         with torch.no_grad():
             tensor = tensor.clone()
         table = {leaf: tensor}

@@ -18,8 +18,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.capture.dispatch import HOOKS_OFF
+from jettison.capture.isolation import without_our_hooks
 from jettison.capture.sharded import unwatched
-from jettison.capture.signature import call_signature, global_signature
+from jettison.capture.signature import AUTOCASTS, call_signature, global_signature
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.errors import TraceError
@@ -274,14 +275,10 @@ class PlannedForward:
         self.recordings.unguard()
         if self.structure is not None:
             self.structure.check()
-        if current_frame() is None or are_hooks_foreign():
+        if current_frame() is None:
             return self.forward(*args, **kwargs)
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        try:
+        with without_our_hooks():
             return self.forward(*args, **kwargs)
-        finally:
-            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
     def refuse_fake(self, does: str, leaves: Sequence[Any] = ()) -> None:
         """A fake tensor has come up; in a dry run, all of them are.
@@ -451,7 +448,7 @@ class PlannedForward:
         assert recipe is not None
         self._watch(recipe)
         group = self.begin_group(moves=bool(recipe.moved))
-        frame = ActiveFrame(recipe, self, group, moves=not self.stays())
+        frame = ActiveFrame(recipe, self, group, moves=not self.stays(), switches=key[1][AUTOCASTS:])
         frame.how, frame.rounded, frame.salt = self.how, self.rounded, self.calls
         frame.share = SAMPLED_SHARE if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER else 1
         frame.sees = frame.share == 1 and self.how not in (Check.OFF, Check.FULL) and witness.is_told_at_once(_ON_CPU)

@@ -61,8 +61,8 @@ class State:
 class RecomputeCode:
     """The functions of one recipe, written as they are first wanted."""
 
-    through: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    """For benchmarks: what is put around each op in code that is written meanwhile."""
+    through: Callable[[Callable[..., Any], Callable[..., Any]], Callable[..., Any]] | None = None
+    """For benchmarks: given an op and what calls it, what is called instead in code that is written meanwhile."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -119,7 +119,7 @@ class RecomputeCode:
         is_op = isinstance(func, torch._ops.OpOverload)
         like = str(func).replace(".default", "") if is_op else getattr(func, "__name__", "")
         called = binding(func, args, kwargs)
-        return self.named(called if self.through is None else self.through(called), like.replace(".", "_"))
+        return self.named(called if self.through is None else self.through(func, called), like.replace(".", "_"))
 
 
 @functools.lru_cache(maxsize=4096)
