@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 import jettison
 from jettison.errors import UsageError
 from jettison.measure import compare_gradients, independent_copy, same_bits
+from jettison.runtime.recipe import Recipe
 from jettison.runtime.recompute_code import RecomputeCode
 from support.toys import Headed
 
@@ -49,11 +50,15 @@ def stepped(model: nn.Module, x: Tensor) -> None:
     model(x).backward()
 
 
+def recipe_of(region: Any) -> Recipe:
+    recipe: Recipe | None = region.recordings.most_used().recipe
+    assert recipe is not None
+    return recipe
+
+
 def code_of(handle: Any, name: str) -> RecomputeCode:
     (region,) = [region for region in handle.regions if region.name == name]
-    recipe = region.recordings.most_used().recipe
-    assert recipe is not None
-    return recipe.code  # type: ignore[no-any-return]
+    return recipe_of(region).code
 
 
 # what it says ---------------------------------------------------------------------------------------------------------
@@ -85,11 +90,15 @@ def test_where_nothing_is_recomputed_there_is_no_source() -> None:
             handle.source("layers.7")
 
 
-def test_equal_blocks_have_equal_source() -> None:
-    model, _, x = model_and_copy(layers=3)
+def test_equal_blocks_share_a_recipe_and_its_code() -> None:
+    model, plain, x = model_and_copy(layers=3)
     with jettison.apply(model, "full", batch=(x,)) as handle:
         stepped(model, x)
-        assert len({handle.source(region.name) for region in handle.regions[:-1]}) == 1
+        assert len({id(recipe_of(region)) for region in handle.regions[:-1]}) == 1
+        (recipe,) = {id(recipe_of(region)): recipe_of(region) for region in handle.regions[:-1]}.values()
+        assert handle.source(handle.regions[2].name) == recipe.code.text()
+        stepped(plain, x)
+        assert compare_gradients(model, plain).identical
 
 
 def test_a_second_step_writes_no_code() -> None:
@@ -156,8 +165,8 @@ class Failing:
 def failing_once(handle: Any, name: str) -> Iterator[list[Failing]]:
     """The op of that name fails in the next recomputation of each region."""
     found: list[Failing] = []
-    for region in handle.regions[:-1]:
-        recipe = region.recordings.most_used().recipe
+    recipes = {id(recipe): recipe for recipe in map(recipe_of, handle.regions[:-1])}
+    for recipe in recipes.values():
         vars(recipe).pop("code", None)
         for step in recipe.steps.values():
             if name in str(step.func):

@@ -14,13 +14,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.op_traits import is_collective, sees_modes
 from jettison.capture.recording import RegionTrace, Tap, TensorRef
-from jettison.ledger.program import Source
+from jettison.ledger.program import Program, Source
 from jettison.runtime.equal_ops import in_place, runs_as
 from jettison.runtime.moves import Move, moves_of
 from jettison.runtime.packing import Pack, packs_of
@@ -67,6 +68,7 @@ class Recipe:
     """A region's program under one decision, ready to run."""
 
     trace: RegionTrace
+    program: Program  # the trace's when this was compiled: it is replaced where something is anchored later
     kept: frozenset[int]
     makers: dict[int, int]  # recomputed buffer -> op index
     counts: dict[int, int]
@@ -134,6 +136,21 @@ def _layout(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) 
     return size, stride, dtype, spots.size, cut if cut is not None and cut[-2] else None
 
 
+def shared_recipe(trace: RegionTrace, kept: frozenset[int], **more: frozenset[int]) -> Recipe:
+    """One recipe for all regions that follow one recording under one decision, as equal blocks do: a step that touches
+    less code and data waits for memory less often. Arguments are `compile_recipe`'s.
+
+    Raises:
+        ValueError: a saved buffer can be neither kept nor computed.
+    """
+    known: WeakValueDictionary[Any, Recipe] = vars(trace).setdefault("_recipes", WeakValueDictionary())
+    key = (kept, tuple(sorted(more.items())))
+    found = known.get(key)
+    if found is None or found.program is not trace.program:
+        found = known[key] = compile_recipe(trace, kept, **more)
+    return found
+
+
 def compile_recipe(
     trace: RegionTrace,
     kept: frozenset[int],
@@ -184,6 +201,7 @@ def compile_recipe(
     box_of = {b: n for n, b in enumerate(boxes)}
     recipe = Recipe(
         trace=trace,
+        program=program,
         kept=kept,
         makers=makers,
         counts={b: uses[b] for b in (*makers, *links, *moved, *packs)},

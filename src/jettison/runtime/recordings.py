@@ -41,7 +41,7 @@ from jettison.ledger.program import Program
 from jettison.runtime.fallback import Verdict
 from jettison.runtime.frame import owners_of
 from jettison.runtime.graph_fingerprint import Print
-from jettison.runtime.recipe import Recipe, compile_recipe
+from jettison.runtime.recipe import Recipe, shared_recipe
 from jettison.runtime.value_reads import reads_hold
 from jettison.runtime.way import Way
 from jettison.solve.policy import Offload, offloaded_by, packed_by
@@ -404,7 +404,7 @@ class Recordings:
 
     def _compile(self, trace: RegionTrace) -> Recipe:
         policy = self.way.policy
-        return compile_recipe(
+        return shared_recipe(
             trace,
             policy.kept(trace.program),
             linked=self.way.linked,
