@@ -24,6 +24,7 @@ import queue
 import random
 import re
 import struct
+import subprocess
 import sys
 import threading
 import types
@@ -37,6 +38,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._prims.rng_prims import run_and_save_rng_state
 
 from jettison.capture.c_state import Subclasses, Untouchable, c_state, stand_in
 from jettison.capture.function_state import is_foreign
@@ -46,6 +48,7 @@ from jettison.capture.lru_caches import CacheState
 from jettison.capture.python_state import MANY, Reach, worth_a_look
 from jettison.capture.undo import WritesUndone
 from jettison.errors import UnsupportedModule
+from jettison.measure.memory import AllocationCounter
 
 # lru_cache ------------------------------------------------------------------------------------------------------------
 
@@ -280,6 +283,24 @@ def test_a_queue_of_another_thread_is_refused() -> None:
     module.rows.put(None)
     thread.join()
     assert got == [2]
+
+
+def test_a_process_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    with subprocess.Popen([sys.executable, "-c", ""]) as module.child:
+        with pytest.raises(UnsupportedModule, match="has not been touched"), leaving_nothing([module]):
+            module.child.poll()
+        assert module.child.returncode is None
+
+
+def test_an_operator_of_higher_order_is_one_op() -> None:
+    """A function that was compiled has them for random states, FlexAttention for itself."""
+    x = torch.ones(1000)
+    with WritesUndone():
+        run_and_save_rng_state(torch.ops.aten.bernoulli.p, x, 0.5)
+    with AllocationCounter([x]) as counter:
+        state, drawn = run_and_save_rng_state(torch.ops.aten.bernoulli.p, x, 0.5)
+    assert counter.live_bytes == x.nbytes + state.nbytes + drawn.nbytes
 
 
 def test_a_thread_that_waits_is_not_forgotten() -> None:

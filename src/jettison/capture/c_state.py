@@ -385,28 +385,24 @@ def stand_in(value: Any) -> Any:
     return copied_whole(value)
 
 
-_OUTSIDE = {
-    "sqlite3": ("Connection", "Cursor"),
-    "socket": ("socket",),
-    "subprocess": ("Popen",),
-    "multiprocessing.connection": ("Connection", "Client"),
-    "greenlet": ("greenlet",),
-    "torch.profiler": ("profile",),
-    "torch.utils.tensorboard.writer": ("SummaryWriter",),
-}
-"""Kinds of objects that speak to databases, files, other programs and other processes, or go on by themselves, by the
-module that has them.
-"""
+_OUTSIDE = frozenset(
+    (
+        *("sqlite3.Connection", "sqlite3.Cursor", "socket.socket", "subprocess.Popen", "greenlet.greenlet"),
+        *("multiprocessing.connection.Connection", "multiprocessing.connection.Client"),
+        *("torch.profiler.profiler.profile", "torch.utils.tensorboard.writer.SummaryWriter"),
+    )
+)
+"""Kinds of objects that speak to databases, files, other programs and other processes, or go on by themselves."""
 
 
 def is_outside(value: Any) -> bool:
     """Whether an object speaks to what is outside of Python, or goes on by itself."""
-    for name, kinds in _OUTSIDE.items():
-        if name in sys.modules:
-            found = (getattr(sys.modules[name], kind, None) for kind in kinds)
-            if any(isinstance(kind, type) and is_a(value, kind) for kind in found):
-                return True
-    return False
+    return _is_outside(Same(type(value)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_outside(kind: Same[type]) -> bool:
+    return any(f"{c.__module__}.{c.__qualname__}" in _OUTSIDE for c in kind.it.__mro__)
 
 
 CSV_WRITER = type(csv.writer(io.StringIO()))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils.flop_counter import flop_registry
 
 from jettison.capture.randomness import MOVES_BY_NUMBER, is_private, op_name
@@ -167,8 +168,12 @@ def computes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call overwrites, by its schema; several may be pieces of one memory."""
+    """The tensors that a call overwrites, by its schema; several may be pieces of one memory. An operator of higher
+    order has none: its ops are functional.
+    """
     found: list[Tensor] = []
+    if isinstance(func, HigherOrderOperator):
+        return found
     for i, name, kwarg_only in _written(func):
         value = args[i] if i < len(args) and not kwarg_only else kwargs.get(name)
         found.extend(t for t in op_leaves(value) if isinstance(t, Tensor))

@@ -527,9 +527,10 @@ class Reach:
             return
         if len(self._seen) > self._most or depth > MOST_DEEP:
             return
+        if is_outside(value):
+            self._c_state(value)
+            return
         if is_ours(value):
-            if is_outside(value):
-                self._c_state(value)
             return
         if value is sys.modules:
             self._wide_reach(Wide.MODULES, NAMES_MODULES)

@@ -106,6 +106,8 @@ class Undo:
 class WritesUndone(TorchDispatchMode):
     """A run on real tensors leaves those that were there before as they were."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.undo = Undo()

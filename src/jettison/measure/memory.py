@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -114,8 +115,11 @@ class AllocationCounter(TorchDispatchMode):
 
     While it is `blind` nothing is: a recording that happens inside of a step is made of fake tensors, and no memory.
     `device` restricts the count to one device type; by default all are counted. `granularity_bytes` rounds each storage
-    up; by default as the allocator of that device does.
+    up; by default as the allocator of that device does. Of an operator of higher order what it is given and returns is
+    counted.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -299,6 +303,13 @@ class AllocationCounter(TorchDispatchMode):
 
         return resize_
 
+    def _whole(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._meet_all((*args, *kwargs.values()), "input", NO_NODE)
+        out = func(*args, **kwargs)
+        self._meet_all((out,), func, current_node())
+        self._raise_peak(self._live_bytes)
+        return out
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is WHICH_DEVICE:
@@ -309,6 +320,8 @@ class AllocationCounter(TorchDispatchMode):
             return func(*args, **kwargs)
         if self._withheld is not None:
             self._settle()
+        if isinstance(func, HigherOrderOperator):
+            return self._whole(func, args, kwargs)
         if func is _DETACH:
             if self._tape is not None:
                 self._tape.at(current_node(), self._live_bytes)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.capture.compiled import CALLS_COMPILED, eagerly
@@ -156,6 +157,8 @@ class _Looks:
 
 class _Hollow(TorchDispatchMode):
     """Knows tensors that no kernel writes; see `hollow_results`."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,6 +316,8 @@ class _Reads(TorchDispatchMode):
         moved: by storage, its name, and its version then and now.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, moved: Mapping[int, tuple[str, int | None, int | None]], stale: Stale) -> None:
         super().__init__()
         self.moved, self.stale = moved, stale
@@ -320,7 +325,7 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if desugars(types):
             return NotImplemented
-        if not func.is_view:
+        if isinstance(func, HigherOrderOperator) or not func.is_view:
             for tensor in op_leaves(args, kwargs or {}):
                 if isinstance(tensor, Tensor) and is_dense(tensor) and storage_of(tensor) in self.moved:
                     raise self.stale(*self.moved[storage_of(tensor)])
