@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -143,6 +145,37 @@ def test_after_a_backward_nothing_is_at_hand() -> None:
         for frame in frames:
             assert not frame.state.at_hand and frame.state is frame.recipe.code.start
             assert not any(value is not None for value in frame.values)
+
+
+def test_threads_that_write_and_run_the_same_code_do_not_meet() -> None:
+    """Each thread asks for other gradients first, over graphs of its own; the code is shared, and not written yet."""
+    model, plain, x = model_and_copy(layers=3)
+    model.eval(), plain.eval()  # no random stream, which threads share
+    names = [name for name, _ in model.named_parameters()]
+    found: dict[tuple[str, int], list[Tensor]] = {}
+
+    def gradients(of: str, each: nn.Module, turn: int) -> None:
+        asked = [dict(each.named_parameters())[name] for name in names[turn::4] + names[:turn]]
+        found[of, turn] = list(torch.autograd.grad(each(x), asked))
+
+    before = sys.getswitchinterval()
+    with jettison.apply(model, "full", batch=(x,)):
+        model(x).sum().backward()  # what is recorded is compared in its first run
+        for region in model.modules():
+            if (recordings := getattr(vars(region).get("forward"), "recordings", None)) is not None:
+                vars(recordings.most_used().recipe).pop("code", None)
+        sys.setswitchinterval(1e-6)
+        try:
+            threads = [threading.Thread(target=gradients, args=("planned", model, turn)) for turn in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(before)
+    for turn in range(4):
+        gradients("plain", plain, turn)
+        assert all(same_bits(a, b) for a, b in zip(found["planned", turn], found["plain", turn], strict=True))
 
 
 # an error in the middle -----------------------------------------------------------------------------------------------

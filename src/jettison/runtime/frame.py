@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -75,6 +76,7 @@ class Frame:
             else [Box() for _ in recipe.boxes]
         )
         self.closures: list[tuple[Any, ...] | None] = [None] * len(recipe.closures)
+        self.lock = threading.Lock()
         self.state = recipe.code.start
         self.values: list[Tensor | None] = [None] * len(recipe.counts)  # that later demands read, by the code's numbers
         self.parameters = [_parameter(*owners[dotted]) for dotted in recipe.parameters.values()]
@@ -210,16 +212,17 @@ class Frame:
             ):
                 return self.recompute(handle)
         _, slot, _, witness, index, wrap = handle
-        if self.keeps_graph:
-            function, after = self.recipe.code.function(self.state, slot, keeps=is_asked_again())
-        else:
-            function, after = self.state.next.get(slot) or self.recipe.code.function(self.state, slot, keeps=False)
-        try:
-            tensor = function(self, handle)
-        except BaseException:
-            self.forget_values()  # some may be half written
-            raise
-        self.state = after
+        with self.lock:  # a graph on several devices is gone through by several threads
+            if self.keeps_graph:
+                function, after = self.recipe.code.function(self.state, slot, keeps=is_asked_again())
+            else:
+                function, after = self.state.next.get(slot) or self.recipe.code.function(self.state, slot, keeps=False)
+            try:
+                tensor = function(self, handle)
+            except BaseException:
+                self.forget_values()  # some may be half written
+                raise
+            self.state = after
         if wrap is not None:
             tensor = wrap.wrap(plain(tensor))
         if witness is None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -45,6 +46,9 @@ UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
 EMPTY: Final = torch.ops.aten.empty_strided.default
 INDENT: Final = "    "
 LITERALS: Final = (bool, int, str, type(None))
+
+
+_WRITES: Final = threading.Lock()
 
 
 class State:
@@ -80,8 +84,10 @@ class RecomputeCode:
             keeps: the node asks again, so that the value stays at hand.
         """
         table = state.kept if keeps else state.next
-        found = table.get(slot)
-        if found is None:
+        with _WRITES:  # regions share this, and a backward may run on several threads
+            found = table.get(slot)
+            if found is not None:
+                return found
             writer = _Writer(self, state, slot, keeps=keeps)
             name = f"recompute_{len(self.sources)}"
             source = writer.source(name)
@@ -90,7 +96,7 @@ class RecomputeCode:
             key = (tuple(writer.left.values()), frozenset(writer.at_hand))
             after = self.states.setdefault(key, State(writer.left, key[1]))
             found = table[slot] = (self.constants[name], after)
-        return found
+            return found
 
     def text(self) -> str:
         """All functions so far; before any backward, those of one that asks for the last saved tensor first."""
