@@ -43,6 +43,8 @@ Function: TypeAlias = Callable[[Any, Any], Tensor]
 
 UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
 """Classes of most tensors: nothing is inside them."""
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides, and offset in a storage, in elements."""
 EMPTY: Final = torch.ops.aten.empty_strided.default
 INDENT: Final = "    "
 LITERALS: Final = (bool, int, str, type(None))
@@ -88,15 +90,63 @@ class RecomputeCode:
             found = table.get(slot)
             if found is not None:
                 return found
-            writer = _Writer(self, state, slot, keeps=keeps)
             name = f"recompute_{len(self.sources)}"
-            source = writer.source(name)
-            exec(_compiled(source), self.constants)  # of our own text; constants of the program are names in it
-            self.sources.append(source)
-            key = (tuple(writer.left.values()), frozenset(writer.at_hand))
-            after = self.states.setdefault(key, State(writer.left, key[1]))
-            found = table[slot] = (self.constants[name], after)
+            if slot.ref.buffer in state.at_hand:
+                source, function, left, at_hand = self._taking(name, state, slot, keeps=keeps)
+            else:
+                writer = _Writer(self, state, slot, keeps=keeps)
+                source = writer.source(name)
+                exec(_compiled(source), self.constants)  # of our own text; constants of the program are names in it
+                function, left, at_hand = self.constants[name], writer.left, frozenset(writer.at_hand)
+            self.sources.append(f"# {self._asked(slot)}\n{source}")
+            after = self.states.setdefault((tuple(left.values()), at_hand), State(left, at_hand))
+            found = table[slot] = (function, after)
             return found
+
+    def _taking(
+        self, name: str, state: State, slot: SlotAction, *, keeps: bool
+    ) -> tuple[str, Function, dict[int, int], frozenset[int]]:
+        """For a value that is at hand: most demands are of those, and share their code."""
+        buffer, left, at_hand = slot.ref.buffer, dict(state.left), state.at_hand
+        cell, last = self.cells[buffer], not keeps and left[buffer] == 1
+        if not keeps:
+            left[buffer] = left[buffer] - 1 or self.recipe.counts[buffer]
+        if last:
+            at_hand -= {buffer}
+        value = f"frame.values[{cell}]"
+        seen = value if slot.view is None else self.view_text(buffer, value, slot.view)
+        lines = [f"found = {seen}", *([f"{value} = None"] if last else [])]
+        text = "\n".join([f"def {name}(frame, handle):", *(INDENT + line for line in (*lines, "return found")), ""])
+        ref = None if seen == value else slot.view
+        place = None if ref is None else self.place(buffer, ref)
+        return text, _taker(cell, ref, place, last=last), left, at_hand
+
+    def _asked(self, slot: SlotAction) -> str:
+        """What a function is for."""
+        number = next((n for n, one in enumerate(self.recipe.slots) if one is slot), None)
+        if number is None:
+            return "an output, which is the input of the block after"
+        saved = self.recipe.trace.program.slots[number]
+        return f"saved tensor {saved.index}{f' of {saved.path}' if saved.path else ''}, after {saved.op or 'the start'}"
+
+    def place(self, buffer: int, ref: TensorRef) -> Place | None:
+        """Where a view lies in the storage of a recomputed buffer; None where more than that tells it apart."""
+        source = self.recipe.sources.get(buffer)
+        is_plain = ref.__class__ is TensorRef and ref.wrap is None and not (ref.conj or ref.neg)
+        if is_plain and source is not None and source.dtype is ref.dtype and not (source.conj or source.neg):
+            return ref.size, ref.stride, ref.offset
+        return None
+
+    def view_text(self, buffer: int, value: str, ref: TensorRef) -> str:
+        """The source of a view of a buffer."""
+        place = self.place(buffer, ref)
+        if place is None:
+            return f"view_of({value}, {self.named(ref, 'view')})"
+        source = self.recipe.sources[buffer]
+        if place == (source.size, source.stride, source.offset):
+            return value
+        size, stride, offset = place
+        return f"{value}.as_strided({size!r}, {stride!r}, {offset})"
 
     def text(self) -> str:
         """All functions so far; before any backward, those of one that asks for the last saved tensor first."""
@@ -152,7 +202,7 @@ class _Writer:
         if (maker := self.recipe.makers.get(buffer)) is not None and buffer not in self.at_hand:
             self._make(maker)
         value = self._get(buffer)
-        self._line(f"found = {value if slot.view is None else self._view_text(buffer, value, slot.view)}")
+        self._line(f"found = {value if slot.view is None else self.code.view_text(buffer, value, slot.view)}")
         if not self.keeps:
             self._release(buffer)
         for fresh in sorted(self.fresh):
@@ -160,15 +210,7 @@ class _Writer:
         body = [*self._with_deletions(), "return found"]
         head = ["values = frame.values"] if any("values[" in line for line in body) else []
         lines = (*head, *body)
-        return "\n".join([f"# {self._asked()}", f"def {name}(frame, handle):", *(INDENT + line for line in lines), ""])
-
-    def _asked(self) -> str:
-        """What the function is for, as a comment."""
-        number = next((n for n, slot in enumerate(self.recipe.slots) if slot is self.slot), None)
-        if number is None:
-            return "an output, which is the input of the block after"
-        saved = self.recipe.trace.program.slots[number]
-        return f"saved tensor {saved.index}{f' of {saved.path}' if saved.path else ''}, after {saved.op or 'the start'}"
+        return "\n".join([f"def {name}(frame, handle):", *(INDENT + line for line in lines), ""])
 
     # lines -----------------------------------------------------------------------------------------------------------
 
@@ -231,20 +273,11 @@ class _Writer:
         found = next((name for seen, name in views if seen is ref or seen == ref), None)
         if found is None:
             value = self._get(buffer)
-            text = self._view_text(buffer, value, ref)
+            text = self.code.view_text(buffer, value, ref)
             found = self._name(buffer, f"{value}_view")
             self._line(f"{found} = {text}", self._uncounted(buffer, value))
             views.append((ref, found))
         return found
-
-    def _view_text(self, buffer: int, value: str, ref: TensorRef) -> str:
-        source = self.recipe.sources.get(buffer)
-        is_plain = ref.__class__ is TensorRef and ref.wrap is None and not (ref.conj or ref.neg)
-        if is_plain and source is not None and source.dtype is ref.dtype and not (source.conj or source.neg):
-            if (source.size, source.stride, source.offset) == (ref.size, ref.stride, ref.offset):
-                return value
-            return f"{value}.as_strided({ref.size!r}, {ref.stride!r}, {ref.offset})"
-        return f"view_of({value}, {self.code.named(ref, 'view')})"
 
     def _uncounted(self, buffer: int, name: str) -> tuple[str, ...]:
         return () if buffer in self.left else (name,)
@@ -392,6 +425,31 @@ def _text(value: Any) -> str:
         return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
     inside = ", ".join(map(_text, value))
     return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if value else "()"
+
+
+def _taker(cell: int, ref: TensorRef | None, place: Place | None, *, last: bool) -> Function:
+    """What `RecomputeCode._taking` writes down."""
+
+    def as_it_is(frame: Any, _handle: Any) -> Tensor:
+        values = frame.values
+        found: Tensor = values[cell]
+        if last:
+            values[cell] = None
+        return found
+
+    def placed(frame: Any, _handle: Any) -> Tensor:
+        values = frame.values
+        found = values[cell].as_strided(size, stride, offset)
+        if last:
+            values[cell] = None
+        return found
+
+    if ref is None:
+        return as_it_is
+    if place is None:
+        return lambda frame, handle: view_of(as_it_is(frame, handle), ref)
+    size, stride, offset = place
+    return placed
 
 
 # what code calls by name ---------------------------------------------------------------------------------------------
