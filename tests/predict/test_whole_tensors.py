@@ -117,7 +117,7 @@ def test_buffers_of_newton_schulz() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sizes", [(512, 2048), (1024, 1024), (2048, 512)])
+@pytest.mark.parametrize("sizes", [(128, 512), (256, 256), (512, 128)])
 def test_a_step_of_torchs_muon(dtype: str, sizes: tuple[int, int]) -> None:
     """Without what kernels take for themselves, which differs from processor to processor."""
     import torch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import jettison
 from jettison.measure import compare_gradients, independent_copy
 from jettison.runtime import witness
-from jettison.runtime.recipe import Recipe
+from jettison.runtime.recipe import Recipe, compile_recipe
 from jettison.runtime.steps import RecipeStep
 
 ROWS = WIDTH = 64
@@ -306,8 +306,7 @@ def recipe_of(handle: Any, name: str) -> Recipe:
     (region,) = [region for region in handle.regions if region.name == name]
     (prepared,) = region.recordings.prepared.values()
     assert prepared.recipe is not None and prepared.recipe.steps
-    for made in ("expected", "code"):  # of slots and steps, which a mutation changes
-        vars(prepared.recipe).pop(made, None)
+    prepared.recipe = compile_recipe(prepared.recipe.trace, prepared.recipe.kept)  # of its own: blocks share one
     return prepared.recipe
 
 
