@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import json
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, _utils, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import TensorWeakRef
 
 from jettison.capture.fakes import fake_copy
 from jettison.dryrun.schedules import Scheduled, stages_of
@@ -36,7 +38,7 @@ class ImaginedStage(PipelineStage):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.watched = 0  # a micro-batch
-        self.transferred: list[ReferenceType[UntypedStorage]] = []
+        self.transferred: list[TensorWeakRef] = []  # not by storage: a recording may hold that of an input
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
         return self._noted(fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
@@ -63,15 +65,16 @@ class ImaginedStage(PipelineStage):
 
     def _noted(self, micro_batch: int, ops: list[distributed.P2POp]) -> list[distributed.P2POp]:
         if micro_batch == self.watched:
-            self.transferred += [weakref.ref(op.tensor.untyped_storage()) for op in ops]
+            self.transferred += [TensorWeakRef(op.tensor) for op in ops]
         return ops
 
-    def held(self) -> dict[int, int]:
-        """Bytes of the storages that the watched micro-batch was transferred by and that are alive, by address."""
-        alive = [storage for known in self.transferred if (storage := known()) is not None]
+    def held(self) -> Iterator[UntypedStorage]:
+        """Memory of the tensors that the watched micro-batch was transferred by and that are alive."""
         own = (of_stage.get(self.watched, ()) for of_stage in (self.args_recv_info, self.grad_recv_info))
-        alive += [t.untyped_storage() for infos in own for t in _buffers(infos)]  # of a chunk on this rank as well
-        return {storage._cdata: storage.nbytes() for storage in alive}
+        kept = (t for infos in own for buffer in _buffers(infos) for t in (buffer, buffer.grad))  # sent or not
+        for tensor in itertools.chain(kept, (known() for known in self.transferred)):
+            if tensor is not None:
+                yield tensor.untyped_storage()
 
 
 class _Transfer:
@@ -107,7 +110,12 @@ class Transfers:
 
     def held(self) -> dict[int, int]:
         """Bytes of the storages that hold the watched micro-batch's transfers now, by address."""
-        return {address: size for stage in self._stages for address, size in stage.held().items()}
+        return {storage._cdata: storage.nbytes() for stage in self._stages for storage in stage.held()}
+
+    def watch(self) -> list[tuple[ReferenceType[UntypedStorage], int]]:
+        """These storages without holding them, and their bytes."""
+        storages = {storage._cdata: storage for stage in self._stages for storage in stage.held()}
+        return [(weakref.ref(storage), storage.nbytes()) for storage in storages.values()]
 
     def left_bytes(self) -> int:
         """Bytes that the watched micro-batch's transfers held when the step began its last one, or hold now."""
@@ -253,9 +261,9 @@ def _held_by_losses(made: Any, transfers: Transfers) -> Iterator[list[int]]:
         losses = made._internal_losses
         if losses:  # of the last stage
             number = transfers.watched
-            before, transferred = counter.live_bytes, transfers.held()
+            before, transferred = counter.live_bytes, transfers.watch()
             losses[number] = losses[number].new_empty(losses[number].shape)
-            gone = sum(size for address, size in transferred.items() if address not in transfers.held())
+            gone = sum(size for known, size in transferred if known() is None)
             found[0] = before - counter.live_bytes + losses[number].nbytes - gone
         update(*args)
 
