@@ -33,7 +33,7 @@ from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.frame import is_asked_again
 from jettison.runtime.handles import Held
-from jettison.runtime.steps import outside_of_vmap
+from jettison.runtime.steps import OutsideOfVmap
 from jettison.runtime.witness import Check, Rounded, Witness, compare, is_same, spots_of
 
 Forward = Callable[..., Any]
@@ -461,7 +461,7 @@ class Rerun:
             with (
                 elsewhere,
                 torch.enable_grad(),
-                outside_of_vmap(),
+                OutsideOfVmap(),
                 as_signed(self.signature),
                 _buffers_as(self.module, buffers),
                 _buffers_as(self.module, also),

@@ -32,7 +32,7 @@ from jettison.capture.recording import TensorRef
 from jettison.capture.signature import Switches, switched
 from jettison.capture.tensor_subclasses import plain, version_of
 from jettison.runtime.bindings import binding
-from jettison.runtime.steps import RecipeStep, get_state, outside_of_vmap, set_state
+from jettison.runtime.steps import Drawing, RecipeStep
 from jettison.runtime.views import in_a_copy, view_of
 
 if TYPE_CHECKING:
@@ -330,15 +330,17 @@ class _Writer:
         copies = self._copies(step, leaves, reads)
         call = self._call(step, leaves)
         if step.state_in is not None:
-            state, device = self._get(step.state_in), repr(step.device)
-            self._line(f"now = get_state({device})")
-            self._line(f"set_state({device}, {state})", self._uncounted(step.state_in, state))
-            self._result(step, call, reads, within="with outside_of_vmap():")
-            if step.state_out is not None and self._wanted(step.state_out):
+            state = self._get(step.state_in)
+            reads.update(self._uncounted(step.state_in, state))
+            leaves_state = step.state_out is not None and self._wanted(step.state_out)
+            more = ", leaves=True" if leaves_state else ""
+            within = f"with drawing({step.device!r}, {state}{more}){' as drawn' if leaves_state else ''}:"
+            self._result(step, call, reads, within=within)
+            if leaves_state:
+                assert step.state_out is not None
                 name = self._name(step.state_out, "state")
-                self._line(f"{name} = get_state({device})")
+                self._line(f"{name} = drawn.after")
                 self._made(step.state_out, name)
-            self._line(f"set_state({device}, now)")
         else:
             self._result(step, call, reads)
         returned = {buffer for _, buffer in step.outputs}
@@ -494,13 +496,11 @@ def _under(switches: Switches, call: Callable[[], Any]) -> Any:
 NAMES: Final[Mapping[str, Any]] = {
     "UNWRAPPED": UNWRAPPED,
     "boxed": _boxed,
+    "drawing": Drawing,
     "empty": _empty,
     "flat": _flat,
-    "get_state": get_state,
     "in_a_copy": in_a_copy,
-    "outside_of_vmap": outside_of_vmap,
     "parameter": _parameter,
-    "set_state": set_state,
     "torch": torch,
     "under": _under,
     "view_of": view_of,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,6 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.capture.recording import TensorRef
 from jettison.capture.signature import Switches
+
+_enter_vmap, _leave_vmap = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
 
 
 @dataclass(slots=True)
@@ -52,20 +53,43 @@ def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
     return list(args), None, dict(kwargs)
 
 
-@contextlib.contextmanager
-def outside_of_vmap() -> Iterator[None]:
+class OutsideOfVmap:
     """Leave the levels of `vmap` for recomputation: a backward over several gradients (``is_grads_batched``) refuses
     random ops, and the forward was not batched.
     """
-    increment, decrement = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
-    levels = increment() - 1
-    for _ in range(levels + 1):
-        decrement()
-    try:
-        yield
-    finally:
-        for _ in range(levels):
-            increment()
+
+    __slots__ = ("levels",)
+
+    def __enter__(self) -> Self:
+        self.levels = _enter_vmap() - 1
+        for _ in range(self.levels + 1):
+            _leave_vmap()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _ in range(self.levels):
+            _enter_vmap()
+
+
+class Drawing(OutsideOfVmap):
+    """The default generator stands at a state meanwhile, and then where it stood.
+
+    Args:
+        leaves: whether ``after`` is wanted, the state in which the op leaves the generator.
+    """
+
+    __slots__ = ("after", "before", "device", "leaves")
+
+    def __init__(self, device: str, state: Tensor, *, leaves: bool = False) -> None:
+        self.device, self.leaves = device, leaves
+        self.before = get_state(device)
+        set_state(device, state)
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        if self.leaves:
+            self.after = get_state(self.device)
+        set_state(self.device, self.before)
 
 
 def get_state(device: str) -> Tensor:
