@@ -251,6 +251,7 @@ class Later(Pair):
 @pytest.mark.parametrize("where", ["blocks.1", "head"])
 @pytest.mark.filterwarnings("ignore")
 def test_hooks_that_are_switched_off_later_stop_one_step_by_name(where: str) -> None:
+    """In a block, which has hooks; around the blocks, where everything stays, there are none."""
     torch.manual_seed(0)
     model, x = Around(lambda net, x: net.head(net.blocks[1](net.blocks[0](x)))), torch.randn(ROWS, WIDTH)
     model.blocks, model.head = nn.ModuleList(Later() for _ in range(2)), Later()  # type: ignore[assignment]
@@ -260,8 +261,9 @@ def test_hooks_that_are_switched_off_later_stop_one_step_by_name(where: str) -> 
     with jettison.apply(model, "full", batch=(x,)):
         for _ in range(2):
             model(x).backward()
-        with pytest.raises(TraceError, match="switches saved-tensor hooks off"):
-            model(x)
+        if where == "blocks.1":
+            with pytest.raises(TraceError, match="switches saved-tensor hooks off"):
+                model(x)
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             model(x).backward()

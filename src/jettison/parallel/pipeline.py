@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -98,6 +99,8 @@ class InFlight:
 
     def __init__(self, stages: Sequence[Sequence[PlannedForward]]) -> None:
         self.stages = [list(regions) for regions in stages]
+        for region in chain.from_iterable(self.stages):
+            region.counted = True
         self.micro_batches = 0
         self.nbytes = 0
         self._hooks: list[Any] = []

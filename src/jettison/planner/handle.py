@@ -173,7 +173,9 @@ class Applied:
         return "" if self.plan is None else self.plan.to_json()
 
     def live(self) -> dict[str, Live]:
-        """What is between its forward and its backward now, by region."""
+        """What is between its forward and its backward now, by region. Regions that keep everything are counted after
+        the first call of this.
+        """
         return {region.name: region.live() for region in self.regions}
 
     def __enter__(self) -> Applied:

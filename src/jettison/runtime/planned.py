@@ -102,6 +102,7 @@ class PlannedForward:
         self.tap_hooks: dict[tuple[str, bool], Any] = {}
         self.said: set[str] = set()
         self.quiet = False  # falls back without a warning
+        self.counted = False  # somebody asks what is `live`
         self.in_dry_run = False  # runs where it was recorded: what looks like a change there is not one of the model's
         self.before_first: Callable[[], None] | None = None  # what has to hold when the first run begins
         self.listener: CallListener | None = None
@@ -263,8 +264,8 @@ class PlannedForward:
         """Whether anybody wants to know what autograd saves in a call: not where all of it stays."""
         way = self.way
         keeps = way.policy.__class__ is KeepAll and way.link.is_alone
-        told = self.in_dry_run or self.assumptions is not None or self.listener is not None
-        return not keeps or told or is_pack_listened_to()
+        told = self.in_dry_run or self.counted or self.assumptions is not None or self.listener is not None
+        return not keeps or told or self.recordings.fell_back or is_pack_listened_to()
 
     def _call_without_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward as without a plan; the hooks of a region around it see nothing of what it saves."""
@@ -324,7 +325,10 @@ class PlannedForward:
         self.unwatch()
 
     def live(self) -> Live:
-        """What is between its forward and its backward now."""
+        """What is between its forward and its backward now. Of a region that keeps everything, calls that begin after
+        this was asked for the first time.
+        """
+        self.counted = True
         frames = list(self.frames)
         return Live(calls=len(frames), nbytes=sum(frame.held_bytes for frame in frames))
 

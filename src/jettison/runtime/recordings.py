@@ -113,6 +113,7 @@ class Recordings:
         self.prepared: dict[tuple[int, Any], Prepared] = {}  # by way and signature
         self.owners = owners_of(module)
         self.guard: ModuleGuard | None = None
+        self.fell_back = False  # some call has no program
         self.never = ""  # why no call is recorded
         self.differs = ""  # why its Python may not be recomputed in backward: one run of it was not like the first
         self.shared: frozenset[int] = frozenset()  # leaf positions of arguments that live elsewhere anyway
@@ -157,6 +158,7 @@ class Recordings:
     def give_up(self, key: Any, problem: str, verdict: Verdict | None = None) -> None:
         """Calls of this signature are known to have no program."""
         self.guard = self.guard or ModuleGuard(self.module)
+        self.fell_back = True
         known = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict, told=True)
         self.prepared[self.number, key] = known
 
@@ -414,6 +416,7 @@ class Recordings:
         )
 
     def _fall_back(self, key: Any, problem: str, verdict: Verdict | None = None) -> Prepared:
+        self.fell_back = True
         prepared = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict)
         self.prepared[self.number, key] = prepared
         return prepared

@@ -66,7 +66,7 @@ class OutsideOfVmap:
             _leave_vmap()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_error: object) -> None:
         for _ in range(self.levels):
             _enter_vmap()
 
@@ -85,7 +85,7 @@ class Drawing(OutsideOfVmap):
         self.before = get_state(device)
         set_state(device, state)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_error: object) -> None:
         super().__exit__()
         if self.leaves:
             self.after = get_state(self.device)
