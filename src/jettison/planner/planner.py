@@ -325,7 +325,7 @@ def untimed(problem: StepProblem) -> StepProblem:
         for s in problem.segments
     )
     root = _ends(problem.root)
-    held = [max((o.loss_peak_bytes, *o.held_backward_bytes)) for o in root]
+    held = [max(o.loss_peak_bytes, *o.held_backward_bytes) for o in root]
     root = tuple(replace(o, seconds=(max(held) - h) / PICOSECONDS) for o, h in zip(root, held, strict=True))
     plain_seconds = (sum(most) + max(held)) / PICOSECONDS
     return replace(problem, regions=regions, segments=segments, root=root, plain_seconds=plain_seconds)
