@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import subprocess
 import sys
 from functools import cache
@@ -23,9 +22,8 @@ from jettison.errors import Infeasible, PlanMismatch, UsageError
 from jettison.measure import compare_gradients, independent_copy, measured_peak, same_bits
 from jettison.measure.tensors import static_tensors
 from jettison.planner.apply import apply, apply_candidate
-from jettison.planner.planner import Planner, make_planner, untimed
+from jettison.planner.planner import Planner, make_planner
 from jettison.solve import Plan
-from jettison.solve.levels import evaluate
 from jettison.solve.policy import Full, KeepAll
 from jettison.units import Bytes
 from support.toys import Headed
@@ -354,28 +352,6 @@ def test_hooks_on_parameters_run_in_training_alone() -> None:
         model(x).square().mean().backward()
         trained = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
         assert sorted(called) == sorted(3 * trained)
-
-
-@pytest.mark.parametrize("block", [Block, Thin])
-def test_the_smallest_budget_hangs_on_no_measured_seconds(
-    block: type[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Choices that the solver cannot tell apart differ in a dry run: a clock must not choose between them."""
-    found = set()
-    for seed in range(3):
-        draws = random.Random(seed)
-        monkeypatch.setattr(
-            options_module._Builder,
-            "seconds_of",
-            lambda _self, trace, _request=None, draws=draws: [draws.random() * 1e-4 for _ in trace.program.ops],
-        )
-        planner = planner_for(*make(block, layers=6))
-        least = planner.plan(planner.minimum_budget_bytes)
-        timed = evaluate(planner.problem, least.solution.choice)
-        assert least.added_seconds == timed.seconds and least.level == timed.peak_bytes, "a plan has its own seconds"
-        assert 0 <= least.solution.certificate.lower_bound_seconds <= least.added_seconds
-        found.add((untimed(planner.problem), planner.minimum_budget_bytes))
-    assert len(found) == 1
 
 
 def test_a_shorter_batch_is_planned_as_the_one_that_was_given() -> None:

@@ -20,7 +20,7 @@ from jettison.errors import Infeasible
 from jettison.planner.host import Host, less_on_host
 from jettison.planner.options import step_of
 from jettison.planner.planner import UNSEEN_BYTES, Candidate, Planner, make_planner, untimed
-from jettison.solve.chain import Solution, choose, rated
+from jettison.solve.chain import Solution, choose
 from jettison.solve.levels import Choice
 from jettison.solve.moves import minimum_budget
 from jettison.solve.plan import Plan
@@ -130,7 +130,7 @@ class _Stages:
             problems = [less_on_host(p, s.levels, host, pinned_bytes) for p, s in pairs]
 
     def _dry_run(self, found: Iterable[Solution]) -> _Together:
-        solutions = tuple(map(rated, self.problems, found))
+        solutions = tuple(found)
         choices = tuple(solution.choice for solution in solutions)
         if choices not in self.seen:
             parts = [planner.part(choice) for planner, choice in zip(self.planners, choices, strict=True)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -24,10 +24,10 @@ from jettison.planner.options import Options, options_of
 from jettison.planner.plan_tensors import plan_tensors
 from jettison.planner.points import PACK, exactly, policy_kept, policy_of
 from jettison.progress import Progress, silent
-from jettison.solve.chain import Solution, choose, rated
+from jettison.solve.chain import Solution, choose
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.levels import Choice
-from jettison.solve.moves import PICOSECONDS, Walk, least_of, minimum_budget, walks
+from jettison.solve.moves import Walk, least_of, minimum_budget, walks
 from jettison.solve.plan import (
     LayerPlan,
     Plan,
@@ -163,8 +163,8 @@ class Planner:
         known = self._candidates.get(choice)
         if known is None:
             part = self.part(choice)
-            found = Candidate(solution=rated(self.problem, solution), part=part, step=self.judge.step(part))
-            known = self._candidates[choice] = found
+            step = self.judge.step(part)
+            known = self._candidates[choice] = Candidate(solution=solution, part=part, step=step)
         return known
 
     def part(self, choice: Choice) -> ModulePolicy:
@@ -312,29 +312,10 @@ class Planner:
 
 def untimed(problem: StepProblem) -> StepProblem:
     """What does not hang on seconds that were measured, and is there whenever a plan is made: both ends, and what
-    lowers the peak of the lower one. Seconds are bytes that are not kept, a picosecond for each: of plans with one peak
-    the solver then takes the same one in every process, and a dry run may tell them apart.
+    lowers the peak of the lower one.
     """
-    regions = tuple(
-        replace(r, options=tuple(_by_bytes(_ends(r.options))), forward_seconds=0.0, backward_seconds=0.0)
-        for r in problem.regions
-    )
-    most = [max(o.resident_bytes + o.offloaded_bytes for o in region.options) for region in regions]
-    segments = tuple(
-        replace(s, seconds=max(0, sum(most[s.start : s.stop]) - s.resident_bytes) / PICOSECONDS)
-        for s in problem.segments
-    )
-    root = _ends(problem.root)
-    held = [max(o.loss_peak_bytes, *o.held_backward_bytes) for o in root]
-    root = tuple(replace(o, seconds=(max(held) - h) / PICOSECONDS) for o, h in zip(root, held, strict=True))
-    plain_seconds = (sum(most) + max(held)) / PICOSECONDS
-    return replace(problem, regions=regions, segments=segments, root=root, plain_seconds=plain_seconds)
-
-
-def _by_bytes(options: Sequence[RegionOption]) -> Iterator[RegionOption]:
-    kept = [o.resident_bytes + o.offloaded_bytes for o in options]
-    for option, nbytes in zip(options, kept, strict=True):
-        yield replace(option, seconds=(max(kept) - nbytes) / PICOSECONDS)
+    regions = tuple(replace(r, options=_ends(r.options)) for r in problem.regions)
+    return replace(problem, regions=regions, root=_ends(problem.root))
 
 
 def _ends(options: tuple[Option, ...]) -> tuple[Option, ...]:

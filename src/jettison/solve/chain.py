@@ -11,10 +11,9 @@ no better than the best plan are left out. Every answer is replayed by `evaluate
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -111,24 +110,6 @@ def choose(
         status=status,
     )
     return Solution(choice=choice, levels=levels, certificate=certificate)
-
-
-def rated(problem: StepProblem, solution: Solution) -> Solution:
-    """A choice that was made for other seconds, with those of this problem, and what they prove about it."""
-    levels = evaluate(problem, solution.choice)
-    if levels.seconds == solution.levels.seconds:
-        return solution
-    bound = 0.0
-    with contextlib.suppress(Infeasible):  # floors under a host budget may be rounded up
-        bound = min(choose(problem, levels.peak_bytes).certificate.lower_bound_seconds, levels.seconds)
-    certificate = replace(
-        solution.certificate,
-        lower_bound_seconds=bound,
-        objective_seconds=levels.seconds,
-        gap=_gap(problem, levels.seconds, bound),
-        status=Status.OPTIMAL if bound == levels.seconds else Status.GAP_OPEN,
-    )
-    return replace(solution, levels=levels, certificate=certificate)
 
 
 def _fits(problem: StepProblem, levels: Levels, budget_bytes: int) -> bool:
