@@ -72,7 +72,7 @@ def regions(model: nn.Module) -> list[Any]:
 
 
 def recorded_once(model: nn.Module, policy: str = "full") -> None:
-    """Where everything is kept, nothing is recorded."""
+    """One recording; none where everything is kept."""
     (region,) = regions(model)
     assert region.recordings.count == (policy != "none")
     assert region.report().calls == 3 and not region.report().fallback

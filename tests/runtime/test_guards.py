@@ -315,7 +315,7 @@ class Exposed(Block):
 
 @dataclass(frozen=True)
 class AllButTanh:
-    """What autograd saves, without one activation."""
+    """Everything that autograd saves, without one activation."""
 
     word: str = "all but tanh"
 

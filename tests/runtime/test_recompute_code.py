@@ -27,7 +27,7 @@ N, ROWS = 8, 4
 
 
 class Block(nn.Module):
-    """A norm, two products, a mask, a chain of elementwise ops, two outputs of one op, a list of tensors."""
+    """A norm, two matmuls, a mask, a chain of elementwise ops, two outputs of one op, a list of tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,12 +59,12 @@ def allow_file_changes(refused: list[UnsupportedModule]) -> None:
 
 
 def asking(function: Any) -> Any:
-    """What stands in for a function that changes files, wherever Python holds it; None for every other."""
+    """Return the stand-in for a function that changes files, wherever Python holds it; None for every other."""
     return _ASKING.get(Same(function)) if isinstance(function, _KINDS) else None
 
 
 Changes = Callable[..., str]
-"""Of the arguments of a call: the verb for what it does to the file that it is given first, or an empty text."""
+"""Verb for what a call with such arguments does to the file that it is given first, or an empty text."""
 
 
 def _opens(_file: Any = None, mode: Any = "r", *_: Any, **__: Any) -> str:
@@ -130,7 +130,7 @@ def _is_allowed(frame: types.FrameType | None) -> bool:
 def _refusal(verb: str, path: Any) -> UnsupportedModule:
     return UnsupportedModule(
         f"the forward or the step {verb} the file {os.fspath(path)!r}. Planning and recording run it once more, and "
-        "nothing puts a file back, so it has not been touched: do this outside of it, behind the step for example, or "
+        "nothing puts a file back, so it has not been touched: do this outside of it, after the step for example, or "
         "write to a file that is open before"
     )
 

@@ -173,8 +173,8 @@ class Applied:
         return "" if self.plan is None else self.plan.to_json()
 
     def live(self) -> dict[str, Live]:
-        """What is between its forward and its backward now, by region. Regions that keep everything are counted after
-        the first call of this.
+        """Calls between their forward and their backward now, by region. Regions that keep everything are counted
+        after the first call of this.
         """
         return {region.name: region.live() for region in self.regions}
 

@@ -40,7 +40,7 @@ def binding(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Callable[...,
 
 
 def _kind(value: Any) -> Any:
-    """What a binding may choose by, of an argument; None for what is not looked up."""
+    """Key of an argument that a binding may choose by; None for kinds that are not looked up."""
     if isinstance(value, TensorRef):
         return Tensor if value.wrap is None and not (value.conj or value.neg) else None
     if value.__class__ in _LIKE:

@@ -38,7 +38,7 @@ class ActiveFrame(Frame):
     """A frame while its forward runs: it also listens at module boundaries."""
 
     broken = ""
-    """How the run left the recording."""
+    """Reason why the run left the recording."""
     check: SequenceCheck | None = None
     fake = False
     """Its arguments are."""

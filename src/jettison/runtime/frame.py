@@ -39,7 +39,7 @@ class Frame:
 
     # of a call as most are: one attribute less to set in each
     group: Group | None = None
-    """Of what moves; None where nothing can."""
+    """Group of offloaded tensors; None where nothing can move."""
     handed: Mapping[int, Handle] = MappingProxyType({})
     block_calls = 0
     index = 0
@@ -149,10 +149,10 @@ class Frame:
         return Held(tensor, self)
 
     def drop(self, slot: SlotAction, tensor: Tensor, index: int, wrap: Any = None) -> Handle:
-        """What is left of a plain tensor that arrived.
+        """Return the handle that stands for a dropped tensor.
 
         Args:
-            wrap: narrow numbers around it, with the factor that they have in this forward.
+            wrap: the FP8 or FP4 tensor around it, with the factor that it has in this forward.
         """
         boxes = self.closures[slot.closure] or self._closure(slot)
         witness: Witness | bytes | None = None

@@ -325,8 +325,8 @@ class PlannedForward:
         self.unwatch()
 
     def live(self) -> Live:
-        """What is between its forward and its backward now. Of a region that keeps everything, calls that begin after
-        this was asked for the first time.
+        """Calls between their forward and their backward now. Of a region that keeps everything, those that begin
+        after the first call of this.
         """
         self.counted = True
         frames = list(self.frames)

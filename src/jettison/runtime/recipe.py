@@ -91,7 +91,7 @@ class Recipe:
 
     @cached_property
     def code(self) -> RecomputeCode:
-        """What recomputes its dropped slots."""
+        """Functions that recompute its dropped slots."""
         return RecomputeCode(self)
 
     def held_bytes(self, *, moves: bool = True) -> int:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from jettison.runtime.recipe import Recipe, SlotAction
 
 Function: TypeAlias = Callable[[Any, Any], Tensor]
-"""Of a frame and the handle that is asked for; returns the tensor, as backward is to get it."""
+"""Function of a frame and the handle that is asked for; it returns the tensor that backward gets."""
 
 UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
 """Classes of most tensors: nothing is inside them."""
@@ -106,7 +106,7 @@ class RecomputeCode:
     def _taking(
         self, name: str, state: State, slot: SlotAction, *, keeps: bool
     ) -> tuple[str, Function, dict[int, int], frozenset[int]]:
-        """For a value that is at hand: most demands are of those, and share their code."""
+        """Source and function for a value that is at hand, as most are, and the uses and values that are left."""
         buffer, left, at_hand = slot.ref.buffer, dict(state.left), state.at_hand
         cell, last = self.cells[buffer], not keeps and left[buffer] == 1
         if not keeps:
@@ -122,7 +122,7 @@ class RecomputeCode:
         return text, _taker(cell, ref, place, last=last), left, at_hand
 
     def _asked(self, slot: SlotAction) -> str:
-        """What a function is for."""
+        """Saved tensor that a function is for, as a comment."""
         number = next((n for n, one in enumerate(self.recipe.slots) if one is slot), None)
         if number is None:
             return "an output, which is the input of the block after"
@@ -130,7 +130,7 @@ class RecomputeCode:
         return f"saved tensor {saved.index}{f' of {saved.path}' if saved.path else ''}, after {saved.op or 'the start'}"
 
     def place(self, buffer: int, ref: TensorRef) -> Place | None:
-        """Where a view lies in the storage of a recomputed buffer; None where more than that tells it apart."""
+        """Place of a view in the storage of a recomputed buffer; None where more than that tells it apart."""
         source = self.recipe.sources.get(buffer)
         is_plain = ref.__class__ is TensorRef and ref.wrap is None and not (ref.conj or ref.neg)
         if is_plain and source is not None and source.dtype is ref.dtype and not (source.conj or source.neg):
@@ -159,7 +159,7 @@ class RecomputeCode:
         return "\n\n".join(fresh.sources)
 
     def named(self, value: Any, like: str = "constant") -> str:
-        """What reads a constant: a literal, or a name with an underscore in front, as no variable has."""
+        """Source of a constant: a literal, or a name with an underscore in front, as no variable has."""
         if value.__class__ in LITERALS or (value.__class__ is float and math.isfinite(value)):
             return repr(value)
         if value.__class__ is torch.dtype:
@@ -257,8 +257,8 @@ class _Writer:
         return found
 
     def _open(self, name: str, buffer: int) -> None:
-        """What a box holds. An input that the block before recomputes, and what has moved or is packed, is counted as a
-        value of our own.
+        """Read the value of a box. An input that the block before recomputes, and what has moved or is packed, is
+        counted as a value of our own.
         """
         n = self.slot.boxes.index(self.recipe.box_of[buffer])
         if buffer in self.left:
@@ -355,7 +355,7 @@ class _Writer:
             self._release(buffer)
 
     def _copies(self, step: RecipeStep, leaves: list[_Text], reads: set[str]) -> list[str]:
-        """What an op writes to is copied, unless that is its last use."""
+        """Copy arguments that an op writes to, unless that is their last use."""
         copies: list[str] = []
         for positions, old, _new in step.written:
             if old in self.at_hand and self.left[old] == 1:
@@ -430,7 +430,7 @@ def _text(value: Any) -> str:
 
 
 def _taker(cell: int, ref: TensorRef | None, place: Place | None, *, last: bool) -> Function:
-    """What `RecomputeCode._taking` writes down."""
+    """Function whose source `RecomputeCode._taking` writes."""
 
     def as_it_is(frame: Any, _handle: Any) -> Tensor:
         values = frame.values

@@ -305,7 +305,7 @@ class Witness:
 
     @classmethod
     def of_bytes(cls, seen: bytes, spots: Spots, salt: int, dtype: torch.dtype) -> Witness:
-        """Of what `peek` saw."""
+        """Witness of the bytes that `peek` saw."""
         found = object.__new__(cls)
         found.seen, found.spots, found.salt, found.dtype, found.full = seen, spots, salt, dtype, False
         return found
