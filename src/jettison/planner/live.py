@@ -16,6 +16,7 @@ from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call, expe
 from jettison.dryrun.schedules import Scheduled, is_schedule, modules_of
 from jettison.dryrun.user_step import Step
 from jettison.errors import Infeasible, StaleTensor, TraceError, UsageError
+from jettison.garbage import seldom_collected
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Group
 from jettison.parse_units import parse_bytes
@@ -267,7 +268,7 @@ def auto_checkpoint(
         shapes = tuple(shapes)
 
     def made(losses: Hold | None, batches: Sequence[Any], asked: AskedBudget, plan: Any) -> Applied:
-        with together(given, group) as ranks:
+        with together(given, group) as ranks, seldom_collected():
             steps = as_one(optimizer)
             how = check_of(check)
             modules = modules_of([model])

@@ -6,7 +6,6 @@ file as it comes, and read from there.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Final, TypeVar
 
 from jettison import __version__
 from jettison.errors import Infeasible
+from jettison.garbage import seldom_collected
 from jettison.predict.auto_recompute import (
     AutoForecast,
     StageAnswer,
@@ -35,7 +35,7 @@ from jettison.search.figures import Figures, Seconds
 from jettison.search.journal import Journal
 from jettison.search.planner_time_bound import planner_seconds
 from jettison.search.space import Candidate, Setup, setup_run
-from jettison.search.workers import COLLECTED, Workers
+from jettison.search.workers import Workers
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.recompute import Mode, Recompute
@@ -99,18 +99,17 @@ class Bench:
         self._statics: dict[tuple[object, ...], int] = {}
         self._bounds: dict[tuple[object, ...], Bounds] = {}
         self._pool: Workers[Question] | None = None
-        self._collected = gc.get_threshold()
+        self._seldom = seldom_collected()
         self._lock = Lock()  # of what is known, written down and started
 
     def __enter__(self) -> Bench:
-        self._collected = gc.get_threshold()
-        gc.set_threshold(COLLECTED)
+        self._seldom.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        gc.set_threshold(*self._collected)
+        self._seldom.__exit__(None, None, None)
         if self._pool is None:
             return
         self._pool.end(now=error is not None)

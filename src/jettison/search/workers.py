@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any, Final, Generic, TypeVar
 
+from jettison.garbage import SELDOM
 from jettison.processors import deaf_to_interrupts, end_pool
 
 CHUNKS: Final = 8
 """Parts, for each worker, that a round of work is cut into."""
 AHEAD: Final = 2
 """Parts that a worker has been given, at most: one that it works on, and the next."""
-COLLECTED: Final = 100_000
-"""Objects after which cycles are looked for. There are next to none, and looking took an eighth of a search."""
 
 _Q = TypeVar("_Q")
 _T = TypeVar("_T")
@@ -114,7 +113,7 @@ def _nothing() -> None:
 def _start(question: object) -> None:
     global _question
     _question = question
-    gc.set_threshold(COLLECTED)
+    gc.set_threshold(SELDOM)
     atexit.register(os._exit, 0)  # what it knows need not be taken apart object by object
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks stops, and lets this one go
 
