@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import networkx
 import pytest
+import sympy
+import torch
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from jettison.capture.python_state import Reach
+from jettison.capture import function_state
+from jettison.capture.python_state import MOST_OF_LIBRARIES, Reach
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # what transformers has renamed
@@ -22,3 +32,73 @@ def test_adapters_do_not_lead_into_libraries() -> None:
     layer.scaling["default"] = 7.0  # what an adapter has itself is looked at
     state.restore()
     assert layer.scaling["default"] != 7.0
+
+
+def install(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, *, wide: int, deep: int) -> ModuleType:
+    """A package among installed ones: ``start`` leads to a chain of calls ``deep`` long, and from there to ``wide``
+    functions, of which each counts in a list of its own.
+    """
+    lines = [
+        "import torch",
+        "class Layer(torch.nn.Linear):",
+        "    def forward(self, x): start(); return x",
+        "SEEN = [0]",
+    ]
+    lines += ["def start(): SEEN[0] += 1; call_0()", "class Kept:", "    def move(self): start()"]
+    lines += [f"def call_{i}(): call_{i + 1}()" for i in range(deep)]
+    lines += [f"def call_{deep}():", "    END[0] += 1", "    if not END: " + "; ".join(f"f_{i}()" for i in range(wide))]
+    lines += ["END = [0]", *(f"L_{i} = [0]\ndef f_{i}(): L_{i}[0] += 1; last()" for i in range(wide))]
+    lines += ["def last(): LAST[0] += 1", "LAST = [0]"]
+    (folder / f"{name}.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(function_state, "_library_folders", lambda: (folder,))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("how", ["function", "object"])
+def test_code_of_libraries_is_followed_for_so_many_values(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones are followed to their end; of a large one no more than the first values, nearest first."""
+    for wide, ends in ((10, True), (MOST_OF_LIBRARIES, False)):
+        package = install(tmp_path, f"library_{how}_{wide}", monkeypatch, wide=wide, deep=3)
+        held = package.Kept() if how == "object" else package.start
+        reach = Reach([nn.Linear(2, 2)], [held])
+        package.start()
+        package.last()
+        assert (package.SEEN, package.END, package.LAST) == ([1], [1], [1])
+        reach.restore()
+        assert package.SEEN == package.END == [0]
+        assert (package.LAST == [0]) is ends
+
+
+def test_a_models_own_package_is_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = install(tmp_path, "models_own", monkeypatch, wide=MOST_OF_LIBRARIES, deep=3)
+    for given in (([package.Layer(2, 2)], []), ([], [package.Layer(2, 2)])):
+        reach = Reach(*given)
+        package.last()
+        reach.restore()
+        assert package.LAST == [0]
+
+
+class Grows(nn.Module):
+    """A block that holds a graph and a symbol, and adds to the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph, self.symbol = networkx.DiGraph(), sympy.Symbol("x") + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.graph.add_edge(len(self.graph), len(self.graph) + 1)
+        return x * len(self.graph)
+
+
+def test_a_graph_leads_to_few_values_of_its_library() -> None:
+    """All of networkx and sympy are 57,000."""
+    block = Grows()
+    reach = Reach([block])
+    assert reach.values < 5_000
+    block(torch.ones(1))
+    reach.restore()
+    assert len(block.graph) == 0 and not block.graph.adj

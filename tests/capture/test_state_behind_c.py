@@ -183,7 +183,12 @@ def test_what_another_thread_takes_from_a_queue_is_not_put_back() -> None:
         thread.join(0.01)
 
 
-USED = {"rows": lambda: csv.reader([]), "pickle": lambda: pickle.Pickler(io.BytesIO()), "bz2": bz2.BZ2Compressor}
+USED = {
+    "rows": lambda: csv.reader([]),
+    "pickle": lambda: pickle.Pickler(io.BytesIO()),
+    "bz2": bz2.BZ2Compressor,
+    "stream": lambda: pytest.importorskip("pyarrow").BufferOutputStream(),
+}
 LEFT = {
     "random": lambda: random.Random(3),
     "numbers": lambda: np.random.default_rng(3),

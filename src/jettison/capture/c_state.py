@@ -359,7 +359,7 @@ def stand_in(value: Any) -> Any:
         return None
     if (instead := asking(value)) is not None:
         return instead
-    if is_a(value, io.IOBase):
+    if is_a(value, io.IOBase) and not refuses_a_copy(Same(type(value))):
         return _scratch(value)
     if is_a(value, types.GeneratorType):
         return Untouchable("generator", value)

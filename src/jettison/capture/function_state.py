@@ -82,7 +82,7 @@ def library_owners(function: types.FunctionType) -> Sequence[Any]:
     return _library_owners(function.__code__, Same(function.__globals__), len(function.__globals__))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=16384)
 def _library_owners(code: types.CodeType, table: Same[dict[str, Any]], _size: int) -> tuple[Any, ...]:
     names = names_in(code).mentioned
     found: dict[int, Any] = {}
@@ -133,6 +133,17 @@ def _is_program(name: str, module: Any) -> bool:
     if isinstance(file, str):
         return not _is_in_a_library(file)
     return name not in sys.builtin_module_names and vars(module).get("__path__") is None
+
+
+def is_installed(module: str | None) -> bool:
+    """Whether a module's code lies in a folder of libraries."""
+    file = getattr(sys.modules.get(str(module)), "__file__", None)
+    return isinstance(file, str) and _is_in_a_library(file)
+
+
+def package_of(value: type | types.FunctionType) -> str:
+    """The package, of the outermost level, that a class or a function says that it belongs to."""
+    return str(value.__module__).partition(".")[0]
 
 
 @functools.lru_cache(maxsize=8192)

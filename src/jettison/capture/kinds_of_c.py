@@ -11,6 +11,7 @@ import copy
 import copyreg
 import functools
 import gc
+import inspect
 import sys
 import types
 from typing import Any
@@ -33,7 +34,7 @@ _OF_NUMPY = ("flatiter",)
 def refuses_a_copy(kind: Same[type]) -> bool:
     """Whether instances of a kind made in C move as they are used, and can be neither copied nor put back."""
     made_by = str(kind.it.__module__)
-    if made_by == "numpy" and kind.it.__name__ in _OF_NUMPY:
+    if (made_by == "numpy" and kind.it.__name__ in _OF_NUMPY) or _is_stream_of_an_extension(kind.it):
         return True
     if made_by in _STAYS_THE_SAME or made_by not in sys.stdlib_module_names or _is_written_in_python(made_by):
         return False
@@ -45,6 +46,14 @@ def refuses_a_copy(kind: Same[type]) -> bool:
     if any(way is not None for way in ways) or any(kind.it in table for table in tables):
         return False
     return all(getattr(kind.it, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
+
+
+def _is_stream_of_an_extension(cls: type) -> bool:
+    """Whether it is written to and knows how far it is, in C: the streams of Arrow."""
+    found = (inspect.getattr_static(cls, name, None) for name in ("write", "tell"))
+    if any(one is None or isinstance(one, types.FunctionType) for one in found):
+        return False
+    return str(cls.__module__).partition(".")[0] not in (*sys.stdlib_module_names, *_KNOWN)
 
 
 @functools.lru_cache(maxsize=4096)

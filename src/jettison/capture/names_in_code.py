@@ -39,7 +39,7 @@ class Names:
     wide: frozenset[Wide]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=16384)
 def names_in(code: types.CodeType) -> Names:
     """All names in a code object."""
     inner = [names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)]

@@ -12,6 +12,12 @@ so one whose name no code reads that the walk has come by cannot be reached by t
 methods of a library's, whose names are not collected, or where some code makes names as it runs (`_BY_ANY_NAME`), every
 container is looked into. One look costs a comparison of identities in C, and steps into what can change alone: plain
 values and tuples of them cannot (`worth_a_look`).
+
+NOTE [ Code of libraries ]
+An object of `networkx` leads through the methods of its class to all of networkx, and from there to all of sympy. The
+user's own state is looked into to its end; so is that of the packages that the model's modules come from. Code of any
+other installed package is followed call by call, nearest first, and no further once `MOST_OF_LIBRARIES` values were
+found behind it. What the user's state holds of a library's objects is the user's.
 """
 
 from __future__ import annotations
@@ -53,7 +59,14 @@ from jettison.capture.c_state import (
     waiting_in,
 )
 from jettison.capture.file_changes import allow_file_changes, refuse_file_changes
-from jettison.capture.function_state import function_reach, globals_of, is_foreign, library_owners
+from jettison.capture.function_state import (
+    function_reach,
+    globals_of,
+    is_foreign,
+    is_installed,
+    library_owners,
+    package_of,
+)
 from jettison.capture.imports import Globals, forget_import, ignore_imports, imported_in_runs, note_imports
 from jettison.capture.kinds_of_c import attributes_in_c, is_copied_whole
 from jettison.capture.lent_arrays import is_lent, looks_at
@@ -95,6 +108,8 @@ from jettison.identity import Same
 
 MOST_VALUES = 100_000
 """Values looked at in one walk; a forward that reaches more is known in part, and its witnesses have the rest."""
+MOST_OF_LIBRARIES = 2_000
+"""Values behind the code of libraries after which no further call is followed. See NOTE [ Code of libraries ]."""
 MOST_DEEP = 64
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 HOOK_TABLES = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
@@ -145,6 +160,8 @@ class Reach:
         self._seen: set[int] = set()
         self._held: list[Any] = []
         self._waiting: deque[tuple[Any, int]] = deque()  # what is near comes first, however much lies behind it
+        self._libraries: list[tuple[Any, int]] = []  # functions and classes: see NOTE [ Code of libraries ]
+        self._own_packages: set[str] = set()
         self._names: set[str] = set()  # that code mentions
         self._unnamed: list[tuple[str, Any, int]] = []  # large containers: see NOTE [ What code cannot name ]
         self._wide: dict[tuple[Wide, str], types.FunctionType] = {}  # see NOTE [ What code need not name ]
@@ -161,13 +178,7 @@ class Reach:
         self._is_running = False
         self._prints_errors = logging.raiseExceptions
         self.refused: list[UnsupportedModule] = []  # by what a run asked for; its code may have gone on
-        classes: dict[type, None] = {}
-        for module in modules:
-            for sub in module.modules():
-                self._module(sub)
-                classes.update(dict.fromkeys(type(sub).__mro__))
-        for cls in classes:
-            self._class(cls)
+        self._modules(modules)
         kept = (value for _, value in self.variables)  # hooks collect outputs in such variables
         for table in _global_hooks():
             self._add(table)
@@ -397,6 +408,19 @@ class Reach:
     # walking ---------------------------------------------------------------------------------------------------------
 
     def _walk(self) -> None:
+        self._walk_near()
+        start = self.values
+        while self._libraries and self.values - start < MOST_OF_LIBRARIES:
+            code, self._libraries = self._libraries, []
+            for value, depth in code:
+                if is_a(value, type):
+                    self._own_class(value, depth)
+                elif id(value) not in self._seen:
+                    self._look_into(value, depth)
+            self._walk_near()
+        self._libraries.clear()
+
+    def _walk_near(self) -> None:
         sizes = (-1, -1)
         while sizes != (len(self._owners), len(self._set_names)):  # what is set on them may lead to more
             sizes = (len(self._owners), len(self._set_names))
@@ -466,6 +490,16 @@ class Reach:
             elif not is_a(value, types.FunctionType):
                 self._later(value, 1)
 
+    def _modules(self, modules: Iterable[nn.Module], depth: int = 0) -> None:
+        classes: dict[type, None] = {}
+        for module in modules:
+            for sub in module.modules():
+                self._module(sub)
+                classes.update(dict.fromkeys(type(sub).__mro__))
+        self._own_packages.update(map(package_of, classes))
+        for cls in classes:
+            self._class(cls, depth)
+
     def _module(self, module: nn.Module) -> None:
         attributes = vars(module)
         if id(attributes) in self._seen or is_a(module, torch.jit.ScriptModule):  # C++ has what that one holds
@@ -485,9 +519,21 @@ class Reach:
         others = {k: v for k, v in attributes.items() if k not in HOOK_TABLES and k not in _MODULE_TABLES}
         self._attributes_later(module, others, 0)
 
+    def _is_of_a_library(self, value: Any) -> bool:
+        """Whether a function or a class belongs to a package that is neither the user's nor the model's."""
+        return package_of(value) not in self._own_packages and is_installed(value.__module__)
+
     def _class(self, cls: type, depth: int = 0) -> None:
-        """What the methods of a class name, and what it holds itself: a count on the class is Python state as well."""
         if is_foreign(cls.__module__) or id(cls) in self._seen:
+            return
+        if self._is_of_a_library(cls):
+            self._libraries.append((cls, depth))
+        else:
+            self._own_class(cls, depth)
+
+    def _own_class(self, cls: type, depth: int) -> None:
+        """What the methods of a class name, and what it holds itself: a count on the class is Python state as well."""
+        if id(cls) in self._seen:
             return
         self._seen.add(id(cls))
         self._held_classes.append(cls)
@@ -532,6 +578,12 @@ class Reach:
             return
         if is_ours(value):
             return
+        if is_a(value, types.FunctionType) and self._is_of_a_library(value):
+            self._libraries.append((value, depth))
+            return
+        self._look_into(value, depth)
+
+    def _look_into(self, value: Any, depth: int) -> None:
         if value is sys.modules:
             self._wide_reach(Wide.MODULES, NAMES_MODULES)
         if value is sys.modules or value is vars(builtins) or type(value) is logging.Manager:  # which has all loggers
@@ -552,8 +604,7 @@ class Reach:
             self._object(value, depth)
             return
         if is_a(value, nn.Module):
-            for sub in value.modules():
-                self._module(sub)
+            self._modules([value], depth + 1)
             return
         if is_stream(value):
             self.streams.append((value, stream_state(value)))
@@ -597,6 +648,10 @@ class Reach:
                     self._waiting += [(one, depth + 1) for one in worth_a_look(map(attributes.get, names.assigned))]
 
     def _wide_reach(self, wide: Wide, function: types.FunctionType) -> None:
+        if self._is_of_a_library(function):
+            if wide in WHEREVER:
+                return
+            wide = Wide.GLOBALS
         what = wide, "" if wide in WHEREVER else str(function.__module__)
         if what not in self._wide_seen:
             self._wide_seen.add(what)
