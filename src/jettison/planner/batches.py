@@ -22,6 +22,7 @@ from jettison.errors import Infeasible, JettisonError
 from jettison.planner.described import Described
 from jettison.planner.planner import UNSEEN_BYTES, module_policy
 from jettison.progress import Progress, reported
+from jettison.runtime.accelerator import is_capturing, refuse_capture
 from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.install import follow, install_beside
 from jettison.runtime.planned import PlannedForward
@@ -187,6 +188,7 @@ class BatchPlans:
     def _make(self, shape: BatchShape, trained: bytes, batch: Any) -> Cover:
         """A plan under which this batch fits; where none does, or none can be made, the most frugal that there is."""
         what = self._named(shape, trained)
+        refuse_capture(f"no plan covers {what}")
         self.progress(f"no plan covers {what}")
         try:
             described = self.describe(batch)
@@ -277,7 +279,7 @@ class BatchPlans:
         """Count what this step computes again; plan for its shape once that has come to what planning costs."""
         assert seen.cover is not None
         treatment = seen.cover.treatment
-        if treatment.shape == shape or treatment.added_seconds <= 0.0:
+        if treatment.shape == shape or treatment.added_seconds <= 0.0 or is_capturing():
             return
         seen.rent_seconds += treatment.added_seconds * min(1.0, shape.nbytes / max(1, treatment.shape.nbytes))
         if seen.rent_seconds < self.planning_seconds or len(self.treatments) >= MOST_PLANS:

@@ -21,6 +21,7 @@ from jettison.runtime.chunked_loss import Hold, holding
 from jettison.runtime.offload import OffloadEngine
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.report import Live
+from jettison.runtime.witness import tell_replays
 from jettison.solve.plan import Plan
 from jettison.units import format_bytes, format_percent
 
@@ -73,7 +74,13 @@ class Applied:
                 region.listener.handle = self
 
     def report(self) -> HandleReport:
-        """What every region did so far: slots kept, dropped, recomputed ops, fallbacks. Prints as a table."""
+        """What every region did so far: slots kept, dropped, recomputed ops, fallbacks. Prints as a table.
+
+        Raises:
+            WrongValue: a step was captured as a CUDA graph, and a replay recomputed a wrong value. After a captured
+                step this waits for the device.
+        """
+        tell_replays()
         return HandleReport(tuple(region.report() for region in self.regions))
 
     def source(self, region: str) -> str:
@@ -188,7 +195,7 @@ class Applied:
 def figures(applied: Applied) -> str:
     """A plan in a few figures; of a policy, what it is."""
     if applied.plan is None:
-        words = sorted({region.word for region in applied.report()[:-1]})
+        words = sorted({region.report().word for region in applied.regions[:-1]})
         return f"policy {', '.join(words)}, {len(applied.regions) - 1} blocks"
     made = [plan.predicted for plan in applied.plans or (applied.plan,)]
     peak_bytes = max(predicted.peak_bytes for predicted in made)

@@ -1,4 +1,16 @@
-"""`Device` on whatever `torch.accelerator` knows: CUDA, ROCm, XPU and others with streams."""
+"""`Device` on whatever `torch.accelerator` knows (CUDA, ROCm, XPU and others with streams), and CUDA graph capture.
+
+NOTE [ Captured steps ]
+Under `torch.cuda.graph` Python runs once, and a replay launches the kernels that it launched. A planned step is
+captured as it runs after its warm-up: forward, recomputation and the comparison of witnesses are in the graph, and
+nothing waits for the device.
+
+- What Python does once (a plan for another batch, a recording, a first checked run) is no part of a step: a capture
+  that needs it is refused, and so is one that moves tensors to the CPU.
+- Random states: `torch.cuda.get_rng_state` and `set_rng_state` work under capture. They read and set the offset inside
+  of the graph, to which each replay adds the generator's own. Forward and recomputation have to be in one graph.
+- Differences set a flag on the device, which lives outside of the graph: see `witness.tell_replays`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +20,24 @@ from torch import Tensor
 from jettison.errors import UsageError
 from jettison.runtime.device import Device, Event, Slab, Stream, power_of_two
 from jettison.runtime.recorder import Recorder
+
+
+def is_capturing() -> bool:
+    """Whether ops are captured into a CUDA graph now, and do not run. See NOTE [ Captured steps ]."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(why: str) -> None:
+    """Refuse what a replay would not repeat.
+
+    Raises:
+        UsageError: a CUDA graph is being captured.
+    """
+    if is_capturing():
+        raise UsageError(
+            f"a CUDA graph is being captured, and {why}, which a replay would not repeat. Run three training steps on "
+            "the same shapes and settings before the capture"
+        )
 
 
 class Accelerator:
@@ -24,10 +54,10 @@ class Accelerator:
         Raises:
             UsageError: a graph is being captured, in which the order of host and device would be frozen.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             raise UsageError(
-                "a CUDA graph is being captured under a plan that moves tensors to the host; capture without such a "
-                "plan, or train without graphs"
+                "a CUDA graph is being captured under a plan that offloads tensors to the CPU; expected one that only "
+                "keeps and recomputes (offload=False, another policy)"
             )
         return torch.accelerator.current_stream(self.device)
 

@@ -35,6 +35,8 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from jettison.runtime.accelerator import refuse_capture
+
 aten = torch.ops.aten
 
 SMALLEST_BYTES: Final = 4 * 1024**2
@@ -218,6 +220,7 @@ def _gives_the_same_bits(logits: Tensor) -> bool:
     """Whether chunks do, for logits like these, on this device: tried once."""
     key = (str(logits.device), logits.dtype, logits.shape[1])
     if key not in _same_bits:
+        refuse_capture("a loss is computed in chunks for the first time")
         with _apart():
             _same_bits[key] = _same(torch.device(key[0]), logits.dtype, logits.shape[1])
     return _same_bits[key]

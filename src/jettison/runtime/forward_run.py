@@ -164,10 +164,10 @@ class ActiveFrame(Frame):
         with self.check.apart():
             return super().witness(slot, tensor, index)
 
-    def wrong(self, handle: Handle) -> WrongValue:
+    def wrong(self, index: int) -> WrongValue:
         """As any frame's, and what this region and others have recorded is not trusted as before."""
-        plain_words = str(super().wrong(handle))
-        kind = likely_kind(self.recipe, handle.index, self.region)
+        plain_words = str(super().wrong(index))
+        kind = likely_kind(self.recipe, index, self.region)
         after = self.region.recordings.wrong(self.recipe, f"{plain_words}. {kind}", looked=self.looked)
         for region in regions_of(self.region):  # what has changed for one may have for others, a step later
             region.recordings.forget()

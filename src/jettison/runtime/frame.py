@@ -234,7 +234,7 @@ class Frame:
             witness = Witness.of_bytes(witness, slot.spots, self.salt * 7919 + index, slot.ref.dtype)
         rounded = None if self.how is Check.EXACT else self.rounded
         inner = tensor if tensor.__class__ in UNWRAPPED else plain(tensor)
-        compare(witness, inner, rounded, lambda: self.wrong(handle))
+        compare(witness, inner, rounded, lambda: self.wrong(index))  # which may wait: the handle holds tensors
         return tensor
 
     def forget_values(self) -> None:
@@ -259,11 +259,11 @@ class Frame:
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         return stale(f"{kind} {name!r}", self.name, then, now)
 
-    def wrong(self, handle: Handle) -> WrongValue:
-        """Return the error for a recomputed tensor that differs from forward's."""
-        slot = self.recipe.trace.program.slots[handle.index]
+    def wrong(self, index: int) -> WrongValue:
+        """Return the error for a recomputed tensor, of that slot, that differs from forward's."""
+        slot = self.recipe.trace.program.slots[index]
         where = ".".join(filter(None, (self.name, slot.path))) or "the model"
-        came = CAME.get(handle.slot.kind, "was computed again for backward")
+        came = CAME.get(self.recipe.slots[index].kind, "was computed again for backward")
         return WrongValue(
             f"saved tensor {slot.index} of {where} (shape {slot.shape}, {slot.dtype}, after {slot.op or 'the start'}) "
             f"{came} and is not what forward had"

@@ -25,6 +25,7 @@ from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.errors import TraceError
 from jettison.runtime import witness
+from jettison.runtime.accelerator import is_capturing, refuse_capture
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.callers import (
     FOREIGN_HOOKS,
@@ -454,7 +455,10 @@ class PlannedForward:
         group = self.begin_group(moves=bool(recipe.moved))
         frame = ActiveFrame(recipe, self, group, moves=not self.stays(), switches=key[1][AUTOCASTS:])
         frame.how, frame.rounded, frame.salt = self.how, self.rounded, self.calls
-        frame.share = SAMPLED_SHARE if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER else 1
+        if not prepared.checked:
+            refuse_capture(f"{self.name or 'the model'} has not run under its plan so far")
+        if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER and not is_capturing():
+            frame.share = SAMPLED_SHARE  # a graph would look at the same slots in each replay
         frame.sees = frame.share == 1 and self.how not in (Check.OFF, Check.FULL) and witness.is_told_at_once(_ON_CPU)
         settings = self.recordings.must_check(prepared, recipe, leaves)
         stack = running()

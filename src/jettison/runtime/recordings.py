@@ -38,6 +38,7 @@ from jettison.capture.tensor_subclasses import is_stepped_in_backward, plain, st
 from jettison.capture.tracer import trace_root
 from jettison.errors import RecordingLeft, TraceError, UnsupportedModule
 from jettison.ledger.program import Program
+from jettison.runtime.accelerator import refuse_capture
 from jettison.runtime.fallback import Verdict
 from jettison.runtime.frame import owners_of
 from jettison.runtime.graph_fingerprint import Print
@@ -340,6 +341,7 @@ class Recordings:
     def _prepare(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any]) -> Prepared:
         if self.never:
             return self._fall_back(key, self.never)
+        refuse_capture("a planned module is called as it was not called before")
         self.count += 1
         self._precision = precision_of(self.module)
         if key in self._distrusted:

@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.capture.recording import TensorRef
 from jettison.capture.signature import Switches
+from jettison.errors import UsageError
+from jettison.runtime.accelerator import is_capturing
 
 _enter_vmap, _leave_vmap = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
 
@@ -76,6 +78,9 @@ class Drawing(OutsideOfVmap):
 
     Args:
         leaves: whether ``after`` is wanted, the state in which the op leaves the generator.
+
+    Raises:
+        UsageError: a CUDA graph is being captured, and the state is of another graph.
     """
 
     __slots__ = ("after", "before", "device", "leaves")
@@ -83,6 +88,8 @@ class Drawing(OutsideOfVmap):
     def __init__(self, device: str, state: Tensor, *, leaves: bool = False) -> None:
         self.device, self.leaves = device, leaves
         self.before = get_state(device)
+        if device == "cuda" and is_capturing():
+            _refuse_another_graph(state, self.before)
         set_state(device, state)
 
     def __exit__(self, *_error: object) -> None:
@@ -90,6 +97,17 @@ class Drawing(OutsideOfVmap):
         if self.leaves:
             self.after = get_state(self.device)
         set_state(self.device, self.before)
+
+
+def _refuse_another_graph(state: Tensor, now: Tensor) -> None:
+    """Offsets of a generator count from the start of a capture: the forward of the same one has left it further on."""
+    (seed, offset), (seed_now, offset_now) = state.view(torch.int64).tolist(), now.view(torch.int64).tolist()
+    if seed != seed_now or offset >= offset_now:
+        raise UsageError(
+            "a CUDA graph is being captured of a backward that draws random numbers of its forward again (dropout), "
+            "and that forward is not in the same graph. Capture forward and backward in one torch.cuda.graph, or plan "
+            "with a policy that keeps what is drawn"
+        )
 
 
 def get_state(device: str) -> Tensor:

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from jettison.capture.compiled import CALLS_COMPILED
 from jettison.capture.isolation import without_our_hooks
 from jettison.capture.trees import tree_leaves
-from jettison.errors import StaleTensor, WrongValue
+from jettison.errors import StaleTensor, UsageError, WrongValue
+from jettison.runtime.accelerator import is_capturing
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.fallback import Rerun, Verdict, trial
 from jettison.runtime.forward_run import compute_less_again, named
@@ -48,6 +49,11 @@ def run_without_recipe(
     if region.is_root:
         return region.forward(*args, **kwargs)
     if not is_kept and prepared.verdict is not None and prepared.verdict.again:
+        if is_capturing():
+            raise UsageError(
+                f"a CUDA graph is being captured, and the Python of {region.name or 'the model'} runs again in its "
+                f"backward: {prepared.problem}. Leave it out with regions=[...]"
+            )
         return _rerun(region, prepared, prepared.verdict, args, kwargs).run()
     policy = region.way.policy
     with without_our_hooks(), _without_checks():  # what it saves is not the surrounding region's

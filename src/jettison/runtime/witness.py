@@ -14,7 +14,8 @@ NOTE [ When a difference is told ]
 On the CPU at once, out of `unpack`. On an accelerator a comparison would wait for the device at every tensor: there
 both looks are collected, compared together when backward is over, before anybody can use the gradients, and read once.
 There, too, a product that runs again may take another kernel: what differs by no more than rounding is counted, unless
-the check is ``exact``.
+the check is ``exact``. Where a CUDA graph is captured they are compared in the graph, and the next look at the flag
+tells: `tell_replays`.
 
 NOTE [ Where a witness lives ]
 On the CPU in a ``bytes`` object. Small tensors would be cut out of the large pieces that the last step gave back to
@@ -40,6 +41,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.errors import UsageError, WrongValue
+from jettison.runtime import accelerator
 
 numpy: Any
 try:
@@ -337,7 +339,7 @@ class Witness:
     def is_rounding(self, found: Tensor) -> bool:
         """Whether a second look, compared late, differs by what a sum in another order may differ by."""
         assert isinstance(self.seen, Tensor)
-        return not self.full and is_rounding(self.seen, found)
+        return not self.full and not bool(exceeds_rounding(self.seen.reshape(1, -1), found.reshape(1, -1)))
 
 
 def is_same(first: Seen, second: Seen) -> bool:
@@ -357,7 +359,10 @@ class Rounded:
     tensors: int = 0
 
 
-class Waiting(list[tuple[Witness, Tensor, Rounded | None, Describe]]):
+Look: TypeAlias = tuple[Witness, Tensor, Rounded | None, Describe]
+
+
+class Waiting(list[Look]):
     """Looks that wait for the end of their backward. Its callback owns them: with a backward that fails they go."""
 
 
@@ -409,21 +414,36 @@ def settle(waiting: Waiting) -> None:
     """Compare everything that a backward has collected, at its end.
 
     Raises:
-        WrongValue: some tensor came back wrong; the first one is described.
+        WrongValue: some tensor came back wrong, and the first one is described; or one did in a replayed graph.
+        UsageError: a graph is being captured, and no backward came before.
     """
     looks = list(waiting)
     waiting.clear()
-    if not _any_difference(looks):
-        return
-    for witness, found, rounded, describe in looks:
-        if is_same(witness.seen, found):
-            continue
-        if rounded is None or not witness.is_rounding(found):
-            raise describe()
-        rounded.tensors += 1
+    if accelerator.is_capturing():
+        _compare_in_graph(looks)
+    elif _any_difference(looks):
+        for witness, found, rounded, describe in looks:
+            if is_same(witness.seen, found):
+                continue
+            if rounded is None or not witness.is_rounding(found):
+                raise describe()
+            rounded.tensors += 1
+        tell_replays()
 
 
-def _any_difference(looks: list[tuple[Witness, Tensor, Rounded | None, Describe]]) -> bool:
+@dataclass(kw_only=True)
+class _Flag:
+    """Whether a replayed graph has recomputed a wrong value on one device. Its memory is of no graph's pool."""
+
+    is_wrong: Tensor
+    captured: bool = False
+
+
+_flags: dict[torch.device, _Flag] = {}
+"""By device, from the first backward on that is not captured: in a graph a new one would be cleared by each replay."""
+
+
+def _any_difference(looks: list[Look]) -> bool:
     """One read from each device, whatever the number of tensors."""
     kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for witness, found, _, _ in looks:
@@ -432,20 +452,65 @@ def _any_difference(looks: list[tuple[Witness, Tensor, Rounded | None, Describe]
         lists = kinds.setdefault((before.dtype, before.device), ([], []))
         lists[0].append(before)
         lists[1].append(after)
-    flags: dict[torch.device, Tensor] = {}
+    differs: dict[torch.device, Tensor] = {}
     for (_, device), (before_all, after_all) in kinds.items():
-        differs = torch.ne(bits_of(torch.cat(before_all)), bits_of(torch.cat(after_all))).any()
-        flags[device] = differs if device not in flags else flags[device] | differs
-    return any(bool(flag) for flag in flags.values() if not isinstance(flag, FakeTensor))
+        one = torch.ne(bits_of(torch.cat(before_all)), bits_of(torch.cat(after_all))).any()
+        differs[device] = one if device not in differs else differs[device] | one
+    real = {device: one for device, one in differs.items() if not isinstance(one, FakeTensor)}
+    found = False
+    for device, one in real.items():
+        flag = _flags.get(device)
+        found |= bool(one | flag.is_wrong if flag is not None and flag.captured else one)
+        if flag is None:
+            _flags[device] = _Flag(is_wrong=one.zero_())
+    return found
 
 
-def is_rounding(first: Tensor, second: Tensor) -> bool:
-    """Whether two looks differ by what a sum in another order may differ by."""
+def _compare_in_graph(looks: list[Look]) -> None:
+    """Compare on the device, in a few ops for tensors of one kind, and set its flag."""
+    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for witness, found, rounded, _ in looks:
+        assert isinstance(witness.seen, Tensor)
+        before, after = witness.seen.reshape(-1), found.reshape(-1)
+        exact = rounded is None or witness.full
+        lists = kinds.setdefault((before.device, before.dtype, len(before), exact), ([], []))
+        lists[0].append(before)
+        lists[1].append(after)
+    for (device, _, count, exact), (before_all, after_all) in kinds.items():
+        flag = _flags.get(device)
+        if flag is None:
+            accelerator.refuse_capture("no backward of a planned step has run before")
+            raise AssertionError
+        first, second = torch.stack(before_all), torch.stack(after_all)
+        if count:
+            differs = bits_of(first) != bits_of(second) if exact else exceeds_rounding(first, second)
+            flag.is_wrong.logical_or_(differs.any())
+            flag.captured = True
+
+
+def tell_replays() -> None:
+    """Look at the flags that captured steps set; this waits for the device where there are such.
+
+    Raises:
+        WrongValue: a replay has recomputed a wrong value since the last look.
+    """
+    for flag in _flags.values():
+        if flag.captured and not accelerator.is_capturing() and bool(flag.is_wrong):
+            flag.is_wrong.zero_()
+            raise WrongValue(
+                "a replayed CUDA graph of a planned step recomputed a saved tensor that is not what its forward had: "
+                "something that its forward read was written to before its backward, inside of the graph or between "
+                "two graphs. The gradients of the replays since the last look must not be used. Run the step without "
+                "the graph, which names the tensor, and capture it again"
+            )
+
+
+def exceeds_rounding(first: Tensor, second: Tensor) -> Tensor:
+    """Of looks in rows, which two differ by more than a sum in another order may differ by."""
     if not first.dtype.is_floating_point:
-        return False
+        return (bits_of(first) != bits_of(second)).any(1)
     a, b = first.double(), second.double()
-    if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
-        return False
+    unlike = (torch.isfinite(a) != torch.isfinite(b)).any(1)
     a, b = a.nan_to_num(), b.nan_to_num()
-    bound = ROUNDING * torch.finfo(first.dtype).eps * torch.maximum(a.abs().max(), b.abs().max())
-    return bool(((a - b).abs() <= bound).all())
+    bound = ROUNDING * torch.finfo(first.dtype).eps * torch.maximum(a.abs().amax(1), b.abs().amax(1))
+    return unlike | ((a - b).abs() > bound[:, None]).any(1)
