@@ -209,7 +209,7 @@ class _Writer:
             self._line(f"values[{self.code.cells[fresh]}] = {self.values[fresh]}")
         body = [*self._with_deletions(), "return found"]
         head = ["values = frame.values"] if any("values[" in line for line in body) else []
-        lines = (*head, *body)
+        lines = (*head, "with below_autograd():", *(INDENT + line for line in body))
         return "\n".join([f"def {name}(frame, handle):", *(INDENT + line for line in lines), ""])
 
     # lines -----------------------------------------------------------------------------------------------------------
@@ -495,6 +495,7 @@ def _under(switches: Switches, call: Callable[[], Any]) -> Any:
 
 NAMES: Final[Mapping[str, Any]] = {
     "UNWRAPPED": UNWRAPPED,
+    "below_autograd": torch._C._AutoDispatchBelowADInplaceOrView,  # no layers that would only pass ops on
     "boxed": _boxed,
     "drawing": Drawing,
     "empty": _empty,
