@@ -50,6 +50,7 @@ INDENT: Final = "    "
 LITERALS: Final = (bool, int, str, type(None))
 
 
+_NO_TENSOR: Final = torch.empty(0, device="meta")
 _WRITES: Final = threading.Lock()
 
 
@@ -480,7 +481,8 @@ def _empty(frame: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Memory that nobody has written to. In a dry run it is made of something fake: a mode above takes bare
     `empty_strided` for real.
     """
-    part = next((plain(p) for p in frame.model.parameters()), None)
+    known = frame.parameters  # of the region's; the whole model is seldom gone through
+    part = plain(known[0][2] if known else next(frame.model.parameters(), _NO_TENSOR))
     if isinstance(part, FakeTensor):
         return part.new_empty_strided(*args, **kwargs)
     found: Tensor = EMPTY(*args, **kwargs)
