@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import jettison
-from jettison.errors import UsageError
+from jettison.errors import StaleTensor, UsageError, WrongValue
 from jettison.measure import compare_gradients, independent_copy, same_bits
+from jettison.runtime.frame import Frame
 from jettison.runtime.recipe import Recipe
 from jettison.runtime.recompute_code import RecomputeCode
 from support.toys import Headed
@@ -260,3 +261,92 @@ def test_a_function_mode_around_backward_sees_no_recomputed_op() -> None:
             seen.append(mode.names)
     assert seen[0] == seen[1]
     assert compare_gradients(model, plain).identical
+
+
+# witnesses ------------------------------------------------------------------------------------------------------------
+
+
+@jettison.checkpointable
+class Shared(nn.Module):
+    """A projection that three nodes save, one of them by a view of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.weight * x.sin()
+        return y.exp() * y + (y.view(-1, 2) ** 2).view_as(y)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(N))
+
+
+def test_a_recomputed_buffer_leaves_one_witness_however_many_nodes_save_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Headed((Shared(),), N, N)
+    x = torch.randn(ROWS, N)
+    with jettison.apply(model, "full", batch=(x,)) as handle:
+        recipe = recipe_of(handle.regions[0])
+        dropped = [slot for slot in recipe.slots if slot.kind == "drop"]
+        buffers = {slot.ref.buffer for slot in dropped}
+        assert len(dropped) > len(buffers) > 1
+        frames: list[Any] = []
+        compared: list[int] = []
+        compare = Frame.compare
+        monkeypatch.setattr(Frame, "compare", lambda self, cell, t: (compared.append(cell), compare(self, cell, t)))
+        loss = model(x)
+        frames.extend(handle.regions[0].frames)
+        assert [sum(seen is not None for seen in frame.seen) for frame in frames] == [len(buffers)]
+        assert len(recipe.witnessed) == len(buffers)
+        loss.backward()
+        assert not compared, "all of them are read where they lie"
+
+
+@pytest.mark.parametrize("slot", range(6))
+def test_a_value_that_comes_back_wrong_is_told_whichever_node_asks_first(slot: int) -> None:
+    model = Headed((Shared(),), N, N)
+    x = torch.randn(ROWS, N)
+    with jettison.apply(model, "full", batch=(x,)) as handle:
+        recipe = recipe_of(handle.regions[0])
+        dropped = [one for one in recipe.slots if one.kind == "drop"]
+        asked = dropped[slot % len(dropped)]
+        loss = model(x)
+        (frame,) = handle.regions[0].frames
+        cell = recipe.cells[asked.ref.buffer]
+        seen = frame.seen[cell]
+        assert isinstance(seen, bytes)
+        frame.seen[cell] = bytes([seen[0] ^ 1]) + seen[1:]
+        with pytest.raises(WrongValue, match="is not what forward had"):
+            loss.backward()
+
+
+class Doubles(torch.autograd.Function):
+    """Its backward writes to what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        x.mul_(2)
+        return grad * 2
+
+
+@jettison.checkpointable
+class WritesInBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(N, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y**2 + Doubles.apply(y)
+
+
+def test_a_node_that_writes_to_what_another_one_has_saved_is_refused_as_without_a_plan() -> None:
+    model, x = Headed((WritesInBackward(),), N, N), torch.randn(ROWS, N)
+    plain = independent_copy(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        plain(x).backward()
+    with jettison.apply(model, "full", batch=(x,)), pytest.raises(StaleTensor, match="a recomputed tensor"):
+        model(x).backward()

@@ -90,7 +90,7 @@ class ActiveFrame(Frame):
         """
         index, expected = self.index, self.expected
         if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
-            (size, stride, dtype, spots, cut), parameter, dropped, fill = wanted
+            (size, stride, dtype, spots, cut), parameter, dropped, fill, cell = wanted
             if (
                 tensor.shape == size
                 and tensor.dtype is dtype
@@ -103,13 +103,14 @@ class ActiveFrame(Frame):
                 if dropped is None:
                     kept = tensor if tensor.is_leaf else tensor.detach()
                     return _new_tuple(Held, (self, kept, tensor._version))
-                if cut is None or not self.sees or not tensor.is_cpu or tensor.is_neg() or dropped.hollow:
-                    return self.drop(dropped, tensor, index)
-                kind, word, strides, itemsize, places, step = cut  # as `peek` does
-                start = (self.salt * 7919 + index) % places * step * itemsize
-                seen = _ndarray(spots, word, kind.from_address(tensor.data_ptr() + start), 0, strides).tobytes()
+                if cell is not None:
+                    if cut is None or not self.sees or not tensor.is_cpu or tensor.is_neg():
+                        return self.drop(dropped, tensor, index)
+                    kind, word, strides, itemsize, places, step = cut  # as `peek` does
+                    at = tensor.data_ptr() + (self.salt + index) % places * step * itemsize
+                    self.seen[cell] = _ndarray(spots, word, kind.from_address(at), 0, strides).tobytes()
                 boxes = self.closures[dropped.closure] or self._closure(dropped)
-                return _new_tuple(Handle, (self, dropped, boxes, seen, index, None))
+                return _new_tuple(Handle, (self, dropped, boxes, index, None))
         return self._pack(tensor)
 
     def _is_parameter(self, name: str, tensor: Tensor) -> bool:
@@ -157,7 +158,7 @@ class ActiveFrame(Frame):
         else:
             super().hold(n, tensor)
 
-    def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness:
+    def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness | bytes:
         """As any frame's, and no op of the model's."""
         if self.check is None:
             return super().witness(slot, tensor, index)

@@ -21,6 +21,7 @@ from jettison.runtime.offload import Group, stale
 from jettison.runtime.recipe import AWAY, Recipe, SlotAction
 from jettison.runtime.recompute_code import UNWRAPPED
 from jettison.runtime.steps import get_state
+from jettison.runtime.views import view_of
 from jettison.runtime.witness import Check, Rounded, Witness, compare, peek
 
 FEW_BYTES: Final = 256
@@ -51,6 +52,7 @@ class Frame:
     share = 1
     """One slot in so many leaves a witness."""
     salt = 0
+    """Number that moves the places that are looked at; another one in each call."""
     rounded: Rounded
 
     def __init__(
@@ -78,7 +80,10 @@ class Frame:
         self.closures: list[tuple[Any, ...] | None] = [None] * len(recipe.closures)
         self.lock = threading.Lock()
         self.state = recipe.code.start
-        self.values: list[Tensor | None] = [None] * len(recipe.counts)  # that later demands read, by the code's numbers
+        # by cell (`Recipe.cells`): values that later demands read, their versions, and witnesses of what forward had
+        self.values: list[Tensor | None] = [None] * len(recipe.counts)
+        self.versions = [0] * len(recipe.counts)
+        self.seen: list[Witness | bytes | None] = [None] * len(recipe.counts)
         self.parameters = [_parameter(*owners[dotted]) for dotted in recipe.parameters.values()]
         self.switches = kernel_switches() if switches is None else switches
 
@@ -155,14 +160,9 @@ class Frame:
             wrap: the FP8 or FP4 tensor around it, with the factor that it has in this forward.
         """
         boxes = self.closures[slot.closure] or self._closure(slot)
-        witness: Witness | bytes | None = None
-        if self.how is not Check.OFF and not slot.hollow and (self.share == 1 or (self.salt + index) % self.share == 0):
-            is_plain = tensor.__class__ in UNWRAPPED and witnesses.is_told_at_once(tensor) and not tensor.is_neg()
-            if is_plain and self.how is not Check.FULL:
-                witness = peek(tensor, slot.spots, self.salt * 7919 + index)
-            if witness is None:
-                witness = self.witness(slot, tensor, index)
-        return _new_tuple(Handle, (self, slot, boxes, witness, index, wrap))
+        if slot.cell is not None and self.how is not Check.OFF and (self.salt + index) % self.share == 0:
+            self.seen[slot.cell] = self.witness(slot, tensor, index)
+        return _new_tuple(Handle, (self, slot, boxes, index, wrap))
 
     def _closure(self, slot: SlotAction) -> tuple[Any, ...]:
         boxes = self.boxes
@@ -170,9 +170,11 @@ class Frame:
         found = self.closures[slot.closure] = tuple([boxes[n] for n in slot.boxes])
         return found
 
-    def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness:
+    def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness | bytes:
         """What a dropped tensor leaves behind."""
-        return Witness(tensor, slot.spots, self.salt * 7919 + index, full=self.how is Check.FULL)
+        is_plain = tensor.__class__ in UNWRAPPED and witnesses.is_told_at_once(tensor) and not tensor.is_neg()
+        found = peek(tensor, slot.spots, self.salt + index) if is_plain and self.how is not Check.FULL else None
+        return found or Witness(tensor, slot.spots, self.salt + index, full=self.how is Check.FULL)
 
     def leave(self) -> None:
         """The forward is over: every slot was met and every box is full. From here on handles own everything."""
@@ -183,7 +185,7 @@ class Frame:
             if type(box) is not Handle and box.is_empty:
                 raise Diverged(f"nothing was seen of buffer {self.recipe.boxes[n]}")
         self.handed = {
-            leaf: Handle((self, slot, self.closures[slot.closure] or self._closure(slot), None, -1, None))
+            leaf: Handle((self, slot, self.closures[slot.closure] or self._closure(slot), -1, None))
             for leaf, slot in self.recipe.handed.items()
         }
         self.boxes, self.closures = None, []  # handles alone own what they read
@@ -211,7 +213,7 @@ class Frame:
                 torch._C.DisableTorchFunction(),
             ):
                 return self.recompute(handle)
-        _, slot, _, witness, index, wrap = handle
+        _, slot, _, _, wrap = handle
         with self.lock:  # a graph on several devices is gone through by several threads
             if self.keeps_graph:
                 function, after = self.recipe.code.function(self.state, slot, keeps=is_asked_again())
@@ -223,19 +225,23 @@ class Frame:
                 self.forget_values()  # some may be half written
                 raise
             self.state = after
-        if wrap is not None:
-            tensor = wrap.wrap(plain(tensor))
-        if witness is None:
-            return tensor
-        if witness.__class__ is bytes:
-            is_plain = tensor.__class__ in UNWRAPPED and not tensor.is_neg()
-            if is_plain and peek(tensor, slot.spots, self.salt * 7919 + index) == witness:
-                return tensor
-            witness = Witness.of_bytes(witness, slot.spots, self.salt * 7919 + index, slot.ref.dtype)
+        return tensor if wrap is None else wrap.wrap(plain(tensor))
+
+    def compare(self, cell: int, tensor: Tensor) -> None:
+        """Hold a recomputed value against the witness of its buffer.
+
+        Raises:
+            WrongValue: they differ, and the device tells so at once.
+        """
+        index, seen = self.recipe.witnessed[cell], self.seen[cell]
+        slot = self.recipe.slots[index]
+        inner = tensor if slot.view is None else view_of(tensor, slot.view)
+        if seen.__class__ is bytes:
+            seen = Witness.of_bytes(seen, slot.spots, self.salt + index, slot.ref.dtype)
+        assert isinstance(seen, Witness)
         rounded = None if self.how is Check.EXACT else self.rounded
-        inner = tensor if tensor.__class__ in UNWRAPPED else plain(tensor)
-        compare(witness, inner, rounded, lambda: self.wrong(index))  # which may wait: the handle holds tensors
-        return tensor
+        inner = inner if inner.__class__ in UNWRAPPED else plain(inner)
+        compare(seen, inner, rounded, lambda: self.wrong(index))  # which may wait: a handle holds tensors
 
     def forget_values(self) -> None:
         """Later demands begin anew."""
@@ -249,6 +255,10 @@ class Frame:
             "forward before that had run to its end, and what it had made until then went on. The gradients of this "
             "step must not be used; from the next step on it runs without a recording"
         )
+
+    def written_to(self, cell: int, now: int) -> StaleTensor:
+        """Return the error for a recomputed value that a node of backward wrote to before another one asked for it."""
+        return stale("a recomputed tensor", self.name, self.versions[cell], now)
 
     def stale(self, buffer: int, then: int, now: int | None) -> StaleTensor:
         """Return the error for a kept tensor, parameter or buffer that was written to before backward."""

@@ -12,7 +12,6 @@ from jettison.runtime.moves import Transit
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.packing import Packed
 from jettison.runtime.recipe import Recipe, SlotAction
-from jettison.runtime.witness import Witness
 
 if TYPE_CHECKING:
     from jettison.runtime.frame import Frame
@@ -76,9 +75,9 @@ def box_for(recipe: Recipe, buffer: int, group: Group | None) -> Box | Transit |
 
 
 class Handle(tuple[Any, ...]):
-    """A slot that is not held: its frame, its action, the boxes that its recipe reads, the witness of what was there
-    (bytes, where a look at a tensor on a CPU found them), its number (-1: an output), and how it is wrapped where that
-    differs from call to call. A tuple, since there is one for each tensor that is recomputed.
+    """A slot that is not held: its frame, its action, the boxes that its recipe reads, its number (-1: an output), and
+    how it is wrapped where that differs from call to call. A tuple, since there is one for each tensor that is
+    recomputed.
     """
 
     __slots__ = ()
@@ -86,6 +85,5 @@ class Handle(tuple[Any, ...]):
     frame: Frame = property(itemgetter(0))  # type: ignore[assignment]
     slot: SlotAction = property(itemgetter(1))  # type: ignore[assignment]
     boxes: tuple[Box | Transit | Packed | Handle, ...] = property(itemgetter(2))  # type: ignore[assignment]
-    witness: Witness | bytes | None = property(itemgetter(3))  # type: ignore[assignment]
-    index: int = property(itemgetter(4))  # type: ignore[assignment]
-    wrap: Narrow | None = property(itemgetter(5))  # type: ignore[assignment]
+    index: int = property(itemgetter(3))  # type: ignore[assignment]
+    wrap: Narrow | None = property(itemgetter(4))  # type: ignore[assignment]

@@ -56,7 +56,7 @@ from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings
 from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.way import Way
 from jettison.runtime.without_recipe import run_interrupted, run_without_recipe
-from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
+from jettison.runtime.witness import SALT, SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 
 _ON_CPU = torch.empty(0, device="cpu")
@@ -454,7 +454,7 @@ class PlannedForward:
         self._watch(recipe)
         group = self.begin_group(moves=bool(recipe.moved))
         frame = ActiveFrame(recipe, self, group, moves=not self.stays(), switches=key[1][AUTOCASTS:])
-        frame.how, frame.rounded, frame.salt = self.how, self.rounded, self.calls
+        frame.how, frame.rounded, frame.salt = self.how, self.rounded, self.calls * SALT
         if not prepared.checked:
             refuse_capture(f"{self.name or 'the model'} has not run under its plan so far")
         if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER and not is_capturing():

@@ -50,6 +50,7 @@ class SlotAction:
     cast: str = ""  # name of the parameter of which autocast made it
     hollow: bool = False  # nothing is ever written there, and bits that are chance cannot be compared
     closure: int = 0  # number of ``boxes`` among the different ones of the recipe
+    cell: int | None = None  # place of its buffer in a frame's tables, where this slot leaves the buffer's witness
 
     @cached_property
     def spots(self) -> Spots:
@@ -59,8 +60,8 @@ class SlotAction:
 
 Layout: TypeAlias = tuple[Any, Any, torch.dtype, tuple[int, ...], Cut | None]
 """Shape and strides of a tensor, its type, and where a witness is taken: places, and how they are read on a CPU."""
-Expected: TypeAlias = tuple[Layout, str | None, SlotAction | None, int | None]
-"""Expectation of a slot: layout, parameter name, action where it is dropped, box that it fills."""
+Expected: TypeAlias = tuple[Layout, str | None, SlotAction | None, int | None, int | None]
+"""Expectation of a slot: layout, parameter name, action where it is dropped, box that it fills, `SlotAction.cell`."""
 
 
 @dataclass(kw_only=True)
@@ -88,6 +89,8 @@ class Recipe:
     handed: dict[int, SlotAction] = field(default_factory=dict)  # output leaf -> how the next block gets it again
     sources: dict[int, TensorRef] = field(default_factory=dict)  # buffer -> how the op that makes it returns it
     closures: list[tuple[int, ...]] = field(default_factory=list)  # the different boxes of slots
+    cells: dict[int, int] = field(default_factory=dict)  # buffer -> its place in a frame's tables, where it has a count
+    witnessed: dict[int, int] = field(default_factory=dict)  # cell -> the slot that leaves a witness of the buffer
 
     @cached_property
     def code(self) -> RecomputeCode:
@@ -125,7 +128,7 @@ def _expected(slot: SlotAction) -> Expected | None:
     if ref.wrap is not None or ref.conj or ref.neg or slot.cast or slot.kind not in ("keep", "parameter", "drop"):
         return None
     layout = _layout(tuple(ref.size), tuple(ref.stride), ref.dtype)
-    return layout, slot.parameter or None, slot if slot.kind == "drop" else None, slot.fill
+    return layout, slot.parameter or None, slot if slot.kind == "drop" else None, slot.fill, slot.cell
 
 
 @functools.lru_cache(maxsize=4096)
@@ -254,6 +257,10 @@ def _fill(recipe: Recipe, asked: dict[int, TensorRef]) -> None:
     recipe.closures = list(dict.fromkeys(action.boxes for action in actions))
     for action in actions:
         action.closure = recipe.closures.index(action.boxes)
+    recipe.cells = {buffer: n for n, buffer in enumerate(recipe.counts)}
+    for index, slot in enumerate(recipe.slots):
+        if slot.kind in AWAY and not slot.hollow and (cell := recipe.cells[slot.ref.buffer]) not in recipe.witnessed:
+            slot.cell, recipe.witnessed[cell] = cell, index
 
 
 def _slot_action(

@@ -34,6 +34,7 @@ from jettison.capture.tensor_subclasses import plain, version_of
 from jettison.runtime.bindings import binding
 from jettison.runtime.steps import Drawing, RecipeStep
 from jettison.runtime.views import in_a_copy, view_of
+from jettison.runtime.witness import _ndarray
 
 if TYPE_CHECKING:
     from jettison.runtime.recipe import Recipe, SlotAction
@@ -45,6 +46,8 @@ UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
 """Classes of most tensors: nothing is inside them."""
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides, and offset in a storage, in elements."""
+Reading: TypeAlias = tuple[Any, Any, tuple[int, ...], int, int, int, tuple[int, ...], int, int]
+"""A `Cut`, the shape of what it reads, bytes from where a buffer begins to where that does, and its slot's number."""
 EMPTY: Final = torch.ops.aten.empty_strided.default
 INDENT: Final = "    "
 LITERALS: Final = (bool, int, str, type(None))
@@ -73,7 +76,8 @@ class RecomputeCode:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.cells = {buffer: n for n, buffer in enumerate(recipe.counts)}  # places in a frame's table of values
+        self.cells = recipe.cells
+        self.readings = [self._reading(buffer, cell) for buffer, cell in recipe.cells.items()]
         self.parameters = {buffer: n for n, buffer in enumerate(recipe.parameters)}
         self.start = State(recipe.counts, frozenset())
         self.states = {(tuple(recipe.counts.values()), frozenset[int]()): self.start}
@@ -115,10 +119,10 @@ class RecomputeCode:
         if last:
             at_hand -= {buffer}
         value = f"frame.values[{cell}]"
-        seen = value if slot.view is None else self.view_text(buffer, value, slot.view)
-        lines = [f"found = {seen}", *([f"{value} = None"] if last else [])]
-        text = "\n".join([f"def {name}(frame, handle):", *(INDENT + line for line in (*lines, "return found")), ""])
-        ref = None if seen == value else slot.view
+        seen = "value" if slot.view is None else self.view_text(buffer, "value", slot.view)
+        lines = [f"value = taken(frame, {cell})", *([f"{value} = None"] if last else []), f"return {seen}"]
+        text = "\n".join([f"def {name}(frame, handle):", *(INDENT + line for line in lines), ""])
+        ref = None if seen == "value" else slot.view
         place = None if ref is None else self.place(buffer, ref)
         return text, _taker(cell, ref, place, last=last), left, at_hand
 
@@ -137,6 +141,18 @@ class RecomputeCode:
         if is_plain and source is not None and source.dtype is ref.dtype and not (source.conj or source.neg):
             return ref.size, ref.stride, ref.offset
         return None
+
+    def _reading(self, buffer: int, cell: int) -> Reading | None:
+        """The way to read in a recomputed buffer what its witness holds; None where that takes a view of it."""
+        index = self.recipe.witnessed.get(cell)
+        if index is None:
+            return None
+        ref = self.recipe.slots[index].ref
+        cut = self.recipe.slots[index].spots.cut(ref.dtype)
+        if cut is None or not cut[-2] or self.place(buffer, ref) is None:
+            return None
+        shift = (ref.offset - self.recipe.sources[buffer].offset) * ref.dtype.itemsize
+        return *cut, self.recipe.slots[index].spots.size, shift, index
 
     def view_text(self, buffer: int, value: str, ref: TensorRef) -> str:
         """The source of a view of a buffer."""
@@ -203,14 +219,18 @@ class _Writer:
         if (maker := self.recipe.makers.get(buffer)) is not None and buffer not in self.at_hand:
             self._make(maker)
         value = self._get(buffer)
-        self._line(f"found = {value if slot.view is None else self.code.view_text(buffer, value, slot.view)}")
+        before = self.code.cells[buffer] if buffer in self.fresh else None
         if not self.keeps:
-            self._release(buffer)
-        for fresh in sorted(self.fresh):
-            self._line(f"values[{self.code.cells[fresh]}] = {self.values[fresh]}")
-        body = [*self._with_deletions(), "return found"]
-        head = ["values = frame.values"] if any("values[" in line for line in body) else []
-        lines = (*head, "with below_autograd():", *(INDENT + line for line in body))
+            self._release(buffer, after=value)
+        cells = {self.code.cells[fresh]: self.values[fresh] for fresh in sorted(self.fresh)}
+        if before is not None and before not in cells:
+            self._line(f"compare(frame, {before}, {value})")
+        if cells:
+            self._line(f"hold(frame, {_tuple(map(str, cells))}, {_tuple(cells.values())})")
+        body = self._with_deletions()
+        head = ["values = frame.values"] if any("values[" in text for text, _ in self.lines) else []
+        seen = value if slot.view is None else self.code.view_text(buffer, value, slot.view)
+        lines = (*head, "with below_autograd():", *(INDENT + line for line in body), f"return {seen}")
         return "\n".join([f"def {name}(frame, handle):", *(INDENT + line for line in lines), ""])
 
     # lines -----------------------------------------------------------------------------------------------------------
@@ -292,8 +312,8 @@ class _Writer:
     def _wanted(self, buffer: int | None) -> bool:
         return buffer is not None and self.left.get(buffer, 0) > 0
 
-    def _release(self, buffer: int) -> None:
-        """One use less; at the last one it is deleted."""
+    def _release(self, buffer: int, *, after: str = "") -> None:
+        """One use less; at the last one it is deleted, but for the variable ``after``, which is still read."""
         self.left[buffer] -= 1
         if self.left[buffer] > 0:
             return
@@ -305,7 +325,8 @@ class _Writer:
             self._line(f"values[{self.code.cells[buffer]}] = None")
         self.fresh.discard(buffer)
         names = [self.values.pop(buffer), *(name for _, name in self.views.pop(buffer, ()))]
-        self._line(f"del {', '.join(names)}")
+        if gone := [name for name in names if name != after]:
+            self._line(f"del {', '.join(gone)}")
 
     # ops -------------------------------------------------------------------------------------------------------------
 
@@ -420,6 +441,10 @@ class _Text(str):
     __slots__ = ()
 
 
+def _tuple(texts: Iterable[str]) -> str:
+    return f"({', '.join(texts)},)"
+
+
 def _text(value: Any) -> str:
     """The source of an argument: pieces, in lists and tuples and tables of their own."""
     if isinstance(value, _Text):
@@ -436,16 +461,14 @@ def _taker(cell: int, ref: TensorRef | None, place: Place | None, *, last: bool)
     def as_it_is(frame: Any, _handle: Any) -> Tensor:
         values = frame.values
         found: Tensor = values[cell]
+        if found._version != frame.versions[cell]:
+            raise frame.written_to(cell, found._version)
         if last:
             values[cell] = None
         return found
 
-    def placed(frame: Any, _handle: Any) -> Tensor:
-        values = frame.values
-        found = values[cell].as_strided(size, stride, offset)
-        if last:
-            values[cell] = None
-        return found
+    def placed(frame: Any, handle: Any) -> Tensor:
+        return as_it_is(frame, handle).as_strided(size, stride, offset)
 
     if ref is None:
         return as_it_is
@@ -456,6 +479,32 @@ def _taker(cell: int, ref: TensorRef | None, place: Place | None, *, last: bool)
 
 
 # what code calls by name ---------------------------------------------------------------------------------------------
+
+
+def _hold(frame: Any, cells: tuple[int, ...], tensors: tuple[Tensor, ...]) -> None:
+    """Put recomputed values, each compared with forward's witness, where later demands find them."""
+    values, versions = frame.values, frame.versions
+    for cell, tensor in zip(cells, tensors, strict=True):
+        _compare(frame, cell, tensor)
+        values[cell], versions[cell] = tensor, tensor._version
+
+
+def _compare(frame: Any, cell: int, tensor: Tensor) -> None:
+    """Hold a recomputed value against the witness of its buffer, if it has left one.
+
+    Raises:
+        WrongValue: they differ.
+    """
+    seen = frame.seen[cell]
+    if seen is None:
+        return
+    reading = frame.recipe.code.readings[cell]
+    if reading is not None and seen.__class__ is bytes and tensor.__class__ in UNWRAPPED and not tensor.is_neg():
+        kind, word, strides, itemsize, places, step, size, shift, index = reading  # as `peek` does
+        at = tensor.data_ptr() + shift + (frame.salt + index) % places * step * itemsize
+        if _ndarray(size, word, kind.from_address(at), 0, strides).tobytes() == seen:
+            return
+    frame.compare(cell, tensor)
 
 
 def _parameter(frame: Any, n: int) -> Tensor:
@@ -499,9 +548,11 @@ NAMES: Final[Mapping[str, Any]] = {
     "UNWRAPPED": UNWRAPPED,
     "below_autograd": torch._C._AutoDispatchBelowADInplaceOrView,  # no layers that would only pass ops on
     "boxed": _boxed,
+    "compare": _compare,
     "drawing": Drawing,
     "empty": _empty,
     "flat": _flat,
+    "hold": _hold,
     "in_a_copy": in_a_copy,
     "parameter": _parameter,
     "torch": torch,

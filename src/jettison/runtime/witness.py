@@ -60,6 +60,8 @@ SAMPLED_AFTER = 3
 """With ``sampled``, runs of a recording in which everything is looked at first."""
 ROUNDING = 4.0
 """Units in the last place, of the largest element looked at, that two runs of one product may differ by."""
+SALT = 7919
+"""From one call of a region to the next, how far the places move that are looked at."""
 PIECE = 1 << 20  # elements of which a digest is made at a time
 
 
