@@ -223,14 +223,17 @@ class _Writer:
         if not self.keeps:
             self._release(buffer, after=value)
         cells = {self.code.cells[fresh]: self.values[fresh] for fresh in sorted(self.fresh)}
+        body = list(self._with_deletions())
+        if not any("frame.opened(" in line for line in body):  # which recomputes in the block before, and compares
+            body = ["with below_autograd():", *(INDENT + line for line in body)]
+        if any("values[" in line for line in body):
+            body.insert(0, "values = frame.values")
         if before is not None and before not in cells:
-            self._line(f"compare(frame, {before}, {value})")
+            body.append(f"compare(frame, {before}, {value})")
         if cells:
-            self._line(f"hold(frame, {_tuple(map(str, cells))}, {_tuple(cells.values())})")
-        body = self._with_deletions()
-        head = ["values = frame.values"] if any("values[" in text for text, _ in self.lines) else []
+            body.append(f"hold(frame, {_tuple(map(str, cells))}, {_tuple(cells.values())})")
         seen = value if slot.view is None else self.code.view_text(buffer, value, slot.view)
-        lines = (*head, "with below_autograd():", *(INDENT + line for line in body), f"return {seen}")
+        lines = (*body, f"return {seen}")
         return "\n".join([f"def {name}(frame, handle):", *(INDENT + line for line in lines), ""])
 
     # lines -----------------------------------------------------------------------------------------------------------
