@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from support.parallel_layouts import CONFIG, SCHEDULES, USUAL, layouts, other_pipelines
+from jettison.parallel.linear import can_split_backward
+from support.parallel_layouts import CONFIG, SCHEDULES, USUAL, is_lost, layouts, other_pipelines
 from support.ranks import Launches
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
@@ -19,10 +21,17 @@ PARAMETERS = 5 + 12 * CONFIG.layers
 TWO = ("FSDP2", *(f"PP, {name}" for name in SCHEDULES))
 FOUR = ("FSDP2", "FSDP2 x TP", "FSDP2 x TP + SP", *(f"TP + SP + PP, {name}" for name in USUAL))
 SLOW = tuple(f"TP + SP + PP, {name}" for name in SCHEDULES if name not in USUAL)
+LOST = pytest.mark.skip(reason="torch loses sequence-parallel layers between the halves of a split backward")
+
+
+def on_four(name: str, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(4, name, id=f"4 {name}", marks=[*marks, *([LOST] if is_lost(name) else [])])
+
+
 CASES = [
     *(pytest.param(2, name, id=f"2 {name}") for name in TWO),
-    *(pytest.param(4, name, id=f"4 {name}") for name in FOUR),
-    *(pytest.param(4, name, id=f"4 {name}", marks=pytest.mark.slow) for name in SLOW),
+    *(on_four(name) for name in FOUR),
+    *(on_four(name, pytest.mark.slow) for name in SLOW),
 ]
 
 
@@ -68,3 +77,7 @@ def test_a_plan_changes_no_bit(found: list[Any]) -> None:
             assert row["dropped"] > 0, "nothing was dropped: nothing was tested"
             assert row["fallbacks"] == []
             assert row["recordings"] == 0
+
+
+def test_only_torch_2_11_loses_sequence_parallel_layers_of_a_split_backward() -> None:
+    assert can_split_backward() != torch.__version__.startswith("2.11.")

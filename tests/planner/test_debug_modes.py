@@ -125,6 +125,7 @@ def test_blocks_on_real_tensors_are_observed_in_anomaly_mode() -> None:
         model(x).backward()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11, of every profile without a schedule
 def test_a_profile_around_planning_is_not_ended() -> None:
     model, x = Net(), torch.randn(ROWS, WIDTH)
     with torch.profiler.profile() as profile:

@@ -273,11 +273,11 @@ def pipeline(kind: Any) -> dict[str, Any]:
 
     run()
     gc.collect()
-    buffers = [info.buffer for stage in stages for infos in _received(stage) for info in infos if not info.is_root_arg]
+    found = [getattr(info, "buffer", None) for stage in stages for infos in _received(stage) for info in infos]
+    buffers = [buffer for buffer in found if buffer is not None]
     for buffer in buffers:
-        if buffer is not None:
-            buffer.grad = None  # a split backward leaves it there until the next step
-    static = [*static_tensors(modules, words, optimizer), *(t for t in buffers if t is not None)]
+        buffer.grad = None  # a split backward leaves it there until the next step
+    static = [*static_tensors(modules, words, optimizer), *buffers]
     assert handle.plan is not None
     measured = measured_peak(run, static_tensors=static).peak_bytes
     return {"same": same, "budget": int(budget), "peaks": [[handle.plan.predicted.peak_bytes, measured]]}

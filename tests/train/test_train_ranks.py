@@ -19,7 +19,9 @@ from typing import Literal
 
 import pytest
 
+from jettison.errors import UsageError
 from jettison.solve.plan import Plan
+from jettison.train import setup
 from jettison.train.recipe import (
     BatchSection,
     CheckpointSection,
@@ -199,6 +201,16 @@ def test_four_ranks_change_their_layout_and_keep_their_curve(tmp_path: Path) -> 
     assert list(found) == list(range(1, 7))
     for step, values in found.items():
         assert values == pytest.approx(expected[step], rel=1e-4)
+
+
+def test_layers_that_torch_would_lose_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 does, for sequence-parallel ones under a schedule that splits backward; what is offered is taken."""
+    monkeypatch.setattr(setup, "can_split_backward", lambda: False)
+    lost = LayoutSection(pp=2, tp=2, schedule="zero-bubble")
+    with pytest.raises(UsageError, match="expected sp = false with the schedule zero-bubble, the schedule 1f1b, or"):
+        setup._layout(replace(recipe(tmp_path), layout=lost), 4)
+    for changed in (replace(lost, sp=False), replace(lost, schedule="1f1b")):
+        assert setup._layout(replace(recipe(tmp_path), layout=changed), 4)[0].tp == 2
 
 
 @pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.slow), 3])

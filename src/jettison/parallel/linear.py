@@ -11,6 +11,7 @@ cast) finds no note and saves what it got, as torch does: more bytes, same gradi
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -111,6 +112,21 @@ class _ColumnLinear(torch.autograd.Function):
             x = ctx.gathered.take()
             dw = rows.t() @ x.reshape(-1, x.shape[-1])
         return dx, dw, db, None, None
+
+
+@cache
+def can_split_backward() -> bool:
+    """Whether a schedule may run the backward of these products in two halves, as zero-bubble ones do.
+
+    Between the halves torch's schedules refer to nodes of the graph from Python alone. In torch 2.11 that does not keep
+    the node of an ``autograd.Function``.
+    """
+    x, weight = torch.zeros(1, 1), torch.zeros(1, 1, requires_grad=True)
+    node = _ColumnLinear.apply(x, weight, None, x, Gathered(Axis("", 1, 0), 0)).grad_fn
+    try:
+        return bool(node._input_metadata)
+    except RuntimeError:
+        return False
 
 
 def _is_wanted(ctx: Any, i: int) -> bool:

@@ -56,7 +56,10 @@ def put_whole(tensor: Tensor, values: Tensor) -> None:
 
 
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Make Partial gradients whole: one all-reduce for each mesh and dtype. Does nothing where there are none."""
+    """Make Partial gradients whole: one all-reduce for each mesh and dtype. Does nothing where there are none.
+
+    Call it before ``clip_grad_norm_``: torch 2.11 does not scale Partial gradients there.
+    """
     groups: dict[tuple[DeviceMesh, torch.dtype], list[nn.Parameter]] = {}
     for parameter in parameters:
         gradient = parameter.grad

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from jettison.dryrun.step import DryStep
 from jettison.errors import Infeasible, UsageError
 from jettison.models.hub_form import HubForm, hub_form
+from jettison.parallel.linear import can_split_backward
 from jettison.parse_units import parse_bytes
 from jettison.planner.budget import AskedBudget
 from jettison.planner.kept_plans import Keeping
@@ -224,6 +225,11 @@ def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
         raise UsageError(
             "layout: with zero 3, torch's split backward misses gradients of parameters that were gathered again; "
             "expected zero 2 with the schedule zero-bubble"
+        )
+    if layout.schedule is Schedule.ZERO_BUBBLE and layout.sp and not can_split_backward():
+        raise UsageError(
+            f"layout: torch {torch.__version__} loses sequence-parallel layers between the halves of a split backward; "
+            "expected sp = false with the schedule zero-bubble, the schedule 1f1b, or torch 2.13 or newer"
         )
     recipe.layout.spread(layout.dp)
     return layout, recipe.batch.accumulation(layout.dp)
