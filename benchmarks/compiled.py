@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 import jettison
-from benchmarks.models import BUILDERS, Batch, Size, blocks_of, build, loss_of
-from benchmarks.rivals import activation_memory_budget
+from benchmarks.models import BUILDERS, Batch, Size, build, loss_of
+from benchmarks.rivals import compiled_blocks
 from jettison.errors import Infeasible
 from jettison.measure import interleaved, measured_peak, same_bits
 from jettison.measure.tensors import static_tensors
@@ -107,15 +107,10 @@ def _same(first: Case, other: Case) -> bool:
 
 
 def torchs(name: str, size: Size, budget: float) -> Case:
-    """Blocks compiled under torch's budget. Dynamo's cache knows no budgets: each call keeps to its own."""
+    """Blocks compiled under torch's budget."""
     model, batch = build(name, size)
-    case = Case(name=f"torch, budget {budget}", model=model, batch=batch)
-    forward = torch.compile(type(blocks_of(model)[0]).forward, fullgraph=True, dynamic=False, isolate_recompiles=True)
-    for block in blocks_of(model):
-        block.forward = forward.__get__(block)
-    with activation_memory_budget(budget):
-        case.step()
-    return case
+    compiled_blocks(budget)(model, batch)
+    return Case(name=f"torch, budget {budget}", model=model, batch=batch)
 
 
 def ours(name: str, size: Size, budget_bytes: int, beside: str) -> Case | None:

@@ -17,15 +17,16 @@ from benchmarks.rivals import Handle, Rival
 from jettison.units import Bytes
 
 
-def at_peak(name: str, budget_bytes: int) -> Rival:
-    """`jettison.auto_checkpoint` under a budget of a rival's measured peak."""
+def at_peak(name: str, budget_bytes: int, **options: Any) -> Rival:
+    """`jettison.auto_checkpoint` under a budget of a rival's measured peak; ``options`` are its further ones."""
 
     def apply(model: nn.Module, batch: Batch) -> Handle:
         import jettison
 
-        return jettison.auto_checkpoint(model, batch, memory_budget=Bytes(budget_bytes), holds_output=False)
+        return jettison.auto_checkpoint(model, batch, memory_budget=Bytes(budget_bytes), holds_output=False, **options)
 
-    return Rival(name=f"jettison at the peak of: {name}", apply=apply)
+    words = "".join(f", {word}={value}" for word, value in options.items() if value is not None)
+    return Rival(name=f"jettison at the peak of: {name}{words}", apply=apply)
 
 
 def keep_all() -> Rival:

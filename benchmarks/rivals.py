@@ -89,6 +89,33 @@ def compiled(budget: float | None) -> Callable[[nn.Module, Batch], Undo]:
     return apply
 
 
+def compiled_blocks(budget: float) -> Callable[[nn.Module, Batch], Undo]:
+    """Every layer compiled by itself, by one compilation, under the partitioner's activation memory budget."""
+
+    def apply(model: nn.Module, batch: Batch) -> Undo:
+        blocks = list(blocks_of(model))
+        forward: Any = torch.compile(_own_code(type(blocks[0]).forward), fullgraph=True, dynamic=False)
+        for block in blocks:
+            block.forward = forward.__get__(block)
+        with activation_memory_budget(budget):
+            loss_of(model, batch).backward()
+        model.zero_grad(set_to_none=True)
+        return Undo(functions=tuple(functools.partial(_restore_forward, block) for block in blocks))
+
+    return apply
+
+
+def save_on_cpu(model: nn.Module, _batch: Batch) -> Undo:
+    """torch's own offloading: all that layers save waits in pinned memory, their parameters too."""
+    pins = torch.cuda.is_available()
+
+    def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=pins):
+            return forward(*args, **kwargs)
+
+    return _wrap(model, 1, call)
+
+
 @contextlib.contextmanager
 def activation_memory_budget(budget: float | None) -> Iterator[None]:
     """Set `torch._functorch.config.activation_memory_budget` for what is compiled inside."""

@@ -30,8 +30,23 @@ except ImportError:
     print(f"gpu kit: {sys.executable} has no torch; say which has, as in: make gpu PYTHON=python3.12", file=sys.stderr)
     raise SystemExit(2) from None
 
-from benchmarks.gpu import calibration, environment, gradients, layer_22b, llama, losses, offload, overhead, predictions
+from benchmarks.gpu import (
+    calibration,
+    compiled,
+    environment,
+    gradients,
+    graphs,
+    host,
+    layer_22b,
+    link,
+    llama,
+    losses,
+    offload,
+    overhead,
+    predictions,
+)
 from benchmarks.gpu.cases import Log, Status, slug
+from benchmarks.gpu.glance import at_a_glance
 from benchmarks.gpu.setting import Setting, name_of
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -59,17 +74,21 @@ class Section:
     run: Run
 
 
-SECTIONS = (
-    Section(name="environment", title="What it ran on", seconds=15, run=environment.run),
-    Section(name="gradients", title="Gradients to the bit, peaks within budgets", seconds=110, run=gradients.run),
-    Section(name="predictions", title="Predicted and measured peaks", seconds=50, run=predictions.run),
-    Section(name="offload", title="Tensors that wait on the host", seconds=45, run=offload.run),
-    Section(name="overhead", title="Hooks, with everything kept", seconds=25, run=overhead.run),
-    Section(name="losses", title="Cross entropy over chunks of rows", seconds=20, run=losses.run),
-    Section(name="layer_22b", title="The paper's 22B layer", seconds=30, run=layer_22b.run),
-    Section(name="llama_1b", title="Llama 1B at equal peaks", seconds=75, run=llama.run_1b),
-    Section(name="llama_8b", title="Llama 8B at equal peaks", seconds=70, run=llama.run_8b),
-    Section(name="calibration", title="Calibration", seconds=25, run=calibration.run),
+SECTIONS = (  # what counts first comes first
+    Section(name="environment", title="What it ran on", seconds=10, run=environment.run),
+    Section(name="llama_1b", title="Llama 1B at equal peaks", seconds=60, run=llama.run_1b),
+    Section(name="llama_8b", title="Llama 8B at equal peaks", seconds=60, run=llama.run_8b),
+    Section(name="host", title="Host time and launches of a step", seconds=40, run=host.run),
+    Section(name="layer_22b", title="The paper's 22B layer", seconds=25, run=layer_22b.run),
+    Section(name="graphs", title="Whole steps as CUDA graphs", seconds=35, run=graphs.run),
+    Section(name="link", title="Offload against recompute on the link", seconds=35, run=link.run),
+    Section(name="compiled", title="Compiled blocks at equal peaks", seconds=60, run=compiled.run),
+    Section(name="gradients", title="Gradients to the bit, peaks within budgets", seconds=50, run=gradients.run),
+    Section(name="predictions", title="Predicted and measured peaks", seconds=25, run=predictions.run),
+    Section(name="losses", title="Cross entropy over chunks of rows", seconds=10, run=losses.run),
+    Section(name="overhead", title="Hooks, with everything kept", seconds=15, run=overhead.run),
+    Section(name="offload", title="Offloaded tensors: gradients, races, pinned memory", seconds=20, run=offload.run),
+    Section(name="calibration", title="Calibration", seconds=20, run=calibration.run),
 )
 
 
@@ -125,19 +144,17 @@ def run_sections(options: argparse.Namespace, setting: Setting) -> list[Log]:
 
 
 def write_index(out: Path, device: str) -> Path:
-    """A page of what the folder has of this device, earlier runs' sections included."""
-    lines: list[str] = []
-    for section in SECTIONS:
-        path = out / f"gpu-{device}-{section.name}.json"
-        if not path.exists():
-            continue
-        document = json.loads(path.read_text(encoding="utf-8"))
+    """A page of what the folder has of this device, earlier runs' sections included: peers first."""
+    paths = [path for section in SECTIONS if (path := out / f"gpu-{device}-{section.name}.json").exists()]
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    lines = [f"# {documents[0]['device']}", ""] if documents else []
+    if any(document["tiny"] for document in documents):
+        lines += ["Sizes are tiny: these figures say nothing about speed.", ""]
+    lines += at_a_glance(documents)
+    lines += ["| section | cases | run on |", "| --- | --- | --- |"]
+    for path, document in zip(paths, documents, strict=True):
         counts = {status: sum(case["status"] == status for case in document["cases"]) for status in Status}
         told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-        if not lines:
-            lines += [f"# {document['device']}", ""]
-            lines += ["Sizes are tiny: these figures say nothing about speed.", ""] if document["tiny"] else []
-            lines += ["| section | cases | run on |", "| --- | --- | --- |"]
         when = f"torch {document['torch']}{', ' + document['date'] if document['date'] else ''}"
         lines.append(f"| [{document['title']}]({path.stem}.md) | {told} | {when} |")
     page = out / f"gpu-{device}.md"

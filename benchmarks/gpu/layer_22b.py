@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu.cases import Log
 from benchmarks.gpu.compare import COLUMNS, Comparison
+from benchmarks.gpu.llama import KEPT
 from benchmarks.gpu.setting import Setting
 from benchmarks.jettison_rows import keep_all, under
 from benchmarks.rivals import Rival, Undo, plain
@@ -116,8 +117,13 @@ def run(setting: Setting, log: Log, *, quick: bool) -> None:
         f"h={sizes.h}, a={sizes.a}, s={sizes.s}, b={sizes.b}, t=1, bf16, dropout {DROPOUT}; forward and backward. "
         "Table 4 of arXiv 2205.05198 (t=8, with communication): full recomputation 39 % more, selective 7 % more."
     ]
-    compared = Comparison(setting, log, lambda: build(sizes, setting.device), loss_of, rounds=setting.rounds)
-    rivals = [Rival(name="none", apply=plain), recompute("layer"), recompute("layer.core")]
-    for rival in [*rivals, keep_all(), under("full"), under("selective")][: 4 if quick else None]:
-        compared.row(rival)
+    compared = Comparison(
+        setting, log, lambda: build(sizes, setting.device), loss_of, rounds=setting.rounds, subject="a layer of the 22B"
+    )
+    compared.row(Rival(name="none", apply=plain))
+    for peer, policy in (("layer", "full"), ("layer.core", "selective")):
+        theirs = compared.row(recompute(peer))
+        if not quick:
+            compared.row(under(policy), peer=theirs if theirs.figures else None)
+    compared.row(keep_all(), asked=KEPT)
     compared.close()

@@ -1,7 +1,6 @@
 """Llamas of 1B and 8B: peers, and Jettison at the peak of each.
 
-Forward and backward in bf16 with fused attention, as many layers as fit. Compiled rows are of fewer layers, so that
-compiling them fits the kit's time; Jettison and plain autograd are measured at that depth again beside them.
+Forward and backward in bf16 with fused attention, as many layers as fit.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.cases import Case, Log
+from benchmarks.gpu.cases import Log
 from benchmarks.gpu.compare import COLUMNS, Comparison
 from benchmarks.gpu.families import Size, Variant, build
-from benchmarks.gpu.setting import Setting, why_no_compiler
+from benchmarks.gpu.setting import Setting
 from benchmarks.jettison_rows import keep_all
-from benchmarks.rivals import COMPILED, EAGER
+from benchmarks.rivals import EAGER
 from jettison.measure import measured_peak
 from jettison.measure.device import have_workspaces
 from jettison.measure.tensors import static_tensors
@@ -29,7 +28,8 @@ EIGHT = Size(
     layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocab=128_256, sequence=4096, micro_batch=1
 )  # 8.0e9 parameters
 TINY = Size(layers=3, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256, sequence=64, micro_batch=2)
-COMPILED_LAYERS = {1: 4, 8: 2}
+KEPT = 1.01
+"""Time ÷ plain that is asked for where everything is kept."""
 SHARE = 0.88
 """Of the free memory that a plain step may take by what a layer was measured to take: the rest is for fragments."""
 
@@ -54,34 +54,12 @@ def _run(setting: Setting, log: Log, size: Size, billions: int, *, rounds: int, 
         f"V={size.vocab}, {size.heads} heads, {size.kv_heads} key-value heads, f={size.ffn}, bf16; "
         "forward and backward."
     ]
-    compared = Comparison(setting, log, lambda: make(setting, size, layers), loss_of, rounds=rounds)
-    peers = [compared.row(rival) for rival in EAGER]
-    compared.row(keep_all())
-    compared.at_peaks_of(peers[1:2] if quick else peers[1:])
-    compared.close()
-    if not quick:
-        _compiled(setting, log, size, min(layers, COMPILED_LAYERS[billions]), rounds)
-
-
-def _compiled(setting: Setting, log: Log, size: Size, layers: int, rounds: int) -> None:
-    """torch's compiler and its budgets, at a depth that compiles soon, and Jettison at their peaks."""
-    why = "--no-compile" if not setting.compiles else why_no_compiler(setting.device.type)
-    if why:
-        log.text.append(f"Not compared with compiled models: {why}.")
-        log.write()
-        return
-    compared = Comparison(
-        setting, log, lambda: make(setting, size, layers), loss_of, rounds=rounds, label=f", {layers} layers"
-    )
-    compared.expect = 20.0 if setting.device.type == "cuda" else 5.0
-    rows: list[Case] = []
-    for rival in (COMPILED[0], *COMPILED[:1:-1], COMPILED[1]):  # the smallest budgets first: time may be up
-        torch._dynamo.reset()
-        rows.append(compared.row(rival))
-    torch._dynamo.reset()
-    compared.expect = 5.0 if setting.device.type == "cuda" else 1.0
+    subject = f"Llama {billions}B, {layers} layers"
+    compared = Comparison(setting, log, lambda: make(setting, size, layers), loss_of, rounds=rounds, subject=subject)
     compared.row(EAGER[0])
-    compared.at_peaks_of(rows)
+    for rival in EAGER[1:2] if quick else EAGER[1:]:  # each pair while there is time
+        compared.at_peaks_of([compared.row(rival)])
+    compared.row(keep_all(), asked=KEPT)
     compared.close()
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from benchmarks.gpu import gradients, kit
 from benchmarks.gpu.cases import Column, Found, Log, Skip, Status, slug
 from benchmarks.gpu.compare import Comparison
 from benchmarks.gpu.families import FAMILIES, Size, Variant, batch_of, build
+from benchmarks.gpu.glance import HEAD, Line
 from benchmarks.gpu.gradients import Kind, Trained, differences, prove
 from benchmarks.gpu.llama import layers_in
 from benchmarks.gpu.parts import Experts
@@ -66,7 +68,7 @@ def documents(out: Path) -> dict[str, Any]:
 
 
 def test_it_needs_nothing_but_torch(tmp_path: Path) -> None:
-    sections = ["environment", "gradients", "layer_22b", "losses", "offload"]
+    sections = ["environment", "gradients", "graphs", "host", "layer_22b", "losses", "offload"]
     code, said = run_kit(tmp_path, "--quick", "--no-compile", "--sections", *sections)
     assert code == 0, said
     found = documents(tmp_path)
@@ -90,11 +92,20 @@ def test_it_needs_nothing_but_torch(tmp_path: Path) -> None:
         assert case["logits_bytes"] < case["chunked_bytes"] <= most <= case["torch_bytes"]
     page = (tmp_path / "gpu-cpu.md").read_text()
     assert "gpu-cpu-gradients.md" in page and "tiny" in page
+    top = [line for line in page.splitlines() if line.startswith("| ")]
+    assert top[0] == HEAD[0]
+    assert any(line.startswith("| llama, whole-step graph | plain graph | full |") for line in top)
+    assert any(line.startswith("| llama, host time | plain | full |") for line in top)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sections", [["gradients"], ["environment", "predictions", "llama_1b", "llama_8b", "calibration"]]
+    "sections",
+    [
+        ["gradients"],
+        ["environment", "predictions", "llama_1b", "llama_8b", "calibration"],
+        ["compiled", "host", "link", "overhead"],
+    ],
 )
 def test_all_of_it(tmp_path: Path, sections: list[str]) -> None:
     code, said = run_kit(tmp_path, "--sections", *sections)
@@ -207,6 +218,56 @@ def test_what_there_is_no_time_for_is_named(
     sections(monkeypatch, one=good, two=long)
     assert kit.main(["--device", "cpu", "--out", str(tmp_path), "--seconds", "20"]) == 0
     assert "left out, two: c" in capsys.readouterr().out
+
+
+# who is ahead ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratio", "peer_ratio", "asked", "verdict"),
+    [
+        (1.1, 1.21, None, "ahead by 9.1%"),
+        (1.21, 1.21, None, "ahead by 0.0%"),
+        (1.331, 1.21, None, "**behind by 10.0%**"),
+        (1.5, 2.0, 1.4, "ahead by 25.0%, above what is asked"),
+        (1.3, 2.0, 1.4, "ahead by 35.0%"),
+        (1.005, None, 1.01, "holds"),
+        (1.111, None, 1.01, "**missed by 10.0%**"),
+    ],
+)
+def test_who_is_ahead(ratio: float, peer_ratio: float | None, asked: float | None, verdict: str) -> None:
+    line = Line(model="m", peer="p", ours="o", ratio=ratio, peer_ratio=peer_ratio, asked=asked)
+    assert line.verdict == verdict
+    assert line.is_ahead == (verdict == "holds" or (verdict.startswith("ahead") and "above" not in verdict))
+
+
+def test_the_page_begins_with_peers_and_names_what_was_not_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    line = Line(model="Llama", peer="checkpoint", ours="at its peak", ratio=1.1, peer_ratio=1.2, peak_bytes=2**30)
+
+    def compared(_setting: Setting, log: Log, *, quick: bool) -> None:
+        log.case("ours", lambda: Found(figures={"line": line.document()}), expect=0.0)
+        log.case("long", lambda: Found(), expect=1e6)
+
+    sections(monkeypatch, one=good, two=compared)
+    assert kit.main(["--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "gpu-cpu.md").read_text()
+    assert "**1 of 1**" in page and "| Llama | checkpoint | at its peak | 1.000 | 1.200 | 1.100 | ≤ 1.200 |" in page
+    assert page.index("| Llama") < page.index("Not measured: two, long") < page.index("| section |")
+
+
+def test_a_row_is_held_beside_its_peer_at_the_peers_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = comparison(tmp_path)
+    monkeypatch.setattr("benchmarks.gpu.compare.at_peak", lambda name, _bytes, **_: replace(same, name=f"ours, {name}"))
+    same = Rival(name="peer", apply=lambda _model, _batch: Undo())
+    theirs = made.row(same)
+    (ours,) = made.at_peaks_of([theirs], beside_bytes=256)
+    line = ours.figures["line"]
+    assert (line["peer"], line["peak_bytes"]) == ("peer", theirs.figures["peak_bytes"])
+    assert (line["peer_ratio"], line["ratio"]) == (theirs.figures["ratio"], ours.figures["ratio"])
+    assert ours.figures["budget_bytes"] == theirs.figures["peak_bytes"] + 256
+    assert made.row(same, asked=1.01).figures["line"]["peer"] == "" and "line" not in theirs.figures
 
 
 # checks that can fail ------------------------------------------------------------------------------------------------
