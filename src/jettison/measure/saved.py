@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.model_trace import LossFn, call_model, loss_of
+from jettison.runtime.callers import of_a_region
 from jettison.runtime.frame import Frame
 from jettison.runtime.handles import Handle, Held
 
@@ -43,6 +44,7 @@ class _Listener:
                 self.given.append({leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)})
             enter(frame, leaves, *more)
 
+        @of_a_region
         def packing(frame: Frame, tensor: Tensor) -> Any:
             packed = pack(frame, tensor)
             self.packed.append((frame.name, packed))

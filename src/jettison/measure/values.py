@@ -16,6 +16,7 @@ from torch import Tensor
 from jettison.capture.tensor_subclasses import plain
 from jettison.measure.departures import Departure, form_of
 from jettison.measure.gradients import differing_elements, tensor_bytes
+from jettison.runtime.callers import of_a_region
 from jettison.runtime.frame import Frame
 from jettison.runtime.handles import Handle
 from jettison.runtime.witness import Check
@@ -44,8 +45,9 @@ def every_value() -> Iterator[ValuesSeen]:
     pack: Any = Frame.pack
     recompute: Any = Frame.recompute
 
+    @of_a_region
     def packing(frame: Any, tensor: Tensor) -> Any:
-        frame.how = Check.OFF
+        frame.how, frame.sees = Check.OFF, False
         packed = pack(frame, tensor)
         if isinstance(packed, Handle) and not packed.slot.hollow:
             kept[id(packed)] = _Kept(handle=packed, tensor=plain(tensor).detach().clone(), position=len(kept))

@@ -1,246 +1,23 @@
-"""A region while its forward runs: what its frame hears at module boundaries, and what undoing the run would take."""
+"""Frames whose forward runs now, what they hear at module boundaries, and what a region does after an error."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Set
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from jettison.capture.dispatch import CaptureMode
-from jettison.capture.recording import Place, TensorRef
-from jettison.capture.signature import Switches
-from jettison.capture.tensor_subclasses import plain, storage_of, version_of, wrapping
-from jettison.capture.trees import tree_leaves
-from jettison.errors import StaleTensor, WrongValue
-from jettison.runtime.callers import of_a_region
-from jettison.runtime.checked_run import SequenceCheck
-from jettison.runtime.frame import Frame
-from jettison.runtime.graph_fingerprint import next_sequence_number
-from jettison.runtime.handles import Box, Diverged, Handle, Held
-from jettison.runtime.moves import Transit
-from jettison.runtime.offload import Group
-from jettison.runtime.packing import Packed
-from jettison.runtime.recipe import AWAY, Recipe, SlotAction
-from jettison.runtime.recompute_code import UNWRAPPED
-from jettison.runtime.witness import Witness, _ndarray
+from jettison.capture.recording import Place
+from jettison.runtime.recipe import Recipe
 
-_PACK: Final = Frame.pack
-_new_tuple: Any = tuple.__new__
+if TYPE_CHECKING:
+    from jettison.runtime.frame import Frame
+
 _running = threading.local()
-
-
-class ActiveFrame(Frame):
-    """A frame while its forward runs: it also listens at module boundaries."""
-
-    broken = ""
-    """Reason why the run left the recording."""
-    check: SequenceCheck | None = None
-    fake = False
-    """Its arguments are."""
-    looked = True
-    """Whether its graph was compared."""
-    sees = False
-    """Whether each dropped slot leaves a witness of some elements."""
-    given: Set[int] = frozenset()
-    """Storages that the outermost of the running calls was given."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        region: Any,
-        group: Group | None = None,
-        *,
-        moves: bool = True,
-        switches: Switches | None = None,
-    ) -> None:
-        super().__init__(recipe, region.name, region.recordings.owners, region.model, group, moves, switches)
-        self.region = region
-        self.moves = moves
-        self.number = region.calls
-        # by slot, what can be kept at a glance; nothing where calls are compared, or somebody listens to a frame's pack
-        self.expected = () if is_pack_listened_to() else recipe.expected
-        self.start = next_sequence_number()
-        self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes that nested regions made
-        self.taps_seen: dict[tuple[str, bool], int] = {}
-
-    @property
-    def held_bytes(self) -> int:
-        """On the device until its backward."""
-        return self.recipe.held_bytes(moves=self.moves)
-
-    def enter(self, leaves: list[Any], before: dict[int, Handle] | None = None) -> None:
-        """As any frame's."""
-        if FakeTensor in map(type, leaves):
-            self.fake = True
-        if self.group is not None and running()[0] is self:
-            self.given = {storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_leaf}
-        super().enter(leaves, before)
-
-    @of_a_region
-    def pack(self, tensor: Tensor) -> Any:
-        """As any frame's, as long as the run is the recorded one; what comes after that is kept.
-
-        A training step comes by here for every tensor that autograd saves, and most of them are kept: those take one
-        look and one tuple.
-        """
-        index, expected = self.index, self.expected
-        if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
-            (size, stride, dtype, spots, cut), parameter, dropped, fill, cell = wanted
-            if (
-                tensor.shape == size
-                and tensor.dtype is dtype
-                and tensor.stride() == stride
-                and (parameter is None or self._is_parameter(parameter, tensor))
-            ):
-                self.index = index + 1
-                if fill is not None:
-                    self.hold(fill, tensor)
-                if dropped is None:
-                    kept = tensor if tensor.is_leaf else tensor.detach()
-                    return _new_tuple(Held, (self, kept, tensor._version))
-                if cell is not None:
-                    if cut is None or not self.sees or not tensor.is_cpu or tensor.is_neg():
-                        return self.drop(dropped, tensor, index)
-                    kind, word, strides, itemsize, places, step = cut  # as `peek` does
-                    at = tensor.data_ptr() + (self.salt + index) % places * step * itemsize
-                    self.seen[cell] = _ndarray(spots, word, kind.from_address(at), 0, strides).tobytes()
-                boxes = self.closures[dropped.closure] or self._closure(dropped)
-                return _new_tuple(Handle, (self, dropped, boxes, index, None))
-        return self._pack(tensor)
-
-    def _is_parameter(self, name: str, tensor: Tensor) -> bool:
-        table, leaf = self.owners[name]
-        there = table[leaf]
-        return tensor is there or tensor._base is there
-
-    def _pack(self, tensor: Tensor) -> Any:
-        if type(tensor) is FakeTensor and not self.fake:
-            self.region.refuse_fake("saves")
-        if self.check is not None:
-            self.broken = self.broken or self.check.diverged
-        if not self.broken:
-            try:
-                return Frame.pack(self, tensor)
-            except Diverged as divergence:
-                self.broken = str(divergence)
-                self.expected = ()
-                self.index -= 1
-        return Held(tensor, self)
-
-    def leave_broken(self) -> None:
-        """The run has left the recording: what was dropped before must be computable from what it came by.
-
-        Raises:
-            Diverged: it is not.
-        """
-        assert self.boxes is not None
-        wanted = {n for slot in self.recipe.slots[: self.index] if slot.kind in AWAY for n in slot.boxes}
-        if any(type(box := self.boxes[n]) is not Handle and box.is_empty for n in wanted):
-            raise Diverged(self.broken)
-        self.boxes = None
-
-    def hold(self, n: int, tensor: Tensor) -> None:
-        """As any frame's, and no op of the model's. What the model was given lives anyway, and does not move."""
-        assert self.boxes is not None
-        box = self.boxes[n]
-        if type(box) in (Transit, Packed) and storage_of(tensor) in running()[0].given:
-            box.stay()
-        if self.check is not None:
-            with self.check.apart():
-                super().hold(n, tensor)
-        elif type(box) is Box:
-            box.fill(tensor)
-        else:
-            super().hold(n, tensor)
-
-    def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness | bytes:
-        """As any frame's, and no op of the model's."""
-        if self.check is None:
-            return super().witness(slot, tensor, index)
-        with self.check.apart():
-            return super().witness(slot, tensor, index)
-
-    def wrong(self, index: int) -> WrongValue:
-        """As any frame's, and what this region and others have recorded is not trusted as before."""
-        plain_words = str(super().wrong(index))
-        kind = likely_kind(self.recipe, index, self.region)
-        after = self.region.recordings.wrong(self.recipe, f"{plain_words}. {kind}", looked=self.looked)
-        for region in regions_of(self.region):  # what has changed for one may have for others, a step later
-            region.recordings.forget()
-        return WrongValue(
-            f"{plain_words} (call {self.number} of this region). {kind} The gradients of this step must not be used; "
-            f"from the next step on this region {after}"
-        )
-
-    def lost(self, handle: Handle) -> WrongValue:
-        """As any frame's, and the region is not trusted again."""
-        error = super().lost(handle)
-        self.region.recordings.distrust(self.recipe, str(error))
-        return error
-
-    def stale(self, buffer: int, then: int, now: int | None) -> StaleTensor:
-        """As any frame's. From the next step on nothing that was written to in this one is computed with again."""
-        error = super().stale(buffer, then, now)
-        recordings = self.region.recordings
-        name = self.recipe.parameters.get(buffer)
-        if name is None and buffer not in self.recipe.trace.inputs:
-            recordings.distrust(self.recipe, str(error))
-            return StaleTensor(f"{error}; from the next step on this region runs without a recording")
-        names = set() if name is None else {name}
-        places = {(False, self.recipe.trace.inputs[buffer])} if name is None else set()
-        compute_less_again(self.region, str(error), names, places)
-        return StaleTensor(f"{error}. From the next step on the plan keeps what is computed of it")
-
-    def drop(self, slot: SlotAction, tensor: Tensor, index: int, wrap: Any = None) -> Handle:
-        """As any frame's."""
-        if slot.cast and not self.fake:
-            self.region.recordings.note_cast(slot.cast, tensor)
-        return Frame.drop(self, slot, tensor, index, wrap)
-
-    def leave(self) -> None:
-        """As any frame's."""
-        boxes = self.boxes or ()
-        for buffer, name in self.recipe.trace.casts.items():
-            n = self.recipe.box_of.get(buffer)
-            if n is not None and isinstance(box := boxes[n], Box) and box.tensor is not None and not self.fake:
-                self.region.recordings.note_cast(name, box.tensor)
-        super().leave()
-
-    def written(self) -> set[str]:
-        """Names of parameters and buffers that somebody wrote to since this forward."""
-        found = zip(self.recipe.parameters.values(), self.parameters, strict=True)
-        return {name for name, (_, _, tensor, version) in found if version_of(tensor) != version}
-
-    def tap(self, path: str, is_output: bool, call: int, tree: Any) -> None:
-        """A module boundary was crossed; box what recipes want of it."""
-        assert self.boxes is not None
-        leaves: list[Any] | None = None
-        for n, tap in self.recipe.from_taps:
-            if tap.path == path and tap.is_output is is_output and tap.call == call:
-                leaves = tree_leaves(tree) if leaves is None else leaves
-                if tap.leaf < len(leaves) and _is(leaves[tap.leaf], tap.ref):
-                    self.hold(n, leaves[tap.leaf])
-
-    def block_done(self, output: Any) -> None:
-        """A nested region has run; box its outputs if this region's recipes read them."""
-        call = self.block_calls
-        self.block_calls += 1
-        wanted = self.recipe.from_blocks
-        if wanted and self.boxes is not None:
-            for leaf, tensor in enumerate(tree_leaves(output)):
-                n = wanted.get((call, leaf))
-                if n is not None and _is(tensor, self.recipe.trace.given[self.recipe.boxes[n]]):
-                    self.hold(n, tensor)
-
-
-def is_pack_listened_to() -> bool:
-    """Whether somebody who measures has put a function of its own in the place of `Frame.pack`."""
-    return Frame.pack is not _PACK
 
 
 def regions_of(region: Any) -> list[Any]:
@@ -288,15 +65,7 @@ def likely_kind(recipe: Recipe, slot: int, region: Any) -> str:
     return "Its forward hangs on Python state, or on values, that were other ones when it was recorded."
 
 
-def _is(found: Any, recorded: TensorRef) -> bool:
-    """Whether a value can be the recorded one. Where a hook has changed it, its box stays empty, which `leave` sees."""
-    if not isinstance(found, Tensor):
-        return False
-    inner = plain(found)
-    return inner.shape == recorded.size and inner.dtype is recorded.dtype and wrapping(found) == recorded.wrap
-
-
-def current_frame() -> ActiveFrame | None:
+def current_frame() -> Frame | None:
     """The innermost region that is running its forward on this thread."""
     stack = running()
     return stack[-1] if stack else None
@@ -307,7 +76,7 @@ def is_inside() -> bool:
     return bool(running()) or any(isinstance(mode, CaptureMode) for mode in _get_current_dispatch_mode_stack())
 
 
-def running() -> list[ActiveFrame]:
+def running() -> list[Frame]:
     if not hasattr(_running, "stack"):
         _running.stack = []
     return _running.stack

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from jettison.capture.recording import layout, layout_of
+from jettison.capture.recording import TensorRef, layout, layout_of
 from jettison.capture.sharded import whole_now
 from jettison.capture.signature import Switches, kernel_switches, switched
 from jettison.capture.tensor_subclasses import Narrow, arrived, plain, storage_of, version_of, wrapping
+from jettison.capture.trees import tree_leaves
 from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime import witness as witnesses
+from jettison.runtime.callers import of_a_region
+from jettison.runtime.checked_run import SequenceCheck
+from jettison.runtime.forward_run import compute_less_again, likely_kind, regions_of, running
+from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.handles import Box, Diverged, Handle, Held, box_for
+from jettison.runtime.moves import Transit
 from jettison.runtime.offload import Group, stale
+from jettison.runtime.packing import Packed
 from jettison.runtime.recipe import AWAY, Recipe, SlotAction
 from jettison.runtime.recompute_code import UNWRAPPED
 from jettison.runtime.steps import get_state
 from jettison.runtime.views import view_of
-from jettison.runtime.witness import Check, Rounded, Witness, compare, peek
+from jettison.runtime.witness import Check, Rounded, Witness, _ndarray, compare, peek
 
 FEW_BYTES: Final = 256
 """Of a buffer that a call takes a copy of, if what it computes again reads it."""
@@ -39,6 +48,17 @@ class Frame:
     """See the module docstring. Alive as long as one of its handles is."""
 
     # of a call as most are: one attribute less to set in each
+    broken = ""
+    """Reason why the run left the recording."""
+    check: SequenceCheck | None = None
+    fake = False
+    """Its arguments are."""
+    looked = True
+    """Whether its graph was compared."""
+    sees = False
+    """Whether each dropped buffer leaves a witness of some elements."""
+    given: Set[int] = frozenset()
+    """Storages that the outermost of the running calls was given."""
     group: Group | None = None
     """Group of offloaded tensors; None where nothing can move."""
     handed: Mapping[int, Handle] = MappingProxyType({})
@@ -56,19 +76,11 @@ class Frame:
     rounded: Rounded
 
     def __init__(
-        self,
-        recipe: Recipe,
-        name: str,
-        owners: dict[str, tuple[dict[str, Any], str]],
-        model: nn.Module,
-        group: Group | None = None,
-        moves: bool = True,
-        switches: Switches | None = None,
+        self, recipe: Recipe, region: Any, group: Group | None, switches: Switches, *, moves: bool = True
     ) -> None:
-        self.recipe = recipe
-        self.name = name
-        self.model = model
-        self.owners = owners
+        self.recipe, self.region, self.moves = recipe, region, moves
+        self.name, self.model, self.owners = region.name, region.model, region.recordings.owners
+        self.number = region.calls
         if group is not None:
             self.group = group
         goes = group if moves else None
@@ -84,8 +96,17 @@ class Frame:
         self.values: list[Tensor | None] = [None] * len(recipe.counts)
         self.versions = [0] * len(recipe.counts)
         self.seen: list[Witness | bytes | None] = [None] * len(recipe.counts)
-        self.parameters = [_parameter(*owners[dotted]) for dotted in recipe.parameters.values()]
-        self.switches = kernel_switches() if switches is None else switches
+        self.parameters = [_parameter(*self.owners[dotted]) for dotted in recipe.parameters.values()]
+        self.switches = switches
+        self.expected = recipe.expected  # by slot, what can be kept at a glance; nothing where calls are compared
+        self.start = next_sequence_number()
+        self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes that nested regions made
+        self.taps_seen: dict[tuple[str, bool], int] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """On the device until its backward."""
+        return self.recipe.held_bytes(moves=self.moves)
 
     # forward ---------------------------------------------------------------------------------------------------------
 
@@ -95,6 +116,10 @@ class Frame:
         Args:
             before: by leaf position, handles with which the block before computes its output again.
         """
+        if FakeTensor in map(type, leaves):
+            self.fake = True
+        if self.group is not None and running()[0] is self:
+            self.given = {storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_leaf}
         boxes = self.boxes
         assert boxes is not None
         for buffer, n in self.recipe.links.items():
@@ -114,14 +139,75 @@ class Frame:
             boxes[n].fill(get_state(device))
 
     def hold(self, n: int, tensor: Tensor) -> None:
-        """Fill a box, if it is not full: what moves has gone by then."""
+        """Fill a box, if it is not full: what moves has gone by then. What the model was given lives anyway, and does
+        not move.
+        """
         assert self.boxes is not None
         box = self.boxes[n]
-        if type(box) is Box or box.is_empty:
-            box.fill(tensor)
+        is_plain = type(box) is Box
+        if type(box) in (Transit, Packed) and storage_of(tensor) in running()[0].given:
+            box.stay()
+        if is_plain or box.is_empty:
+            with nullcontext() if self.check is None else self.check.apart():  # no op of the model's
+                box.fill(tensor)
 
+    @of_a_region
     def pack(self, tensor: Tensor) -> Any:
-        """Autograd saves a tensor: keep it, or leave a handle."""
+        """Autograd saves a tensor: keep it, or leave a handle. What comes after a run has left the recording is kept.
+
+        A training step comes by here for every tensor that autograd saves, and most of them are kept: those take one
+        look and one tuple.
+        """
+        index, expected = self.index, self.expected
+        if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
+            (size, stride, dtype, spots, cut), parameter, dropped, fill, cell = wanted
+            if (
+                tensor.shape == size
+                and tensor.dtype is dtype
+                and tensor.stride() == stride
+                and (parameter is None or self._is_parameter(parameter, tensor))
+            ):
+                self.index = index + 1
+                if fill is not None:
+                    self.hold(fill, tensor)
+                if dropped is None:
+                    kept = tensor if tensor.is_leaf else tensor.detach()
+                    return _new_tuple(Held, (self, kept, tensor._version))
+                if cell is not None:
+                    if cut is None or not self.sees or not tensor.is_cpu or tensor.is_neg():
+                        return self.drop(dropped, tensor, index)
+                    kind, word, strides, itemsize, places, step = cut  # as `peek` does
+                    at = tensor.data_ptr() + (self.salt + index) % places * step * itemsize
+                    self.seen[cell] = _ndarray(spots, word, kind.from_address(at), 0, strides).tobytes()
+                boxes = self.closures[dropped.closure] or self._closure(dropped)
+                return _new_tuple(Handle, (self, dropped, boxes, index, None))
+        return self._pack(tensor)
+
+    def _is_parameter(self, name: str, tensor: Tensor) -> bool:
+        table, leaf = self.owners[name]
+        there = table[leaf]
+        return tensor is there or tensor._base is there
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if type(tensor) is FakeTensor and not self.fake:
+            self.region.refuse_fake("saves")
+        if self.check is not None:
+            self.broken = self.broken or self.check.diverged
+        if not self.broken:
+            try:
+                return self._packed(tensor)
+            except Diverged as divergence:
+                self.broken = str(divergence)
+                self.expected = ()
+                self.index -= 1
+        return Held(tensor, self)
+
+    def _packed(self, tensor: Tensor) -> Any:
+        """What `pack` returns for the next slot.
+
+        Raises:
+            Diverged: it is another tensor than was recorded.
+        """
         recipe = self.recipe
         try:
             slot = recipe.slots[self.index]
@@ -159,6 +245,8 @@ class Frame:
         Args:
             wrap: the FP8 or FP4 tensor around it, with the factor that it has in this forward.
         """
+        if slot.cast and not self.fake:
+            self.region.recordings.note_cast(slot.cast, tensor)
         boxes = self.closures[slot.closure] or self._closure(slot)
         if slot.cell is not None and self.how is not Check.OFF and (self.salt + index) % self.share == 0:
             self.seen[slot.cell] = self.witness(slot, tensor, index)
@@ -174,13 +262,20 @@ class Frame:
         """What a dropped tensor leaves behind."""
         is_plain = tensor.__class__ in UNWRAPPED and witnesses.is_told_at_once(tensor) and not tensor.is_neg()
         found = peek(tensor, slot.spots, self.salt + index) if is_plain and self.how is not Check.FULL else None
-        return found or Witness(tensor, slot.spots, self.salt + index, full=self.how is Check.FULL)
+        if found:
+            return found
+        with nullcontext() if self.check is None else self.check.apart():  # no op of the model's
+            return Witness(tensor, slot.spots, self.salt + index, full=self.how is Check.FULL)
 
     def leave(self) -> None:
         """The forward is over: every slot was met and every box is full. From here on handles own everything."""
         if self.index != len(self.recipe.slots):
             raise Diverged(f"{self.index} saved tensors, recorded were {len(self.recipe.slots)}")
         assert self.boxes is not None
+        for buffer, name in self.recipe.trace.casts.items():
+            n = self.recipe.box_of.get(buffer)
+            if n is not None and isinstance(box := self.boxes[n], Box) and box.tensor is not None and not self.fake:
+                self.region.recordings.note_cast(name, box.tensor)
         for n, box in enumerate(self.boxes):
             if type(box) is not Handle and box.is_empty:
                 raise Diverged(f"nothing was seen of buffer {self.recipe.boxes[n]}")
@@ -189,6 +284,39 @@ class Frame:
             for leaf, slot in self.recipe.handed.items()
         }
         self.boxes, self.closures = None, []  # handles alone own what they read
+
+    def leave_broken(self) -> None:
+        """The run has left the recording: what was dropped before must be computable from what it came by.
+
+        Raises:
+            Diverged: it is not.
+        """
+        assert self.boxes is not None
+        wanted = {n for slot in self.recipe.slots[: self.index] if slot.kind in AWAY for n in slot.boxes}
+        if any(type(box := self.boxes[n]) is not Handle and box.is_empty for n in wanted):
+            raise Diverged(self.broken)
+        self.boxes = None
+
+    def tap(self, path: str, is_output: bool, call: int, tree: Any) -> None:
+        """A module boundary was crossed; box what recipes want of it."""
+        assert self.boxes is not None
+        leaves: list[Any] | None = None
+        for n, tap in self.recipe.from_taps:
+            if tap.path == path and tap.is_output is is_output and tap.call == call:
+                leaves = tree_leaves(tree) if leaves is None else leaves
+                if tap.leaf < len(leaves) and _is(leaves[tap.leaf], tap.ref):
+                    self.hold(n, leaves[tap.leaf])
+
+    def block_done(self, output: Any) -> None:
+        """A nested region has run; box its outputs if this region's recipes read them."""
+        call = self.block_calls
+        self.block_calls += 1
+        wanted = self.recipe.from_blocks
+        if wanted and self.boxes is not None:
+            for leaf, tensor in enumerate(tree_leaves(output)):
+                n = wanted.get((call, leaf))
+                if n is not None and _is(tensor, self.recipe.trace.given[self.recipe.boxes[n]]):
+                    self.hold(n, tensor)
 
     # backward --------------------------------------------------------------------------------------------------------
 
@@ -248,35 +376,61 @@ class Frame:
         self.state, self.values = self.recipe.code.start, [None] * len(self.values)
 
     def lost(self, handle: Handle) -> WrongValue:
-        """What to raise where something that a tensor is computed from never came by."""
+        """What to raise where nothing came by of what a tensor is computed from. The region is not trusted again."""
         slot = self.recipe.trace.program.slots[handle.index]
-        return WrongValue(
+        error = WrongValue(
             f"saved tensor {slot.index} of {self.name or 'the model'} cannot be computed again: an exception left its "
             "forward before that had run to its end, and what it had made until then went on. The gradients of this "
             "step must not be used; from the next step on it runs without a recording"
         )
+        self.region.recordings.distrust(self.recipe, str(error))
+        return error
 
     def written_to(self, cell: int, now: int) -> StaleTensor:
         """Return the error for a recomputed value that a node of backward wrote to before another one asked for it."""
         return stale("a recomputed tensor", self.name, self.versions[cell], now)
 
     def stale(self, buffer: int, then: int, now: int | None) -> StaleTensor:
-        """Return the error for a kept tensor, parameter or buffer that was written to before backward."""
-        name = self.recipe.parameters.get(buffer)
-        if name is None:
-            return stale("a kept tensor", self.name, then, now)
-        tensor = self.parameters[self.recipe.code.parameters[buffer]][2]
-        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-        return stale(f"{kind} {name!r}", self.name, then, now)
+        """Return the error for a kept tensor, parameter or buffer that was written to before backward. From the next
+        step on nothing that was written to in this one is computed with again.
+        """
+        recordings, name = self.region.recordings, self.recipe.parameters.get(buffer)
+        what = "a kept tensor"
+        if name is not None:
+            tensor = self.parameters[self.recipe.code.parameters[buffer]][2]
+            what = f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r}"
+        error = stale(what, self.name, then, now)
+        if name is None and buffer not in self.recipe.trace.inputs:
+            recordings.distrust(self.recipe, str(error))
+            return StaleTensor(f"{error}; from the next step on this region runs without a recording")
+        names = set() if name is None else {name}
+        places = {(False, self.recipe.trace.inputs[buffer])} if name is None else set()
+        compute_less_again(self.region, str(error), names, places)
+        return StaleTensor(f"{error}. From the next step on the plan keeps what is computed of it")
+
+    def written(self) -> set[str]:
+        """Names of parameters and buffers that somebody wrote to since this forward."""
+        found = zip(self.recipe.parameters.values(), self.parameters, strict=True)
+        return {name for name, (_, _, tensor, version) in found if version_of(tensor) != version}
 
     def wrong(self, index: int) -> WrongValue:
-        """Return the error for a recomputed tensor, of that slot, that differs from forward's."""
+        """Return the error for a recomputed tensor, of that slot, that differs from forward's. What this region and
+        others have recorded is not trusted as before.
+        """
         slot = self.recipe.trace.program.slots[index]
         where = ".".join(filter(None, (self.name, slot.path))) or "the model"
         came = CAME.get(self.recipe.slots[index].kind, "was computed again for backward")
-        return WrongValue(
+        words = (
             f"saved tensor {slot.index} of {where} (shape {slot.shape}, {slot.dtype}, after {slot.op or 'the start'}) "
             f"{came} and is not what forward had"
+        )
+        kind = likely_kind(self.recipe, index, self.region)
+        after = self.region.recordings.wrong(self.recipe, f"{words}. {kind}", looked=self.looked)
+        for region in regions_of(self.region):  # what has changed for one may have for others, a step later
+            region.recordings.forget()
+        return WrongValue(
+            f"{words} (call {self.number} of this region). {kind} The gradients of this step must not be used; "
+            f"from the next step on this region {after}"
         )
 
     # called by recomputation code ------------------------------------------------------------------------------------
@@ -312,6 +466,22 @@ class Frame:
         if version_of(held) != box.version:
             raise self.stale(buffer, box.version, version_of(held))
         return held if held.__class__ in UNWRAPPED else arrived(held)
+
+
+def _is(found: Any, recorded: TensorRef) -> bool:
+    """Whether a value can be the recorded one. Where a hook has changed it, its box stays empty, which `leave` sees."""
+    if not isinstance(found, Tensor):
+        return False
+    inner = plain(found)
+    return inner.shape == recorded.size and inner.dtype is recorded.dtype and wrapping(found) == recorded.wrap
+
+
+_PACK: Final = Frame.pack
+
+
+def is_pack_listened_to() -> bool:
+    """Whether somebody who measures has put a function of its own in the place of `Frame.pack`."""
+    return Frame.pack is not _PACK
 
 
 def _parameter(table: dict[str, Any], leaf: str) -> tuple[dict[str, Any], str, Tensor, int]:

@@ -37,15 +37,8 @@ from jettison.runtime.callers import (
 )
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.copies import COPY, copied_forward, pickled_forward, trains_plainly
-from jettison.runtime.forward_run import (
-    ActiveFrame,
-    Listener,
-    ViewsReplayed,
-    current_frame,
-    is_pack_listened_to,
-    running,
-)
-from jettison.runtime.frame import unpack
+from jettison.runtime.forward_run import Listener, ViewsReplayed, current_frame, running
+from jettison.runtime.frame import Frame, is_pack_listened_to, unpack
 from jettison.runtime.graph_fingerprint import bounds_of, graph_print, is_turn, next_sequence_number
 from jettison.runtime.handles import Diverged
 from jettison.runtime.listeners import CallListener, Watched
@@ -107,7 +100,7 @@ class PlannedForward:
         self.in_dry_run = False  # runs where it was recorded: what looks like a change there is not one of the model's
         self.before_first: Callable[[], None] | None = None  # what has to hold when the first run begins
         self.listener: CallListener | None = None
-        self.frames: weakref.WeakSet[ActiveFrame] = weakref.WeakSet()
+        self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
         self.assumptions: Assumptions | None = None  # of the plan, where this is the root
         self.structure: Watched | None = None  # of the model, where this is the root of a plan
         self.offload: OffloadEngine | None = None  # of the plan, where anything in it moves
@@ -428,7 +421,7 @@ class PlannedForward:
                 "without a recording"
             ) from error
 
-    def _leave(self, frame: ActiveFrame) -> bool:
+    def _leave(self, frame: Frame) -> bool:
         """Close a frame; whether the run was the recorded one.
 
         Raises:
@@ -453,7 +446,7 @@ class PlannedForward:
         assert recipe is not None
         self._watch(recipe)
         group = self.begin_group(moves=bool(recipe.moved))
-        frame = ActiveFrame(recipe, self, group, moves=not self.stays(), switches=key[1][AUTOCASTS:])
+        frame = Frame(recipe, self, group, key[1][AUTOCASTS:], moves=not self.stays())
         frame.how, frame.rounded, frame.salt = self.how, self.rounded, self.calls * SALT
         if not prepared.checked:
             refuse_capture(f"{self.name or 'the model'} has not run under its plan so far")
@@ -500,7 +493,7 @@ class PlannedForward:
             frame.handed = {}
         return output
 
-    def _has_graph_of(self, prepared: Prepared, frame: ActiveFrame, output: Any, leaves: list[Any]) -> bool:
+    def _has_graph_of(self, prepared: Prepared, frame: Frame, output: Any, leaves: list[Any]) -> bool:
         """Whether a run built the graph of the first one, which was compared with the recording call by call."""
         bounds = bounds_of(frame.start, frame.nested, self.recordings.owners, leaves)
         graph = graph_print(tree_leaves(output), bounds)
