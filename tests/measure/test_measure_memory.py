@@ -403,3 +403,27 @@ def test_a_mode_in_between_sees_every_op():
     seeing = [Seeing(), Seeing()]
     assert [fake_step(mode, model, batch, one) for one in seeing] == [first, first]
     assert seeing[0].calls == seeing[1].calls > 50
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("holds", [False, True])
+def test_memory_from_before_counts_until_it_is_freed(holds: bool, known: bool) -> None:
+    """The profiler has sizes of what was allocated under one alone, in this step or in a step before."""
+    held = []
+
+    def make() -> None:
+        held[:] = [torch.empty(2 * KIB, dtype=torch.uint8), torch.empty(KIB, dtype=torch.uint8)]
+
+    def replace() -> None:
+        held[0] = None
+        held[0] = torch.empty(5 * KIB, dtype=torch.uint8)
+
+    if known:
+        assert measured_peak(make, static_tensors=()).peak_bytes == 3 * KIB
+    else:
+        make()
+    others = list(held) if holds else []
+    report = measured_peak(replace, static_tensors=iter(list(held)))
+    del others
+    assert report.static_bytes == 3 * KIB
+    assert report.peak_bytes == report.after_bytes == (8 if holds else 6) * KIB

@@ -17,6 +17,8 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
@@ -33,7 +35,16 @@ from support.toys import Mlp
 from support.users_loops import Language, Mlps, ids, next_word, pair
 
 QUICK = ("gan under ddp", "1F1B")
-MORE = ("GPipe", "interleaved", "zero bubble", "growing under ddp", "whole step under fsdp2", "thawing under fsdp2")
+MORE = (
+    "GPipe",
+    "interleaved",
+    "looped BFS",
+    "zero bubble",
+    "zero bubble V",
+    "growing under ddp",
+    "whole step under fsdp2",
+    "thawing under fsdp2",
+)
 
 
 def ddp_peak(run: Callable[[], Any], models: Sequence[Any], optimizers: Sequence[Any], batch: Any) -> int:
@@ -239,8 +250,9 @@ def thawing_under_fsdp2() -> dict[str, Any]:
 def pipeline(kind: Any) -> dict[str, Any]:
     """More micro-batches than a dry run has; with two stages a rank where a schedule interleaves them."""
     rank, ranks, several = distributed.get_rank(), distributed.get_world_size(), issubclass(kind, PipelineScheduleMulti)
-    places = [rank, rank + ranks] if several else [rank]
     last = (2 if several else 1) * ranks - 1
+    second = last - rank if kind is ScheduleZBVZeroBubble else rank + ranks
+    places = [rank, second] if several else [rank]
     words = torch.randint(0, 64, (48, 24), generator=torch.Generator().manual_seed(0))
 
     def made() -> tuple[nn.ModuleList, list[PipelineStage], Any]:
@@ -265,6 +277,7 @@ def pipeline(kind: Any) -> dict[str, Any]:
     handle = jettison.auto_checkpoint(schedule, words, budget, step=step, optimizer=optimizer)
     step(schedule, words)
     same = all(map(torch.equal, (p.grad for p in modules.parameters()), expected))
+    optimizer.zero_grad()
 
     def run() -> None:
         step(schedule, words)
@@ -277,7 +290,8 @@ def pipeline(kind: Any) -> dict[str, Any]:
     buffers = [buffer for buffer in found if buffer is not None]
     for buffer in buffers:
         buffer.grad = None  # a split backward leaves it there until the next step
-    static = [*static_tensors(modules, words, optimizer), *buffers]
+    static = iter([*static_tensors(modules, words, optimizer), *buffers])
+    del found, buffers, buffer  # between stages on one rank: the step replaces them
     assert handle.plan is not None
     measured = measured_peak(run, static_tensors=static).peak_bytes
     return {"same": same, "budget": int(budget), "peaks": [[handle.plan.predicted.peak_bytes, measured]]}
@@ -309,6 +323,8 @@ LOOPS = {
     "GPipe": functools.partial(pipeline, ScheduleGPipe),
     "interleaved": functools.partial(pipeline, ScheduleInterleaved1F1B),
     "zero bubble": functools.partial(pipeline, ScheduleInterleavedZeroBubble),
+    "looped BFS": functools.partial(pipeline, ScheduleLoopedBFS),
+    "zero bubble V": functools.partial(pipeline, ScheduleZBVZeroBubble),
     "thawing under fsdp2": thawing_under_fsdp2,
     "gan under ddp": gan_under_ddp,
     "growing under ddp": growing_under_ddp,

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from jettison.capture.tensor_subclasses import parts_of
 from jettison.ledger.levels import StepLevels
 from jettison.measure.tensors import unique_bytes
 
 ALLOCATION_EVENT = "[memory]"
 _MARK = "jettison.step."
+_FREED = "jettison.freed."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +71,12 @@ def measured_peak(
     """Run `step` once and report its peak of allocated bytes.
 
     On the CPU: the profiler's allocation events, replayed in time order from the bytes of the distinct storages of
-    `static_tensors`. On CUDA (any static tensor there): `max_memory_allocated`, which also holds whatever else the
+    `static_tensors`; what the step frees of those counts until then, if nobody else holds them (give an iterator). On
+    CUDA (any static tensor there): `max_memory_allocated`, which also holds whatever else the
     process has on the device. `static_tensors` must list what is alive before the step (see `memory.static_tensors`).
     """
     tensors = tuple(static_tensors)
+    del static_tensors
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     if len(devices) > 1:
         names = sorted(map(str, devices))
@@ -79,7 +84,9 @@ def measured_peak(
     gc.collect()
     if devices:
         return _cuda_peak(step, devices.pop(), marks or PhaseMarks())
-    return _cpu_peak(step, unique_bytes(tensors))
+    static_bytes, watched = unique_bytes(tensors), _watched(tensors)
+    del tensors
+    return _cpu_peak(step, static_bytes, watched)
 
 
 def allocation_deltas(step: Callable[[], object]) -> list[int]:
@@ -100,11 +107,40 @@ def quiet_profiler() -> Iterator[None]:
             del os.environ[level]
 
 
+def _watched(tensors: Iterable[Tensor]) -> list[weakref.ref[UntypedStorage]]:
+    """References that mark, in the profiler's events, when memory on the CPU goes that was there before it began: torch
+    knows the size of what was allocated under a profiler alone.
+    """
+
+    def mark(address: int, nbytes: int) -> Callable[[object], None]:
+        def freed(_: object) -> None:
+            with record_function(f"{_FREED}{address}.{nbytes}"):
+                pass
+
+        return freed
+
+    storages = {s._cdata: s for t in tensors for part in parts_of(t) if (s := part.untyped_storage()).nbytes()}
+    return [weakref.ref(s, mark(s.data_ptr(), s.nbytes())) for s in storages.values() if s.device.type == "cpu"]
+
+
+def _first_freed(profiler: Any) -> set[int]:
+    """Addresses of what was freed as the profiler knew, and had been allocated under one before."""
+    left: list[Any] = list(profiler.profiler.kineto_results.experimental_event_tree())
+    first: dict[int, tuple[int, int]] = {}  # by address: when its first change was, and by how many bytes
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.name == ALLOCATION_EVENT:
+            change = event.start_time_ns, event.extra_fields.alloc_size
+            first[event.extra_fields.ptr] = min(change, first.get(event.extra_fields.ptr, change))
+    return {address for address, (_, nbytes) in first.items() if nbytes < 0}
+
+
 def _profiled(step: Callable[[], object]) -> tuple[list[tuple[int, int]], list[tuple[int, str]]]:
     """(time, bytes) of what is allocated and freed on the CPU, and (time, name) of where phases begin."""
     with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
-    changes, begins = [], []
+    changes, begins, freed = [], [], []
     for event in profiler.profiler.kineto_results.events():
         name = event.name()
         if name == ALLOCATION_EVENT:
@@ -112,11 +148,16 @@ def _profiled(step: Callable[[], object]) -> tuple[list[tuple[int, int]], list[t
                 changes.append((event.start_ns(), int(event.nbytes())))
         elif name.startswith(_MARK):
             begins.append((event.start_ns(), name.removeprefix(_MARK)))
+        elif name.startswith(_FREED):
+            freed.append((event.start_ns(), *map(int, name.removeprefix(_FREED).split("."))))
+    known = _first_freed(profiler) if freed else set()
+    changes += [(time, -nbytes) for time, address, nbytes in freed if address not in known]
     return sorted(changes, key=lambda change: change[0]), sorted(begins)
 
 
-def _cpu_peak(step: Callable[[], object], static_bytes: int) -> PeakReport:
+def _cpu_peak(step: Callable[[], object], static_bytes: int, watched: list[weakref.ref[UntypedStorage]]) -> PeakReport:
     changes, begins = _profiled(step)
+    watched.clear()
     live_bytes = peak_bytes = static_bytes
     stretches: list[tuple[str, list[int]]] = [("before", [])]
     for time, delta_bytes in changes:
