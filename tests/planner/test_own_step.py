@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -294,10 +295,6 @@ def test_more_forwards_than_the_step_has_are_said() -> None:
     torch.stack(losses).sum().backward()
 
 
-def closure(model: nn.Module) -> Callable[..., Any]:
-    return lambda _model, ids: next_word(model(ids), ids).backward()
-
-
 def with_its_optimizer(model: Any, ids: Tensor) -> None:
     next_word(model(ids), ids).backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
@@ -379,6 +376,23 @@ def test_a_step_that_takes_its_batches_itself_is_refused() -> None:
         jettison.auto_checkpoint(words(), batch()[:2], "20MiB", step=taking)
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_step_with_workers_of_a_loader_is_refused(persistent: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """Once they run, and before."""
+    loader = torch.utils.data.DataLoader(batch(), batch_size=2, num_workers=1, persistent_workers=persistent)
+    if persistent:
+        next(iter(loader))
+
+    def taking(model: Any, _: Any) -> None:
+        for ids in loader:
+            next_word(model(ids), ids).backward()
+
+    with pytest.raises(UnsupportedModule, match="DataLoader"):
+        jettison.auto_checkpoint(words(), batch()[:2], "20MiB", step=taking)
+    assert len(multiprocessing.active_children()) == persistent
+    assert capfd.readouterr().err == ""
+
+
 def test_shapes_cost_nothing_that_is_not_there() -> None:
     def once(model: Any, x: Tensor) -> None:
         model(x).square().mean().backward()
@@ -394,11 +408,63 @@ def test_shapes_cost_nothing_that_is_not_there() -> None:
     assert beside.value.minimum_budget_bytes == alone.value.minimum_budget_bytes
 
 
-def test_a_step_that_trains_a_model_from_a_closure_is_refused() -> None:
-    model = words()
+class Trainer:
+    """Has a model, of which its step takes nothing from its argument."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.trained = model, list(model.parameters())
+
+    def step(self, _model: Any, ids: Tensor) -> None:
+        next_word(self.model(ids), ids).backward()
+        for parameter in self.trained:
+            parameter.grad *= 0.5
+
+
+def halved_by_closure(model: nn.Module) -> Callable[..., Any]:
+    def step(given: Any, ids: Tensor) -> None:
+        (next_word(given(ids), ids) + model.head.weight.square().mean()).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 0.5
+
+    return step
+
+
+def by_tables(model: nn.Module) -> Callable[..., Any]:
+    held = {"model": model, "heads": [model.head]}
+
+    def step(_model: Any, ids: Tensor) -> None:
+        next_word(held["model"](ids), ids).backward()
+        held["heads"][0].weight.grad.clamp_(-1e-4, 1e-4)
+
+    return step
+
+
+@pytest.mark.parametrize("held", [lambda model: Trainer(model).step, halved_by_closure, by_tables])
+def test_a_step_may_hold_the_model_itself(held: Callable[[nn.Module], Callable[..., Any]]) -> None:
+    models, optimizer, _ = loop(accumulated, frozen=False)
+    expected = train((models, optimizer, held(models[0])), batch())
+    models, optimizer, _ = loop(accumulated, frozen=False)
+    own = models, optimizer, held(models[0])
+    before = [p.detach().clone() for p in models[0].parameters()]
+    with pytest.raises(Infeasible) as error:
+        jettison.auto_checkpoint(models[0], batch(), Bytes(1000), step=own[2], optimizer=optimizer)
+    assert all(p.grad is None for p in models[0].parameters())
+    assert all(map(torch.equal, models[0].parameters(), before))
+    budget = Bytes(error.value.minimum_budget_bytes)
+    handle = jettison.auto_checkpoint(models[0], batch(), budget, step=own[2], optimizer=optimizer)
+    for got, wanted in zip(train(own, batch()), expected, strict=True):
+        assert all(map(torch.equal, got, wanted))
+    assert handle.plan is not None
+    assert peak(own, batch()) == pytest.approx(handle.plan.predicted.peak_bytes, abs=256)
+
+
+def test_a_step_that_never_runs_the_model_is_refused() -> None:
+    other = words()
     with pytest.raises(UsageError, match="never ran the model"):
-        jettison.auto_checkpoint(model, batch(), "20MiB", step=closure(model))
-    assert all(p.grad is None for p in model.parameters())
+        jettison.auto_checkpoint(
+            words(), batch(), "20MiB", step=lambda _model, ids: next_word(other(ids), ids).backward()
+        )
+    assert all(p.grad is None for p in other.parameters())
 
 
 def test_the_state_of_an_optimizer_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:

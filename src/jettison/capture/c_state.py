@@ -390,6 +390,7 @@ _OUTSIDE = frozenset(
         *("sqlite3.Connection", "sqlite3.Cursor", "socket.socket", "subprocess.Popen", "greenlet.greenlet"),
         *("multiprocessing.connection.Connection", "multiprocessing.connection.Client"),
         *("torch.profiler.profiler.profile", "torch.utils.tensorboard.writer.SummaryWriter"),
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
     )
 )
 """Kinds of objects that speak to databases, files, other programs and other processes, or go on by themselves."""

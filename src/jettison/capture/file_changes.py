@@ -1,8 +1,9 @@
-"""Files that a run changes on disk, where it must leave nothing behind: refused by name before they are touched.
+"""Files that a run changes and processes that it starts, where it must leave nothing behind: refused by name before.
 
 Nothing puts back what was in a file, and a checkpoint that a dry run of a step saves has no values. So functions that
 open a file for writing, rename it or delete it are replaced while such a run goes on: an audit hook would see them all,
-but it stays for good and is asked at every `id()`. Files that were open before are `c_state`'s.
+but it stays for good and is asked at every `id()`. Files that were open before are `c_state`'s. So is the function that
+starts a process of `multiprocessing`: workers of a `DataLoader` would be handed tensors that have no memory.
 
 Temporary files may be made, and what Python and compilers write while they import and compile may stay.
 """
@@ -18,6 +19,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ _LOCK = threading.Lock()
 
 
 def refuse_file_changes(refused: list[UnsupportedModule]) -> None:
-    """From now on this thread opens no file for writing, and renames and deletes none.
+    """From now on this thread opens no file for writing, renames and deletes none, and starts no process.
 
     Args:
         refused: gets each error that is raised, since the code around may go on without a word.
@@ -63,6 +65,8 @@ def asking(function: Any) -> Any:
     return _ASKING.get(Same(function)) if isinstance(function, _KINDS) else None
 
 
+Refuses = Callable[..., UnsupportedModule | None]
+"""Error for a call with such arguments, or None where it may run."""
 Changes = Callable[..., str]
 """Verb for what a call with such arguments does to the file that it is given first, or an empty text."""
 
@@ -79,28 +83,53 @@ def _verb(verb: str) -> Changes:
     return lambda *_, **__: verb
 
 
-def _functions() -> Iterator[tuple[Any, str, Changes]]:
+def _functions() -> Iterator[tuple[Any, str, Refuses]]:
     for holder in (builtins, io, sys.modules["_io"]):
-        yield holder, "open", _opens
-    yield os, "open", _opens_by_flags
+        yield holder, "open", _of_files(_opens)
+    yield os, "open", _of_files(_opens_by_flags)
     for name, verb in (("rename", "renames"), ("replace", "renames"), ("truncate", "cuts off")):
-        yield os, name, _verb(verb)
+        yield os, name, _of_files(_verb(verb))
     for name in ("remove", "unlink", "rmdir"):
-        yield os, name, _verb("deletes")
-    yield torch.serialization, "_open_zipfile_writer", _verb("saves")  # in C++
+        yield os, name, _of_files(_verb("deletes"))
+    yield torch.serialization, "_open_zipfile_writer", _of_files(_verb("saves"))  # in C++
+    yield BaseProcess, "start", _starts
 
 
-def _asking(function: Any, changes: Changes) -> Any:
+def _of_files(changes: Changes) -> Refuses:
+    def refuses(*args: Any, **kwargs: Any) -> UnsupportedModule | None:
+        if not (verb := changes(*args, **kwargs)):
+            return None
+        path = args[0] if args else next(iter(kwargs.values()), None)
+        if not _is_of_the_run(path):
+            return None
+        return UnsupportedModule(
+            f"the forward or the step {verb} the file {os.fspath(path)!r}. Planning and recording run it once more, "
+            "and nothing puts a file back, so it has not been touched: do this outside of it, after the step for "
+            "example, or write to a file that is open before"
+        )
+
+    return refuses
+
+
+def _starts(process: BaseProcess) -> UnsupportedModule:
+    what, instead = f"the process {process.name}", "start it outside of the step"
+    if getattr(getattr(process, "_target", None), "__module__", "") == "torch.utils.data._utils.worker":
+        what = "a worker of a DataLoader"
+        instead = "take batches from it outside of the step and give the step one, or make it with num_workers=0"
+    return UnsupportedModule(
+        f"the forward or the step starts {what}. Planning and recording run it once more, on tensors without values "
+        f"that no other process can read, so it has not been started: {instead}"
+    )
+
+
+def _asking(function: Any, refuses: Refuses) -> Any:
     @functools.wraps(function)
     def instead(*args: Any, **kwargs: Any) -> Any:
         runs = _LOOKING.get(threading.get_ident())
-        if runs and (verb := changes(*args, **kwargs)):
-            path = args[0] if args else next(iter(kwargs.values()), None)
-            if _is_of_the_run(path) and not _is_allowed(sys._getframe(1)):
-                error = _refusal(verb, path)
-                for refused in runs:
-                    refused.append(error)
-                raise error
+        if runs and (error := refuses(*args, **kwargs)) is not None and not _is_allowed(sys._getframe(1)):
+            for refused in runs:
+                refused.append(error)
+            raise error
         return function(*args, **kwargs)
 
     return instead
@@ -127,16 +156,8 @@ def _is_allowed(frame: types.FrameType | None) -> bool:
     return False
 
 
-def _refusal(verb: str, path: Any) -> UnsupportedModule:
-    return UnsupportedModule(
-        f"the forward or the step {verb} the file {os.fspath(path)!r}. Planning and recording run it once more, and "
-        "nothing puts a file back, so it has not been touched: do this outside of it, after the step for example, or "
-        "write to a file that is open before"
-    )
-
-
 _PLACES = [(holder, name, getattr(holder, name)) for holder, name, _ in _functions()]
 _ASKING = {
-    Same(getattr(holder, name)): _asking(getattr(holder, name), changes) for holder, name, changes in _functions()
+    Same(getattr(holder, name)): _asking(getattr(holder, name), refuses) for holder, name, refuses in _functions()
 }
 _KINDS = (types.BuiltinFunctionType, types.FunctionType)

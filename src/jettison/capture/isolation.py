@@ -74,13 +74,19 @@ class Isolation:
 
 
 @contextlib.contextmanager
-def leaving_nothing(modules: Iterable[nn.Module], values: Iterable[Any] = ()) -> Iterator[Isolation]:
+def leaving_nothing(
+    modules: Iterable[nn.Module], values: Iterable[Any] = (), replaced: Iterable[tuple[Any, Any]] = ()
+) -> Iterator[Isolation]:
     """Python's state is as it was when this ends; what tensors hold is `undo`'s.
+
+    Args:
+        replaced: objects, and what the run finds where its code holds them.
 
     Raises:
         UnsupportedModule: something moved that cannot be put back, or would have moved.
     """
     state = Isolation(modules, values)
+    state.reach.replace(replaced)
     state.reach.set_aside()
     try:
         yield state

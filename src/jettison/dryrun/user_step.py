@@ -131,6 +131,7 @@ def observe(
     optimizer: torch.optim.Optimizer | None = None,
     copied: torch.optim.Optimizer | None = None,
     counted: Counted | None = None,
+    real: Sequence[nn.Module] = (),
 ) -> Seen:
     """Run a step on fake copies, once for each batch, and see how it calls each of their modules. Nothing real is
     computed with, nothing stays behind.
@@ -138,6 +139,7 @@ def observe(
     Args:
         optimizer, copied: the loop's, and its copy over fake parameters.
         counted: is told what the step allocates.
+        real: modules that the copies stand for, also where the step's code holds them (a closure, ``self.model``).
 
     Raises:
         UsageError: no model is called with gradients, or there is no backward.
@@ -147,7 +149,7 @@ def observe(
     left: set[nn.Parameter] = set()
     for batch in batches:
         with standing_in(optimizer, copied):
-            seen = _observed(step, copies, batch, mode, optimizer, counted)
+            seen = _observed(step, copies, batch, mode, optimizer, counted, real)
         inside |= seen.inside
         left |= seen.left
         for use, found in zip(uses, seen.uses, strict=True):
@@ -166,6 +168,7 @@ def _observed(
     mode: FakeTensorMode,
     optimizer: torch.optim.Optimizer | None,
     counted: Counted | None,
+    real: Sequence[nn.Module],
 ) -> Seen:
     modules = modules_of(copies)
     uses = [ModelUse() for _ in modules]
@@ -188,7 +191,7 @@ def _observed(
         hooks.append(inner.register_forward_pre_hook(watcher.before, with_kwargs=True))
         hooks.append(inner.register_forward_hook(watcher.after))
     try:
-        with _on_fakes(step, modules, batch, mode), noting_steps(optimizer, stepped), _counting(counted):
+        with _on_fakes(step, modules, batch, mode, real), noting_steps(optimizer, stepped), _counting(counted):
             step(*copies, opaque_copy(batch))
         left = note()
     except (JettisonError, torch.OutOfMemoryError):
@@ -210,8 +213,8 @@ def _observed(
     if not any(use.calls for use in uses):
         raise UsageError(
             "step= never ran the model's own forward with gradients; expected step(model, batch) to call model(...). "
-            "Planning runs it on a copy without memory: not on what it finds elsewhere (a closure, self.model), nor on "
-            "other methods alone (model.encode)"
+            "Planning runs it on a copy without memory, also where its code holds the model (a closure, self.model); "
+            "it sees no call of other methods alone (model.encode), nor of a model that a functools.partial holds"
         )
     if all(len(watcher.unasked) == len(watcher.use.calls) for watcher in watchers):
         raise UsageError("step= ran no backward of the model's output; expected forwards and backwards of one step")
@@ -350,15 +353,26 @@ def _printable() -> Iterator[None]:
         FakeTensor.__format__ = own
 
 
+def _parts(real: Sequence[nn.Module], copies: Sequence[nn.Module]) -> Iterator[tuple[Any, Any]]:
+    """Modules, parameters and buffers, each with its copy."""
+    for one, copied in zip(real, copies, strict=False):
+        for kind in ("named_modules", "named_parameters", "named_buffers"):
+            known = dict(getattr(copied, kind)(remove_duplicate=False))
+            found = getattr(one, kind)(remove_duplicate=False)
+            yield from ((part, known[name]) for name, part in found if name in known)
+
+
 @contextlib.contextmanager
-def _on_fakes(step: Step, modules: Sequence[nn.Module], batch: Any, mode: FakeTensorMode) -> Iterator[None]:
+def _on_fakes(
+    step: Step, modules: Sequence[nn.Module], batch: Any, mode: FakeTensorMode, real: Sequence[nn.Module]
+) -> Iterator[None]:
     """The step may run in here. Values that its own code asks for (``loss.item()``) are made up; what is warned of is
     warned of when the step really runs.
     """
     with (
         warnings.catch_warnings(action="ignore"),
         _printable(),
-        leaving_nothing(modules, [step, *tree_leaves(batch)]),
+        leaving_nothing(modules, [step, *tree_leaves(batch)], _parts(real, modules)),
         tracing(mode, values_known=True),
         torch.enable_grad(),
         roughly(modules[0]),
@@ -381,6 +395,7 @@ class UserStep:
         gradients_held: parameters have gradients when the step begins.
         optimizer, copied: the loop's, and its copy over the fake parameters.
         seen: the step's optimizers. Where it runs some itself, it begins with the gradients that it left the last time.
+        real: see `observe`.
     """
 
     def __init__(
@@ -396,10 +411,11 @@ class UserStep:
         optimizer: torch.optim.Optimizer | None = None,
         copied: torch.optim.Optimizer | None = None,
         seen: Seen | None = None,
+        real: Sequence[nn.Module] = (),
     ) -> None:
         self.step, self.batches, self.mode, self.gradients_held = step, batches, mode, gradients_held
         self.gradients, self._own = gradients, with_memory_of_their_own(gradients)
-        self.copies, self.all = copies, modules_of(copies)
+        self.copies, self.all, self.real = copies, modules_of(copies), real
         self.modules: Sequence[nn.Module] = [inside_of_ddp(self.all[number]) for number in planned]
         self.loops_own, self.optimizer = optimizer, copied
         self.inside = frozenset() if seen is None else seen.inside
@@ -421,7 +437,7 @@ class UserStep:
         """
         with (
             as_signed(self.switches),
-            _on_fakes(self.step, self.all, self.batches, trace.mode),
+            _on_fakes(self.step, self.all, self.batches, trace.mode, self.real),
             standing_in(self.loops_own, self.optimizer),
         ):
             yield

@@ -166,6 +166,7 @@ class OwnStep:
             optimizer=self.optimizer,
             copied=_copied(self.optimizer, self.modules, self.copies, self.mode),
             seen=self.seen,
+            real=self.modules,
         )
 
     @property
@@ -234,7 +235,7 @@ def describe_step(
     copies = copies_of(models, mode, stages)
     its_copy = _copied(optimizer, modules_of(models), copies, mode)
     counted = Counted()
-    seen = observe(step, copies, batches, mode, optimizer, its_copy, counted)
+    seen = observe(step, copies, batches, mode, optimizer, its_copy, counted, modules_of(models))
     uses = seen.uses
     for copied, use in zip(modules_of(copies), uses, strict=True):
         if isinstance(copied, ImaginedReplica):
