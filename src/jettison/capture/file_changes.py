@@ -99,7 +99,7 @@ def _of_files(changes: Changes) -> Refuses:
     def refuses(*args: Any, **kwargs: Any) -> UnsupportedModule | None:
         if not (verb := changes(*args, **kwargs)):
             return None
-        path = args[0] if args else next(iter(kwargs.values()), None)
+        path: Any = args[0] if args else next(iter(kwargs.values()), None)
         if not _is_of_the_run(path):
             return None
         return UnsupportedModule(
