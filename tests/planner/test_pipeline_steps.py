@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 
 import jettison
 from jettison.dryrun.imagined_pipeline import _Chain
@@ -120,6 +120,18 @@ def test_a_step_that_fails_is_said(alone: None) -> None:
 
     with pytest.raises(TraceError, match="no such rows"):
         jettison.auto_checkpoint(schedule(), torch.randn(8, 16), "1GiB", step=fails)
+
+
+def test_layers_that_torch_would_lose_are_refused_by_name(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 does, where a backward is split; tests/parallel/test_parallel_layouts.py says which version does."""
+
+    def lost(*_: object, **__: object) -> None:
+        raise RuntimeError("Attribute '_input_metadata' is invalid for this instance of _C._FunctionBase.")
+
+    monkeypatch.setattr(PipelineStage, "backward_weight_one_chunk", lost)
+    made = schedule(lambda stage, *rest: ScheduleInterleavedZeroBubble([stage], *rest))
+    with pytest.raises(UnsupportedModule, match=r"loses layers that are an .* between the halves"):
+        jettison.auto_checkpoint(made, torch.randn(32, 8, 16), "1GiB", step=step)
 
 
 def test_a_stage_hears_what_the_one_before_returns_or_why_it_does_not() -> None:

@@ -25,6 +25,7 @@ from torch.utils.weak import TensorWeakRef
 
 from jettison.capture.fakes import fake_copy
 from jettison.dryrun.schedules import Scheduled, stages_of
+from jettison.errors import UnsupportedModule
 from jettison.measure.memory import AllocationCounter
 from jettison.parallel.agree import Agreement, Round, ranks_in
 from jettison.parallel.imagined import ImaginedReplica, imagined_copy, imagined_group
@@ -51,6 +52,19 @@ class ImaginedStage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
         return self._noted(bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def backward_weight_one_chunk(self, *args: Any, **more: Any) -> Any:
+        """torch 2.11 finds no ``autograd.Function`` of which only Python has a reference between the halves."""
+        try:
+            return super().backward_weight_one_chunk(*args, **more)
+        except RuntimeError as error:
+            if "_input_metadata" not in str(error):
+                raise
+            raise UnsupportedModule(
+                f"stage {self.stage_index}: torch {torch.__version__} loses layers that are an autograd.Function "
+                "between the halves of a split backward, without a plan, too; expected a schedule that does not split "
+                "it, such as ScheduleInterleaved1F1B, or torch 2.13 or newer"
+            ) from error
 
     def _output_slot_is_releasable(self, output: Any) -> tuple[bool, str]:
         """torch 2.15 lets go of an output once it is sent, if it is a plain tensor, for which a fake one stands."""
