@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.recorder import Earliest, Latest, Recorder, recorder_of
 from torch import Tensor
 
 import jettison
@@ -35,7 +36,6 @@ from jettison.planner.handle import Applied
 from jettison.planner.readiness import traced
 from jettison.runtime.accelerator import Accelerator
 from jettison.runtime.device import Event, Slab, Stream
-from jettison.runtime.recorder import Earliest, Latest, Recorder
 from jettison.solve.policy import Full, KeepAll, Offload
 
 STALL_CYCLES = 5_000_000
@@ -165,9 +165,10 @@ def _ways(handle: Applied, device: torch.device) -> list[tuple[str, Callable[[],
     engine = handle.offload
     assert engine is not None
     found: list[tuple[str, Callable[[], None]]] = []
-    if isinstance(engine.device, Recorder):
+    if device.type == "cpu":
+        recorder = recorder_of(engine)
         for name, order in (("copies late", Latest()), ("copies early", Earliest())):
-            found.append((name, lambda order=order: setattr(engine.device, "order", order)))
+            found.append((name, lambda order=order: setattr(recorder, "order", order)))
         return found
     for ways in (("out",), ("back",), ("out", "back")):
         name = f"copies stalled on the way {' and '.join(ways)}"

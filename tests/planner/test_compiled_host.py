@@ -17,7 +17,6 @@ from jettison.capture.compiled import CompiledProgram
 from jettison.errors import Infeasible
 from jettison.planner.host_compiled import with_moves_of_compiled
 from jettison.planner.points import compiled_points
-from jettison.runtime.recorder import Recorder
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.plan import Plan
 from jettison.solve.problem import Sent
@@ -26,6 +25,7 @@ from jettison.spec.kernels import Device
 from support.compiled_blocks import INPUT_BYTES, QUIET, WIDTH, batch, equal, gradients, peak
 from support.compiled_families import Loss, blocks_of, language_model
 from support.compiled_sending import Stack, slow_to_compute
+from support.recorder import recorder_of
 from support.toys import Mlp
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "computing_again_takes_long"), *QUIET]
@@ -83,10 +83,10 @@ def test_budgets_hold_on_both_sides(budgets: int) -> None:
             sending += said.host_bytes > 0
             assert (0 if engine is None else engine.pool.peak_bytes) == said.host_bytes
             if engine is not None:
-                assert isinstance(engine.device, Recorder)
-                with engine.device.watching():
+                device = recorder_of(engine)
+                with device.watching():
                     assert equal(gradients(model, given), expected)
-                assert not engine.device.races and not engine.pool.live_bytes
+                assert not device.races and not engine.pool.live_bytes
     assert measured == sorted(measured)
     assert measured[-1] <= most
     assert budgets // 2 <= sending < budgets
@@ -189,8 +189,7 @@ def test_language_models_keep_twelve_budgets(kind: str) -> None:
             assert measured[-1] <= budget
             ratios.append(measured[-1] / said.peak_bytes)
             if handle.offload is not None:
-                device = handle.offload.device
-                assert isinstance(device, Recorder)
+                device = recorder_of(handle.offload)
                 with device.watching():
                     assert equal(gradients(model, given), expected)
                 assert not device.races

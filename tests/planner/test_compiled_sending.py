@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from jettison.runtime.recorder import Earliest, Latest
 from support.compiled_blocks import QUIET
 from support.compiled_sending import Stack, send_all
 from support.offloading import Shuffled
+from support.recorder import Earliest, Latest
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
 

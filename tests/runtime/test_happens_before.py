@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jettison.runtime.happens_before import Bytes, HappensBefore
+from support.happens_before import Bytes, HappensBefore
 
 A, CLONE, POOL, BACK = Bytes("activation"), Bytes("clone"), Bytes("pinned"), Bytes("reloaded")
 COMPUTE, OUT, IN, SIDE = "compute", "out", "in", "side"

@@ -19,7 +19,6 @@ from jettison.runtime import offload_setup
 from jettison.runtime.accelerator import device_for
 from jettison.runtime.host_pool import HostPool
 from jettison.runtime.offload import Direction, OffloadEngine
-from jettison.runtime.recorder import Earliest, Latest, Recorder
 from jettison.solve.policy import Full, KeepAll, Offload, can_move
 from jettison.units import Bytes
 from support.offloading import (
@@ -38,6 +37,7 @@ from support.offloading import (
     scales,
     seeded,
 )
+from support.recorder import Earliest, Latest, Recorder
 from support.stacks import rows, stack
 from support.toys import Mlp
 from support.training import adamw, assert_same, train

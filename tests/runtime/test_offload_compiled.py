@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import jettison
 from jettison.errors import UsageError
 from jettison.runtime.offload import Direction, OffloadEngine
-from jettison.runtime.recorder import Earliest, Latest, Order, Recorder
 from jettison.solve.policy import Exactly, KeepAll, can_move
 from support.compiled_blocks import INPUT_BYTES, QUIET, WIDTH, batch, equal, gradients, model_of
 from support.offloading import Shuffled
+from support.recorder import Earliest, Latest, Order, recorder_of
 from support.toys import Headed
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
@@ -54,17 +54,18 @@ def test_all_that_blocks_save_moves_and_comes_back(word: str, rate: float, moved
     with jettison.apply(model, word, batch=given, compile="blocks") as handle:
         assert [report.host_bytes for report in handle.report()] == [moved, moved, moved, 0, 0]
         engine = handle.offload
-        assert engine is not None and isinstance(engine.device, Recorder)
+        assert engine is not None
+        device = recorder_of(engine)
         orders: list[Order] = [Earliest(), Latest(), Shuffled(1), Shuffled(2)]
         for order in orders:
-            engine.device.order = order
+            device.order = order
             before = len(engine.transfers)
-            with engine.device.watching():
+            with device.watching():
                 assert equal(gradients(model, given), expected)
             copies = engine.transfers[before:]
             for way in (Direction.OUT, Direction.BACK):
                 assert sum(c.nbytes for c in copies if c.direction is way) == 3 * moved
-        assert not engine.device.races
+        assert not device.races
         assert engine.pool.live_bytes == 0
 
 
@@ -112,17 +113,18 @@ def test_single_tensors_of_a_compiled_block_move() -> None:
         with jettison.apply(model, named, batch=given, compile="blocks") as handle:
             assert [report.host_bytes for report in handle.report()] == [sent, sent, sent, 0, 0]
             engine = handle.offload
-            assert engine is not None and isinstance(engine.device, Recorder)
+            assert engine is not None
             assert engine.pool.real_bytes == 3 * sent
+            device = recorder_of(engine)
             orders: list[Order] = [Earliest(), Latest(), Shuffled(1), Shuffled(2)]
             for order in orders:
-                engine.device.order = order
+                device.order = order
                 engine.transfers.clear()
-                with engine.device.watching():
+                with device.watching():
                     assert equal(gradients(model, given), expected)
                 for way in (Direction.OUT, Direction.BACK):
                     assert sum(c.nbytes for c in engine.transfers if c.direction is way) == 3 * sent
-            assert not engine.device.races
+            assert not device.races
             assert engine.pool.live_bytes == 0 and engine.pool.real_bytes == 3 * sent
             with copies_back(model.stack.layers[3], engine) as back:
                 gradients(model, given)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from jettison.runtime import offload, offload_setup
 from jettison.runtime.host_pool import HostPool
-from jettison.runtime.recorder import Earliest, Latest, Order, Recorder
 from support.offloading import ALL, INPUTS, Line, Pair, Scale, Shuffled, all_orders, seeded
+from support.recorder import Earliest, Latest, Order, Recorder
 from support.toys import Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,10 +20,10 @@ from jettison.planner.host_compiled import option_at, with_moves_of_compiled
 from jettison.planner.points import policy_of
 from jettison.progress import silent
 from jettison.runtime.offload import Transfer
-from jettison.runtime.recorder import Order, Recorder
 from jettison.solve.frontier import NONE_KEY, FrontierPoint
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from support.compiled_blocks import equal, gradients, peak
+from support.recorder import Order, Recorder, recorder_of
 
 
 @contextlib.contextmanager
@@ -115,8 +115,7 @@ def send_all(model: nn.Module, given: tuple[Tensor, ...], orders: list[Order]) -
     handle = jettison.apply(model, policies, batch=given, **how)
     with handle:
         engine = handle.offload
-        device = engine.device if engine is not None else Recorder()
-        assert isinstance(device, Recorder)
+        device = recorder_of(engine) if engine is not None else Recorder()
         same = True
         for order in orders:
             device.order = order

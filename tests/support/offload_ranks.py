@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import jettison
 from jettison.measure import same_bits
 from jettison.runtime.offload import Direction
-from jettison.runtime.recorder import Earliest, Latest, Recorder
 from support.offloading import ALL, INPUTS, Shuffled
+from support.recorder import Earliest, Latest, recorder_of
 from support.toys import Words
 
 WORDS, WIDTH, ROWS, LENGTH, BLOCKS = 40, 16, 4, 8, 4
@@ -59,10 +59,11 @@ def check(args: Any) -> Any:
             planned, plain = built(how, size), built(how, size)
             with jettison.apply(planned, policy, batch=ids, loss_fn=lambda y: y.square().mean()) as handle:
                 engine = handle.offload
-                assert engine is not None and isinstance(engine.device, Recorder)
+                assert engine is not None
+                device = recorder_of(engine)
                 differing: list[str] = []
                 for order in (Latest(), Earliest(), Shuffled(rank)):
-                    engine.device.order = order
+                    device.order = order
                     step(planned, ids)
                     step(plain, ids)
                     differing += [
@@ -74,7 +75,7 @@ def check(args: Any) -> Any:
                 slots = [slot.action for region in handle.report() for slot in region.slots]
                 found[f"{how}, {word}"] = {
                     "differing": differing,
-                    "races": [str(race) for race in engine.device.races],
+                    "races": [str(race) for race in device.races],
                     "out": len(out) // 3,
                     "slots": slots.count("offload"),
                     "fallbacks": [region.fallback for region in handle.report() if region.fallback],

@@ -15,8 +15,8 @@ from jettison.errors import WrongValue
 from jettison.measure import compare_gradients, independent_copy
 from jettison.planner.handle import Applied
 from jettison.runtime.offload import Direction, OffloadEngine
-from jettison.runtime.recorder import Order, Recorder
 from jettison.solve.policy import CheckpointPolicy, Full, Offload
+from support.recorder import Order, Recorder, recorder_of
 
 ALL = Offload(smallest_bytes=1)
 INPUTS = Offload(keeps=Full(), smallest_bytes=1)
@@ -120,9 +120,7 @@ class Pair:
     @property
     def recorder(self) -> Recorder:
         """Its device."""
-        device = self.engine.device
-        assert isinstance(device, Recorder)
-        return device
+        return recorder_of(self.engine)
 
     def step(self, order: Order | None = None) -> list[str]:
         """One forward and backward of each from no gradients; what is wrong with it, if anything."""

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from jettison.errors import UsageError
-from jettison.runtime.device import Device, Event, Slab, Stream, power_of_two
-from jettison.runtime.recorder import Recorder
+from jettison.runtime.device import Device, Event, OnHost, Slab, Stream, power_of_two
 
 
 def is_capturing() -> bool:
@@ -103,7 +102,7 @@ def device_for(device: torch.device) -> Device:
         UsageError: it has neither streams nor memory that this process can read.
     """
     if device.type == "cpu":
-        return Recorder()
+        return OnHost(device)
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or found.type != device.type:
         raise UsageError(f"got tensors on {device} to move to the host; expected an accelerator of torch's, or the CPU")

@@ -1,11 +1,12 @@
 """What moving tensors to the host asks of a device: streams, events, memory on it, pinned memory beside it, copies.
 
-Three things implement it: `accelerator.Accelerator` on whatever `torch.accelerator` knows, `recorder.Recorder` where
-there is none, which chooses the moment of every copy itself and looks for races, and `Imagined` here, for dry runs.
+`accelerator.Accelerator` implements it on whatever `torch.accelerator` knows, `OnHost` where there is none, and
+`Imagined` in dry runs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,3 +127,24 @@ class Imagined:
 
     def fetch(self, slab: Slab, offset: int, into: Tensor) -> None:
         """See `Device`."""
+
+
+class OnHost(Imagined):
+    """The CPU: copies run when they are queued, to memory that torch's allocators do not count."""
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """See `Device`."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def pin(self, nbytes: int) -> Slab:
+        """See `Device`."""
+        real_bytes = self.rounded(nbytes)
+        return Slab((ctypes.c_char * real_bytes).from_buffer(mmap.mmap(-1, real_bytes)), real_bytes, real_bytes)
+
+    def send(self, source: Tensor, slab: Slab, offset: int) -> None:
+        """See `Device`."""
+        ctypes.memmove(ctypes.addressof(slab.memory) + offset, source.data_ptr(), source.numel())
+
+    def fetch(self, slab: Slab, offset: int, into: Tensor) -> None:
+        """See `Device`."""
+        ctypes.memmove(into.data_ptr(), ctypes.addressof(slab.memory) + offset, into.numel())

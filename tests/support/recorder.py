@@ -1,4 +1,5 @@
-"""`Device` where there is none: copies really go to host memory and back, on virtual streams whose order can be chosen.
+"""`Device` of the runtime without one: copies really go to host memory and back, on virtual streams whose order can be
+chosen.
 
 NOTE [ Legal moments ]
 Ops run when Python calls them, as they do on a CPU. A copy does not: it waits in its stream, and may run at any moment
@@ -28,7 +29,9 @@ from jettison.capture.op_traits import writes
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, is_dense, plain
 from jettison.capture.trees import op_leaves
 from jettison.runtime.device import Slab, whole_pages
-from jettison.runtime.happens_before import Bytes, Clock, HappensBefore, Race
+from jettison.runtime.offload import OffloadEngine
+
+from .happens_before import Bytes, Clock, HappensBefore, Race
 
 POISON = 0xFF  # makes NaN of floats
 
@@ -258,9 +261,18 @@ class Recorder:
         return key
 
 
+def recorder_of(engine: OffloadEngine | None) -> Recorder:
+    """What an engine's copies go through from now on."""
+    assert engine is not None, "nothing moves: nothing is tested"
+    if not isinstance(engine.device, Recorder):
+        engine.device = Recorder()
+    return engine.device
+
+
 class _Watch(TorchDispatchMode):
     """See `Recorder.watching`. An operator of higher order (compiled code has them for random states) is one op."""
 
+    __module__ = "jettison.tests"  # compiled blocks run op by op under modes of others
     supports_higher_order_operators = True
 
     def __init__(self, recorder: Recorder) -> None:
