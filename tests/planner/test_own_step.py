@@ -439,7 +439,13 @@ def by_tables(model: nn.Module) -> Callable[..., Any]:
     return step
 
 
-@pytest.mark.parametrize("held", [lambda model: Trainer(model).step, halved_by_closure, by_tables])
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda model: Trainer(model).step,
+        *(pytest.param(held, marks=pytest.mark.slow) for held in (halved_by_closure, by_tables)),
+    ],
+)
 def test_a_step_may_hold_the_model_itself(held: Callable[[nn.Module], Callable[..., Any]]) -> None:
     models, optimizer, _ = loop(accumulated, frozen=False)
     expected = train((models, optimizer, held(models[0])), batch())
