@@ -41,11 +41,12 @@ from torch import nn
 from torch._prims.rng_prims import run_and_save_rng_state
 
 from jettison.capture.c_state import Subclasses, Untouchable, c_state, stand_in
+from jettison.capture.contents import worth_a_look
 from jettison.capture.function_state import is_foreign
 from jettison.capture.guard import MOST_ITEMS, ModuleGuard
 from jettison.capture.isolation import leaving_nothing
 from jettison.capture.lru_caches import CacheState
-from jettison.capture.python_state import MANY, Reach, worth_a_look
+from jettison.capture.python_state import MANY, Reach
 from jettison.capture.undo import WritesUndone
 from jettison.errors import UnsupportedModule
 from jettison.measure.memory import AllocationCounter

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from jettison.capture.python_state import slots_of
+from jettison.capture.contents import slots_of
 from jettison.capture.snapshots import PLAIN, attribute_of, attributes_of, entries_of, is_a, items_of
 from jettison.capture.tensor_subclasses import plain, wrapping
 

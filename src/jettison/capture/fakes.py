@@ -28,10 +28,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from jettison.capture.closures import close_over_copies
+from jettison.capture.contents import is_ours
 from jettison.capture.fabric import started_by_fabric
 from jettison.capture.lent_arrays import copy_arrays
 from jettison.capture.object_copies import copied, without_finalizers
-from jettison.capture.python_state import is_ours
 from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.sharded import (
     leave_casts,

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jettison.capture.contents import is_ours, worth_a_look
 from jettison.capture.function_state import function_reach, globals_of
-from jettison.capture.python_state import HOOK_TABLES, is_ours, worth_a_look
+from jettison.capture.python_state import HOOK_TABLES
 from jettison.capture.snapshots import CONTAINERS, attributes_of, entries_of, is_a, items_of, size_of
 from jettison.identity import Same
 

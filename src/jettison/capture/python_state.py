@@ -25,18 +25,14 @@ from __future__ import annotations
 import builtins
 import contextlib
 import contextvars
-import ctypes
 import functools
-import gc
-import itertools
 import logging
 import queue
 import sys
 import threading
 import types
-import weakref
 from abc import ABCMeta
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -46,7 +42,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture.c_state import (
-    CSV_WRITER,
     CState,
     Subclasses,
     Untouchable,
@@ -56,8 +51,8 @@ from jettison.capture.c_state import (
     is_used_elsewhere,
     iterator_state,
     stand_in,
-    waiting_in,
 )
+from jettison.capture.contents import inside, is_extension, is_ours, is_simple, slots_below, worth_a_look
 from jettison.capture.file_changes import allow_file_changes, refuse_file_changes
 from jettison.capture.function_state import (
     function_reach,
@@ -102,7 +97,7 @@ from jettison.capture.snapshots import (
 )
 from jettison.capture.streams import is_stream, set_stream_state, stream_state
 from jettison.capture.undo import is_in_memory
-from jettison.capture.wide_reach import NAMES_MODULES, NEVER_INSIDE, WHEREVER, is_code, look_widely
+from jettison.capture.wide_reach import NAMES_MODULES, WHEREVER, is_code, look_widely
 from jettison.errors import UnsupportedModule
 from jettison.identity import Same
 
@@ -604,7 +599,7 @@ class Reach:
             return
         if is_a(value, threading.Condition):
             self._seen.add(id(attribute_of(value, "_waiters")))  # threads that wait by now have entered themselves
-        if _is_simple(Same(type(value))) and not callable(value):
+        if is_simple(Same(type(value))) and not callable(value):
             self._object(value, depth)
             return
         if is_a(value, nn.Module):
@@ -626,8 +621,8 @@ class Reach:
                 self.places += [Place("cell_contents", cell) for cell in value.__closure__ or ()]
                 if value.__defaults__:
                     self.places.append(Place("__defaults__", value))
-        for inside in _inside(value):
-            self._later(inside, depth + 1)
+        for one in inside(value):
+            self._later(one, depth + 1)
         self._object(value, depth)
 
     def _names_of(self, function: types.FunctionType, names: Names, depth: int) -> None:
@@ -663,8 +658,8 @@ class Reach:
 
     def _object(self, value: Any, depth: int) -> None:
         """Attributes and slots of any object, and its classes."""
-        in_c = attributes_in_c(value) if _is_extension(Same(type(value))) else ()
-        for name in (*_slots_below(Same(type(value))), *in_c):
+        in_c = attributes_in_c(value) if is_extension(Same(type(value))) else ()
+        for name in (*slots_below(Same(type(value))), *in_c):
             self.places.append(Place(name, value))
             self._later(self.places[-1].value, depth + 1)
         attributes = attributes_of(value)
@@ -681,17 +676,17 @@ class Reach:
             self._large_container(value, depth)
             return
         self._add(value)
-        self._waiting += [(inside, depth + 1) for inside in _inside(value)]
+        self._waiting += [(one, depth + 1) for one in inside(value)]
 
     def _large_container(self, value: Any, depth: int) -> None:
         """Look into one of many entries, or know from an earlier walk what that finds."""
         known = self._known.get(id(value))
         if known is None or known[0] is not value or not is_unchanged(value, known[1]):
-            known = value, copy_of(value), list(_inside(value))
+            known = value, copy_of(value), list(inside(value))
         self._large[id(value)] = known
         self.tables.append(value)
         self.before.append(known[1])
-        self._waiting += [(inside, depth + 1) for inside in known[2]]
+        self._waiting += [(one, depth + 1) for one in known[2]]
 
     def _c_state(self, value: Any) -> None:
         """State that lies in no table."""
@@ -734,153 +729,6 @@ _PLAIN_CONTAINERS = (dict, list, set, deque)
 def _is_own(cls: type) -> bool:
     """Whether all methods of a class are looked into by a walk, or known."""
     return all(c.__module__ in _KNOWN_BASES or not is_foreign(c.__module__) for c in cls.__mro__)
-
-
-_ATOMS = frozenset((*PLAIN, range, types.ModuleType))
-
-
-def worth_a_look(values: Iterable[Any]) -> list[Any]:
-    """What may change, or lead to what may: all but plain values, with tuples opened."""
-    found: list[Any] = []
-    left = list(values)
-    for level in itertools.count():
-        kinds = set(map(type, left))
-        if kinds <= _ATOMS:
-            break
-        if kinds.isdisjoint(_OPENED):
-            found += [value for value in left if type(value) not in _ATOMS]
-            break
-        found += [value for value in left if type(value) not in _OPENED and type(value) not in _ATOMS]
-        left = [value for value in left if type(value) in _OPENED]
-        if level > 1:  # tuples may hold each other many times over
-            left = list({id(value): value for value in left}.values())
-        left = list(itertools.chain.from_iterable(left))
-    return found
-
-
-_OPENED = frozenset((tuple, frozenset))
-
-
-def _inside(value: Any) -> Iterator[Any]:
-    """What a value holds, refers to, or names."""
-    if is_a(value, dict):
-        yield from worth_a_look(dict.keys(value))
-        yield from worth_a_look(dict.values(value))
-        yield vars(defaultdict)["default_factory"].__get__(value) if is_a(value, defaultdict) else None
-    elif is_a(value, CONTAINERS):
-        yield from worth_a_look(items_of(value))
-    elif is_a(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif is_a(value, types.MethodType):
-        yield from (value.__func__, value.__self__)
-    elif is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
-        yield value.__self__
-    elif is_a(value, weakref.ref):
-        yield weakref.ref.__call__(value)
-    elif is_a(value, weakref.ProxyTypes):  # which hands on every name
-        yield getattr(value.__init__, "__self__", None)
-    elif is_a(value, _OPEN_TO_GC) or is_iterator_of_c(value):
-        yield from worth_a_look(gc.get_referents(value))
-    elif is_a(value, memoryview):
-        yield value.obj
-    elif is_a(value, queue.SimpleQueue):
-        yield from worth_a_look(waiting_in(value))
-    elif is_number_array(value):
-        yield getattr(value, "base", None)
-        yield from worth_a_look(value.ravel().tolist() if _has_objects(value) else ())
-    elif _is_extension(Same(type(value))):
-        yield from (v for v in worth_a_look(gc.get_referents(value)) if not is_a(v, NEVER_INSIDE))
-    elif is_a(value, property):
-        yield from filter(None, (value.fget,))
-    elif is_a(value, staticmethod | classmethod):
-        yield value.__func__
-    elif is_a(value, types.FunctionType):
-        yield from function_reach(value)
-
-
-_OPEN_TO_GC: tuple[type, ...] = (
-    *(types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())),
-    *(ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._Pointer, ctypes._SimpleCData, CSV_WRITER),
-)
-"""Kinds that hold something and have no other way to say what."""
-
-
-@functools.lru_cache(maxsize=4096)
-def _slots_below(cls: Same[type]) -> tuple[str, ...]:
-    """Slots of an object; its ``__dict__`` too, which C may exchange for another, as pydantic's validated assignments
-    do.
-    """
-    whose = ((c, str(c.__module__).partition(".")[0]) for c in cls.it.__mro__)
-    slots = [name for c, package in whose if package not in ("torch", "jettison") for name in slots_of(c)]
-    if not cls.it.__dictoffset__ or is_foreign(cls.it.__module__) or issubclass(cls.it, nn.Module | threading.local):
-        return tuple(slots)
-    return (*slots, "__dict__")
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_simple(cls: Same[type]) -> bool:
-    """Whether instances of a class have attributes or slots and nothing else: Python made it, and all of its bases."""
-    if str(cls.it.__module__).startswith(("torch", "jettison")) or is_copied_whole(cls):
-        return False
-    return all("__dict__" in vars(c) or "__slots__" in vars(c) for c in cls.it.__mro__ if c is not object)
-
-
-def _has_objects(array: Any) -> bool:
-    return bool(getattr(getattr(array, "dtype", None), "hasobject", False))
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_extension(cls: Same[type]) -> bool:
-    """Whether instances of a class may hold what neither attributes nor slots show: a base of it was made in C, by
-    somebody else than Python, torch and the libraries that are known.
-    """
-    return any(
-        not ("__dict__" in vars(c) or "__slots__" in vars(c) or str(c.__module__).partition(".")[0] in _KNOWN_IN_C)
-        for c in cls.it.__mro__
-    )
-
-
-_KNOWN_IN_C = sys.stdlib_module_names | {"torch", "numpy", "jettison", "triton"}
-
-
-@functools.cache
-def slots_of(cls: type) -> tuple[str, ...]:
-    """The names by which instances have what a class has slots for."""
-    slots = vars(cls).get("__slots__", ())
-    names = (slots,) if is_a(slots, str) else tuple(slots)
-    private = f"_{cls.__name__.lstrip('_')}"
-    return tuple(
-        private + name if name.startswith("__") and not name.endswith("__") else name
-        for name in names
-        if name not in ("__dict__", "__weakref__")
-    )
-
-
-_MODELS_OWN = (
-    "torch.optim",
-    "torch.amp.grad_scaler",
-    "torch.utils.data",
-    "torch.quasirandom",
-    "torch._library.custom_ops",
-)
-
-
-def is_ours(value: Any) -> bool:
-    """A tracer's or a runtime's own objects stand in the place of forwards and hooks; what they note must stay. So
-    must what torch notes in objects of its own; modules and random generators, torch's as well, are the model's.
-    """
-    kind: Any = type(value)
-    if issubclass(kind, nn.Module) or is_stream(value):
-        return False
-    module = str(kind.__module__)  # some classes have a property there
-    if module.startswith(_MODELS_OWN):
-        return False
-    if module.startswith(("torch.", "jettison.")):
-        return True
-    if issubclass(kind, types.FunctionType | types.MethodType | type):
-        return str(value.__module__).startswith("jettison.")
-    attributes = attributes_of(value)
-    return is_a(attributes, dict) and str(attributes.get("__module__")).startswith("jettison.")
 
 
 def _everybodys() -> Iterator[dict[str, Any]]:

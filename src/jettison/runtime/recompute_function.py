@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from jettison.capture.blocks import REGION_MARK
+from jettison.capture.contents import is_ours
 from jettison.capture.dispatch import refuse_scripted
-from jettison.capture.python_state import is_ours
 from jettison.runtime.forward_run import is_inside
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check, check_of
