@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import warnings
+
 import pytest
 import torch
 import transformers
@@ -199,6 +202,28 @@ def test_the_document():
 
 
 STEPPED = {"steps": 0, "rows": []}
+
+
+class Drawing(nn.Module):
+    """A block that cannot be recorded: it draws from a generator of its own, drops, and writes to a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(0.1)
+        self.numbers = random.Random(3)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return x + self.down(self.drop(self.up(x).relu())) * (1 + 0.1 * self.numbers.random())
+
+
+def test_blocks_that_cannot_be_recorded_are_proven():
+    model = nn.Sequential(*(Drawing() for _ in range(3)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        proof = jettison.verify(model, torch.randn(8, 16), budget="1GiB", loss_fn=lambda y: y.square().mean(), rounds=1)
+    assert proof.passed and {layer.layer for layer in proof.layers} >= {"0", "1", "2"}
 
 
 class Counting(nn.Module):
