@@ -84,7 +84,10 @@ PAGES: dict[str, Page] = {
         slow=("$ jettison search ",),
         codes={"$ jettison search llama3-70b --gpus 8 --gpu a100-80gb --global-batch 8 --budget 10GiB": 3},
     ),
-    "docs/loops.md": Page(slow=("torchrun", "python lora.py")),
+    "docs/loops.md": Page(
+        slow=("torchrun", "python lora.py"),
+        not_here={"for _ in range(3):  # on a side stream": "tests/runtime/test_captured_steps.py"},
+    ),
     "docs/parallel.md": Page(not_here={"import torch": RANKS, "import jettison": RANKS}),
     "docs/profile.md": Page(
         files={"rank0.json": worlds.rank0_json},

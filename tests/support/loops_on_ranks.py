@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -22,6 +23,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,6 +46,7 @@ MORE = (
     "growing under ddp",
     "whole step under fsdp2",
     "thawing under fsdp2",
+    "thawing in tensor parallel",
 )
 
 
@@ -188,19 +191,34 @@ def whole_step_under_fsdp2() -> dict[str, Any]:
     }
 
 
-def thawing_under_fsdp2() -> dict[str, Any]:
-    """Layers are unfrozen one after the other; batches of the ranks differ in their rows."""
-    rank = distributed.get_rank()
-    x = torch.randn(128 - 32 * rank, 32)
+def in_fsdp2(model: Any) -> None:
+    """Shard each layer, and the whole."""
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def in_tensor_parallel(model: Any) -> None:
+    """Split both products of each layer."""
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)
+
+
+def thawing(parallel: Callable[[Any], None]) -> dict[str, Any]:
+    """Layers are unfrozen one after the other; under FSDP2 batches of the ranks differ in their rows."""
+    rank, split = distributed.get_rank(), parallel is in_tensor_parallel
+    x = torch.randn(
+        128 - (0 if split else 32 * rank), 32, generator=torch.Generator().manual_seed(0 if split else rank)
+    )
 
     def made() -> tuple[Any, Any]:
         torch.manual_seed(0)
         model: Any = Mlps(1)
         for layer in [*model.layers][:-1]:
             layer.requires_grad_(False)
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+        parallel(model)
         return model, torch.optim.AdamW(model.parameters(), 1e-3)
 
     def step(model: Any, x: Tensor) -> None:
@@ -220,7 +238,7 @@ def thawing_under_fsdp2() -> dict[str, Any]:
             yield number
 
     def whole(model: Any) -> list[Tensor]:
-        return [p.full_tensor() for p in model.parameters()]
+        return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
     model, optimizer = made()
     for _ in thawed(model):
@@ -241,7 +259,8 @@ def thawing_under_fsdp2() -> dict[str, Any]:
             run(model, optimizer, handle)
         found, plan = counted(), handle.plan
         assert found is not None and plan is not None
-        peaks.append([found.peak_bytes if rank else plan.predicted.peak_bytes, found.peak_bytes])  # rank 0's is larger
+        own = rank and not split
+        peaks.append([found.peak_bytes if own else plan.predicted.peak_bytes, found.peak_bytes])  # rank 0's is larger
     handle.remove()
     handle.expect(x)
     return {"same": all(map(torch.equal, whole(model), expected)), "budget": int(budget), "peaks": peaks}
@@ -325,7 +344,8 @@ LOOPS = {
     "zero bubble": functools.partial(pipeline, ScheduleInterleavedZeroBubble),
     "looped BFS": functools.partial(pipeline, ScheduleLoopedBFS),
     "zero bubble V": functools.partial(pipeline, ScheduleZBVZeroBubble),
-    "thawing under fsdp2": thawing_under_fsdp2,
+    "thawing under fsdp2": functools.partial(thawing, in_fsdp2),
+    "thawing in tensor parallel": functools.partial(thawing, in_tensor_parallel),
     "gan under ddp": gan_under_ddp,
     "growing under ddp": growing_under_ddp,
     "whole step under fsdp2": whole_step_under_fsdp2,
