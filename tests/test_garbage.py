@@ -13,3 +13,32 @@ def test_thresholds_are_put_back_after_an_error_too() -> None:
         assert gc.get_threshold()[0] == SELDOM
         raise ValueError("in here")
     assert gc.get_threshold() == before
+
+
+def test_all_objects_are_not_looked_at_as_soon_as_it_ends() -> None:
+    seen: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            seen.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        with seldom_collected():
+            held = [[[n] for n in range(30_000)] for _ in range(20) if gc.collect(1) >= 0]
+        held.append([[n] for n in range(5_000)])
+    finally:
+        gc.callbacks.remove(note)
+    assert seen.count(1) >= 20
+    assert 2 not in seen
+
+
+def test_what_somebody_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with seldom_collected():
+            pass
+        assert gc.get_freeze_count() == frozen > 0
+    finally:
+        gc.unfreeze()

@@ -14,10 +14,14 @@ search of layouts, a tenth of a small model's planning."""
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """In here cycles are looked for after `SELDOM` objects; afterwards as before."""
+    """In here cycles are looked for after `SELDOM` objects; afterwards as before, from a count of none."""
     before = gc.get_threshold()
-    gc.set_threshold(SELDOM)
+    gc.set_threshold(SELDOM, before[1], SELDOM)
     try:
         yield
     finally:
+        gc.collect(1)
+        if not gc.get_freeze_count():  # or somebody's frozen objects would thaw
+            gc.freeze()  # it sets the counts to 0: the next object would have all others looked at
+            gc.unfreeze()
         gc.set_threshold(*before)
