@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+
+from jettison.capture.trees import op_map
 
 aten = torch.ops.aten
 
@@ -104,8 +107,8 @@ class Advance:
         return f"{ADVANCE}[{self.func}]"
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        zeros = op_name(self.func) in _READS_VALUES
-        args, kwargs = tree_map(lambda v: v.make(zeros=zeros) if isinstance(v, Scratch) else v, (args, kwargs))
+        zeros = _reads_values(self.func)
+        args, kwargs = op_map(lambda v: v.make(zeros=zeros) if v.__class__ is Scratch else v, (args, kwargs))
         self.func(*args, **kwargs)
 
 
@@ -163,6 +166,11 @@ def is_private(generator: torch.Generator) -> bool:
     """Whether a generator is none of the default ones, which are handed around in wrappers of their own."""
     defaults = (torch.default_generator, *torch.cuda.default_generators)
     return all(generator._cdata != default._cdata for default in defaults)
+
+
+@lru_cache
+def _reads_values(func: Any) -> bool:
+    return op_name(func) in _READS_VALUES
 
 
 def op_name(func: Any) -> str:
