@@ -405,6 +405,29 @@ def test_a_mode_in_between_sees_every_op():
     assert seeing[0].calls == seeing[1].calls > 50
 
 
+def test_memory_whose_place_had_another_size_counts_with_its_own() -> None:
+    """The profiler goes by the size of what was last allocated there under one."""
+    held: list[torch.Tensor | None] = [None]
+
+    def make() -> None:
+        held[0] = torch.empty(3 * KIB, dtype=torch.uint8)
+
+    def replace() -> None:
+        held[0] = None
+        held[0] = torch.empty(5 * KIB, dtype=torch.uint8)
+
+    measured_peak(make, static_tensors=())
+    assert held[0] is not None
+    place = held[0].data_ptr()
+    held[0] = None
+    others = [torch.empty(2 * KIB, dtype=torch.uint8) for _ in range(200)]
+    held[0] = next((one for one in others if one.data_ptr() == place), others[0])
+    others.clear()
+    report = measured_peak(replace, static_tensors=iter(list(held)))
+    assert report.static_bytes == 2 * KIB
+    assert report.peak_bytes == 5 * KIB
+
+
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("holds", [False, True])
 def test_memory_from_before_counts_until_it_is_freed(holds: bool, known: bool) -> None:

@@ -123,8 +123,10 @@ def _watched(tensors: Iterable[Tensor]) -> list[weakref.ref[UntypedStorage]]:
     return [weakref.ref(s, mark(s.data_ptr(), s.nbytes())) for s in storages.values() if s.device.type == "cpu"]
 
 
-def _first_freed(profiler: Any) -> set[int]:
-    """Addresses of what was freed as the profiler knew, and had been allocated under one before."""
+def _first_freed(profiler: Any) -> dict[int, int]:
+    """Bytes by address of what the profiler saw freed, and had been there before: those of whatever was allocated there
+    last under a profiler, which may be another size by now.
+    """
     left: list[Any] = list(profiler.profiler.kineto_results.experimental_event_tree())
     first: dict[int, tuple[int, int]] = {}  # by address: when its first change was, and by how many bytes
     while left:
@@ -133,7 +135,7 @@ def _first_freed(profiler: Any) -> set[int]:
         if event.name == ALLOCATION_EVENT:
             change = event.start_time_ns, event.extra_fields.alloc_size
             first[event.extra_fields.ptr] = min(change, first.get(event.extra_fields.ptr, change))
-    return {address for address, (_, nbytes) in first.items() if nbytes < 0}
+    return {address: -nbytes for address, (_, nbytes) in first.items() if nbytes < 0}
 
 
 def _profiled(step: Callable[[], object]) -> tuple[list[tuple[int, int]], list[tuple[int, str]]]:
@@ -150,8 +152,8 @@ def _profiled(step: Callable[[], object]) -> tuple[list[tuple[int, int]], list[t
             begins.append((event.start_ns(), name.removeprefix(_MARK)))
         elif name.startswith(_FREED):
             freed.append((event.start_ns(), *map(int, name.removeprefix(_FREED).split("."))))
-    known = _first_freed(profiler) if freed else set()
-    changes += [(time, -nbytes) for time, address, nbytes in freed if address not in known]
+    known = _first_freed(profiler) if freed else {}
+    changes += [(time, known.get(address, 0) - nbytes) for time, address, nbytes in freed]
     return sorted(changes, key=lambda change: change[0]), sorted(begins)
 
 
