@@ -75,7 +75,7 @@ class Comparison:
         """Measure one way.
 
         Args:
-            peer: the row that this one is held beside, on the page of all peers.
+            peer: the row that this one is compared with, on the page of all peers.
             asked: the time ÷ plain that is asked for; a peer's own where it is left out.
         """
 

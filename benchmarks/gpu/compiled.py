@@ -1,7 +1,7 @@
 """Compiled blocks: torch's activation_memory_budget, and Jettison at the peak of each.
 
 Llama 1B of few layers, so that compiling fits the kit's time; all blocks are alike and are compiled once. Gradients
-of compiled code are not eager code's to the bit, so that they are shown and not checked.
+of compiled code are not bitwise identical to eager code's, so that they are shown and not checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where Jettison is ahead of a peer and where not: one line for each comparison, of all sections' documents."""
+"""Comparisons of Jettison with its peers, ahead or behind, one line each, from all sections' documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Line:
     Args:
         ours: which way of Jettison's, in words.
         peak_bytes: allocated, at most, that both may take; None where memory is not the question.
-        peer_ratio: None where there is no peer, or no plain step fits beside it.
+        peer_ratio: None where there is no peer, or no plain step fits on the device.
         asked: the ratio that is asked for; the peer's where there is none.
     """
 

@@ -1,4 +1,4 @@
-"""Whole steps as CUDA graphs: a captured planned step beside a captured plain one.
+"""Whole steps as CUDA graphs: a captured planned step compared with a captured plain one.
 
 Asked is the time of the plain graph and of the kernels that recompute, 2 % more at most. Those kernels' time is what a
 planned step without witnesses runs on the device more than a plain one, by torch's profiler. Gradients of replays are
@@ -59,7 +59,7 @@ class Step:
         self.run()
 
     def captured(self, device: torch.device) -> Callable[[], None]:
-        """What replays it, after steps to warm up on a side stream."""
+        """Return the function that replays it; warm-up steps run on a side stream first."""
         if device.type != "cuda":
             for _ in range(WARM_UP):
                 self.eager()
@@ -77,7 +77,7 @@ class Step:
         return graph.replay
 
     def gradients(self, replay: Callable[[], None]) -> dict[str, int]:
-        """Of a replay from one random state."""
+        """Gradients of a replay from one random state."""
         torch.manual_seed(7)
         replay()
         return fingerprints(self.model)

@@ -83,7 +83,7 @@ SECTIONS = (  # what counts first comes first
     Section(name="graphs", title="Whole steps as CUDA graphs", seconds=30, run=graphs.run),
     Section(name="link", title="Offload against recompute on the link", seconds=35, run=link.run),
     Section(name="compiled", title="Compiled blocks at equal peaks", seconds=80, run=compiled.run),
-    Section(name="gradients", title="Gradients to the bit, peaks within budgets", seconds=45, run=gradients.run),
+    Section(name="gradients", title="Bitwise identical gradients, peaks within budgets", seconds=45, run=gradients.run),
     Section(name="predictions", title="Predicted and measured peaks", seconds=25, run=predictions.run),
     Section(name="losses", title="Cross entropy over chunks of rows", seconds=10, run=losses.run),
     Section(name="overhead", title="Hooks, with everything kept", seconds=15, run=overhead.run),

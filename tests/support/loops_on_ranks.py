@@ -199,7 +199,7 @@ def in_fsdp2(model: Any) -> None:
 
 
 def in_tensor_parallel(model: Any) -> None:
-    """Split both products of each layer."""
+    """Split both matmuls of each layer."""
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     for layer in model.layers:

@@ -17,7 +17,7 @@ NOTE [ Code of libraries ]
 An object of `networkx` leads through the methods of its class to all of networkx, and from there to all of sympy. The
 user's own state is looked into to its end; so is that of the packages that the model's modules come from. Code of any
 other installed package is followed call by call, nearest first, and no further once `MOST_OF_LIBRARIES` values were
-found behind it. What the user's state holds of a library's objects is the user's.
+reached through it. What the user's state holds of a library's objects is the user's.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ from jettison.identity import Same
 MOST_VALUES = 100_000
 """Values looked at in one walk; a forward that reaches more is known in part, and its witnesses have the rest."""
 MOST_OF_LIBRARIES = 2_000
-"""Values behind the code of libraries after which no further call is followed. See NOTE [ Code of libraries ]."""
+"""Values reached through code of libraries after which no further call is followed. See NOTE [ Code of libraries ]."""
 MOST_DEEP = 64
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 HOOK_TABLES = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)

@@ -116,7 +116,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 @cache
 def can_split_backward() -> bool:
-    """Whether a schedule may run the backward of these products in two halves, as zero-bubble ones do.
+    """Whether a schedule may run the backward of these matmuls in two halves, as zero-bubble ones do.
 
     Between the halves torch's schedules refer to nodes of the graph from Python alone. In torch 2.11 that does not keep
     the node of an ``autograd.Function``.

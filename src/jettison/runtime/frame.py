@@ -203,7 +203,7 @@ class Frame:
         return Held(tensor, self)
 
     def _packed(self, tensor: Tensor) -> Any:
-        """What `pack` returns for the next slot.
+        """Return what `pack` leaves for the next slot.
 
         Raises:
             Diverged: it is another tensor than was recorded.
@@ -376,7 +376,7 @@ class Frame:
         self.state, self.values = self.recipe.code.start, [None] * len(self.values)
 
     def lost(self, handle: Handle) -> WrongValue:
-        """What to raise where nothing came by of what a tensor is computed from. The region is not trusted again."""
+        """Return the error for a tensor whose inputs never came by. The region is not trusted again."""
         slot = self.recipe.trace.program.slots[handle.index]
         error = WrongValue(
             f"saved tensor {slot.index} of {self.name or 'the model'} cannot be computed again: an exception left its "

@@ -462,12 +462,9 @@ def _taker(cell: int, ref: TensorRef | None, place: Place | None, *, last: bool)
     """Function whose source `RecomputeCode._taking` writes."""
 
     def as_it_is(frame: Any, _handle: Any) -> Tensor:
-        values = frame.values
-        found: Tensor = values[cell]
-        if found._version != frame.versions[cell]:
-            raise frame.written_to(cell, found._version)
+        found = _taken(frame, cell)
         if last:
-            values[cell] = None
+            frame.values[cell] = None
         return found
 
     def placed(frame: Any, handle: Any) -> Tensor:
@@ -482,6 +479,18 @@ def _taker(cell: int, ref: TensorRef | None, place: Place | None, *, last: bool)
 
 
 # what code calls by name ---------------------------------------------------------------------------------------------
+
+
+def _taken(frame: Any, cell: int) -> Tensor:
+    """A value at hand.
+
+    Raises:
+        StaleTensor: a node of this backward wrote to it.
+    """
+    found: Tensor = frame.values[cell]
+    if found._version != frame.versions[cell]:
+        raise frame.written_to(cell, found._version)
+    return found
 
 
 def _hold(frame: Any, cells: tuple[int, ...], tensors: tuple[Tensor, ...]) -> None:
@@ -558,6 +567,7 @@ NAMES: Final[Mapping[str, Any]] = {
     "hold": _hold,
     "in_a_copy": in_a_copy,
     "parameter": _parameter,
+    "taken": _taken,
     "torch": torch,
     "under": _under,
     "view_of": view_of,
