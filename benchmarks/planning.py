@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TARGETS = {"toy": 2.0, "layers": 5.0, "gpt2": 8.0, "ranks": 10.0}
+TARGETS = {"toy": 2.0, "layers": 5.0, "gpt2": 8.0, "ranks": 10.0, "kept": 0.5}
 """CPU seconds asked for, by the first word of a case's group."""
 
 
@@ -36,12 +36,14 @@ class Case:
     Args:
         share: of the way from the smallest budget to no checkpointing; None: a budget that nothing fits.
         ranks: processes; more than one run under torchrun.
+        kept: the plan was made before, and is read from a file.
         target: see `TARGETS`; empty where none is asked for.
     """
 
     build: str
     share: float | None = 0.5
     ranks: int = 1
+    kept: bool = False
     target: str = ""
 
 
@@ -49,6 +51,7 @@ CASES = {
     "toy-infeasible": Case(build="toy", share=None, target="toy"),
     "toy": Case(build="toy", target="toy"),
     "toy-smallest": Case(build="toy", share=0.02, target="toy"),
+    "toy-kept": Case(build="toy", kept=True, target="kept"),
     "layers12-infeasible": Case(build="layers12", share=None, target="layers"),
     "layers12": Case(build="layers12", target="layers"),
     "moe-infeasible": Case(build="moe", share=None, target="layers"),
@@ -57,6 +60,7 @@ CASES = {
     "gpt2-roomy": Case(build="gpt2", share=1.5, target="gpt2"),
     "gpt2-half": Case(build="gpt2", target="gpt2"),
     "gpt2-smallest": Case(build="gpt2", share=0.02, target="gpt2"),
+    "gpt2-kept": Case(build="gpt2", kept=True, target="kept"),
     "loop-infeasible": Case(build="loop", share=None, target="layers"),
     "loop": Case(build="loop", target="layers"),
     "fsdp2-infeasible": Case(build="fsdp2", share=None, ranks=2, target="ranks"),
@@ -240,6 +244,14 @@ def _start(name: str, budget_bytes: int, more: Sequence[str] = ()) -> dict[str, 
         return found
 
 
+def _follow(name: str, budget_bytes: int) -> dict[str, Any]:
+    """A case whose plan another process has made and kept."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = ["--plan", str(Path(folder) / "plan.json")]
+        _start(name, budget_bytes, plan)
+        return _start(name, budget_bytes, plan)
+
+
 def _profiled(name: str, budget_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "profile")
@@ -258,7 +270,8 @@ def measure(names: Sequence[str], budgets: dict[str, tuple[int, int]]) -> dict[s
     rows: dict[str, dict[str, Any]] = {}
     for name in names:
         case = CASES[name]
-        found = _start(name, _budget(name, budgets))
+        budget = _budget(name, budgets)
+        found = _follow(name, budget) if case.kept else _start(name, budget)
         if case.share is None:
             budgets.setdefault(case.build, (found["minimum"], 0))
         rows[name] = found
@@ -291,12 +304,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="rows go there; budgets are taken from a file that is there")
     parser.add_argument("--one", nargs=3, metavar=("CASE", "BYTES", "ANSWER"), help=argparse.SUPPRESS)
     parser.add_argument("--dump", help=argparse.SUPPRESS)
+    parser.add_argument("--plan", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
         warnings.simplefilter("ignore")
         name, nbytes, answer = asked.one
         first = int(os.environ.get("RANK", "0")) == 0
-        found = run_case(name, int(nbytes), profiled=asked.dump if first else None)
+        found = run_case(name, int(nbytes), plan=asked.plan, profiled=asked.dump if first else None)
         if first:
             Path(answer).write_text(json.dumps(found))
         return 0

@@ -27,7 +27,12 @@ def described(value: Any) -> Any:
     return _described(value, 0, set())
 
 
+_ATOMS = frozenset(PLAIN) - {float}  # of which, exactly, there are most
+
+
 def _described(value: Any, depth: int, above: set[int]) -> Any:
+    if type(value) in _ATOMS:
+        return type(value), value
     if is_a(value, PLAIN):
         return type(value), repr(value) if is_a(value, float) else value
     if is_a(value, Tensor):

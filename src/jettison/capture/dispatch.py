@@ -19,7 +19,7 @@ from jettison.capture.op_traits import draws, is_bookkeeping
 from jettison.capture.recorder import BY_HAND, Recorder
 from jettison.capture.tensor_subclasses import desugars, infers_shapes
 from jettison.capture.trees import op_leaves
-from jettison.capture.values import outside_of_compiled
+from jettison.capture.values import WHICH_DEVICE, outside_of_compiled, which_device
 from jettison.errors import UnsupportedModule
 
 _BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
@@ -60,6 +60,8 @@ class CaptureMode(TorchDispatchMode):
         self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is WHICH_DEVICE:
+            return which_device(*args)
         kwargs = kwargs or {}
         if desugars(types):
             if self.recorders and draws(func, args, kwargs) and not _on_cpu(args):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jettison.capture.names_in_code import names_in
+from jettison.capture.names_in_code import mentioned_in, names_in
 from jettison.capture.snapshots import MISSING, attribute_of
 from jettison.identity import Same
 
@@ -46,7 +46,7 @@ def globals_of(function: types.FunctionType, *, everywhere: bool = False) -> Ite
     """
     if is_foreign(function.__module__) and not everywhere:
         return
-    names = names_in(function.__code__).mentioned
+    names = mentioned_in(function.__code__)
     table = function.__globals__
     package = table.get("__package__") or ""
     modules: list[Any] = _closed_over(function)
@@ -84,7 +84,7 @@ def library_owners(function: types.FunctionType) -> Sequence[Any]:
 
 @functools.lru_cache(maxsize=16384)
 def _library_owners(code: types.CodeType, table: Same[dict[str, Any]], _size: int) -> tuple[Any, ...]:
-    names = names_in(code).mentioned
+    names = mentioned_in(code)
     found: dict[int, Any] = {}
     left = [table.it.get(name, sys.modules.get(name)) for name in names]
     while left:

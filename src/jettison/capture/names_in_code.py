@@ -40,20 +40,25 @@ class Names:
 
 
 @functools.lru_cache(maxsize=16384)
+def mentioned_in(code: types.CodeType) -> tuple[str, ...]:
+    """`Names.mentioned` alone, which needs no disassembly."""
+    texts = _texts(code.co_consts) if "globals" in code.co_names else ()
+    inner = (name for one in _inner(code) for name in mentioned_in(one))
+    return tuple(dict.fromkeys((*code.co_names, *texts, *inner)))
+
+
+@functools.lru_cache(maxsize=16384)
 def names_in(code: types.CodeType) -> Names:
     """All names in a code object."""
-    inner = [names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    inner = [names_in(one) for one in _inner(code)]
     steps = [one for one in dis.get_instructions(code) if one.opname not in ("NOP", "EXTENDED_ARG")]
     texts = _texts(code.co_consts)
-    if not _RUN.isdisjoint(code.co_names):
-        inner += [names_in(one) for one in map(_compiled, texts) if one is not None]
-    mentioned = (*code.co_names, *(texts if "globals" in code.co_names else ()))
     read = {one.argval for one in steps if one.opcode in dis.hasname and one.opname not in _ASSIGN}
     assigned = {one.argval for at, one in enumerate(steps) if one.opname in _SET and not _is_own(code, steps, at)}
     if not _SETTERS.isdisjoint(code.co_names):
         assigned |= {text for text in texts if text.isidentifier()}
     return Names(
-        mentioned=tuple(dict.fromkeys((*mentioned, *(name for names in inner for name in names.mentioned)))),
+        mentioned=mentioned_in(code),
         read=frozenset(read | texts).union(*(names.read for names in inner)),
         assigned=frozenset(assigned).union(*(names.assigned for names in inner)),
         texts=texts.union(*(names.texts for names in inner)),
@@ -75,6 +80,14 @@ def _texts(constants: Sequence[object]) -> frozenset[str]:
 
 
 _RUN = frozenset(("exec", "eval"))
+
+
+def _inner(code: types.CodeType) -> list[types.CodeType]:
+    """Functions inside, and texts that the code may execute."""
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    if not _RUN.isdisjoint(code.co_names):
+        inner += [one for one in map(_compiled, _texts(code.co_consts)) if one is not None]
+    return inner
 
 
 def _compiled(text: str) -> types.CodeType | None:
