@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from jettison.demo import DemoSize, run_demo
+from jettison.cli.demo_run import DemoSize, run_demo
 from jettison.report.explorer import PANELS, explorer_page
 from support.browser import FLAGS
 from support.chromium import find_chromium

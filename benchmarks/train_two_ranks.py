@@ -153,7 +153,7 @@ def measure(steps: int, folder: Path, ways: Sequence[str] = tuple(WAYS)) -> dict
 
 def run(recipe: TrainRecipe, way: Way) -> dict[str, Any]:
     """Peaks, seconds and losses of one run."""
-    from jettison.verbs.train import train
+    from jettison.cli.train import train
 
     with sharding(way):
         result = train(recipe)

@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF` says the same, name by name
     from jettison import integrations
     from jettison.capture.entries import ledger_of
+    from jettison.cli.export import export_plan
+    from jettison.cli.search import search
     from jettison.errors import (
         DoesNotFit,
         HostBudgetExceeded,
@@ -42,10 +44,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
     from jettison.spec.presets import preset
     from jettison.spec.run import Run
     from jettison.units import Bytes
-    from jettison.verbs.export import export_plan
-    from jettison.verbs.search import search
-    from jettison.verbs.verify import verify
-    from jettison.verbs.verify_given import verify_given
+    from jettison.verify.given import verify_given
+    from jettison.verify.planned import verify
 
 _ERRORS = (
     "DoesNotFit", "HostBudgetExceeded", "Infeasible", "JettisonError", "PlanMismatch", "ProofFailed", "RecordingLeft",
@@ -59,9 +59,9 @@ _HOME_OF = MappingProxyType(
         "plan": "jettison.planner",
         "sweep": "jettison.planner",
         "apply": "jettison.planner",
-        "verify": "jettison.verbs.verify",
-        "verify_given": "jettison.verbs.verify_given",
-        "export_plan": "jettison.verbs.export",
+        "verify": "jettison.verify.planned",
+        "verify_given": "jettison.verify.given",
+        "export_plan": "jettison.cli.export",
         "watch": "jettison.measure.watch",
         "ledger_of": "jettison.capture.entries",
         "estimate": "jettison.predict.time",
@@ -69,7 +69,7 @@ _HOME_OF = MappingProxyType(
         "checkpointable": "jettison.runtime.recompute_function",
         "forecast": "jettison.predict.forecast",
         "run_of": "jettison.predict.run_request",
-        "search": "jettison.verbs.search",
+        "search": "jettison.cli.search",
         "preset": "jettison.spec.presets",
         "hardware": "jettison.spec.hardware",
         "read_config": "jettison.spec.huggingface_config",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jettison.cli.main import run as cli
+from jettison.cli.search import search as search_report
 from jettison.errors import UsageError
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import model_spec
@@ -24,7 +25,6 @@ from jettison.search.request import SearchRequest
 from jettison.search.space import setup_run
 from jettison.spec.hardware import hardware
 from jettison.units import GIB
-from jettison.verbs.search import search as search_report
 
 # state ----------------------------------------------------------------------------------------------------------------
 

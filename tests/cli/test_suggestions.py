@@ -12,13 +12,13 @@ from typing import Final
 
 import pytest
 
+from jettison.cli.file_kinds import KINDS, file_kind
 from jettison.cli.foreign_flags import FLAGS, said_here
 from jettison.cli.main import app, run
 from jettison.cli.suggestions import _flags, _verbs
 from jettison.models.model_types import nearest, transformers_types
 from jettison.spec.hub import hub_config
 from jettison.spec.presets import PRESETS
-from jettison.verbs.file_kinds import KINDS, file_kind
 
 LLAMA: Final = {
     "model_type": "llama",

@@ -178,7 +178,7 @@ run_command(["ledger", "gpt2", "--format", "json"])
 """
 
 
-@pytest.mark.parametrize("module", ["cyclopts", "jettison.spec.presets", "jettison.verbs.ledger"])
+@pytest.mark.parametrize("module", ["cyclopts", "jettison.spec.presets", "jettison.cli.ledger"])
 def test_ctrl_c_while_things_are_imported_is_one_line(module: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(INTERRUPTED)
     done = subprocess.run(
@@ -376,7 +376,7 @@ def test_what_is_not_installed_is_said_in_a_line(
     def absent(*_args: object, **_more: object) -> None:
         raise ModuleNotFoundError(f"No module named {missing!r}", name=f"{missing}.nn")
 
-    monkeypatch.setattr("jettison.verbs.ledger.ledger", absent)
+    monkeypatch.setattr("jettison.cli.ledger.ledger", absent)
     code, found, said = refused(capsys, "ledger", "gpt2")
     assert (code, found["error"]) == (2, "UsageError")
     assert said.count("\n") == 1 and f"pip install '.[{extra}]'" in said

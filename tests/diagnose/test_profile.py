@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.checkpoint import checkpoint
 
 from jettison.cli.main import run
+from jettison.cli.profile import profile_files
 from jettison.diagnose.facts import MemoryFacts
 from jettison.diagnose.finding import Finding, Kind
 from jettison.diagnose.flops import op_flops
@@ -23,7 +24,6 @@ from jettison.diagnose.spans import joined, overlap, total, without
 from jettison.diagnose.step_profile import StepProfile, profile_steps
 from jettison.spec.hardware import hardware
 from jettison.traces.snapshot import snapshot_of
-from jettison.verbs.profile import profile_files
 from support.planted_memory import MIB, Tape
 from support.planted_traces import ACTIVATION, PARAMETERS, STATE, planted
 

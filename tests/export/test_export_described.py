@@ -15,6 +15,7 @@ import pytest
 
 import jettison
 from jettison.cli.main import run
+from jettison.cli.plan import PlanFlags, plan, remade
 from jettison.errors import PlanMismatch, UsageError
 from jettison.export.described import DescribedPricer, decisions_of
 from jettison.export.megatron_text import layout_string
@@ -29,14 +30,13 @@ from jettison.predict.run_request import model_spec, resolve
 from jettison.spec.layout import Layout
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.stage_layers import stage_layers
-from jettison.verbs.plan import plan, remade
 
 PAPER = {"tp": 8, "micro_batch": 4, "kernels": "megatron"}
 
 
 @cache
 def document(model: str, budget: str, **asked: Any) -> dict[str, Any]:
-    return plan(model, RunRequest(**asked), budget=budget).document()
+    return plan(model, RunRequest(**asked), PlanFlags(budget=budget)).document()
 
 
 def paper(budget: str = "55GiB") -> dict[str, Any]:
@@ -168,7 +168,7 @@ def test_a_described_plan_is_made_again_or_refused() -> None:
 
 def test_a_brief_says_what_is_offloaded() -> None:
     made = plan(
-        "llama3-8b", RunRequest(micro_batch=2, dp=8, zero=3, offload=True), budget="40GiB", gpu="h100-80gb"
+        "llama3-8b", RunRequest(micro_batch=2, dp=8, zero=3, offload=True), PlanFlags(budget="40GiB", gpu="h100-80gb")
     ).document()
     found = exported(made, "brief")
     assert "on the host: 11.66 GiB" in found.files["brief.md"] and "--no-offload" in found.files["brief.md"]
@@ -315,7 +315,7 @@ def test_flags_for_one_list_of_layers_of_words_are_written_for_no_other_model(
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config), encoding="utf-8")
     peak = forecast(jettison.run_of(str(file), asked)).peak_bytes
-    made = plan(str(file), asked, budget=f"{peak * 93 // 100}B").document()
+    made = plan(str(file), asked, PlanFlags(budget=f"{peak * 93 // 100}B")).document()
     for target in refused:
         with pytest.raises(CannotSay, match=r"is an encoder with a decoder|is two towers|reads none"):
             exported(made, target)

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import jettison
+from jettison.cli.export_live import live_export
+from jettison.cli.live_model import PlanReport
 from jettison.errors import DoesNotFit, PlanMismatch, UsageError
 from jettison.export.policy import (
     Action,
@@ -31,8 +33,6 @@ from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.solve.plan import Plan
 from jettison.units import Bytes
-from jettison.verbs.export_live import live_export
-from jettison.verbs.live_model import PlanReport
 from support.export_cases import DEPTH, TOKENS, WIDTH, applied, held_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

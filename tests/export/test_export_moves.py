@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import jettison
+from jettison.cli.export_live import live_export
+from jettison.cli.live_model import PlanReport
 from jettison.errors import DoesNotFit
 from jettison.export.policy import Action
 from jettison.export.result import Exported, Pricer
@@ -24,8 +26,6 @@ from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.solve.plan import Plan
 from jettison.units import Bytes
-from jettison.verbs.export_live import live_export
-from jettison.verbs.live_model import PlanReport
 from support.export_cases import (
     applied,
     everything,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import jettison
+from jettison.cli.plan import PlanFlags, plan, remade
 from jettison.errors import DoesNotFit
 from jettison.export.described import DescribedPricer, decisions_of
 from jettison.export.modules import by_modules, offloading
@@ -17,7 +18,6 @@ from jettison.export.result import Exported
 from jettison.export.targets.megatron import _offloaded_sets
 from jettison.predict.run_fields import RunRequest
 from jettison.spec.modules import OFFLOADED
-from jettison.verbs.plan import plan, remade
 
 GPT = {"tp": 8, "micro_batch": 4, "kernels": "megatron", "offload": True}
 LLAMA = {"dp": 8, "zero": 3, "micro_batch": 2, "offload": True}
@@ -26,7 +26,7 @@ MIXTRAL = {"tp": 4, "ep": 8, "dp": 8, "zero": 1, "micro_batch": 4, "kernels": "m
 
 @cache
 def document(model: str, budget: str, **asked: Any) -> dict[str, Any]:
-    return plan(model, RunRequest(**asked), budget=budget, gpu="h100-80gb").document()
+    return plan(model, RunRequest(**asked), PlanFlags(budget=budget, gpu="h100-80gb")).document()
 
 
 def exported(made: dict[str, Any], to: str) -> Exported:
@@ -112,7 +112,10 @@ def test_sets_of_modules_are_those_that_the_configuration_takes() -> None:
 def test_checkpoints_on_the_host_where_nothing_else_fits() -> None:
     made = document("llama3-8b", "25.5GiB", **LLAMA)
     with pytest.raises(DoesNotFit):
-        exported(plan("llama3-8b", RunRequest(**(LLAMA | {"offload": False})), budget="25.5GiB").document(), "torch")
+        exported(
+            plan("llama3-8b", RunRequest(**(LLAMA | {"offload": False})), PlanFlags(budget="25.5GiB")).document(),
+            "torch",
+        )
     found = exported(made, "transformers")
     for target in ("torch", "torchtitan"):  # the same words, carried out by hooks in the file
         assert exported(made, target).cost == found.cost

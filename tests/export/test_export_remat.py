@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import jettison
 from jettison import Bytes
+from jettison.cli.live_model import PlanReport
+from jettison.cli.plan import PlanFlags, plan
 from jettison.errors import TraceError
 from jettison.export.policy import kept_whole
 from jettison.export.regions import by_regions, options_of, overwritten, steps_down
@@ -24,8 +26,6 @@ from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.predict.run_fields import RunRequest
-from jettison.verbs.live_model import PlanReport
-from jettison.verbs.plan import plan
 from support.export_cases import DEPTH, TOKENS, WIDTH, Stack, applied, held_bytes, remat_applied
 
 pytest.importorskip("torch_remat")
@@ -179,7 +179,7 @@ def test_a_module_whose_result_is_overwritten_is_no_region() -> None:
 
 
 def test_what_it_cannot_say_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = plan("llama3-8b", RunRequest(tp=4, micro_batch=2), budget="43GiB").document()
+    made = plan("llama3-8b", RunRequest(tp=4, micro_batch=2), PlanFlags(budget="43GiB")).document()
     with pytest.raises(CannotSay, match="torch_remat wraps modules by name"):
         jettison.export_plan(made, to="torch_remat")
     found = exported("stack", 0.7)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import jettison
+from jettison.cli.plan import PlanFlags, plan, remade
 from jettison.export.described import DescribedPricer, subject_of
 from jettison.export.result import Exported, losses
 from jettison.export.targets.megatron import _uniform
 from jettison.predict.run_fields import RunRequest
 from jettison.units import format_bytes
-from jettison.verbs.plan import plan, remade
 
 LONG = {"tp": 8, "seq": 131072, "kernels": "megatron"}
 INPUT = 131072 * 4096 * 2 // 8  # of a layer on one rank, under sequence parallelism
@@ -22,7 +22,7 @@ INPUT = 131072 * 4096 * 2 // 8  # of a layer on one rank, under sequence paralle
 
 @cache
 def exported(to: str, budget: str, **asked: Any) -> Exported:
-    made = plan("llama3-8b", RunRequest(**asked), budget=budget).document()
+    made = plan("llama3-8b", RunRequest(**asked), PlanFlags(budget=budget)).document()
     assert made["segments"]
     found = jettison.export_plan(made, to=to)
     assert [layer["plan_kept_bytes"] for layer in found.document()["layers"]] == [
@@ -72,7 +72,7 @@ def test_who_has_no_runs_says_so(to: str) -> None:
 
 
 def test_runs_that_the_plan_does_not_have_are_said_as_well() -> None:
-    made = plan("gpt-22b", RunRequest(tp=8, micro_batch=4, kernels="megatron"), budget="55GiB").document()
+    made = plan("gpt-22b", RunRequest(tp=8, micro_batch=4, kernels="megatron"), PlanFlags(budget="55GiB")).document()
     pricer = DescribedPricer(remade(made["made_by"]).choice)
     subject = subject_of(pricer.choice, made, "gpt-22b")
     lost = losses(subject, _uniform(subject, pricer, 7).policies, "megatron")

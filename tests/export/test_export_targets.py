@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import jettison
+from jettison.cli.plan import PlanFlags, plan
 from jettison.export.policy import kept_whole
 from jettison.predict.run_fields import RunRequest
-from jettison.verbs.plan import plan
 from support.target_packages import MEGATRON, answered, fetched
 from support.target_plans import FLAGS, MODELS, PLANS, exported, world
 
@@ -116,7 +116,10 @@ def test_megatrons_own_block_holds_the_bytes_that_were_said(megatron: Path, tmp_
     file.write_text(json.dumps(kind | sizes | without_dropout))
     asked = RunRequest(micro_batch=2, seq=32, precision="fp32", kernels="megatron", attention="eager")
     budgets = (4647936, 4522137, 4270540, 4144742, 4123776, 4018944, 3809280)
-    found = [jettison.export_plan(plan(str(file), asked, budget=f"{b}B").document(), to="megatron") for b in budgets]
+    found = [
+        jettison.export_plan(plan(str(file), asked, PlanFlags(budget=f"{b}B")).document(), to="megatron")
+        for b in budgets
+    ]
     chosen = [json.loads(one.files["transformer_config.json"]) for one in found]
     assert len({json.dumps(one) for one in chosen}) == len(budgets)
     steps = answered("support.target_megatron", {"sizes": SIZES, "policies": chosen}, megatron)["steps"]
@@ -134,7 +137,7 @@ def test_torchtitans_own_llama_holds_the_bytes_that_were_said(tmp_path_factory: 
     """A live plan of its debug model with four layers; and files of described plans, which it imports and applies."""
     needed = ("torchtitan==0.3.0", "tyro==1.0.17", "spmd_types==0.2.3", "docstring_parser", "typeguard", "shtab")
     folder = fetched(tmp_path_factory.mktemp("titan"), *needed)
-    described = plan("llama3-8b", RunRequest(tp=4, micro_batch=2), budget="43GiB").document()
+    described = plan("llama3-8b", RunRequest(tp=4, micro_batch=2), PlanFlags(budget="43GiB")).document()
     text = jettison.export_plan(described, to="torchtitan").files["planned_ac.py"]
     assert "'kind 1': {" in text
     answer = answered("support.target_titan", {"live": True, "files": [_of_four_layers(text)]}, folder)
@@ -164,7 +167,7 @@ def test_deepspeed_reads_its_file(deepspeed: tuple[Path, Path]) -> None:
     plans = (("26GiB", {"dp": 8, "zero": 3, "micro_batch": 2, "offload": True}), ("43GiB", {"tp": 4, "micro_batch": 2}))
     files = []
     for budget, asked in plans:
-        made = plan("llama3-8b", RunRequest(**asked), budget=budget, gpu="h100-80gb").document()
+        made = plan("llama3-8b", RunRequest(**asked), PlanFlags(budget=budget, gpu="h100-80gb")).document()
         files.append(json.loads(jettison.export_plan(made, to="deepspeed").files["deepspeed.json"]))
     assert [one["activation_checkpointing"]["cpu_checkpointing"] for one in files] == [True, False]
     wrong = files[0] | {"zero_optimization": {"stage": 7}}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from jettison.cli.environment_notes import environment_notes
+from jettison.cli.doctor import environment_notes
 from jettison.cli.main import run
 from jettison.measure.hazards import Hazard, Sighting, look_for_hazards
 

@@ -11,6 +11,9 @@ import pytest
 from benchmarks.model_types import CLOSED, GROUPED, ONE_CHUNK, PAGE, ROWS, SEQUENCE, TOWER, TRIED, tiny_config, tried
 
 from jettison.capture.fakes import fake_mode
+from jettison.cli.estimate import EstimateFlags, estimate
+from jettison.cli.ledger import ledger
+from jettison.cli.plan import PlanFlags, plan
 from jettison.errors import NotDescribed, UsageError
 from jettison.formula.parameters import parameter_count
 from jettison.models import described
@@ -25,9 +28,6 @@ from jettison.spec.encoder_families import ENCODER_WRAPPERS
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
 from jettison.spec.more_families import EVERY_FAMILY
-from jettison.verbs.estimate import estimate
-from jettison.verbs.ledger import ledger
-from jettison.verbs.plan import plan
 
 REQUEST = RunRequest(seq=SEQUENCE, micro_batch=ROWS, precision="bf16-pure")
 
@@ -136,9 +136,9 @@ def test_the_commands_take_it(tmp_path: Path) -> None:
     report = ledger(model, asked)
     assert report.parameters == parameter_count(_recorded("bitnet"))
     assert "recorded by a trace" in report.warnings[0]
-    assert estimate(model, asked, gpu="a100-80gb").found.step_seconds > 0
+    assert estimate(model, asked, EstimateFlags(gpu="a100-80gb")).found.step_seconds > 0
     peak = report.stages[0].peak_bytes
-    planned = plan(model, asked, budget=f"{peak * 9 // 10}B")
+    planned = plan(model, asked, PlanFlags(budget=f"{peak * 9 // 10}B"))
     assert planned.choice.forecast.peak_bytes <= peak * 9 // 10
 
 

@@ -16,6 +16,9 @@ from benchmarks.model_types import TRIED, tiny_config
 from jettison.capture.fakes import fake_mode
 from jettison.capture.op_traits import op_cost
 from jettison.capture.tracer import trace_model
+from jettison.cli.estimate import EstimateFlags
+from jettison.cli.estimate import estimate as estimate_verb
+from jettison.cli.ledger import ledger
 from jettison.errors import JettisonError
 from jettison.models.batches import batch_for
 from jettison.models.huggingface import ConfigRequest, build, config_of
@@ -26,8 +29,6 @@ from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.more_families import EVERY_FAMILY
-from jettison.verbs.estimate import estimate as estimate_verb
-from jettison.verbs.ledger import ledger
 
 EDGES: Final = (0, 1, None, -1, 3, False, True, 0.5, "x", [], {}, 10**12, [0, 0], 2)
 DEEPEST: Final = 8
@@ -160,7 +161,7 @@ def test_a_value_at_the_edge_is_answered_or_refused(part: int) -> None:
 def test_a_recorded_value_at_the_edge_is_answered_or_refused(tmp_path: Path, key: str | None, value: object) -> None:
     values = MIMO if key is None else MIMO | {key: value}
     try:
-        found = estimate_verb(file_of(tmp_path, values), RunRequest(seq=32), gpu="h100-80gb").found
+        found = estimate_verb(file_of(tmp_path, values), RunRequest(seq=32), EstimateFlags(gpu="h100-80gb")).found
     except JettisonError:
         assert key is not None
     else:
@@ -169,8 +170,10 @@ def test_a_recorded_value_at_the_edge_is_answered_or_refused(tmp_path: Path, key
 
 def test_experts_of_a_recording_have_their_flops(tmp_path: Path) -> None:
     """Six matmuls of a gated expert's size for each of a token's two experts, on two layers."""
-    report = estimate_verb(file_of(tmp_path, MIMO), RunRequest(seq=32), gpu="h100-80gb")
-    twice = estimate_verb(file_of(tmp_path, MIMO | {"moe_intermediate_size": 64}), RunRequest(seq=32), gpu="h100-80gb")
+    report = estimate_verb(file_of(tmp_path, MIMO), RunRequest(seq=32), EstimateFlags(gpu="h100-80gb"))
+    twice = estimate_verb(
+        file_of(tmp_path, MIMO | {"moe_intermediate_size": 64}), RunRequest(seq=32), EstimateFlags(gpu="h100-80gb")
+    )
     rows, more = 2 * 32, 64 - 32
     assert twice.found.model_flops() - report.found.model_flops() == 3 * 2 * rows * 3 * MIMO["hidden_size"] * more * 2
 

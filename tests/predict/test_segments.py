@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jettison.cli.plan import PlanFlags, plan
 from jettison.cost.execution import execution_of
 from jettison.errors import Infeasible
 from jettison.explain.layer_reasons import layer_reasons
@@ -26,7 +27,6 @@ from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 from jettison.units import GIB, MIB
-from jettison.verbs.plan import plan
 
 H100 = hardware("h100-80gb")
 
@@ -190,7 +190,7 @@ def test_a_segment_is_priced_as_it_is_told() -> None:
     added = estimate(answer.forecast.run, H100, chosen=chosen).step_seconds - plain
     assert added == pytest.approx(answer.seconds, rel=0.02)
     assert sum(r.again_seconds for r in layer_reasons(answer).values()) == pytest.approx(answer.seconds, rel=0.02)
-    document = plan("llama3-8b", RunRequest(dp=8, zero=3, seq=32768), budget="64GiB").document()
+    document = plan("llama3-8b", RunRequest(dp=8, zero=3, seq=32768), PlanFlags(budget="64GiB")).document()
     assert document["segments"] == [list(each) for each in answer.segments]
     inputs = 32768 * 4096 * 2
     firsts = {first for first, _ in answer.segments}

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from jettison.cli.main import run
+from jettison.cli.report import report
 from jettison.errors import UsageError
 from jettison.ledger.levels import POINTS, StepLevels
 from jettison.report import headless, untrusted
 from jettison.report.page import json_for_html
 from jettison.report.subject import Fate, Kind
 from jettison.solve.plan import Plan
-from jettison.verbs.report import report
 from support.report_cases import HOSTILE, plan, proof, run_log
 
 

@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from jettison.cli.report import report
 from jettison.report import headless
 from jettison.report.page import page
-from jettison.verbs.report import report
 from support.browser import Open, OpenedPage, axe_violations, no_sideways_scroll, print_pdf, too_wide, walk_by_keyboard
 from support.chromium import find_chromium
 from support.patience import PATIENCE

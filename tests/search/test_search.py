@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jettison.cli.search import search as search_report
 from jettison.cost.execution import execution_of
 from jettison.cost.layer import PriceModel
 from jettison.errors import Infeasible
@@ -34,7 +35,6 @@ from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
 from jettison.spec.recompute import Recompute
 from jettison.units import GIB
-from jettison.verbs.search import search as search_report
 
 A100 = hardware("a100-80gb")
 SHAPE = {

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jettison.cli.served import SERVICE
 from jettison.server.limits import Limits
 from jettison.server.problems import Problem
-from jettison.server.questions import VERBS, question
+from jettison.server.questions import question
 from jettison.spec.hardware import hardware_names
 from jettison.spec.presets import PRESETS
 from support.patience import PATIENCE
@@ -47,11 +48,11 @@ PLAUSIBLE = st.fixed_dictionaries(
 ODD = st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=12), ANYTHING, max_size=6)
 
 
-@given(st.sampled_from(VERBS), ODD | st.builds(lambda a, b: {**a, **b}, PLAUSIBLE, ODD))
+@given(st.sampled_from(list(SERVICE.forms)), ODD | st.builds(lambda a, b: {**a, **b}, PLAUSIBLE, ODD))
 def test_what_is_asked_is_a_question_or_a_problem(verb: Any, body: dict[str, Any]) -> None:
     """Before anything works on it; and a question names a preset and a GPU that are there."""
     try:
-        found = question(verb, json.dumps(body).encode("utf-8", "surrogatepass"), Limits())
+        found = question(verb, SERVICE.forms[verb], json.dumps(body).encode("utf-8", "surrogatepass"), Limits())
     except Problem as problem:
         assert problem.status in (400, 413, 422)
         assert len(problem.detail) < 3000
@@ -61,10 +62,10 @@ def test_what_is_asked_is_a_question_or_a_problem(verb: Any, body: dict[str, Any
         assert "/" not in found.name.removesuffix(".json")
 
 
-@given(st.sampled_from(VERBS), st.binary(max_size=200))
+@given(st.sampled_from(list(SERVICE.forms)), st.binary(max_size=200))
 def test_bytes_are_refused_or_asked(verb: Any, body: bytes) -> None:
     with pytest.raises(Problem) as caught:
-        question(verb, body, Limits())
+        question(verb, SERVICE.forms[verb], body, Limits())
     assert caught.value.status in (400, 422)
 
 

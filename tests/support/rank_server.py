@@ -40,10 +40,10 @@ IMPORTED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
     "jettison.cli.main",
-    "jettison.verbs.train",
+    "jettison.cli.train",
     "jettison.train.loop",
     "jettison.integrations",
-    "jettison.verbs.verify",
+    "jettison.verify.planned",
 )
 
 

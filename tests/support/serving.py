@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -78,14 +79,16 @@ def served(limits: Limits | None = None, *, port: int = 0) -> Iterator[Served]:
 
 def main() -> None:
     """The server's own process."""
+    from jettison.cli.served import SERVICE
     from jettison.report.page import page
     from jettison.server import offer, serve_page
 
     asked = json.loads(sys.argv[1])
     limits = Limits(**asked["limits"])
-    data = {"serve": offer(limits)}
+    data = {"serve": offer(limits, SERVICE)}
     shown = page("Ask", intro="Of this machine.", scripts=["panels/ask.js"], data=data, served=True)
-    serve_page(shown, port=asked["port"], limits=limits, started=lambda url: print(url, flush=True))
+    started = functools.partial(print, flush=True)
+    serve_page(shown, service=SERVICE, port=asked["port"], limits=limits, started=started)
 
 
 if __name__ == "__main__":

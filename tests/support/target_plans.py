@@ -6,9 +6,9 @@ from functools import cache
 from typing import Any
 
 import jettison
+from jettison.cli.plan import PlanFlags, plan
 from jettison.export.result import Exported
 from jettison.predict.run_fields import RunRequest
-from jettison.verbs.plan import plan
 
 GPT = {"tp": 8, "micro_batch": 4, "kernels": "megatron"}
 MIXTRAL = {"tp": 4, "ep": 8, "dp": 8, "zero": 1, "micro_batch": 4, "kernels": "megatron", "offload": True}
@@ -72,7 +72,7 @@ FLAGS = {
 def exported(name: str, to: str) -> Exported:
     model, budget, asked = PLANS[name]
     gpu = "h100-80gb" if asked.get("offload") else None
-    return jettison.export_plan(plan(model, RunRequest(**asked), budget=budget, gpu=gpu).document(), to=to)
+    return jettison.export_plan(plan(model, RunRequest(**asked), PlanFlags(budget=budget, gpu=gpu)).document(), to=to)
 
 
 def world(name: str) -> int:

@@ -67,10 +67,10 @@ def live() -> dict[str, Any]:
     import torch
 
     import jettison
+    from jettison.cli.live_model import PlanReport
     from jettison.measure import independent_copy
     from jettison.models.request import ModelRequest, load
     from jettison.planner.planner import make_planner
-    from jettison.verbs.live_model import PlanReport
     from support.export_cases import held_bytes
 
     torch.set_num_threads(1)
@@ -101,12 +101,12 @@ def moving() -> dict[str, Any]:
     import torch
 
     import jettison
+    from jettison.cli.export_live import live_export
+    from jettison.cli.live_model import PlanReport
     from jettison.export.targets import torchtitan
     from jettison.measure import independent_copy
     from jettison.models.request import ModelRequest, load
     from jettison.planner.planner import make_planner
-    from jettison.verbs.export_live import live_export
-    from jettison.verbs.live_model import PlanReport
     from support.export_cases import MOVING, held_bytes
 
     torch.set_num_threads(1)

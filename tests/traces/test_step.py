@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from jettison.cli.estimate import EstimateFlags, estimate
 from jettison.errors import UsageError
 from jettison.predict.run_fields import RunRequest
 from jettison.report.estimate import EstimateReport
 from jettison.traces.chrome import ALLOCATED, DEVICE, FROM_HOST, ROLES, TO_HOST, chrome_events, chrome_json, step_trace
 from jettison.traces.pipeline_seconds import Kind, nanoseconds, step_slices
 from jettison.traces.step_memory import stage_memory
-from jettison.verbs.estimate import estimate
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("gpt-22b", {"tp": 8}),
@@ -55,7 +55,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def made(name: str) -> EstimateReport:
     model, flags = RUNS[name]
-    return estimate(model, RunRequest(**flags), gpu="h100-80gb")
+    return estimate(model, RunRequest(**flags), EstimateFlags(gpu="h100-80gb"))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -157,6 +157,6 @@ def test_arrows_go_from_each_pass_to_the_one_that_needs_it() -> None:
 
 
 def test_too_many_micro_batches_are_refused() -> None:
-    report = estimate("gpt-175b", RunRequest(tp=8, pp=8, micro_batches=4200), gpu="h100-80gb")
+    report = estimate("gpt-175b", RunRequest(tp=8, pp=8, micro_batches=4200), EstimateFlags(gpu="h100-80gb"))
     with pytest.raises(UsageError, match="4200 micro-batches"):
         step_slices(report.memory, report.found)

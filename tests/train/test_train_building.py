@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from jettison.cli.train import train
 from jettison.errors import UsageError
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import unique_bytes
@@ -37,7 +38,6 @@ from jettison.train.rank_layout import Places
 from jettison.train.ranks import World, joined
 from jettison.train.recipe import BatchSection, CheckpointSection, LayoutSection, LogSection, ModelSection, TrainRecipe
 from jettison.train.setup import Session, prepare
-from jettison.verbs.train import train
 from support.ranks import run_ranks
 
 GPT = ModelSection(architecture="gpt", layers=4, hidden=64, heads=4)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from jettison.cli.train import train
 from jettison.errors import Infeasible, UsageError
 from jettison.parse_units import parse_bytes
 from jettison.report.schemas import check
@@ -21,7 +22,6 @@ from jettison.train.failures import RankLost
 from jettison.train.log import RunLog
 from jettison.train.recipe import CheckpointSection, ModelSection, OptimizerSection
 from jettison.train.result import TrainResult
-from jettison.verbs.train import train
 from support.patience import PATIENCE
 from support.train_runs import command, curve, environment, lines, tensors_of, tiny
 

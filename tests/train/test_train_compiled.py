@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from jettison.cli.train import train
 from jettison.errors import UsageError
 from jettison.solve.plan import Plan
 from jettison.train.recipe import BatchSection, LayoutSection, LogSection, ModelSection, PlanSection, TrainRecipe
-from jettison.verbs.train import train
 from support.compiled_sending import slow_to_compute
 from support.ranks import run_ranks
 

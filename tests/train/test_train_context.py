@@ -12,6 +12,7 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
+from jettison.cli.train import train
 from jettison.errors import UsageError
 from jettison.train.recipe import (
     BatchSection,
@@ -24,7 +25,6 @@ from jettison.train.recipe import (
     PlanSection,
     TrainRecipe,
 )
-from jettison.verbs.train import train
 from support.ranks import run_ranks
 
 GPT = {"architecture": "gpt", "layers": 3, "hidden": 64, "heads": 4}

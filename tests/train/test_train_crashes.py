@@ -24,10 +24,10 @@ from test_train_ranks import recipe as tiny
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from jettison.cli.train import train
 from jettison.train.checkpoint import Checkpoints
 from jettison.train.ranks import World, joined
 from jettison.train.recipe import CheckpointSection, TrainRecipe
-from jettison.verbs.train import train
 from support.patience import PATIENCE
 
 Files = dict[str, bytes | None]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from jettison.cli.train import train
 from jettison.errors import UsageError
 from jettison.models.documents import document_mask, document_numbers, positions_within
 from jettison.models.reference import Gpt, Llama
@@ -27,7 +28,6 @@ from jettison.train.recipe import (
     PlanSection,
     TrainRecipe,
 )
-from jettison.verbs.train import train
 from support.ranks import run_ranks
 
 END, SEQ = 10, 64

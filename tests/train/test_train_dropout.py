@@ -12,8 +12,8 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
+from jettison.cli.train import train
 from jettison.train.recipe import BatchSection, LayoutSection, LogSection, ModelSection, TrainRecipe
-from jettison.verbs.train import train
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow

@@ -18,6 +18,7 @@ from test_train_building import ready
 from torch import distributed as dist
 from torch import nn
 
+from jettison.cli.train import train
 from jettison.errors import Infeasible, UsageError
 from jettison.train.engine import WholeModel
 from jettison.train.evaluation import undisturbed
@@ -33,7 +34,6 @@ from jettison.train.recipe import (
     PlanSection,
     TrainRecipe,
 )
-from jettison.verbs.train import train
 from support.ranks import run_ranks
 
 TEXT = bytes(range(32, 127)) * 30

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from jettison.cli.train import train
 from jettison.runtime import chunked_loss
 from jettison.solve.plan import Plan
 from jettison.train.recipe import BatchSection, LogSection, ModelSection, PlanSection, TrainRecipe
-from jettison.verbs.train import train
 
 
 def test_a_run_under_a_budget_has_the_losses_of_one_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

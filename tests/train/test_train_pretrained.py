@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
 from jettison.cli.main import run
+from jettison.cli.train import train, write_weights
 from jettison.errors import UsageError
 from jettison.measure.tensors import unique_bytes
 from jettison.train.export import ExportFailed
@@ -37,7 +38,6 @@ from jettison.train.recipe import (
     OptimizerSection,
     TrainRecipe,
 )
-from jettison.verbs.train import train, write_weights
 from support.ranks import run_ranks
 
 SIZES = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.2}

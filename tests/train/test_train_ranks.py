@@ -19,6 +19,7 @@ from typing import Literal
 
 import pytest
 
+from jettison.cli.train import train
 from jettison.errors import UsageError
 from jettison.solve.plan import Plan
 from jettison.train import setup
@@ -32,7 +33,6 @@ from jettison.train.recipe import (
     PlanSection,
     TrainRecipe,
 )
-from jettison.verbs.train import train
 from support.patience import PATIENCE
 from support.rank_server import Launch
 from support.ranks import torchrun

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from jettison.cli.report import report
+from jettison.cli.train import train
 from jettison.errors import Infeasible, PlanMismatch, UsageError
 from jettison.solve.plan import Plan
 from jettison.spec.presets import preset
@@ -25,8 +27,6 @@ from jettison.train.recipe import (
     PlanSection,
 )
 from jettison.train.step_flops import StepWork, peak_flops_per_second, spec_flops
-from jettison.verbs.report import report
-from jettison.verbs.train import train
 from support.prices import every_op_takes
 from support.train_runs import curve, gpt, lines, tensors_of, tiny
 

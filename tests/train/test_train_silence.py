@@ -15,6 +15,7 @@ import torch
 from test_train_checkpoint import STATE
 from torch import nn
 
+from jettison.cli.train import train
 from jettison.errors import UsageError
 from jettison.train.checkpoint import Checkpoints, SaveFailed
 from jettison.train.failures import NotFinite
@@ -27,7 +28,6 @@ from jettison.train.recipe import (
     OptimizerSection,
     TrainRecipe,
 )
-from jettison.verbs.train import train
 
 GPT = ModelSection(architecture="gpt", layers=2, hidden=32, heads=4)
 

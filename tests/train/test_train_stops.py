@@ -23,9 +23,9 @@ from benchmarks.rank_sockets import checkpoint_sockets
 from test_train_ranks import curve, finished, latest, recipe
 from torch.distributed import distributed_c10d as c10d
 
+from jettison.cli.train import train
 from jettison.train import loop
 from jettison.train.recipe import BatchSection, CheckpointSection, LayoutSection, ModelSection, TrainRecipe
-from jettison.verbs.train import train
 from support.patience import PATIENCE
 from support.ranks import run_ranks
 

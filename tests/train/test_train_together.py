@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
+from jettison.cli.train import train
 from jettison.errors import JettisonError
 from jettison.train.rank_watch import Beat, hanging
 from jettison.train.recipe import (
@@ -37,7 +38,6 @@ from jettison.train.recipe import (
     ModelSection,
     TrainRecipe,
 )
-from jettison.verbs.train import train
 from support.patience import PATIENCE
 from support.ranks import run_ranks
 

@@ -1,22 +1,113 @@
-"""`jettison doctor`: versions, cores, memory, accelerators; with --calibrate, the rates that they reach."""
+"""`doctor`: versions and devices; why memory ran out; ways of a model to be silently wrong; a hardware file."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from jettison.cli.environment_notes import environment_notes
+from cyclopts import Parameter
+
+from jettison.cli.app import Force, Format, Switch, asked, deliver, refuse_to_overwrite
+from jettison.cli.snapshots import is_snapshot
+from jettison.diagnose.facts import MemoryFacts, Phase
+from jettison.diagnose.finding import Finding
+from jettison.diagnose.memory import diagnose_memory
+from jettison.diagnose.oom_log import read_oom_log
+from jettison.diagnose.oom_snapshot import facts_of_snapshot
+from jettison.diagnose.watch_record import read_watch_record
 from jettison.errors import UsageError
 from jettison.extras import install
+from jettison.models.model_types import require_known_file
 from jettison.processors import cores
-from jettison.units import format_bytes
+from jettison.report.console import hint, progress
+from jettison.report.findings import FindingsReport
+from jettison.report.schemas import keys_of, shaped
+from jettison.report.tables import doctor_table
+from jettison.traces.snapshot import read_snapshot
+from jettison.units import format_bytes, format_gib
+from jettison.whole_files import write_whole
 
 if TYPE_CHECKING:
     from jettison.calibrate import Calibration
+
+
+def command(
+    *,
+    oom: Annotated[
+        Path | None, Parameter(help="Say why memory ran out: a memory snapshot, a log, or what jettison.watch wrote.")
+    ] = None,
+    model: Annotated[
+        str | None, Parameter(help="Look for ways to be silently wrong under recompute: a MODEL as for `plan`.")
+    ] = None,
+    calibrate: Annotated[Switch, Parameter(help="Measure what this machine reaches (needs torch).")] = False,
+    quick: Annotated[Switch, Parameter(help="With --calibrate: fewer shapes, some 15 seconds.")] = False,
+    device: Annotated[str | None, Parameter(help="With --calibrate: cpu or cuda:N instead of the first GPU.")] = None,
+    ranks: Annotated[int, Parameter(show_default=False, help="With --calibrate: time collectives of N ranks.")] = 0,
+    form: Format = "human",
+    out: Annotated[Path | None, Parameter(help="With --calibrate: a .toml file, which --gpu takes.")] = None,
+    force: Force = False,
+) -> None:
+    """Versions and devices; why memory ran out; ways of a model to be silently wrong; a hardware file."""
+    if (oom is not None) + (model is not None) + calibrate > 1:
+        raise UsageError("got more than one of --oom, --model and --calibrate; give one of them")
+    if not calibrate:
+        for name, value in {"quick": quick, "device": device, "ranks": ranks, "out": out, "force": force}.items():
+            if value not in (None, False, 0):
+                raise UsageError(f"got --{name} without --calibrate; give both, or neither")
+    if oom is not None or model is not None:
+        said = _said(oom, model)
+        deliver(said.document, said.table, form=form, out=None, request=asked(oom=oom, model=model))
+        return
+    if not calibrate:
+        found = facts()
+        by_name = dict(found)
+        keys = keys_of("jettison.doctor/1")
+        known = {name: value for name, value in by_name.items() if name in keys}
+        document = shaped({"schema": "jettison.doctor/1", **known, "facts": by_name})
+        deliver(lambda: document, lambda: doctor_table(found), form=form, out=None, request=asked())
+        return
+    if out is not None and out.suffix != ".toml":
+        raise UsageError(f"got --out {out}; expected a name that ends in .toml, so that --gpu takes it as a file")
+    refuse_to_overwrite(out, force=force)
+    if (note := busy()) is not None:
+        hint(note)
+    with progress() as say:
+        measured = calibrated(device=device, quick=quick, ranks=ranks, say=say)
+    from jettison.calibrate import hardware_toml
+    from jettison.calibrate.figures import calibration_document, doubtful, figures
+
+    if (note := doubtful(measured)) is not None:
+        hint(note)
+    if out is not None:
+        write_whole(out, hardware_toml(measured))
+        hint(f"wrote {out}")
+    if form == "human" and out is None:
+        sys.stdout.write(hardware_toml(measured))
+        return
+    table = figures(measured)
+    request = asked(calibrate=True, quick=quick, device=device, ranks=ranks)
+    deliver(lambda: calibration_document(measured), lambda: doctor_table(table), form=form, out=None, request=request)
+
+
+def _said(oom: Path | None, model: str | None) -> FindingsReport:
+    with progress() as say:
+        if oom is not None:
+            say(f"reading {oom}")
+            return diagnose_oom(oom)
+        require_known_file(str(model))
+        say("loading torch")
+        from jettison.cli.doctor_model import diagnose_model
+        from jettison.models.request import ModelRequest
+
+        return diagnose_model(ModelRequest(model=str(model)), progress=say)
+
+
+# versions and devices ------------------------------------------------------------------------------------------------
 
 PACKAGES = ("jettison", "torch", "transformers", "numpy", "pydantic", "cyclopts", "rich", "highspy")
 
@@ -52,28 +143,104 @@ def _accelerators() -> list[tuple[str, str]]:
     return names
 
 
-# calibration ----------------------------------------------------------------------------------------------------------
+_DEBUGGING: Final = {
+    "CUDA_LAUNCH_BLOCKING": "each kernel is waited for",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor is a cudaMalloc",
+    "TORCH_SHOW_CPP_STACKTRACES": "stacks are walked in each error",
+    "TORCHDYNAMO_DISABLE": "nothing is compiled",
+    "PYTORCH_JIT": "0 switches scripting off",
+}
+_ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_OPTIONS: Final = (
+    "backend", "expandable_segments", "garbage_collection_threshold", "graph_capture_record_stream_reuse",
+    "max_non_split_rounding_mb", "max_split_size_mb", "per_process_memory_fraction", "pinned_max_register_threads",
+    "pinned_num_register_threads", "pinned_reserve_segment_size_mb", "pinned_use_background_threads",
+    "pinned_use_cuda_host_register", "release_lock_on_cudamalloc", "roundup_bypass_threshold_mb",
+    "roundup_power2_divisions", "use_cuda_host_register",
+)  # fmt: skip
 
 
-def refuse_without_calibrate(**given: object) -> None:
-    """Flags that mean nothing without --calibrate.
+def environment_notes(environment: Mapping[str, str], cores: int) -> list[tuple[str, str]]:
+    """(variable, what it does) of those that are worth a line."""
+    notes = [
+        (name, f"{environment[name]}: {what}")
+        for name, what in _DEBUGGING.items()
+        if environment.get(name, "") not in (("", "1") if name == "PYTORCH_JIT" else ("", "0"))
+    ]
+    for name in _ALLOCATORS:
+        options = [part.partition(":")[0].strip() for part in environment.get(name, "").split(",") if ":" in part]
+        unknown = [option for option in options if option.isidentifier() and option not in _OPTIONS]
+        if unknown:
+            notes.append((name, f"{', '.join(unknown)}: no option that is known here"))
+    threads = environment.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > cores:
+        notes.append(("OMP_NUM_THREADS", f"{threads}: there are {cores} cores"))
+    return notes
+
+
+# why memory ran out --------------------------------------------------------------------------------------------------
+
+OOM_SCHEMA = "jettison.oom/1"
+
+
+def read_memory_facts(path: Path) -> MemoryFacts:
+    """Read a snapshot, a record of `jettison.watch`, or a log.
 
     Raises:
-        UsageError: one of them was given.
+        UsageError: it is none of them.
     """
-    for name, value in given.items():
-        if value not in (None, False, 0):
-            raise UsageError(f"got --{name} without --calibrate; give both, or neither")
+    if is_snapshot(path):
+        return facts_of_snapshot(read_snapshot(path))
+    return read_watch_record(path) or read_oom_log(path)
 
 
-def refuse_name(out: Path | None) -> None:
-    """A hardware file is known by its ending.
+def diagnose_oom(path: Path) -> FindingsReport:
+    """Diagnose a file of a run whose memory ran out.
 
     Raises:
-        UsageError: it has another.
+        UsageError: it says nothing about it.
     """
-    if out is not None and out.suffix != ".toml":
-        raise UsageError(f"got --out {out}; expected a name that ends in .toml, so that --gpu takes it as a file")
+    facts = read_memory_facts(path)
+    found = diagnose_memory(facts)
+    return FindingsReport(schema=OOM_SCHEMA, facts=_rows(facts, found), findings=(found,), more=_document(facts, found))
+
+
+def _rows(facts: MemoryFacts, found: Finding) -> list[tuple[str, str]]:
+    rows = [("read", facts.source), ("it was", str(found.kind))]
+    if facts.phase is not Phase.UNKNOWN:
+        rows.append(("phase", str(facts.phase)))
+    sizes = (
+        ("asked for", facts.asked_bytes),
+        ("allocated", facts.allocated_bytes),
+        ("held unused", facts.unused_bytes),
+        ("free", facts.free_bytes),
+        ("of", facts.total_bytes),
+    )
+    return rows + [(name, format_gib(nbytes)) for name, nbytes in sizes if nbytes is not None]
+
+
+def _document(facts: MemoryFacts, found: Finding) -> dict[str, Any]:
+    names = (
+        "source",
+        "failed",
+        "asked_bytes",
+        "allocated_bytes",
+        "unused_bytes",
+        "free_bytes",
+        "total_bytes",
+        "expandable",
+        "device",
+        "trainer",
+    )
+    return {
+        "cause": str(found.kind),
+        "phase": str(facts.phase),
+        "site": facts.site,
+        "holders": [{"holder": name, "bytes": nbytes} for name, nbytes in facts.holders],
+    } | {name: getattr(facts, name) for name in names}
+
+
+# a hardware file -----------------------------------------------------------------------------------------------------
 
 
 def calibrated(*, device: str | None, quick: bool, ranks: int, say: Callable[[str], None]) -> Calibration:

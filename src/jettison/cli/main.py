@@ -9,43 +9,34 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
+from typing import Annotated, Literal
 
-from cyclopts import CycloptsError
+from cyclopts import CycloptsError, Parameter
 
-from jettison.cli.completing import completion
-from jettison.cli.diagnosing import doctor, profile
-from jettison.cli.exporting import export
+from jettison.cli.app import Answered, app, error_document
 from jettison.cli.interrupts import EXIT_INTERRUPTED, end_at_once_on_interrupt, end_now, interrupted, say_interrupted
-from jettison.cli.listing import list_names
-from jettison.cli.output import Answered, error_document
-from jettison.cli.pages import explore
-from jettison.cli.parameters import app
-from jettison.cli.predicting import estimate, ledger, plan, search
-from jettison.cli.reporting import report
-from jettison.cli.running import demo, train, verify
 from jettison.cli.suggestions import message_of, misplaced_file, refuse_fractions
 from jettison.errors import JettisonError
 from jettison.extras import install
 from jettison.report.console import hint
 from jettison.report.json_text import json_text
 
-COMMANDS = (
-    completion,
-    demo,
-    doctor,
-    estimate,
-    explore,
-    export,
-    ledger,
-    list_names,
-    plan,
-    profile,
-    report,
-    search,
-    train,
-    verify,
-)
-"""They are the application's from when they are imported."""
+VERBS = (
+    "demo", "doctor", "estimate", "explore", "export", "ledger", "list", "plan", "profile", "report", "search", "train",
+    "verify",
+)  # fmt: skip
+"""Each has a file, which is loaded when the verb is called."""
+FILES = {"list": "list_names"}
+
+for _verb in VERBS:
+    app.command(f"jettison.cli.{FILES.get(_verb, _verb)}:command", name=_verb)
+
+
+@app.command
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="Whose script to print.")], /) -> None:
+    """Print a script that completes verbs and flags: eval "$(jettison completion bash)" in a shell's start-up file."""
+    sys.stdout.write(app.generate_completion(shell=shell).rstrip("\n") + "\n")
+
 
 EXTRAS = {"torch": "torch", "transformers": "hf", "safetensors": "hf", "starlette": "serve", "uvicorn": "serve"}
 """The extra that installs each package that some verbs need."""

@@ -10,8 +10,8 @@ from typing import Any, Final, get_args
 from cyclopts import CoercionError, CycloptsError, UnknownOptionError
 from cyclopts.argument import Argument
 
+from jettison.cli.app import app
 from jettison.cli.foreign_flags import said_here
-from jettison.cli.parameters import app
 from jettison.errors import JettisonError, UsageError
 
 _WRITTEN: Final = frozenset({"--out", "--timeline", "--snapshot", "--state", "--figures", "--trace", "--export"})
@@ -55,7 +55,7 @@ def refuse_fractions(arguments: Sequence[str]) -> None:
 
 def misplaced_file(arguments: Sequence[str]) -> str | None:
     """Return the message about an argument's file that another command reads; None where there is none."""
-    from jettison.verbs.file_kinds import misplaced
+    from jettison.cli.file_kinds import misplaced
 
     verb = _verb(arguments)
     before = ""

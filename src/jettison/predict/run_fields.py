@@ -193,3 +193,6 @@ class RunRequest(CommonRequest):
     offload: bool | None = None
     whole_micro_batches: str | None = None
     positions: Tokens | None = None
+
+
+NOTHING_ASKED = RunRequest()

@@ -14,11 +14,13 @@ from jettison.progress import Progress, silent
 from jettison.server.limits import Limits
 from jettison.server.listening import ADDRESS, listening
 from jettison.server.offer import offer
+from jettison.server.questions import Service
 
 
 def serve_page(
     page: str | Sequence[str],
     *,
+    service: Service,
     port: int,
     started: Callable[[str], None],
     limits: Limits | None = None,
@@ -29,6 +31,7 @@ def serve_page(
 
     Args:
         page: its text; or the models that the explorer is about, whose page a process makes meanwhile.
+        service: what may be asked, and who answers.
         port: 0 is a free one.
         started: is told the URL as soon as somebody listens there; requests wait for what is still being loaded.
         progress: is told what is worked out for the page.
@@ -44,7 +47,14 @@ def serve_page(
         started(f"http://{ADDRESS}:{listener.getsockname()[1]}/")
         from jettison.server.serving import run
 
-        run(page, listener, limits=Limits() if limits is None else limits, progress=progress, ready=ready)
+        run(
+            page,
+            listener,
+            service=service,
+            limits=Limits() if limits is None else limits,
+            progress=progress,
+            ready=ready,
+        )
 
 
-__all__ = ["Limits", "offer", "serve_page"]
+__all__ = ["Limits", "Service", "offer", "serve_page"]

@@ -16,21 +16,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jettison.server.answering import Answer
 from jettison.server.guard import HEADERS
 from jettison.server.limits import Limits
 from jettison.server.offer import offer
 from jettison.server.page import WAITING, ServedPage
 from jettison.server.pool import Job, Pool, cancelled
 from jettison.server.problems import MEDIA_TYPE, Problem
-from jettison.server.questions import VERBS, Verb, question
+from jettison.server.questions import Answer, Form, Service, question
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">')
 
 
-def application(page: ServedPage, pool: Pool, limits: Limits) -> Starlette:
-    """What is served: ``page`` at the root, and questions for the pool."""
+def application(page: ServedPage, pool: Pool, limits: Limits, service: Service) -> Starlette:
+    """What is served: ``page`` at the root, and the service's questions for the pool."""
 
     async def root(_request: Request) -> Response:
         if page.text is None:
@@ -39,7 +38,7 @@ def application(page: ServedPage, pool: Pool, limits: Limits) -> Starlette:
         return Response(page.text, media_type="text/html", headers={"Content-Security-Policy": policy})
 
     async def offered(_request: Request) -> Response:
-        return JSONResponse(offer(limits))
+        return JSONResponse(offer(limits, service))
 
     async def standing(request: Request) -> Response:
         return JSONResponse(pool.standing(request.path_params["ident"]))
@@ -54,7 +53,7 @@ def application(page: ServedPage, pool: Pool, limits: Limits) -> Starlette:
         Route("/api", offered, methods=["GET"]),
         Route("/api/requests/{ident}", standing, methods=["GET"]),
         Route("/api/requests/{ident}", cancel, methods=["DELETE"]),
-        *(Route(f"/api/{verb}", _asking(verb, pool, limits), methods=["POST"]) for verb in VERBS),
+        *(Route(f"/api/{v}", _asking(v, form, pool, limits), methods=["POST"]) for v, form in service.forms.items()),
     ]
     handlers: dict[Any, Any] = {Problem: _problem, HTTPException: _http_problem, Exception: _internal}
     return Starlette(routes=routes, exception_handlers=handlers)
@@ -68,9 +67,9 @@ def _policy_of(page: str) -> str:
     return f"{html.unescape(found[1])}; frame-ancestors 'none'"
 
 
-def _asking(verb: Verb, pool: Pool, limits: Limits) -> Endpoint:
+def _asking(verb: str, form: Form, pool: Pool, limits: Limits) -> Endpoint:
     async def ask(request: Request) -> Response:
-        asked = question(verb, await _body(request, limits), limits)
+        asked = question(verb, form, await _body(request, limits), limits)
         job = pool.submit(asked.id or str(uuid.uuid4()), asked)
         found = await _outcome(job, request)
         headers = {"Jettison-Exit-Code": str(found.exit_code)}

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 
 from jettison.errors import JettisonError, UsageError
 from jettison.processors import cores
@@ -34,7 +35,7 @@ class ServedPage:
         self._models = [] if isinstance(page, str) else list(page)
         self._process: asyncio.subprocess.Process | None = None
 
-    async def make(self, limits: Limits, progress: Progress) -> None:
+    async def make(self, limits: Limits, answers: str, progress: Progress) -> None:
         """Have it made.
 
         Raises:
@@ -44,7 +45,7 @@ class ServedPage:
         if self.text is not None:
             return
         self._process = process = await started_process(
-            ("jettison.server.page", str(limits.answer_bytes), *self._models), limits.answer_bytes
+            ("jettison.server.page", answers, str(limits.answer_bytes), *self._models), limits.answer_bytes
         )
         assert process.stdout is not None
         while line := await process.stdout.readline():
@@ -70,10 +71,10 @@ class ServedPage:
 
 
 def main(arguments: list[str]) -> None:
-    """``page BYTES MODEL ...``: the page as a line of JSON on stdout, and before it what is worked out."""
+    """``page ANSWERS BYTES MODEL ...``: the page as a line of JSON on stdout, and before it what is worked out."""
     from jettison.server.explorer import served_explorer
 
-    most_bytes, *models = arguments
+    answers, most_bytes, *models = arguments
 
     def say(**what: str) -> None:
         sys.stdout.write(json.dumps(what) + "\n")
@@ -81,7 +82,8 @@ def main(arguments: list[str]) -> None:
 
     try:
         limits = Limits(answer_bytes=int(most_bytes))
-        say(page=served_explorer(models, limits, jobs=cores(), progress=lambda text: say(progress=text)))
+        service = import_module(answers).SERVICE
+        say(page=served_explorer(models, limits, service, jobs=cores(), progress=lambda text: say(progress=text)))
     except JettisonError as error:
         say(refused=str(error))
 

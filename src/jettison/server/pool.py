@@ -16,11 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jettison.server.answering import Answer
 from jettison.server.limits import Limits
 from jettison.server.problems import Problem
 from jettison.server.process import started_process
-from jettison.server.questions import Question
+from jettison.server.questions import Answer, Question
 from jettison.server.worker import INTERNAL, OUT_OF_MEMORY, REFUSED
 from jettison.units import format_bytes
 
@@ -68,9 +67,9 @@ class Job:
 class Pool:
     """Workers, and the questions that wait for one."""
 
-    def __init__(self, limits: Limits) -> None:
-        """Nothing runs before `start`."""
-        self.limits = limits
+    def __init__(self, limits: Limits, answers: str) -> None:
+        """Nothing runs before `start`. ``answers``: see `Service`."""
+        self.limits, self.answers = limits, answers
         self.jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
         self._there = asyncio.Semaphore(0)
@@ -153,7 +152,7 @@ class Pool:
     async def _worker(self) -> Worker:
         folder = Path(self._folder.name) / f"{len(os.listdir(self._folder.name))}"
         folder.mkdir()
-        worker = Worker(await Worker.started(folder, self.limits), self.limits)
+        worker = Worker(await Worker.started(self.answers, folder, self.limits), self.limits)
         self._workers.add(worker)
         return worker
 
@@ -193,9 +192,9 @@ class Worker:
         self.answers = 0
 
     @classmethod
-    async def started(cls, folder: Path, limits: Limits) -> asyncio.subprocess.Process:
+    async def started(cls, answers: str, folder: Path, limits: Limits) -> asyncio.subprocess.Process:
         """A process that works in ``folder``."""
-        arguments = ("jettison.server.worker", str(folder), str(limits.worker_bytes))
+        arguments = ("jettison.server.worker", answers, str(folder), str(limits.worker_bytes))
         return await started_process(arguments, limits.answer_bytes)
 
     async def ready(self) -> None:

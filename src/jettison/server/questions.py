@@ -11,22 +11,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
-from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Final, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import Field as Bounds
 
 from jettison.parse_units import Length
-from jettison.predict.run_fields import RunRequest
-from jettison.search.request import MARGIN, SearchRequest
 from jettison.server.limits import Limits
 from jettison.server.problems import Problem
 from jettison.spec.hardware import hardware_names
 from jettison.spec.presets import PRESETS
-
-Verb = Literal["plan", "ledger", "estimate", "search"]
-VERBS: Final[tuple[Verb, ...]] = get_args(Verb)
 
 MOST: Final = 2**40
 """Of any whole number: more tokens, devices and micro-batches than there are."""
@@ -36,40 +32,42 @@ _UPLOADED: Final = "uploaded"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ID: Final = re.compile(r"[A-Za-z0-9-]{8,64}")
 
-Number = Annotated[int, Field(ge=0, le=MOST)]
-Text = Annotated[str, Field(max_length=LONGEST)]
-Share = Annotated[float, Field(allow_inf_nan=False)]
+Number = Annotated[int, Bounds(ge=0, le=MOST)]
+Text = Annotated[str, Bounds(max_length=LONGEST)]
+Share = Annotated[float, Bounds(allow_inf_nan=False)]
 
-_OWN: Final[Mapping[Verb, dict[str, Any]]] = {
-    "plan": {"budget": Text | None, "gpu": Text | None, "host_budget": Text | None, "what_if": bool},
-    "ledger": {"budget": Text | None, "gpu": Text | None, "fit": bool, "explain": bool, "compile": bool},
-    "estimate": {
-        "gpu": Text,
-        "compile": bool,
-        "explain": bool,
-        "tokens": Share | None,
-        "price_per_gpu_hour": Share | None,
-    },
-    "search": {
-        "gpus": Number,
-        "gpu": Text,
-        "global_batch": Number,
-        "budget": Text | None,
-        "margin": Share,
-        "tokens": Share | None,
-        "price_per_gpu_hour": Share | None,
-        "top": Annotated[int, Field(ge=1, le=100)],
-    },
-}
-"""What a verb is asked beside the run: the names are the command line's flags."""
-_DEFAULTS: Final[dict[str, Any]] = {
-    "what_if": False,
-    "fit": False,
-    "explain": False,
-    "compile": False,
-    "top": 10,
-    "margin": MARGIN,
-}
+
+@dataclass(frozen=True)
+class Form:
+    """What a verb is asked: dataclasses of its own flags, and of the run or the space to search."""
+
+    flags: type[Any]
+    request: type[Any]
+
+    def flag_fields(self) -> list[Field[Any]]:
+        """Of the flags those that may come from elsewhere: none that names a file of this machine."""
+        return [one for one in fields(self.flags) if not one.metadata.get("local")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What a server is made for.
+
+    Args:
+        answers: name of the module whose ``answer(question, say)`` a worker calls.
+        forms: by verb.
+    """
+
+    answers: str
+    forms: Mapping[str, Form]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """A document as text, and the exit code that the command line would have left with."""
+
+    text: str
+    exit_code: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,10 +78,10 @@ class Question:
         id: by which it can be watched and cancelled; the client's, or None.
         name: of the model: a preset, or what the upload is called.
         flags: what the verb is asked beside the run.
-        run: the fields of a `RunRequest`, or for a search of a `SearchRequest`, that were given.
+        run: the fields of the form's request that were given.
     """
 
-    verb: Verb
+    verb: str
     id: str | None
     name: str
     config: dict[str, Any] | None
@@ -91,7 +89,7 @@ class Question:
     run: dict[str, Any]
 
 
-def question(verb: Verb, body: bytes, limits: Limits) -> Question:
+def question(verb: str, form: Form, body: bytes, limits: Limits) -> Question:
     """What a body asks.
 
     Raises:
@@ -113,12 +111,11 @@ def question(verb: Verb, body: bytes, limits: Limits) -> Question:
         raise _refused("config: expected the object that a config.json holds")
     if model is not None and not (isinstance(model, str) and model in PRESETS):
         raise _refused(f"model: expected one of {', '.join(PRESETS)}; a file's content goes into config")
-    checked = _checked(verb, values)
-    own = _OWN[verb]
+    checked = _checked(form, values)
+    own = {one.name for one in form.flag_fields()}
     gpu = checked.get("gpu")
     if gpu is not None and gpu not in hardware_names():
         raise _refused(f"gpu: expected one of {', '.join(hardware_names())}")
-    flags = _DEFAULTS | {key: value for key, value in checked.items() if key in own}
     run = {key: value for key, value in checked.items() if key not in own and value is not None}
     if config is not None and verb == "plan":
         run.setdefault("tp", 1)  # a layout has it planned from its spec; without one it would be built and traced
@@ -127,7 +124,7 @@ def question(verb: Verb, body: bytes, limits: Limits) -> Question:
         id=ident,
         name=_file_name(name) if model is None else model,
         config=config,
-        flags={key: flags[key] for key in own if key in flags},
+        flags={key: value for key, value in checked.items() if key in own},
         run=run,
     )
 
@@ -181,39 +178,40 @@ def _refused(detail: str) -> Problem:
     return Problem(422, "refused", detail)
 
 
-def _checked(verb: Verb, values: dict[str, Any]) -> dict[str, Any]:
+def _checked(form: Form, values: dict[str, Any]) -> dict[str, Any]:
     """The keys and types of a question's flags.
 
     Raises:
         Problem: a key that is not known, or a value of another type.
     """
+    shape = _shape(form)
     try:
-        return _form(verb).model_validate(values).model_dump(exclude_unset=True)
+        return shape.model_validate(values).model_dump(exclude_unset=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part)[:LONGEST] for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            known = ", ".join(sorted({*_form(verb).model_fields, "model", "config", "name", "id"}))
+            known = ", ".join(sorted({*shape.model_fields, "model", "config", "name", "id"}))
             raise _refused(f"{where}: not known; expected some of {known}") from None
         raise _refused(f"{where}: {first['msg']}") from None
 
 
 @cache
-def _form(verb: Verb) -> type[BaseModel]:
-    """A model of pydantic's, from our own dataclass: the fields are listed once."""
-    request = SearchRequest if verb == "search" else RunRequest
-    hints = get_type_hints(request)
-    run: dict[str, Any] = {field.name: (_bounded(hints[field.name]), None) for field in fields(request)}
-    own: dict[str, Any] = {}
-    for key, kind in _OWN[verb].items():
-        needed = type(None) not in get_args(kind) and key not in _DEFAULTS
-        own[key] = (kind, ... if needed else _DEFAULTS.get(key))
-    config = ConfigDict(extra="forbid", strict=True)
-    return create_model(f"{verb}_question", __config__=config, **run, **own)
+def _shape(form: Form) -> type[BaseModel]:
+    """A model of pydantic's, from our own dataclasses: flags are listed once."""
+    hints = get_type_hints(form.flags) | get_type_hints(form.request)
+    shape: dict[str, Any] = {}
+    for one in (*form.flag_fields(), *fields(form.request)):
+        kind = _bounded(hints[one.name])
+        if "most" in one.metadata:
+            kind = Annotated[kind, Bounds(ge=1, le=one.metadata["most"])]
+        shape[one.name] = (kind, ... if one.default is MISSING else one.default)
+    return create_model("Asked", __config__=ConfigDict(extra="forbid", strict=True), **shape)
 
 
 def _bounded(hint: Any) -> Any:
-    """``int | None`` and its like, with bounds."""
+    """A type, or one or None, with bounds."""
     bounded = {int: Number, Length: Number, str: Text, float: Share, bool: bool}
-    kind = next(part for part in get_args(hint) if part is not type(None))
-    return bounded[kind] | None
+    kinds = get_args(hint) or (hint,)
+    kind = bounded[next(part for part in kinds if part is not type(None))]
+    return kind | None if type(None) in kinds else kind

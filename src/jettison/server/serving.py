@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import uvicorn
+from starlette.applications import Starlette
 
 from jettison.progress import Progress
 from jettison.server.app import application
@@ -17,10 +18,17 @@ from jettison.server.limits import Limits
 from jettison.server.page import ServedPage
 from jettison.server.patient import PatientProtocol
 from jettison.server.pool import Pool
+from jettison.server.questions import Service
 
 
 def run(
-    page: str | Sequence[str], listener: socket.socket, *, limits: Limits, progress: Progress, ready: Callable[[], None]
+    page: str | Sequence[str],
+    listener: socket.socket,
+    *,
+    service: Service,
+    limits: Limits,
+    progress: Progress,
+    ready: Callable[[], None],
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
@@ -32,7 +40,7 @@ def run(
     Raises:
         UsageError: a model that is none.
     """
-    asyncio.run(_serve(ServedPage(page), listener, limits, progress, ready))
+    asyncio.run(_serve(ServedPage(page), listener, service, limits, progress, ready))
 
 
 class _Server(uvicorn.Server):
@@ -44,15 +52,21 @@ class _Server(uvicorn.Server):
 
 
 async def _serve(
-    page: ServedPage, listener: socket.socket, limits: Limits, progress: Progress, ready: Callable[[], None]
+    page: ServedPage,
+    listener: socket.socket,
+    service: Service,
+    limits: Limits,
+    progress: Progress,
+    ready: Callable[[], None],
 ) -> None:
-    pool = Pool(limits)
-    server = _Server(_config(page, pool, listener, limits, lambda: len(server.server_state.connections)))
+    pool = Pool(limits, service.answers)
+    app = application(page, pool, limits, service)
+    server = _Server(_config(app, listener, limits, lambda: len(server.server_state.connections)))
     ended = asyncio.Event()
     _on_signals(ended)
 
     async def made() -> None:
-        await page.make(limits, progress)
+        await page.make(limits, service.answers, progress)
         ready()
 
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -74,13 +88,10 @@ async def _serve(
             await serving
 
 
-def _config(
-    page: ServedPage, pool: Pool, listener: socket.socket, limits: Limits, connections: Callable[[], int]
-) -> uvicorn.Config:
+def _config(app: Starlette, listener: socket.socket, limits: Limits, connections: Callable[[], int]) -> uvicorn.Config:
     def crowded() -> bool:
         return connections() > limits.connections
 
-    app = application(page, pool, limits)
     return uvicorn.Config(
         Guard(app, port=listener.getsockname()[1], limits=limits, crowded=crowded),
         http=type("Protocol", (PatientProtocol,), {"limits": limits}),

@@ -12,12 +12,13 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from jettison.errors import JettisonError
 from jettison.models.described import never_record
-from jettison.server.answering import answer
+from jettison.server.questions import Answer
 
 OUT_OF_MEMORY = "memory"
 INTERNAL = "internal"
@@ -25,8 +26,8 @@ REFUSED = "refused"
 
 
 def main(arguments: list[str]) -> None:
-    """``worker FOLDER BYTES``: work there, in so much address space."""
-    folder, most_bytes = arguments
+    """``worker ANSWERS FOLDER BYTES``: that module answers, in that folder, in so much address space."""
+    module, folder, most_bytes = arguments
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is not an answer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
@@ -40,11 +41,10 @@ def main(arguments: list[str]) -> None:
         lines.flush()
 
     never_record()
-    import_module("jettison.verbs.plan")  # what most questions need is there before the first
-
+    answer: Callable[..., Answer] = import_module(module).answer  # what questions need is there before the first
     say(ready=True)
     while True:
-        say(**_answered(questions.get(), lambda text: say(progress=text)))
+        say(**_answered(answer, questions.get(), lambda text: say(progress=text)))
 
 
 def _read(questions: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -53,7 +53,7 @@ def _read(questions: queue.SimpleQueue[dict[str, Any]]) -> None:
     os._exit(0)  # the server has gone, and nobody waits for what is being worked out
 
 
-def _answered(asked: dict[str, Any], progress: Any) -> dict[str, object]:
+def _answered(answer: Callable[..., Answer], asked: dict[str, Any], progress: Any) -> dict[str, object]:
     try:
         found = answer(asked, progress)
     except JettisonError as error:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from jettison.demo import DemoSize, batches_of, run_demo
+from jettison.cli.demo_run import DemoSize, batches_of, run_demo
 from jettison.errors import UsageError
 from jettison.report.proof import Proof
 from jettison.solve import Plan

@@ -1,4 +1,4 @@
-"""Commands that write pages: `explore`."""
+"""`explore`: one page of interactive figures about models, written to a file or served."""
 
 from __future__ import annotations
 
@@ -10,32 +10,28 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from jettison.cli.output import refuse_to_overwrite
-from jettison.cli.parameters import Force, app
+from jettison.cli.app import Figures, Force, Switch, refuse_to_overwrite
 from jettison.errors import UsageError
 from jettison.processors import cores
 from jettison.report.console import hint, progress
+from jettison.report.explorer import explorer_page
+from jettison.report.explorer_models import subjects
+from jettison.report.headless import require_browser, save_figures
 from jettison.units import format_bytes
+from jettison.whole_files import write_whole
 
 
-@app.command
-def explore(
+def command(
     models: Annotated[
         tuple[str, ...], Parameter(help="Presets such as llama3-8b, config.json files or their folders.")
     ] = (),
     /,
     *,
     out: Annotated[Path | None, Parameter(help="The page's file: explore.html.")] = None,
-    figures: Annotated[
-        Path | None, Parameter(help="Folder for each figure as SVG and PNG (needs Chrome, Chromium or Edge).")
-    ] = None,
+    figures: Figures = None,
     force: Force = False,
-    open_page: Annotated[
-        bool, Parameter(name="--open", negative="", show_default=False, help="Show it in the browser.")
-    ] = False,
-    serve: Annotated[
-        bool, Parameter(negative="", show_default=False, help="Serve it on this machine, with the planner behind it.")
-    ] = False,
+    open_page: Annotated[Switch, Parameter(name="--open", help="Show it in the browser.")] = False,
+    serve: Annotated[Switch, Parameter(help="Serve it on this machine, with the planner behind it.")] = False,
     port: Annotated[int | None, Parameter(help="Of 127.0.0.1, with --serve: a free one.")] = None,
 ) -> None:
     """Write one page of interactive figures: what a layer keeps, and the effect of layouts and recompute.
@@ -51,16 +47,14 @@ def explore(
         raise UsageError(f"got --port {port} without --serve; give both, or neither")
     out = Path("explore.html") if out is None else out
     refuse_to_overwrite(out, force=force)
-    from jettison.report.headless import require_browser, save_figures
-    from jettison.verbs.explore import explore as write
-
     if figures is not None:
         require_browser()
     with progress() as say:
-        written = write(models, out, jobs=cores(), progress=say)
-    hint(f"wrote {out} ({format_bytes(written)})")
+        page = explorer_page(models, jobs=cores(), progress=say)
+    write_whole(out, page)
+    hint(f"wrote {out} ({format_bytes(len(page.encode()))})")
     if figures is not None:
-        hint(f"wrote {len(save_figures(out.read_text(encoding='utf-8'), figures))} files to {figures}")
+        hint(f"wrote {len(save_figures(page, figures))} files to {figures}")
     if open_page:
         webbrowser.open(out.resolve().as_uri())
 
@@ -73,7 +67,7 @@ def _serve(models: tuple[str, ...], *, out: Path | None, port: int | None, show:
     """
     if out is not None:
         raise UsageError(f"got --out {out} and --serve; a page that is served is no file: leave one away")
-    from jettison.report.explorer_models import subjects
+    from jettison.cli.served import SERVICE
     from jettison.server import serve_page
 
     subjects(models)  # what is no model is refused before anything is served
@@ -92,4 +86,11 @@ def _serve(models: tuple[str, ...], *, out: Path | None, port: int | None, show:
 
         spinning: list[Callable[[str], None]] = []
         with suppress(KeyboardInterrupt):  # that is how it ends; the server itself has a handler once it is loaded
-            serve_page(models, port=0 if port is None else port, started=started, progress=say, ready=spinner.close)
+            serve_page(
+                models,
+                service=SERVICE,
+                port=0 if port is None else port,
+                started=started,
+                progress=say,
+                ready=spinner.close,
+            )

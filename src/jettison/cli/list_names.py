@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
+from cyclopts import Parameter
+
+from jettison.cli.app import Force, Format, Out, asked, deliver, refuse_to_overwrite
 from jettison.errors import UsageError
 from jettison.formula.parameters import parameter_count
 from jettison.report.names import NamesReport, Section
@@ -57,6 +60,23 @@ TARGETS: Final = {
     "brief": "a page in Markdown for people",
 }
 """Targets of `jettison export --to`."""
+
+
+def command(
+    what: Annotated[
+        Literal["models", "gpus", "precisions", "policies", "optimizers", "targets"] | None,
+        Parameter(help="One kind of names; all of them without it."),
+    ] = None,
+    /,
+    *,
+    form: Format = "human",
+    out: Out = None,
+    force: Force = False,
+) -> None:
+    """The names that other commands take: models, GPUs, precisions, policies, optimizers, targets of exports."""
+    refuse_to_overwrite(out, force=force)
+    report = list_names(what)
+    deliver(report.document, report.table, form=form, out=out, request=asked(what=what))
 
 
 def list_names(what: str | None = None) -> NamesReport:

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from jettison.cli.profile import profile_files
+from jettison.cli.train import train
 from jettison.diagnose.slow import slow_first
 from jettison.errors import UsageError
 from jettison.measure.profiled import WARMUP_STEPS, Recorded, recorded
@@ -20,8 +22,6 @@ from jettison.spec.hardware import Hardware
 from jettison.train.recipe_file import read_recipe
 from jettison.train.run_sections import CheckpointSection, EvalSection, ExportSection
 from jettison.units import format_seconds
-from jettison.verbs.profile import profile_files
-from jettison.verbs.train import train
 
 
 def profile_run(

@@ -4,25 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+from cyclopts import Parameter
 from rich.console import RenderableType
 
+from jettison.cli.app import Force, Format, Out, asked, deliver, refuse_to_overwrite
+from jettison.cli.file_kinds import misplaced
+from jettison.cli.snapshots import is_snapshot
 from jettison.diagnose.facts import MemoryFacts
 from jettison.diagnose.oom_snapshot import facts_of_snapshot
 from jettison.diagnose.profile_file import ProfilerTrace, is_trace, read_profile
 from jettison.diagnose.slow import slow_findings, snapshot_findings
 from jettison.diagnose.step_profile import PHASES, StepProfile, profile_steps
 from jettison.errors import UsageError
+from jettison.report.console import progress
 from jettison.report.findings import FindingsReport
 from jettison.report.parts import exact, titled
-from jettison.spec.hardware import Hardware
+from jettison.spec.hardware import Hardware, hardware
 from jettison.traces.snapshot import Snapshot, read_snapshot
 from jettison.units import format_bytes, format_flops, format_percent, format_seconds
-from jettison.verbs.snapshots import is_snapshot
 
 SCHEMA: Final = "jettison.profile/1"
 _PRECISIONS: Final = {"c10::BFloat16": "bf16", "c10::Half": "bf16", "float": "fp32"}
+
+
+def command(
+    targets: Annotated[
+        list[str],
+        Parameter(
+            help="Traces of torch.profiler and memory snapshots of one run; or a script, or a recipe as for `train`."
+        ),
+    ],
+    /,
+    *,
+    steps: Annotated[int, Parameter(help="Of a script or a recipe: steps to record, after two that warm up.")] = 3,
+    gpu: Annotated[str | None, Parameter(help="Its peak FLOP/s make MFU and HFU, such as h100-80gb.")] = None,
+    trace: Annotated[
+        Path | None, Parameter(help="Of a script or a recipe: keep the trace there, for ui.perfetto.dev.")
+    ] = None,
+    form: Format = "human",
+    out: Out = None,
+    force: Force = False,
+) -> None:
+    """Where time and memory of a step go: phases, MFU and HFU, recompute, and findings with what would mend each."""
+    refuse_to_overwrite(out, force=force)
+    refuse_to_overwrite(trace, force=force)
+    known = None if gpu is None else hardware(gpu)
+    if len(targets) > 1 or is_recorded(Path(targets[0])):
+        files = [Path(target) for target in targets]
+        require_files(files)
+        with progress() as say:
+            say("reading " + ", ".join(targets))
+            said = profile_files(files, known)
+    else:
+        require_target(targets[0])
+        if (advice := misplaced(Path(targets[0]), "profile")) is not None:  # it would be run
+            raise UsageError(advice)
+        from jettison.cli.profile_run import profile_run
+
+        with progress() as say:
+            said = profile_run(targets[0], steps=steps, gpu=known, trace=trace, progress=say)
+    request = asked(targets=targets, steps=steps, gpu=gpu, trace=trace)
+    deliver(said.document, said.table, form=form, out=out, request=request)
 
 
 def is_recorded(path: Path) -> bool:

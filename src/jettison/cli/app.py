@@ -1,14 +1,19 @@
-"""Delivery of a verb's result: a table, JSON or a file."""
+"""The application, parameters that several verbs have, and how a verb's result reaches the reader."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+from cyclopts import App, Parameter
+
+from jettison import __version__
 from jettison.errors import JettisonError, UsageError
+from jettison.parse_units import Tokens
 from jettison.predict.run_fields import CommonRequest
 from jettison.report.console import hint, show
 from jettison.report.json_text import json_text
@@ -17,6 +22,33 @@ from jettison.whole_files import write_whole
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+Form = Literal["human", "json"]
+Budget = Annotated[str | None, Parameter(help="Peak bytes of a training step, with a unit: 20GiB, 500MB, 123456B.")]
+Seq = Annotated[Tokens | None, Parameter(help="Tokens, such as 8k, for a config: 2048 or as many as it has.")]
+MicroBatch = Annotated[int | None, Parameter(help="Sequences or images in a micro-batch, for a config: 1.")]
+Precision = Annotated[Literal["fp32", "bf16"] | None, Parameter(help="Of weights and activations, for a config.")]
+Attention = Annotated[Literal["eager", "sdpa", "flash"] | None, Parameter(help="Attention kernels, for a config.")]
+Out = Annotated[Path | None, Parameter(help="Write the JSON document to this file as well.")]
+Force = Annotated[bool, Parameter(negative="", show_default=False, help="Replace the file of --out.")]
+Figures = Annotated[
+    Path | None, Parameter(help="Folder for each figure as SVG and PNG (needs Chrome, Chromium or Edge).")
+]
+Format = Annotated[Form, Parameter(name="--format", help="A table for people, or one JSON document.")]
+Switch = Annotated[bool, Parameter(negative="", show_default=False)]
+"""A flag that is given or not."""
+RunTokens = Annotated[float | None, Parameter(help="Tokens to train on, such as 1e12: says how many days.")]
+Price = Annotated[float | None, Parameter(help="With --tokens: of one GPU, to say what they cost.")]
+Flattened = Parameter(name="*")
+"""Of a dataclass: each of its fields is a flag."""
+LOCAL: Final[Mapping[str, bool]] = {"local": True}
+"""Metadata of a flag that names a file or says how this process works: a server is not asked it."""
+
+app = App(
+    name="jettison",
+    version=__version__,
+    help="Train under a byte budget: decide tensor by tensor what to keep or recompute, and prove it.",
+    suppress_keyboard_interrupt=False,
+)
 
 ERROR_SCHEMA: Final = "jettison.error/1"
 
@@ -71,11 +103,13 @@ def refuse_to_overwrite(out: Path | None, *, force: bool) -> None:
 
 
 def asked(**arguments: object) -> dict[str, Any]:
-    """Return the arguments that were given, by name, as documents have them."""
+    """Return the arguments that were given, by name, as documents have them; those in a dataclass among them."""
     found: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, CommonRequest):
             found |= {field: getattr(value, field) for field in value.given()}
+        elif is_dataclass(value):
+            found |= asked(**{field.name: getattr(value, field.name) for field in fields(value)})
         elif isinstance(value, list | tuple):
             found[name] = [str(one) for one in value]
         elif value is not None and value is not False:

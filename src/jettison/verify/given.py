@@ -21,7 +21,7 @@ from jettison.measure.timing import interleaved
 from jettison.progress import Progress, on_terminal, shown
 from jettison.report.proof import Proof
 from jettison.runtime.planned import PlannedForward
-from jettison.verbs.side_by_side import (
+from jettison.verify.side_by_side import (
     MAX_DEPARTURES,
     ROUNDS,
     STEPS,

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter
+
+from jettison.cli.app import Format, asked
 from jettison.errors import PlanMismatch, UsageError
 from jettison.export.described import DescribedPricer, subject_of
 from jettison.export.registry import exporter
 from jettison.export.result import Exported
 from jettison.progress import Progress, on_terminal, shown
+from jettison.report.console import hint, show
+from jettison.report.console import progress as on_screen
+from jettison.report.export import export_table
+from jettison.report.json_text import json_text
 from jettison.report.plan import DESCRIBED, SCHEMA
 from jettison.report.untrusted import parse_json, read_text
 from jettison.solve.plan import Plan
@@ -20,6 +28,51 @@ from jettison.spec.precision import Gradients
 from jettison.spec.run import Run
 from jettison.spec.states_on_host import StatesOnHost
 from jettison.whole_files import write_whole
+
+
+def command(
+    plan: Annotated[Path, Parameter(help="What jettison plan ... --out FILE wrote.")],
+    /,
+    *,
+    to: Annotated[
+        str,
+        Parameter(
+            help="torch, torch_remat, transformers, accelerate, deepspeed, lightning, megatron, megatron-bridge, "
+            "torchtitan or brief."
+        ),
+    ],
+    gpu: Annotated[str | None, Parameter(help="Whose prices seconds are stated at, for a live model's plan.")] = None,
+    model: Annotated[
+        str | None, Parameter(help="What a live model's plan was made for, if it does not say or it has moved.")
+    ] = None,
+    form: Format = "human",
+    out: Annotated[Path | None, Parameter(help="Write there: a file, or a folder where there are several.")] = None,
+    force: Annotated[bool, Parameter(negative="", show_default=False, help="Replace the files of --out.")] = False,
+) -> None:
+    """A plan as settings of another trainer: what is exported, what of it is lost, and what that costs beside the plan.
+
+    Of what the target can say the fastest that fits the plan's budget is chosen; exit code 3 where nothing does.
+    Without --out the files' text is printed.
+    """
+    check_free(out, force=force)
+    with on_screen() as say:
+        found = export_plan(plan, to=to, gpu=gpu, model=model, progress=say)
+    written = () if out is None else write_files(found, out, force=force)
+    if form == "json":
+        print(json_text(found.document() | {"request": asked(plan=plan, to=to, gpu=gpu, model=model)}), end="")
+    elif out is None:
+        for left_out in found.subject.left_out:
+            hint(f"note: {left_out}")
+        for lost in found.lost:
+            hint(f"lost: {lost}")
+        for note in found.notes:
+            hint(f"note: {note}")
+        sys.stdout.write("\n".join(found.files.values()))
+        sys.stdout.flush()
+    else:
+        show(export_table(found))
+    for path in written:
+        hint(f"wrote {path}")
 
 
 @on_terminal
@@ -49,7 +102,7 @@ def export_plan(
         return _described(document, name, model, write)
     made = Plan.from_json(text)
     progress("loading torch")
-    from jettison.verbs.export_live import live_export
+    from jettison.cli.export_live import live_export
 
     return live_export(made, document, write=write, gpu=gpu, model=model, progress=progress)
 
@@ -72,7 +125,7 @@ def _document(plan: Any) -> tuple[Mapping[str, Any], str, str]:
 
 
 def _described(document: Mapping[str, Any], name: str, model: str | None, write: Any) -> Exported:
-    from jettison.verbs.plan import remade
+    from jettison.cli.plan import remade
 
     if model is not None:
         raise UsageError(f"got model {model}: the plan of a described run says what it was made for")

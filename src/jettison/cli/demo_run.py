@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from jettison.capture.model_trace import Loop
 from jettison.capture.tracer import trace_model
+from jettison.cli.report import report
 from jettison.dryrun.step import fake_optimizer
 from jettison.errors import ProofFailed, UsageError
 from jettison.extras import install
@@ -33,8 +34,7 @@ from jettison.report.tables import plan_table, proof_table
 from jettison.solve.plan import Plan
 from jettison.train.data import standard_library_text
 from jettison.units import format_bytes, format_percent
-from jettison.verbs.report import report
-from jettison.verbs.verify import verify
+from jettison.verify.planned import verify
 from jettison.whole_files import write_whole
 
 PREDICTION_WITHIN = 0.02

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from jettison.capture.model_trace import ModelTrace
+from jettison.cli.live_model import MEASURED_BELOW_BYTES
 from jettison.cost.roofline import op_seconds
 from jettison.dryrun.given import dry_run_given
 from jettison.dryrun.op_costs import Pricing
@@ -22,7 +23,6 @@ from jettison.progress import Progress
 from jettison.solve.plan import LayerPlan, Plan
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.kernels import Device
-from jettison.verbs.live_model import MEASURED_BELOW_BYTES
 
 
 def live_export(
@@ -34,7 +34,7 @@ def live_export(
     model: str | None,
     progress: Progress,
 ) -> Exported:
-    """See `jettison.verbs.export.export_plan`."""
+    """See `jettison.cli.export.export_plan`."""
     made_by = document.get("made_by")
     stated = made_by if isinstance(made_by, dict) else {}
     request = ModelRequest.from_document(stated if model is None else {**stated, "model": model})

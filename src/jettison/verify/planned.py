@@ -32,7 +32,7 @@ from jettison.runtime.recipe import compile_recipe
 from jettison.solve.plan import Plan, PlanTensor, policy_word
 from jettison.solve.policy import CheckpointPolicy, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
-from jettison.verbs.side_by_side import (
+from jettison.verify.side_by_side import (
     MAX_DEPARTURES,
     ROUNDS,
     STEPS,

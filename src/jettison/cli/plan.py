@@ -5,19 +5,36 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from jettison.errors import UsageError
+from cyclopts import Parameter
+
+from jettison.cli.app import (
+    LOCAL,
+    Answered,
+    Budget,
+    Flattened,
+    Force,
+    Format,
+    Out,
+    Switch,
+    asked,
+    deliver,
+    refuse_to_overwrite,
+)
+from jettison.errors import Infeasible, UsageError
 from jettison.models.described import described_model
 from jettison.models.model_types import require_known_file
 from jettison.parse_units import parse_bytes
 from jettison.predict.limit import Limit, limit_of
-from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import TRACED, flag_of, is_live, refuse_for_trace, resolve
 from jettison.progress import Progress, silent
-from jettison.report.plan import ForecastPlan, LayerChoice
+from jettison.report.console import hint, progress
+from jettison.report.json_text import json_text
+from jettison.report.plan import ForecastPlan, LayerChoice, infeasible_document
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.presets import PRESETS
 from jettison.spec.recompute import Mode, Recompute
@@ -25,57 +42,113 @@ from jettison.spec.run import Run
 from jettison.units import format_bytes
 
 if TYPE_CHECKING:
+    from jettison.cli.live_model import PlanReport
     from jettison.predict.auto_recompute import AutoForecast
-    from jettison.verbs.live_model import PlanReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    """What is asked beside the run.
+
+    Args:
+        gpu: What this GPU leaves, such as h100-80gb, and its speed.
+        host_budget: Bytes of the host for what one rank offloads: 128GiB; else what there is.
+        what_if: What each next GiB would change, of a preset or config.
+        timeline: Write a live model's planned step there, for ui.perfetto.dev or chrome://tracing.
+        snapshot: Write its allocations there as a CUDA memory snapshot.
+    """
+
+    budget: Budget = None
+    gpu: str | None = None
+    host_budget: str | None = None
+    what_if: Switch = False
+    timeline: Path | None = field(default=None, metadata=LOCAL)
+    snapshot: Path | None = field(default=None, metadata=LOCAL)
+
+
+UNASKED = PlanFlags()
+
+
+def command(
+    model: Annotated[
+        str, Parameter(help="A preset such as llama3-8b, a config.json or its folder, or module:factory.")
+    ],
+    /,
+    *,
+    flags: Annotated[PlanFlags, Flattened] = UNASKED,
+    request: Annotated[RunRequest, Flattened] = NOTHING_ASKED,
+    form: Format = "human",
+    out: Out = None,
+    force: Force = False,
+) -> None:
+    """What to do with each saved tensor so that a training step stays below a budget.
+
+    A live model or a config.json is traced, and the plan can be applied to it and verified. A preset, any model with a
+    parallel layout, and a config.json with --gpu alone are planned from their spec, for each pipeline stage, without
+    torch: with --gpu layers may also offload, unless --no-offload says otherwise. A live model's layers may with
+    --offload; --gpu says over which link.
+    """
+    for path in (out, flags.timeline, flags.snapshot):
+        refuse_to_overwrite(path, force=force)
+    try:
+        with progress() as say:
+            report = plan(model, request, flags, progress=say)
+    except Infeasible as error:
+        if form == "json":
+            print(json_text(infeasible_document(error, said(model, request, flags))), end="")
+            raise Answered(error) from None
+        raise
+    for warning in getattr(report, "warnings", ()):
+        hint(f"note: {warning}")
+    deliver(report.document, report.table, form=form, out=out)
+    step = getattr(report, "step", None)
+    if step is not None:
+        from jettison.cli.snapshots import write_timelines
+
+        for line in write_timelines(model, [step], timeline=flags.timeline, snapshot=flags.snapshot):
+            hint(line)
+
+
+def said(model: str, request: RunRequest, flags: PlanFlags) -> dict[str, Any]:
+    """What was asked, as documents have it."""
+    return asked(model=model, flags=replace(flags, timeline=None, snapshot=None), request=request)
 
 
 def plan(
-    model: str,
-    request: RunRequest,
-    *,
-    budget: str | None,
-    gpu: str | None = None,
-    host_budget: str | None = None,
-    what_if: bool = False,
-    over_time: bool = False,
-    progress: Progress = silent,
+    model: str, request: RunRequest, flags: PlanFlags = UNASKED, *, progress: Progress = silent
 ) -> PlanReport | ForecastPlan:
     """Plan a model.
 
     A live model or a config.json is traced; a preset, any model with a parallel layout, and a config.json for a GPU
     without a budget are planned from their spec.
 
-    Args:
-        gpu: what leaves less than the budget, and prices what is not run; left out, see `usual_hardware`.
-        host_budget: of one rank, for what is offloaded; left out, the GPU's share of its host's memory.
-        what_if: what each next GiB would change, too.
-        over_time: of a live model, the predicted step's allocations, too.
-
     Raises:
         Infeasible: no plan fits.
         UsageError: no such model or GPU, a request that makes no sense, or a recompute mode beside the budget.
         TraceError: a live model cannot be recorded.
     """
+    gpu, what_if = flags.gpu, flags.what_if
+    over_time = flags.timeline is not None or flags.snapshot is not None
     beyond = [name for name in request.given() if name not in TRACED]
-    also = [flag for flag, given in (("--host-budget", host_budget), ("--what-if", what_if)) if given]
-    for_gpu = gpu is not None and budget is None
+    also = flags.host_budget or what_if
+    for_gpu = gpu is not None and flags.budget is None
     if not is_live(model) and (model in PRESETS or beyond or also or for_gpu):
         if over_time:
             raise UsageError(
                 "got --timeline or --snapshot for a plan from a spec; `jettison estimate` writes them of such a step"
             )
-        return _described(model, request, budget, gpu, host_budget, what_if)
+        return _described(model, request, flags)
     offload = bool(request.offload)
     device = None if gpu is None else hardware(gpu)
-    if device is None and (offload or host_budget):
+    if device is None and (offload or flags.host_budget):
         raise UsageError("offloading needs a link to the host; give --gpu, a name or a file that states one")
-    host = None if device is None else _host_budget(host_budget, offload, device)
+    host = None if device is None else _host_budget(flags.host_budget, offload, device)
     refuse_for_trace(model, replace(request, offload=None), asked=False, also=("--what-if",) if what_if else ())
     require_known_file(model)
     progress("loading torch")
-    from jettison.verbs.live_model import live_plan, model_request
+    from jettison.cli.live_model import live_plan, model_request
 
-    limit = _limit(budget, gpu)
+    limit = _limit(flags)
     return live_plan(
         model_request(model, replace(request, offload=None)),
         budget_bytes=limit.nbytes,
@@ -87,16 +160,14 @@ def plan(
     )
 
 
-def _limit(budget: str | None, gpu: str | None, run: Run | None = None) -> Limit:
-    limit = limit_of(budget=budget, gpu=gpu, run=run)
+def _limit(flags: PlanFlags, run: Run | None = None) -> Limit:
+    limit = limit_of(budget=flags.budget, gpu=flags.gpu, run=run)
     if limit is None:
         raise UsageError("plan needs to know what to fit into; give --budget or --gpu")
     return limit
 
 
-def _described(
-    model: str, request: RunRequest, budget: str | None, gpu: str | None, host_budget: str | None, what_if: bool
-) -> ForecastPlan:
+def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPlan:
     """Plan a preset or a config.json under its layout.
 
     Raises:
@@ -119,13 +190,13 @@ def _described(
         described_model(model, request, live=True), replace(request, recompute="auto", offload=bool(request.offload))
     ).run
     whole = run.recompute.whole
-    device = usual_hardware(run.kernels.device) if gpu is None else hardware(gpu)
+    device = usual_hardware(run.kernels.device) if flags.gpu is None else hardware(flags.gpu)
     offload = request.offload
     if offload is None:  # a link is known where a GPU is named
-        offload = gpu is not None and device.host_bytes_per_second is not None and not whole
+        offload = flags.gpu is not None and device.host_bytes_per_second is not None and not whole
     run = replace(run, recompute=Recompute(mode=Mode.AUTO, offload=offload, whole=whole))
-    limit = _limit(budget, gpu, run)
-    host = _host_budget(host_budget, offload, device)
+    limit = _limit(flags, run)
+    host = _host_budget(flags.host_budget, offload, device)
     begin = time.perf_counter()
     choice = choose_with_whole(run, limit.nbytes, device, host_budget_bytes=host)
     seconds = time.perf_counter() - begin
@@ -135,20 +206,18 @@ def _described(
         layers=_layers(choice),
         reasons=layer_reasons(choice),
         solver_seconds=seconds,
-        made_by=_made_by(model, request, budget, gpu, host_budget),
-        what_if=tuple(next_gib(choice)) if what_if else None,
+        made_by=_made_by(model, request, flags),
+        what_if=tuple(next_gib(choice)) if flags.what_if else None,
     )
 
 
-def _made_by(
-    model: str, request: RunRequest, budget: str | None, gpu: str | None, host_budget: str | None
-) -> dict[str, Any]:
+def _made_by(model: str, request: RunRequest, flags: PlanFlags) -> dict[str, Any]:
     """Return the request by field; files by their full paths."""
-    asked = {name: getattr(request, name) for name in request.given()}
-    named = {"model": model, "gpu": gpu}
+    given = {name: getattr(request, name) for name in request.given()}
+    named = {"model": model, "gpu": flags.gpu}
     whole = {k: str(Path(v).resolve()) if v is not None and Path(v).exists() else v for k, v in named.items()}
-    more = {"gpu": whole["gpu"], "budget": budget, "host_budget": host_budget}
-    return {"model": whole["model"], **asked, **{name: value for name, value in more.items() if value is not None}}
+    more = {"gpu": whole["gpu"], "budget": flags.budget, "host_budget": flags.host_budget}
+    return {"model": whole["model"], **given, **{name: value for name, value in more.items() if value is not None}}
 
 
 def remade(made_by: Mapping[str, Any]) -> ForecastPlan:
@@ -168,8 +237,9 @@ def remade(made_by: Mapping[str, Any]) -> ForecastPlan:
         )
     try:
         request = RunRequest(**{name: value for name, value in made_by.items() if name in fields})
-        model, budget, gpu = made_by["model"], made_by.get("budget"), made_by.get("gpu")
-        return _described(model, request, budget, gpu, made_by.get("host_budget"), what_if=False)
+        budget, gpu, host_budget = map(made_by.get, ("budget", "gpu", "host_budget"))
+        flags = PlanFlags(budget=budget, gpu=gpu, host_budget=host_budget)
+        return _described(made_by["model"], request, flags)
     except (TypeError, AttributeError) as error:
         raise UsageError(f"the plan's made_by cannot be read: {error}") from error
 

@@ -231,7 +231,7 @@ FACTORIES = """
 import torch
 from functools import partial
 from torch.utils.checkpoint import checkpoint
-from verbs.test_verify_given import Net, batch
+from verify.test_verify_given import Net, batch
 
 def fine():
     return Net(partial(checkpoint, use_reentrant=False)), batch()

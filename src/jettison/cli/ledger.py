@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from cyclopts import Parameter
+
+from jettison.cli.app import LOCAL, Budget, Flattened, Force, Out, Switch, answered, deliver, refuse_to_overwrite
 from jettison.errors import Infeasible, UsageError
 from jettison.ledger.compare import compare, in_step
 from jettison.ledger.ledger import Ledger
@@ -14,101 +17,129 @@ from jettison.models.described import described_model
 from jettison.models.model_types import require_known_file
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.limit import limit_of
-from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import TRACED, Resolved, is_live, refuse_for_trace, resolve
 from jettison.predict.whole_micro_batches import settled
 from jettison.progress import Progress, silent
+from jettison.report.console import hint, progress
 from jettison.report.forecast import forecast_report
 from jettison.report.summary import Comparison, LedgerReport
 from jettison.spec.presets import PRESETS
 from jettison.spec.recompute import Mode
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from jettison.explain.figures import Explanation
     from jettison.predict.auto_recompute import AutoForecast
     from jettison.predict.largest import FitAnswer
 
 
-def ledger(
-    model: str,
-    request: RunRequest,
-    *,
-    trace: bool = False,
-    budget: str | None = None,
-    gpu: str | None = None,
-    fit: bool = False,
-    explain: bool = False,
-    compiled: bool = False,
-    against: Path | None = None,
-    progress: Progress = silent,
-) -> LedgerReport:
-    """Make the ledger of a preset, of a config.json or of a live model.
+@dataclass(frozen=True, kw_only=True)
+class LedgerFlags:
+    """What is asked beside the run.
 
     Args:
-        trace: build a config's model and trace it: one rank of it as it is built, or its blocks under a layout.
-        budget, gpu: hold the peak against these.
-        fit: answer, too, what would fit them.
-        explain: answer, too, where the peak comes from.
-        compiled: each layer is compiled by itself.
-        against: another ledger's document, to be compared with this one.
+        gpu: Hold the peak against this GPU, such as h100-80gb.
+        fit: Say what would fit --gpu or --budget.
+        explain: Say what the peak is made of.
+        compile: Each layer is compiled by torch.
+        trace: Build a config's model and trace it (needs torch).
+        compare: Another ledger's JSON: exit code 4 where it differs.
+    """
+
+    gpu: str | None = None
+    budget: Budget = None
+    fit: Switch = False
+    explain: Switch = False
+    compile: Switch = False
+    trace: Switch = field(default=False, metadata=LOCAL)
+    compare: Path | None = field(default=None, metadata=LOCAL)
+
+
+UNASKED = LedgerFlags()
+
+
+def command(
+    model: Annotated[
+        str, Parameter(help="A preset such as llama3-8b, a config.json or its folder, or module:factory.")
+    ],
+    /,
+    *,
+    flags: Annotated[LedgerFlags, Flattened] = UNASKED,
+    request: Annotated[RunRequest, Flattened] = NOTHING_ASKED,
+    form: Annotated[Literal["human", "json", "csv"], Parameter(name="--format", help="CSV has the entries.")] = "human",
+    entries: Annotated[bool, Parameter(negative="--no-entries", help="Every saved tensor in JSON.")] = True,
+    out: Out = None,
+    force: Force = False,
+) -> None:
+    """What a training run needs: bytes of each stage over a step, and the tensors that it saves for backward.
+
+    Of a preset or a config.json this is worked out, without torch; a live model is traced. With --gpu or --budget the
+    exit code is 3 where the peak does not fit.
+    """
+    refuse_to_overwrite(out, force=force)
+    with progress() as say:
+        report = ledger(model, request, flags, progress=say)
+    report = replace(report, with_entries=entries)
+    for warning in report.warnings:
+        hint(f"note: {warning}")
+    deliver(report.document, lambda: _table(report), form=form, out=out, csv=report.csv)
+    with answered():
+        report.require()
+
+
+def _table(report: LedgerReport) -> RenderableType:
+    from jettison.report.ledger_table import ledger_table
+
+    return ledger_table(report)
+
+
+def ledger(
+    model: str, request: RunRequest, flags: LedgerFlags = UNASKED, *, progress: Progress = silent
+) -> LedgerReport:
+    """Make the ledger of a preset, of a config.json or of a live model.
 
     Raises:
         UsageError: no such model, or a request that makes no sense for it.
         TraceError: a live model cannot be recorded.
         Infeasible: recompute was left to a planner, and no plan fits.
     """
-    other = None if against is None else _read(against)
-    beyond = fit or explain or compiled or any(name not in TRACED for name in request.given())
-    if is_live(model) or (trace and (model in PRESETS or not beyond)):
-        also = tuple(flag for flag, given in (("--fit", fit), ("--explain", explain), ("--compile", compiled)) if given)
-        refuse_for_trace(model, request, asked=trace, also=also)
-        limit = limit_of(budget=budget, gpu=gpu)
+    other = None if flags.compare is None else _read(flags.compare)
+    beyond = flags.fit or flags.explain or flags.compile or any(name not in TRACED for name in request.given())
+    if is_live(model) or (flags.trace and (model in PRESETS or not beyond)):
+        also = tuple(f"--{name}" for name in ("fit", "explain", "compile") if getattr(flags, name))
+        refuse_for_trace(model, request, asked=flags.trace, also=also)
+        limit = limit_of(budget=flags.budget, gpu=flags.gpu)
         report = replace(_live(model, request, progress), limit=limit)
     else:
-        report = _described(
-            model, request, budget=budget, gpu=gpu, fit=fit, explain=explain, compiled=compiled, trace=trace
-        )
+        report = _described(model, request, flags)
     if other is None:
         return report
     own = report.ledger.on_rank(report.mesh_sizes)
-    return replace(report, comparison=Comparison(path=str(against), differences=tuple(compare(*in_step(own, other)))))
+    differences = tuple(compare(*in_step(own, other)))
+    return replace(report, comparison=Comparison(path=str(flags.compare), differences=differences))
 
 
 def _live(model: str, request: RunRequest, progress: Progress) -> LedgerReport:
     require_known_file(model)
     progress("loading torch")
-    from jettison.verbs.live_model import live_ledger, model_request
+    from jettison.cli.live_model import live_ledger, model_request
 
     return live_ledger(model_request(model, request), recompute=request.recompute or "none", progress=progress)
 
 
-def _described(
-    model: str,
-    request: RunRequest,
-    *,
-    budget: str | None,
-    gpu: str | None,
-    fit: bool,
-    explain: bool,
-    compiled: bool,
-    trace: bool,
-) -> LedgerReport:
+def _described(model: str, request: RunRequest, flags: LedgerFlags) -> LedgerReport:
     """Make the ledger of a preset or of a config.json.
-
-    Args:
-        budget, gpu: hold the peak against these.
-        fit: answer, too, what would fit them.
-        explain: answer, too, where the peak comes from.
-        compiled: each layer is compiled by itself.
-        trace: its blocks are recorded even if it has a closed form.
 
     Raises:
         UsageError: no such model, or a request that makes no sense for it.
         Infeasible: recompute was left to a planner, and no plan fits.
     """
-    asked = resolve(described_model(model, request, live=True, trace=trace), request)
-    asked = replace(asked, run=replace(asked.run, compiled=True)) if compiled else asked
-    limit = limit_of(budget=budget, gpu=gpu, run=asked.run)
+    fit, gpu = flags.fit, flags.gpu
+    asked = resolve(described_model(model, request, live=True, trace=flags.trace), request)
+    asked = replace(asked, run=replace(asked.run, compiled=True)) if flags.compile else asked
+    limit = limit_of(budget=flags.budget, gpu=gpu, run=asked.run)
     budget_bytes = None if limit is None else limit.nbytes
     auto = asked.run.recompute.mode is Mode.AUTO
     if budget_bytes is None and (fit or auto):
@@ -124,7 +155,7 @@ def _described(
         limit=limit,
         choice=choice,
         fit=_fit(asked, budget_bytes, choice) if fit and budget_bytes is not None else None,
-        explanation=_explain(found, budget_bytes) if explain else None,
+        explanation=_explain(found, budget_bytes) if flags.explain else None,
     )
 
 

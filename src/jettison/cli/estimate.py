@@ -1,0 +1,146 @@
+"""`estimate`: how long a step of a described run takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from jettison.cli.app import (
+    LOCAL,
+    Flattened,
+    Force,
+    Format,
+    Out,
+    Price,
+    RunTokens,
+    Switch,
+    deliver,
+    refuse_to_overwrite,
+)
+from jettison.cost.execution import execution_of
+from jettison.errors import UsageError
+from jettison.models.described import described_model
+from jettison.predict.allowance import available_bytes
+from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
+from jettison.predict.run_request import is_live, resolve
+from jettison.predict.stages import Chosen
+from jettison.predict.time import Estimate
+from jettison.predict.time import estimate as estimate_run
+from jettison.predict.training_cost import Wanted
+from jettison.predict.whole_micro_batches import settled
+from jettison.report.console import hint, progress
+from jettison.report.estimate import EstimateReport
+from jettison.spec.hardware import Hardware, hardware
+from jettison.spec.recompute import Mode
+from jettison.spec.run import Run
+
+if TYPE_CHECKING:
+    from jettison.explain.trilemma import Trilemma
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateFlags:
+    """What is asked beside the run.
+
+    Args:
+        gpu: The accelerator, such as h100-80gb, or a TOML file.
+        compile: Kernels fused as torch.compile does.
+        explain: Where the time goes, and what else could be chosen.
+        timeline: Write the first two steps there, for ui.perfetto.dev or chrome://tracing.
+        snapshot: Write their allocations there as a CUDA memory snapshot: device n is stage n.
+    """
+
+    gpu: str
+    compile: Switch = False
+    explain: Switch = False
+    tokens: RunTokens = None
+    price_per_gpu_hour: Price = None
+    timeline: Path | None = field(default=None, metadata=LOCAL)
+    snapshot: Path | None = field(default=None, metadata=LOCAL)
+
+
+def command(
+    model: Annotated[str, Parameter(help="A preset such as llama3-8b, or a config.json or its folder.")],
+    /,
+    *,
+    flags: Annotated[EstimateFlags, Flattened],
+    request: Annotated[RunRequest, Flattened] = NOTHING_ASKED,
+    form: Format = "human",
+    out: Out = None,
+    force: Force = False,
+) -> None:
+    """What a training step takes: seconds, tokens a second, MFU, and what the time goes into."""
+    for path in (out, flags.timeline, flags.snapshot):
+        refuse_to_overwrite(path, force=force)
+    with progress() as say:
+        say("estimating")
+        report = estimate(model, request, flags)
+    for warning in report.warnings:
+        hint(f"note: {warning}")
+    deliver(report.document, report.table, form=form, out=out)
+    if flags.timeline is not None or flags.snapshot is not None:
+        from jettison.cli.snapshots import write_step_files
+
+        for line in write_step_files(report, timeline=flags.timeline, snapshot=flags.snapshot):
+            hint(line)
+
+
+def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateReport:
+    """Estimate a step of a described run on a GPU.
+
+    Raises:
+        UsageError: no such model or GPU, a run that makes no sense, or a figure that the GPU's file lacks.
+        Infeasible: recompute was left to a planner, and no plan fits.
+    """
+    if is_live(model):
+        raise UsageError(f"got the live model {model}; an estimate is of a preset or of a config.json")
+    wanted = Wanted(tokens=flags.tokens, price_per_gpu_hour=flags.price_per_gpu_hour)
+    asked, device = resolve(described_model(model, request), request), hardware(flags.gpu)
+    run = asked.run
+    if flags.explain and run.recompute.mode is Mode.AUTO:
+        raise UsageError("--explain compares recompute modes; give another than auto")
+    how = execution_of(run).compiled() if flags.compile else execution_of(run)
+    memory, chosen = _memory(run, device)
+    run = memory.run
+    found = estimate_run(run, device, execution=how, chosen=chosen)
+    eager = ""
+    if flags.compile:
+        memory, eager = _compiled(memory)
+    return EstimateReport(
+        model=model,
+        asked=asked,
+        found=found,
+        memory=memory,
+        available_bytes=available_bytes(device, run),
+        trilemma=_explain(found) if flags.explain else None,
+        wanted=wanted,
+        eager_memory=eager,
+    )
+
+
+def _compiled(memory: Forecast) -> tuple[Forecast, str]:
+    """The memory that `ledger --compile` states; where none is described, what there is, and why."""
+    try:
+        return forecast(replace(memory.run, compiled=True)), ""
+    except UsageError as error:
+        return memory, str(error)
+
+
+def _memory(run: Run, device: Hardware) -> tuple[Forecast, Chosen | None]:
+    left = available_bytes(device, run)
+    if run.recompute.mode is not Mode.AUTO:
+        return forecast(settled(run, left)), None
+    from jettison.predict.whole_plan import choose_with_whole  # the planner takes its time to load
+
+    found = choose_with_whole(run, left, device).forecast
+    return found, [part.chosen for part in found.parts if part.is_layer]
+
+
+def _explain(found: Estimate) -> Trilemma:
+    from jettison.explain.trilemma import explain
+
+    return explain(found)

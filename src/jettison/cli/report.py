@@ -1,0 +1,69 @@
+"""`report`: plans, proofs, training runs and memory snapshots that were written down, to be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from jettison.cli.app import Figures, Force, Format, asked, deliver, refuse_to_overwrite
+from jettison.cli.snapshots import is_snapshot, refuse_old_pickle, snapshot_report
+from jettison.errors import UsageError
+from jettison.report.console import hint, progress
+from jettison.report.headless import require_browser, save_figures
+from jettison.report.read_subject import read_subject
+from jettison.report.report import Report
+from jettison.report.snapshot import SnapshotReport
+from jettison.whole_files import write_whole
+
+
+def command(
+    files: Annotated[
+        list[Path],
+        Parameter(help="A plan.json, a proof.json, a run's log.jsonl or folder, or a memory snapshot; two to compare."),
+    ],
+    /,
+    *,
+    out: Annotated[Path | None, Parameter(help="The page; by default report.html.")] = None,
+    figures: Figures = None,
+    form: Format = "human",
+    force: Force = False,
+) -> None:
+    """What a plan, a proof, a training run or a memory snapshot says: one HTML page, and the same as tables or JSON."""
+    target = out or Path("report.html")
+    refuse_to_overwrite(target, force=force)
+    if figures is not None:
+        require_browser()
+    with progress() as say:
+        say("reading " + ", ".join(map(str, files)))
+        made = report(files)
+        say("writing the page")
+        html = made.html()
+    deliver(made.document, made.table, form=form, out=None, request=asked(files=files))
+    write_whole(target, html)
+    hint(f"wrote {target}")
+    if figures is not None:
+        written = save_figures(html, figures)
+        hint(f"wrote {len(written)} files to {figures}")
+
+
+def report(files: Sequence[Path]) -> Report | SnapshotReport:
+    """Report one document, or compare two of a kind.
+
+    Args:
+        files: a plan, a proof, the log of a training run (its file or folder), or a CUDA memory snapshot.
+
+    Raises:
+        UsageError: one is none of these, or beyond the limits of what is read; or they are of two kinds.
+    """
+    pickles = [file for file in files if is_snapshot(file)]
+    if pickles:
+        others = [file for file in files if file not in pickles]
+        if others:
+            raise UsageError(f"got the snapshot {pickles[0]} and {others[0]}, which is none; give two of a kind")
+        return snapshot_report(files)
+    for file in files:
+        refuse_old_pickle(file)
+    return Report(subjects=tuple(read_subject(file) for file in files))

@@ -1,0 +1,185 @@
+"""`search`: the fastest way to train a described model on so many devices."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, SupportsIndex
+
+from cyclopts import Parameter
+
+from jettison.cli.app import (
+    LOCAL,
+    Answered,
+    Flattened,
+    Force,
+    Format,
+    Out,
+    Price,
+    RunTokens,
+    asked,
+    deliver,
+    refuse_to_overwrite,
+)
+from jettison.errors import UsageError
+from jettison.models.described import described_model
+from jettison.parse_units import parse_bytes
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import is_live
+from jettison.predict.training_cost import Wanted
+from jettison.processors import cores
+from jettison.progress import Progress, on_terminal, shown
+from jettison.report.console import hint, progress
+from jettison.report.json_text import json_text
+from jettison.report.search import SearchReport, nothing_document
+from jettison.search.journal import Journal
+from jettison.search.request import MARGIN, SearchRequest
+from jettison.search.search import NothingFits
+from jettison.search.search import search as find
+from jettison.spec.hardware import hardware
+
+NOTHING_FIXED = SearchRequest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchFlags:
+    """What is asked beside the space to search.
+
+    Args:
+        gpus: Devices to train on.
+        gpu: Which they are, such as h100-80gb, or a hardware file.
+        global_batch: Sequences in a step, on all devices.
+        budget: Peak bytes of a device, if less than it has: 60GiB.
+        margin: Kept free: of the way from the expected allowance to its upper bound, 0 to 1.
+        top: Layouts to list.
+        jobs: Processes: as many as there are cores.
+        state: Go on from this file, and write what is worked out to it.
+    """
+
+    gpus: int
+    gpu: str
+    global_batch: int
+    budget: str | None = None
+    margin: float = MARGIN
+    tokens: RunTokens = None
+    price_per_gpu_hour: Price = None
+    top: int = field(default=10, metadata={"most": 100})
+    jobs: int | None = field(default=None, metadata=LOCAL)
+    state: Path | None = field(default=None, metadata=LOCAL)
+
+
+def command(
+    model: Annotated[str, Parameter(help="A preset such as llama3-70b, a config.json or its folder.")],
+    /,
+    *,
+    flags: Annotated[SearchFlags, Flattened],
+    request: Annotated[SearchRequest, Flattened] = NOTHING_FIXED,
+    form: Format = "human",
+    out: Out = None,
+    force: Force = False,
+) -> None:
+    """The fastest layout, batch and recompute plan together, why it wins, and what more memory or devices would buy.
+
+    All combinations of the axes that are not fixed are candidates; nothing that fits and is faster is missed. Exit code
+    3 where nothing fits.
+    """
+    refuse_to_overwrite(out, force=force)
+    with progress() as say:
+        try:
+            report = answer(model, request, flags, jobs=cores() if flags.jobs is None else flags.jobs, progress=say)
+        except NothingFits as error:
+            if form == "json":
+                print(json_text(nothing(model, request, flags, error)), end="")
+                raise Answered(error) from None
+            raise
+        except KeyboardInterrupt:
+            if flags.state is not None:
+                hint(f"what was worked out is in {flags.state}: the same command goes on from there")
+            raise
+    for warning in report.warnings:
+        hint(f"note: {warning}")
+    deliver(report.document, report.table, form=form, out=out)
+
+
+def nothing(model: str, request: SearchRequest, flags: SearchFlags, error: NothingFits) -> dict[str, object]:
+    """Return the document that says that nothing fits."""
+    unsaid = replace(flags, tokens=None, price_per_gpu_hour=None, jobs=None, state=None)
+    said = asked(model=model, flags=unsaid, request=request)
+    return nothing_document(model, flags.gpus, flags.gpu, error, said)
+
+
+def answer(model: str, request: SearchRequest, flags: SearchFlags, *, jobs: int, progress: Progress) -> SearchReport:
+    """See `search`."""
+    given = {one.name: getattr(flags, one.name) for one in fields(flags) if one.name != "jobs"}
+    return search(model, request, **given, jobs=jobs, progress=progress)
+
+
+@on_terminal
+def search(
+    model: str,
+    request: SearchRequest,
+    *,
+    gpus: int,
+    gpu: str,
+    global_batch: int,
+    budget: str | SupportsIndex | None = None,
+    margin: float = MARGIN,
+    tokens: float | None = None,
+    price_per_gpu_hour: float | None = None,
+    top: int = 10,
+    jobs: int = 1,
+    state: Path | None = None,
+    progress: Progress = shown,
+) -> SearchReport:
+    """Search for the fastest way to train a preset or a config.json.
+
+    Args:
+        margin: what stays free beside the expected allowance, as a share of the way to its upper bound.
+        tokens: to train on: says how long, and with a price what it costs.
+        state: a file to go on from and to write to.
+
+    Raises:
+        NothingFits: no candidate fits.
+        UsageError: no such model or GPU, or a request that makes no sense.
+    """
+    if is_live(model):
+        raise UsageError(f"got the live model {model}; a search is for a preset or for a config.json")
+    wanted = Wanted(tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
+    budget_bytes = None if budget is None else parse_bytes(budget)
+    device = hardware(gpu)
+    space = request.space(
+        described_model(
+            model,
+            RunRequest(
+                seq=request.seq, attention=request.attention, precision=request.precision, family=request.family
+            ),
+        ),
+        device,
+        gpus=gpus,
+        global_batch=global_batch,
+    )
+    begin = time.perf_counter()
+    with nullcontext() if state is None else Journal(state) as journal:
+        answer = find(
+            space,
+            device,
+            budget_bytes=budget_bytes,
+            margin=margin,
+            top=top,
+            jobs=jobs,
+            journal=journal,
+            progress=progress,
+        )
+    said = budget if budget is None or isinstance(budget, str) else f"{budget_bytes}B"
+    asked = {"model": model, "gpus": gpus, "gpu": gpu, "global_batch": global_batch, "budget": said, "top": top}
+    asked["margin"] = margin
+    return SearchReport(
+        model=model,
+        hardware=device,
+        answer=answer,
+        seconds=time.perf_counter() - begin,
+        wanted=wanted,
+        request={**asked, **{name: getattr(request, name) for name in request.given()}},
+    )

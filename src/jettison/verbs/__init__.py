@@ -1,1 +1,0 @@
-"""One function a verb. Whether a model is described or live is decided here, for all verbs alike."""
