@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from jettison.cli.main import run
+from jettison.cli.main import VERBS, run
 from support.patience import PATIENCE
 
 TINY = {
@@ -368,3 +368,10 @@ def test_a_trace_says_which_flags_of_the_closed_form_are_the_same(capsys, tmp_pa
     assert {"--precision", "--kernels", "--attention", "--seq", "--micro-batch"} <= set(same)
     code, out, _ = call(capsys, "ledger", config, *same, "--compare", traced)
     assert (code, "has the same saved tensors in every layer" in out) == (0, True)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_each_verb_is_said_in_a_line(capsys, arguments):
+    code, out, _ = call(capsys, *arguments)
+    assert code == 0
+    assert [verb for verb in VERBS if not re.search(rf"^│ {verb} +[A-Z]", out, re.MULTILINE)] == []

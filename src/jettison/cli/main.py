@@ -70,6 +70,9 @@ def run(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
+        if not arguments or arguments[0] in app.help_flags:  # which says a line of each verb
+            for verb in VERBS:
+                app[verb]
         refuse_fractions(arguments)
         app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
     except CycloptsError as error:
