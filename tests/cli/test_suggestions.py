@@ -13,10 +13,10 @@ from typing import Final
 import pytest
 
 from jettison.cli.file_kinds import KINDS, file_kind
-from jettison.cli.foreign_flags import FLAGS, said_here
 from jettison.cli.main import app, run
-from jettison.cli.suggestions import _flags, _verbs
+from jettison.cli.suggestions import _flags, _verbs, said_here
 from jettison.models.model_types import nearest, transformers_types
+from jettison.spec.frameworks import foreign_flags
 from jettison.spec.hub import hub_config
 from jettison.spec.presets import PRESETS
 
@@ -61,7 +61,7 @@ BESIDE: Final = {
 """What a flag makes sense with."""
 
 
-@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("flag", foreign_flags())
 def test_a_flag_of_another_tool_is_named_in_our_words(
     flag: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_number_that_was_given_takes_the_example_s_place() -> None:
 
 def test_no_flag_of_ours_is_called_foreign() -> None:
     own = {name for verb in _verbs() for argument in _flags(verb) for name in argument.names}
-    shared = set(FLAGS) & own
+    shared = set(foreign_flags()) & own
     assert not shared
 
 

@@ -17,7 +17,7 @@ from jettison.predict.peak import peak_bytes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.stages import NONE, kept_by
-from jettison.spec.like import LIKE
+from jettison.spec.frameworks import named, rule
 from jettison.spec.presets import preset
 from jettison.spec.run import Run
 from jettison.units import KIB, MIB, format_bytes
@@ -310,10 +310,10 @@ def test_like_sets_what_a_framework_does_and_other_flags_go_before_it(capsys: py
         resolve(LLAMA, RunRequest(like="megatron"))
 
 
-@pytest.mark.parametrize("name", LIKE)
+@pytest.mark.parametrize("name", named("presets"))
 def test_each_rule_says_what_can_be_asked(name: str) -> None:
     run = resolve(LLAMA, RunRequest(like=name)).run
-    typed = dict(LIKE[name])
+    typed = dict(rule(name, tp=1))
     assert resolve(LLAMA, RunRequest(**typed)).run == run
 
 

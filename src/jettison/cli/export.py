@@ -24,6 +24,7 @@ from jettison.report.json_text import json_text
 from jettison.report.plan import DESCRIBED, SCHEMA
 from jettison.report.untrusted import parse_json, read_text
 from jettison.solve.plan import Plan
+from jettison.spec.frameworks import named
 from jettison.spec.precision import Gradients
 from jettison.spec.run import Run
 from jettison.spec.states_on_host import StatesOnHost
@@ -34,13 +35,7 @@ def command(
     plan: Annotated[Path, Parameter(help="What jettison plan ... --out FILE wrote.")],
     /,
     *,
-    to: Annotated[
-        str,
-        Parameter(
-            help="torch, torch_remat, transformers, accelerate, deepspeed, lightning, megatron, megatron-bridge, "
-            "torchtitan or brief."
-        ),
-    ],
+    to: Annotated[str, Parameter(help=" or ".join(", ".join(named("targets")).rsplit(", ", 1)) + ".")],
     gpu: Annotated[str | None, Parameter(help="Whose prices seconds are stated at, for a live model's plan.")] = None,
     model: Annotated[
         str | None, Parameter(help="What a live model's plan was made for, if it does not say or it has moved.")

@@ -11,6 +11,7 @@ from jettison.cli.app import Force, Format, Out, asked, deliver, refuse_to_overw
 from jettison.errors import UsageError
 from jettison.formula.parameters import parameter_count
 from jettison.report.names import NamesReport, Section
+from jettison.spec.frameworks import named
 from jettison.spec.hardware import Hardware, hardware, hardware_names
 from jettison.spec.precision import PRECISIONS, Optimizer, Precision
 from jettison.spec.presets import PRESETS, preset
@@ -46,20 +47,6 @@ OPTIMIZERS: Final = {
     Optimizer.DIST_MUON_PINGPONG: "the same, each rank with whole tensors of every kind (Megatron's older way)",
     Optimizer.NONE: "no optimizer: a forward and a backward",
 }
-
-TARGETS: Final = {
-    "torch": "plain torch, with torch.utils.checkpoint",
-    "torch_remat": "torch_remat's checkpoints and regions",
-    "transformers": "transformers' Trainer",
-    "accelerate": "Accelerate with FSDP",
-    "deepspeed": "DeepSpeed",
-    "lightning": "Lightning with FSDP",
-    "megatron": "Megatron-LM's flags",
-    "megatron-bridge": "Megatron-Bridge",
-    "torchtitan": "torchtitan",
-    "brief": "a page in Markdown for people",
-}
-"""Targets of `jettison export --to`."""
 
 
 def command(
@@ -179,6 +166,8 @@ _SECTIONS: Final[dict[str, Callable[[], Section]]] = {
     "precisions": _precisions,
     "policies": lambda: _worded("policies", "Words for --recompute", POLICIES),
     "optimizers": lambda: _worded("optimizers", "Words for --optimizer", OPTIMIZERS),
-    "targets": lambda: _worded("targets", "Words for export --to", TARGETS),
+    "targets": lambda: _worded(
+        "targets", "Words for export --to", {name: entry["says"] for name, entry in named("targets").items()}
+    ),
 }
 KINDS: Final = tuple(_SECTIONS)

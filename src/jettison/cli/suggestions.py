@@ -11,11 +11,13 @@ from cyclopts import CoercionError, CycloptsError, UnknownOptionError
 from cyclopts.argument import Argument
 
 from jettison.cli.app import app
-from jettison.cli.foreign_flags import said_here
 from jettison.errors import JettisonError, UsageError
+from jettison.spec.frameworks import foreign_flags
 
 _WRITTEN: Final = frozenset({"--out", "--timeline", "--snapshot", "--state", "--figures", "--trace", "--export"})
 """Flags whose file is written: what was there before is nobody's mistake."""
+_EXAMPLE: Final = re.compile(r"\{(.*?)\}")
+_WHOLE: Final = re.compile(r"[1-9]\d{0,6}")
 _FRACTION: Final = re.compile(r"[-+]?\d*\.\d+")
 
 
@@ -77,6 +79,19 @@ def _unknown(message: str, flag: str, arguments: Sequence[str]) -> str:
         return f"got {flag}, which is called otherwise here; try {found}"
     takers = ", ".join(f"jettison {name}" for name in verbs)
     return f"got {flag}, which jettison {verb} does not take; {takers} take {found}"
+
+
+def said_here(flag: str, value: str | None) -> str | None:
+    """Return our flag for one of another tool; None where none is known.
+
+    Args:
+        value: that the user gave it, if any. A whole number takes the place of the example.
+    """
+    found = foreign_flags().get(flag.lower().replace("_", "-"))
+    if found is None:
+        return None
+    given = value if value is not None and _WHOLE.fullmatch(value) else None
+    return _EXAMPLE.sub(lambda match: given if given and _WHOLE.fullmatch(match[1]) else match[1], found)
 
 
 def _no_number(flag: str, value: str, *, whole: bool) -> str:

@@ -21,12 +21,12 @@ from jettison.predict.precision_request import precision_of, with_own_products
 from jettison.predict.request_words import given_or, word
 from jettison.predict.run_fields import RunRequest
 from jettison.spec.conventions import check_scans, kernels_for
+from jettison.spec.frameworks import rule
 from jettison.spec.further import with_further
 from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.huggingface_config import read_config
 from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss, Scans
 from jettison.spec.layout import Layout, Reshard, Schedule
-from jettison.spec.like import rule
 from jettison.spec.model import Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.modules import listed
 from jettison.spec.precision import Adding, Gradients, Precision, optimizer

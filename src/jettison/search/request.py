@@ -14,9 +14,9 @@ from jettison.predict.run_fields import CommonRequest, RunRequest
 from jettison.predict.run_request import flag_of, resolve
 from jettison.search.space import PLANS, SCHEDULES, Axes, OverTensorRanks, Space
 from jettison.spec.fp8 import Library
+from jettison.spec.frameworks import rule
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
-from jettison.spec.like import rule
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import MUONS, Gradients
 from jettison.spec.recompute import Recompute
