@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jettison.cost import pipeline
 from jettison.cost.pipeline import Replay, replay, schedule_seconds
-from jettison.ledger.schedule import ScheduledPass, Work, orders
+from jettison.memory.schedule import ScheduledPass, Work, orders
 from jettison.spec.layout import Schedule
 
 ONE_F_ONE_B, GPIPE, ZERO_BUBBLE = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.ZERO_BUBBLE

@@ -9,7 +9,7 @@ import pytest
 
 from jettison.ledger import occupancies as module
 from jettison.ledger.occupancies import Occupancy, Weights, occupancies, stage_occupancies
-from jettison.ledger.schedule import ScheduledPass, Work, order
+from jettison.memory.schedule import ScheduledPass, Work, order
 from jettison.spec.layout import Schedule
 
 PLAIN = Schedule.ONE_F_ONE_B

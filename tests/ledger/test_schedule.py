@@ -17,7 +17,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from jettison.errors import UsageError
 from jettison.ledger.occupancies import Occupancy, in_flight, occupancies, peak_in_flight, stage_occupancies
-from jettison.ledger.schedule import ScheduledPass, Work, order, orders
+from jettison.memory.schedule import ScheduledPass, Work, order, orders
 from jettison.spec.layout import Schedule
 
 Order = Sequence[ScheduledPass]
@@ -195,7 +195,7 @@ def left_undone(
 def test_every_step_runs_once_and_nothing_waits_for_ever(case: Case) -> None:
     schedule, stages, micro_batches, virtual_stages = case
     found = orders_of(case)
-    works = list(Work) if schedule.splits else [Work.FORWARD, Work.BACKWARD]
+    works = [Work.FORWARD, Work.BACKWARD, Work.WEIGHT] if schedule.splits else [Work.FORWARD, Work.BACKWARD]
     expected = {ScheduledPass(*each) for each in product(works, range(micro_batches), range(virtual_stages))}
     assert len(found) == stages
     for steps in found:

@@ -3,8 +3,8 @@
 import pytest
 
 from jettison.ledger.occupancies import Occupancy
-from jettison.ledger.schedule import ScheduledPass, Work
 from jettison.ledger.timeline import Phase, StageLoad, Unit, moments, peak
+from jettison.memory.schedule import ScheduledPass, Work
 from jettison.predict.peak import stage_peak_bytes
 from jettison.spec.precision import Gradients
 

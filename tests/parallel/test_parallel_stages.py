@@ -11,7 +11,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 import jettison
 from jettison.errors import UsageError
-from jettison.ledger.schedule import ScheduledPass, Work
+from jettison.memory.schedule import ScheduledPass, Work
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss, work_of
 from support.parallel_pipelines import COUNTED, MICRO_BATCHES, SEED, apply, checkpointed
 from support.rank_models import LENGTH, ROWS, WIDTH, Ops, Stage, loss_of, same, tokens, whole_gradients

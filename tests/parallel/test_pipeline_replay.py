@@ -27,7 +27,7 @@ from torch.distributed.pipelining import (
 
 from jettison.cost.pipeline import Replay, schedule_seconds
 from jettison.ledger.occupancies import in_flight, peak_in_flight
-from jettison.ledger.schedule import ScheduledPass, orders
+from jettison.memory.schedule import ScheduledPass, orders
 from jettison.spec.layout import Schedule
 from support.ranks import Launches, run_ranks
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from jettison.ledger.schedule import Work, order
+from jettison.memory.schedule import Work, order
 from jettison.predict.forecast import forecast
 from jettison.predict.played import play
 from jettison.predict.run_fields import RunRequest

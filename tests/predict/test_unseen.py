@@ -14,8 +14,8 @@ from jettison.cost.pipeline import schedule_seconds
 from jettison.errors import UsageError
 from jettison.export.megatron_text import layout_settings, overrides_text
 from jettison.ledger.occupancies import stage_occupancies
-from jettison.ledger.schedule import Work, order
 from jettison.ledger.timeline import Phase
+from jettison.memory.schedule import Work, order
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jettison.errors import UsageError
-from jettison.ledger.schedule import Work, order, recomputing_share, window
 from jettison.ledger.timeline import Unit
+from jettison.memory.schedule import Work, order, recomputing_share, window
 from jettison.predict.forecast import Stage, forecast, plain
 from jettison.predict.peak import peak_bytes
 from jettison.predict.run_fields import RunRequest

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import jettison
 from jettison.ledger.occupancies import occupancies, peak_in_flight
-from jettison.ledger.schedule import ScheduledPass, order
+from jettison.memory.schedule import ScheduledPass, order
 from jettison.parallel.fsdp import shard_blocks
 from jettison.parallel.pipeline import InFlight, blocks_of, received, stand_in_loss, work_of
 from jettison.planner.handle import Applied

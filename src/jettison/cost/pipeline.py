@@ -1,4 +1,4 @@
-"""A pipeline's step, event by event: orders from `ledger.schedule`, with the real times of each stage.
+"""A pipeline's step, event by event: orders from `memory.schedule`, with the real times of each stage.
 
 NOTE [ Events ]
 A device runs its order as it stands. A forward of one place (a chunk of a stage) needs the same micro-batch's forward
@@ -6,7 +6,7 @@ of the place before it, a backward the backward of the place behind it, each sen
 backward needs its own forward. A weight step needs its device only. A step starts when its device is free and what it
 needs has come.
 
-Once the pipeline is full, p micro-batches more take as long as the p before them, since `ledger.schedule.order` repeats
+Once the pipeline is full, p micro-batches more take as long as the p before them, since `memory.schedule.order` repeats
 itself every p of them. How soon that is depends on how alike the stages are. So everything is replayed, up to
 `MOST_EVENTS`; of more micro-batches only the first are, and their last period counts for the rest.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import add
 
-from jettison.ledger.schedule import ScheduledPass, Work, orders
+from jettison.memory.schedule import ScheduledPass, Work, orders
 from jettison.spec.layout import Schedule
 
 MOST_EVENTS = 100_000
@@ -74,7 +74,7 @@ def replay(
     """Play the orders of all devices.
 
     Args:
-        orders: of each device, as `ledger.schedule.orders` has them.
+        orders: of each device, as `memory.schedule.orders` has them.
         forward, backward, weight: seconds of each device's chunks, of one micro-batch; ``backward`` is the half for
             inputs where ``weight`` is given.
         transfer: seconds between the end of a step on one device and its arrival on another.

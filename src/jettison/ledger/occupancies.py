@@ -1,6 +1,6 @@
 """What a device of a pipeline holds as it works: the states of its order that are worth pricing.
 
-Orders are those of `ledger.schedule`; chunks and stages are as there. What a device holds depends on its own order
+Orders are those of `memory.schedule`; chunks and stages are as there. What a device holds depends on its own order
 alone, not on when each step runs, so no clock is needed. Left out: what is held beside the activations of micro-batches
 in flight, such as receive buffers, or an output kept after it was sent.
 """
@@ -17,7 +17,7 @@ from operator import add, ge, itemgetter
 from typing import Final, NamedTuple
 
 from jettison.errors import UsageError
-from jettison.ledger.schedule import ScheduledPass, Work, check_sizes, order, window
+from jettison.memory.schedule import ScheduledPass, Work, check_sizes, order, window
 from jettison.spec.layout import Schedule
 
 

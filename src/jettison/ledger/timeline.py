@@ -32,7 +32,7 @@ from operator import add, itemgetter, mul
 
 from jettison.ledger.halves import Halves
 from jettison.ledger.occupancies import Occupancy, Sending
-from jettison.ledger.schedule import Work
+from jettison.memory.schedule import Work
 from jettison.spec.precision import Gradients
 
 

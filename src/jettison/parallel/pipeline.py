@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.capture.blocks import find_blocks, only_blocks
 from jettison.errors import UsageError
-from jettison.ledger.schedule import ScheduledPass, Work
+from jettison.memory.schedule import ScheduledPass, Work
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.planned import PlannedForward
 
@@ -56,7 +56,7 @@ def stand_in_loss(output: Any) -> Tensor:
 
 
 def work_of(schedule: Any) -> tuple[ScheduledPass, ...]:
-    """This rank's order of work, as `jettison.ledger.schedule` writes it, from one of torch's schedules.
+    """This rank's order of work, as `jettison.memory.schedule` writes it, from one of torch's schedules.
 
     Chunks are numbered in the order in which the rank holds its stages.
 

@@ -16,8 +16,8 @@ from typing import Final
 
 from jettison.identity import Same
 from jettison.ledger.occupancies import Occupancy
-from jettison.ledger.schedule import Work
 from jettison.ledger.timeline import StageLoad, Unit, peak
+from jettison.memory.schedule import Work
 from jettison.predict.forecast import Forecast
 from jettison.spec.precision import Gradients
 

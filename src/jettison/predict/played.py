@@ -24,8 +24,8 @@ from itertools import accumulate
 from jettison.cost.collective import host_seconds
 from jettison.cost.pipeline import TimedPass, timed_passes
 from jettison.errors import UsageError
-from jettison.ledger.schedule import ScheduledPass, Work
 from jettison.ledger.timeline import Phase, StageLoad, Unit
+from jettison.memory.schedule import ScheduledPass, Work
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_time import StageSeconds, Timing
 from jettison.predict.stages import Chunk, RegionGroup

@@ -27,7 +27,7 @@ from jettison.cost.matmul import rate
 from jettison.cost.pipeline import Replay, schedule_seconds
 from jettison.cost.utilisation import utilisation
 from jettison.errors import UsageError
-from jettison.ledger.schedule import recomputing_share
+from jettison.memory.schedule import recomputing_share
 from jettison.one_line import summary
 from jettison.predict.stage_items import Item
 from jettison.predict.stage_time import StageSeconds, Timing

@@ -3,7 +3,7 @@
 A pipeline stage has fewer micro-batches in flight the later it comes, and a plan that the first one needs leaves room
 on the others. So many of each window of micro-batches keep everything, the same number on every stage, as Megatron has
 it; later windows are shorter, and of them these are a larger share. Bytes and seconds are counted micro-batch by
-micro-batch: `ledger.occupancies.stage_occupancies` and `ledger.schedule.recomputing_share`.
+micro-batch: `ledger.occupancies.stage_occupancies` and `memory.schedule.recomputing_share`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jettison.errors import UsageError
-from jettison.ledger.schedule import window
+from jettison.memory.schedule import window
 from jettison.predict.forecast import forecast_sizes
 from jettison.predict.peak import peak_bytes
 from jettison.spec.recompute import MOST, Mode

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from jettison.explain.peak import region_roles
-from jettison.ledger.schedule import Work
 from jettison.ledger.timeline import Unit
+from jettison.memory.schedule import Work
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.played import BACKWARD, Instant, PassProfile, PlayedStage, copies, play

@@ -7,7 +7,7 @@ from functools import lru_cache
 from operator import mul
 
 from jettison.ledger.occupancies import stage_occupancies
-from jettison.ledger.schedule import Work
+from jettison.memory.schedule import Work
 from jettison.search.space import Setup
 from jettison.spec.layout import Schedule
 

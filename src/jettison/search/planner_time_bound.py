@@ -36,8 +36,8 @@ from jettison.cost.layer import PriceModel
 from jettison.cost.pipeline import schedule_seconds
 from jettison.formula.region import Region
 from jettison.ledger.occupancies import Occupancy
-from jettison.ledger.schedule import ScheduledPass, Work, order
 from jettison.ledger.timeline import StageLoad, Unit
+from jettison.memory.schedule import ScheduledPass, Work, order
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.gathered import beside_last
 from jettison.predict.passes import chosen_passes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from jettison.cost.collective import host_seconds
-from jettison.ledger.schedule import ScheduledPass, Work
+from jettison.memory.schedule import ScheduledPass, Work
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.time import Estimate
 from jettison.predict.timeline_units import sent_to_host

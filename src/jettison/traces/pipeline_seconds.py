@@ -18,7 +18,7 @@ from enum import StrEnum
 from jettison.cost.layer import NOTHING
 from jettison.cost.pipeline import MOST_EVENTS, TimedPass, timed_passes
 from jettison.errors import UsageError
-from jettison.ledger.schedule import ScheduledPass, Work
+from jettison.memory.schedule import ScheduledPass, Work
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_items import Item
 from jettison.predict.stage_time import StageSeconds, Timing

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jettison.ledger.occupancies import apart
-from jettison.ledger.schedule import ScheduledPass, Work, window
 from jettison.ledger.timeline import Unit
+from jettison.memory.schedule import ScheduledPass, Work, window
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stages import Chunk, StageRegion, kept_by
 from jettison.spec.precision import Gradients

@@ -22,7 +22,7 @@ from jettison.capture.model_trace import as_batch
 from jettison.dryrun.imagined_pipeline import ImaginedStage, imagined_transfers, send_nothing
 from jettison.errors import UsageError
 from jettison.ledger.occupancies import in_flight
-from jettison.ledger.schedule import order
+from jettison.memory.schedule import order
 from jettison.models.documents import document_numbers
 from jettison.parallel.fsdp import forget_forwards
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss

@@ -1,4 +1,4 @@
-"""In which order a pipeline stage works; what it holds meanwhile is in `ledger.occupancies`, which replays that order.
+"""Orders of a pipeline stage's passes; what it holds meanwhile is in `memory.actions`, which walks through an order.
 
 p stages, each with v virtual ones, called its chunks: chunk c of stage r comes in place c p + r of the whole model, or
 where `Schedule.place` says.
@@ -21,11 +21,14 @@ from jettison.spec.layout import Schedule
 
 
 class Work(StrEnum):
-    """What a device does in one step."""
+    """What a device does in one step; the last three are beside the passes of a schedule."""
 
     FORWARD = "F"
     BACKWARD = "B"  # all of it or, where the schedule splits it, the half for the gradient of the input
     WEIGHT = "W"  # the other half, for the gradients of the weights
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE = "REDUCE_GRAD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,3 +236,21 @@ def recomputing_share(
     windows, rest = divmod(micro_batches * virtual_stages, size)
     less = windows * max(0, size - whole) + max(0, rest - whole)
     return less / (micro_batches * virtual_stages)
+
+
+def apart(steps: Sequence[ScheduledPass], chunks: int, size: int, whole: int) -> Iterator[ScheduledPass]:
+    """With chunks of their own for forwards that keep everything, and for their backwards.
+
+    Args:
+        chunks: of the device, without these.
+        size: of a `window`; ``whole`` of each keep everything.
+    """
+    kept: set[tuple[int, int]] = set()
+    forwards = 0
+    for step in steps:
+        key = step.micro_batch, step.chunk
+        if step.work is Work.FORWARD:
+            if forwards % size < whole:
+                kept.add(key)
+            forwards += 1
+        yield ScheduledPass(step.work, step.micro_batch, step.chunk + (chunks if key in kept else 0))

@@ -1,0 +1,325 @@
+"""A device's order as actions, and the micro-batches in flight as each begins.
+
+What a device holds depends on its own order alone, not on when each pass runs, so no clock is needed. Chunks and stages
+are those of `memory.schedule`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property, lru_cache
+from math import lcm
+from operator import add, ge
+from typing import Final, NamedTuple
+
+from jettison.memory.schedule import ScheduledPass, Work, apart, check_sizes, order, window
+from jettison.spec.layout import Schedule
+
+
+class Weights(StrEnum):
+    """Weights of chunks that a forward shards again and a backward leaves unsharded."""
+
+    RESIDENT = "resident"  # none does
+    GATHERED = "gathered"  # by each pass that finds shards
+    FETCHED = "fetched"  # of the next `ACTIVE` chunks at work, before they are; of others they are sharded
+
+
+ACTIVE: Final = 3
+"""``torch/distributed/pipelining/schedules.py``, ``_add_unshard_reshard``: ``max_active_stages``."""
+
+
+class Action(NamedTuple):
+    """One kind of action of a device.
+
+    Args:
+        fresh: a backward whose chunk has no gradients yet.
+        whole: its chunk's weights are unsharded when it begins.
+        begun: a backward of the step has been completed.
+        alone: no other micro-batch of its chunk is in flight.
+    """
+
+    work: Work
+    chunk: int
+    fresh: bool = False
+    whole: bool = False
+    begun: bool = True
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """What a device holds as ``step`` begins, in micro-batches for each chunk.
+
+    Args:
+        forward: through their forward and not yet through their backward, the one that a backward is about included.
+        weight: through the first half of a split backward and not yet through the second.
+        passed: outputs and gradients of inputs that have been sent, where they count.
+        learned: by chunk, one where a backward, or a weight step of a split one, has run, so that gradients are there.
+            Empty where it does not matter.
+        reduced: by chunk, one where its gradients have been reduced. Empty where it does not matter.
+        whole: by chunk, one where its weights are unsharded, if passes change that.
+    """
+
+    forward: tuple[int, ...]
+    weight: tuple[int, ...]
+    step: ScheduledPass
+    passed: int = 0
+    learned: tuple[int, ...] = ()
+    reduced: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Micro-batches in flight, by chunk."""
+        return tuple(map(add, self.forward, self.weight))
+
+
+class Walk(NamedTuple):
+    """What matters beside the micro-batches in flight.
+
+    Args:
+        sending: by chunk, transfers of each micro-batch that count: one if its output is sent, and one more if the
+            gradient of its input is; empty: none does.
+        learning: which chunks have gradients.
+        reducing: each chunk is reduced after its last backward, and holds less from there on; as ``_add_reduce_grad``
+            of ``torch/distributed/pipelining/schedules.py`` puts REDUCE_GRAD into an order.
+        weights: what passes do to chunks' weights.
+    """
+
+    sending: tuple[int, ...] = ()
+    learning: bool = False
+    reducing: bool = False
+    weights: Weights = Weights.RESIDENT
+
+
+PLAIN: Final = Walk()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeviceOrder:
+    """A device's passes, with what is done between them.
+
+    Args:
+        own: chunks of the device. Those from number ``own`` on, up to ``chunks``, are the first ones again, of
+            micro-batches without checkpointing.
+    """
+
+    steps: tuple[ScheduledPass, ...]
+    own: int
+    chunks: int
+    walk: Walk = PLAIN
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Those that are walked through, of all that there are."""
+        return 1 + max(step.micro_batch for step in self.steps)
+
+    @cached_property
+    def splits(self) -> bool:
+        """Are backwards split?"""
+        return any(step.work is Work.WEIGHT for step in self.steps)
+
+    def ends(self, work: Work) -> bool:
+        """Is it a pass with which a micro-batch leaves its chunk?"""
+        return work is (Work.WEIGHT if self.splits else Work.BACKWARD)
+
+    @property
+    def kinds(self) -> tuple[Action, ...]:
+        """The different actions."""
+        return self._compiled[0]
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """Of each action, its number among the kinds."""
+        return self._compiled[1]
+
+    def micro_batch(self, number: int) -> int:
+        """Return the micro-batch of an action; -1 of one that is for none."""
+        return self._compiled[2][number]
+
+    @cached_property
+    def _compiled(self) -> tuple[tuple[Action, ...], tuple[int, ...], tuple[int, ...]]:
+        numbers: dict[Action, int] = {}
+        sequence, micro_batches = [], []
+        for action, state in self.actions():
+            sequence.append(numbers.setdefault(action, len(numbers)))
+            micro_batches.append(-1 if state is None else state.step.micro_batch)
+        return tuple(numbers), tuple(sequence), tuple(micro_batches)
+
+    @cached_property
+    def entered(self) -> tuple[bool, ...]:
+        """By chunk: does any micro-batch come through it?"""
+        there = {step.chunk for step in self.steps}
+        return tuple(chunk in there for chunk in range(self.chunks))
+
+    @cached_property
+    def fullest(self) -> dict[int, Occupancy]:
+        """The states that hold most, by the number of the action that they are before.
+
+        At so many bytes for each chunk in flight and for each that has gradients, plus whatever each kind of pass adds,
+        the dearest of them is the dearest of all, at any prices of zero or more: left out are repetitions, states that
+        hold no more of anything than another before the same kind of pass, and states halfway between two others.
+        """
+        groups: defaultdict[tuple[Work, int, int], dict[tuple[int, ...], int]] = defaultdict(dict)
+        states: dict[int, Occupancy] = {}
+        for number, (_, state) in enumerate(self.actions()):
+            if state is None:
+                continue
+            work, chunk = state.step.work, state.step.chunk
+            counts = (*state.forward, *state.weight, state.passed, *state.learned, *(1 - n for n in state.reduced))
+            whole = state.whole[chunk % self.own] if state.whole else 0
+            adds = state.learned[chunk % self.own] if state.learned and work is not Work.FORWARD else 0
+            first = groups[work, chunk, whole + 2 * adds].setdefault((*counts, *state.whole), number)
+            if first == number:
+                states[number] = state
+        kept = [counted[counts] for counted in groups.values() for counts in _maximal(_ends(list(counted)))]
+        return {number: states[number] for number in sorted(kept)}
+
+    @cached_property
+    def shown(self) -> tuple[int, ...]:
+        """The numbers of these actions; then those of reductions."""
+        kinds = self.kinds
+        return (*self.fullest, *(n for n, kind in enumerate(self.sequence) if kinds[kind].work is Work.REDUCE))
+
+    def actions(self) -> Iterator[tuple[Action, Occupancy | None]]:
+        """Yield the actions; passes with what is in flight before each."""
+        steps, own, walk = self.steps, self.own, self.walk
+        ending = Work.WEIGHT if self.splits else Work.BACKWARD
+        ends = {step.chunk % own: number for number, step in enumerate(steps) if step.work is ending}
+        gathers = walk.weights is not Weights.RESIDENT
+        forward, weight, alive, passed = [0] * self.chunks, [0] * self.chunks, [0] * own, 0
+        learned, reduced, whole = [not walk.learning] * own, [0] * own, [0] * own
+        active: set[int] = set()
+        for number, step in enumerate([*steps, *steps[-1:]]):
+            if walk.weights is Weights.FETCHED:
+                coming = _coming(steps, min(number, len(steps) - 1), own)
+                for chunk in sorted(active ^ coming):
+                    if whole[chunk] != (chunk in coming):
+                        yield Action(Work.UNSHARD if chunk in coming else Work.RESHARD, chunk), None
+                    whole[chunk] = int(chunk in coming)
+                active = coming
+            before = steps[number - 1].chunk % own if number else 0
+            if walk.reducing and number and ends[before] == number - 1:
+                yield Action(Work.REDUCE, before, whole=bool(whole[before])), None
+                reduced[before], whole[before] = 1, 0
+            if number == len(steps):
+                return
+            work, chunk = step.work, step.chunk % own
+            leaves = work is ending
+            alive[chunk] += (work is Work.FORWARD) - leaves
+            state = Occupancy(
+                tuple(forward),
+                tuple(weight),
+                step,
+                passed,
+                tuple(map(int, learned)) if walk.learning else (),
+                tuple(reduced) if walk.reducing else (),
+                tuple(whole) if gathers else (),
+            )
+            yield (
+                Action(
+                    work,
+                    step.chunk,
+                    fresh=work is not Work.FORWARD and not learned[chunk],
+                    whole=bool(whole[chunk]),
+                    begun=any(learned),
+                    alone=alive[chunk] == (work is Work.FORWARD),
+                ),
+                state,
+            )
+            whole[chunk] = int(gathers and work is not Work.FORWARD)
+            if work is Work.FORWARD:
+                forward[step.chunk] += 1
+                continue
+            if leaves:
+                passed += walk.sending[chunk] if walk.sending else 0
+                learned[chunk] = True
+            if work is Work.WEIGHT:
+                weight[step.chunk] -= 1
+            else:
+                forward[step.chunk] -= 1
+                weight[step.chunk] += self.splits
+
+
+def device_order(
+    schedule: Schedule,
+    *,
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    virtual_stages: int = 1,
+    group: int = 0,
+    whole: int = 0,
+    walk: Walk = PLAIN,
+) -> DeviceOrder:
+    """Return the order of one device, without walking through thousands of micro-batches.
+
+    Warm-up takes at most (v + 1) p - 2 forwards; from there the order repeats itself every v p pairs, p micro-batches,
+    until the forwards run out. Within 3 p micro-batches a full period follows the warm-up, so more show nothing new.
+    With groups of another size that is p here, and what is left for the last group is walked through as well.
+
+    Args:
+        whole: where above 0, forwards without checkpointing, so many of each `window`, count as those of chunks of
+            their own: chunk c of them is chunk v + c. Which they are repeats itself with the order and with the window.
+
+    Raises:
+        UsageError: see `order`.
+    """
+    sizes = {"stages": stages, "micro_batches": micro_batches, "virtual_stages": virtual_stages, "group": group}
+    check_sizes(schedule, stage=stage, **sizes)
+    turn = group or stages
+    size, kept, periods = 1, 0, 0
+    if whole:
+        size = window(schedule, stage=stage, **sizes)
+        kept = min(whole, size)
+        periods = lcm(size, turn * virtual_stages) // (turn * virtual_stages)
+    count = min(micro_batches, (3 + periods) * turn + (micro_batches % turn if group else 0))
+    if schedule is Schedule.GPIPE:  # the same on every stage, and it holds all that there is
+        stage, count = 0, micro_batches
+    return _device_order(schedule, stage, stages, count, virtual_stages, group, size, kept, walk)
+
+
+@lru_cache(maxsize=1024)
+def _device_order(
+    schedule: Schedule,
+    stage: int,
+    stages: int,
+    count: int,
+    virtual_stages: int,
+    group: int,
+    size: int,
+    kept: int,
+    walk: Walk,
+) -> DeviceOrder:
+    steps = order(schedule, stage=stage, stages=stages, micro_batches=count, virtual_stages=virtual_stages, group=group)
+    if kept:
+        steps = tuple(apart(steps, virtual_stages, size, kept))
+    return DeviceOrder(steps=steps, own=virtual_stages, chunks=(2 if kept else 1) * virtual_stages, walk=walk)
+
+
+def _coming(steps: Sequence[ScheduledPass], number: int, own: int) -> set[int]:
+    """Return the next `ACTIVE` chunks at work, from a pass on."""
+    found: set[int] = set()
+    for step in steps[number:]:
+        found.add(step.chunk % own)
+        if len(found) == min(ACTIVE, own):
+            break
+    return found
+
+
+def _ends(states: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Without those halfway between the one before and the one after, so that of an even series the ends are left."""
+    inner = zip(states, states[1:], states[2:], strict=False)
+    return states[:1] + [b for a, b, c in inner if tuple(map(add, a, c)) != tuple(map(add, b, b))] + states[1:][-1:]
+
+
+def _maximal(states: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Those whose counts no other's reach or exceed throughout, the fullest first."""
+    kept: list[tuple[int, ...]] = []
+    for counts in sorted(states, key=sum, reverse=True):  # what exceeds a state comes before it
+        if not any(all(map(ge, other, counts)) for other in kept):
+            kept.append(counts)
+    return kept

@@ -1,0 +1,320 @@
+"""A training step of one pipeline stage, as the product of its passes' spans in the order of its schedule.
+
+NOTE [ What is there when ]
+A stage is a chain of units (regions, or checkpoint segments of several), cut into chunks where a device has virtual
+stages. Parameters and optimizer state are always there. To them each pass through a chunk adds what its units keep for
+the backward, and rises above that as its units do; a backward frees what was kept. Gradients live in buffers from the
+start (Megatron's and DDP's buckets), or appear one by one in the first backward of a step (PyTorch, where zero_grad
+sets them to None), each chunk's in the chunk's own first backward; each later contribution lives beside them until it
+has been added. Before the first optimizer step ever there is no state but the master copy of the parameters, which is
+made with the optimizer (`master`): step 0 is lower than step 1, and the same run may fit in the one and not in the
+other. All else that a schedule or a framework holds is a `Lifetime`, but for what belongs to a micro-batch or a chunk:
+an output that was sent and stays (`sent`), what a chunk without a micro-batch in flight holds of the last one, input
+and its gradient (`received`), each transfer that has passed (`transfers`), and a reduction after a chunk's last
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from operator import itemgetter, mul
+
+from jettison.memory.actions import Action, DeviceOrder, Occupancy, Weights
+from jettison.memory.schedule import Work
+from jettison.memory.span import Phase, Span, Where, levels, peaks
+from jettison.memory.unit import Pass, Piece, Unit, pieces, span
+from jettison.spec.precision import Gradients
+
+Units = tuple[Unit, ...]
+
+
+class Event(IntEnum):
+    """Events of a step, in order; the next step begins with the first one again."""
+
+    STEP = 0
+    FORWARD = 1  # the first pass begins
+    BACKWARD = 2  # the first backward is over
+    OPTIMIZER = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lifetime:
+    """Bytes that are allocated at one event of a step and freed at another, which may be in the next step."""
+
+    name: str
+    nbytes: int
+    begin: Event
+    end: Event
+
+    def covers(self, event: Event) -> bool:
+        """Are they there right after an event?"""
+        return (event - self.begin) % len(Event) < (self.end - self.begin) % len(Event)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageLoad:
+    """Everything that decides a stage's bytes over a step.
+
+    ``sent`` is what is held of each micro-batch beside its units' residents: a stage output that was sent and not
+    freed. Chunks from number ``order.own`` on are the first ones again, of micro-batches without checkpointing.
+    """
+
+    chunks: tuple[Units, ...]
+    order: DeviceOrder
+    micro_batches: int
+    fixed: int
+    state: int
+    gradients: Gradients
+    optimizer_transient: int = 0
+    sent: int = 0
+    master: int = 0  # of ``state``
+    aside: int = 0  # of ``fixed``, workspaces of libraries
+    late: int = 0  # of ``aside``, what the first backward ever allocates: the workspace of its thread's matmuls
+    lifetimes: tuple[Lifetime, ...] = ()
+    received: int = 0  # of each chunk from number ``receives`` on
+    receives: int = 0
+    transfers: tuple[int, ...] = ()  # by chunk, bytes of each micro-batch that stay until the step's end
+    shards: int = 0  # of gradients that are unsharded until a step's end: what the optimizer has of them
+    reducing: tuple[int, ...] = ()  # by chunk, how far a reduction rises above what is there before it
+    freed: tuple[int, ...] = ()  # by chunk, what a reduction frees of unsharded gradients, and of weights that stay
+    whole_chunks: tuple[Units, ...] = ()  # chunks as they are while weights are unsharded, if passes change that
+
+    def named(self, name: str) -> int:
+        """Return the bytes of the lifetimes of one name."""
+        return sum(each.nbytes for each in self.lifetimes if each.name == name)
+
+    def there(self, event: Event) -> int:
+        """Return the bytes of the lifetimes that are there right after an event."""
+        return sum(each.nbytes for each in self.lifetimes if each.covers(event))
+
+    def idle(self, busy: int = -1) -> int:
+        """Return what chunks hold of their last micro-batch while none is in flight; of the chunk ``busy`` one is."""
+        receiving = range(self.receives, self.order.own)
+        return self.received * (len(receiving) - (busy in receiving))
+
+    @property
+    def own(self) -> tuple[Units, ...]:
+        """Chunks, each once."""
+        return self.chunks[: self.order.own]
+
+    @property
+    def occupancies(self) -> tuple[Occupancy, ...]:
+        """The states that hold most, in order."""
+        return tuple(self.order.fullest.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all units, from one pass to the next."""
+        return 0 if self.gradients is Gradients.ADDED else sum(map(_gradients, self.own))
+
+    def adds(self, state: Occupancy) -> bool:
+        """Does the backward that a state is about find its chunk's gradients there?"""
+        if self.gradients is Gradients.ADDED:
+            return False
+        if self.gradients is Gradients.UPFRONT or not state.learned:
+            return True
+        return bool(state.learned[state.step.chunk % self.order.own])
+
+    def learned_bytes(self, learned: tuple[int, ...], reduced: tuple[int, ...] = ()) -> int:
+        """Return the gradients that are there in a state, less what is freed of chunks that have been reduced."""
+        gone = sum(map(mul, reduced, self.freed)) if self.freed else 0
+        if self.gradients in (Gradients.UPFRONT, Gradients.ADDED) or all(learned):
+            return self.gradient_bytes - gone
+        return sum(_gradients(chunk) for chunk, has in zip(self.own, learned, strict=True) if has) - gone
+
+    def held(self, chunk: int) -> int:
+        """Return what one micro-batch's forward through a chunk leaves behind."""
+        return sum(len(unit.names) * unit.resident for unit in self.chunks[chunk])
+
+    def held_half(self, chunk: int) -> int:
+        """Return what its backward's first half leaves behind, where the second is still to come."""
+        return sum(len(unit.names) * unit.half for unit in self.chunks[chunk])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """Bytes allocated at the worst point of one phase of one unit."""
+
+    phase: Phase
+    where: str
+    micro_batch: int
+    nbytes: int
+
+
+class ChunkSpans:
+    """Bytes of a chunk's units, and the spans of passes through them, each worked out once."""
+
+    def __init__(self, units: Units) -> None:
+        self.units = units
+        self.held = sum(len(unit.names) * unit.resident for unit in units)
+        self.half = sum(len(unit.names) * unit.half for unit in units)
+        self.gradients = _gradients(units)
+        self.weights = sum(len(unit.names) * unit.weights for unit in units)
+        self._spans: dict[Pass, Span] = {}
+
+    def span(self, how: Pass) -> Span:
+        """Return the product of a pass's pieces."""
+        if how not in self._spans:
+            self._spans[how] = span(self.units, how)
+        return self._spans[how]
+
+
+Known = dict[int, ChunkSpans]
+"""By the object that a chunk's units are: chunks that are alike are one object."""
+_Row = tuple[Where, int, int]  # a label, the micro-batch, bytes: a `Moment` that is cheap to make
+
+
+def peak_bytes(load: StageLoad, *, first_step: bool = False, known: Known | None = None) -> int:
+    """Return the highest bytes of a step.
+
+    Args:
+        first_step: step 0, before optimizer state exists; its optimizer phase makes it.
+        known: chunks of other stages.
+    """
+    step = _Step(load, first_step, {} if known is None else known)
+    return max(max(step.peaks()), *(nbytes for _, _, nbytes in step.ends()))
+
+
+def peak(load: StageLoad, *, first_step: bool = False) -> Moment:
+    """Return the first of the highest `moments`."""
+    step, order = _Step(load, first_step, {}), load.order
+    found = list(step.peaks())
+    at = max(order.shown, key=found.__getitem__)
+    where = step.spans[order.sequence[at]].where or Where(Phase.BACKWARD)
+    *before, optimizer, after = step.ends()
+    return _moment(max((*before, (where, order.micro_batch(at), found[at]), optimizer, after), key=itemgetter(2)))
+
+
+def moments(load: StageLoad, *, first_step: bool = False) -> Iterator[Moment]:
+    """Yield the first micro-batch's forward, the passes from the fullest states, the optimizer, and what is left.
+
+    Args:
+        first_step: see `peak_bytes`.
+    """
+    return map(_moment, _Step(load, first_step, {}).rows())
+
+
+def _moment(row: _Row) -> Moment:
+    where, micro_batch, nbytes = row
+    return Moment(phase=where.phase, where=where.name, micro_batch=micro_batch, nbytes=nbytes)
+
+
+class _Step:
+    """A step that is being added up."""
+
+    def __init__(self, load: StageLoad, first_step: bool, known: Known) -> None:
+        self.load, self.first_step, self._known = load, first_step, known
+        order = load.order
+        self._chunks = [self._spans(units) for units in load.chunks]
+        upfront = load.gradients is Gradients.UPFRONT
+        self._gradients = (
+            0 if load.gradients is Gradients.ADDED else sum(c.gradients for c in self._chunks[: order.own])
+        )
+        self._appear = self._gradients > 0 and not upfront
+        self._base = load.fixed + (load.master if first_step else load.state) + (self._gradients if upfront else 0)
+        self._late = load.late if first_step else 0
+        skipped = load.micro_batches - order.micro_batches
+        self._level = self._base + load.there(Event.FORWARD) + load.idle() + skipped * sum(load.transfers)
+
+    def _spans(self, units: Units) -> ChunkSpans:
+        if id(units) not in self._known:
+            self._known[id(units)] = ChunkSpans(units)
+        return self._known[id(units)]
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """By kind of action."""
+        return [self._span(kind) for kind in self.load.order.kinds]
+
+    def peaks(self) -> Iterator[int]:
+        """Bytes at the highest of each action."""
+        return peaks(self.spans, self.load.order.sequence, self._level)
+
+    def ends(self) -> Iterator[_Row]:
+        """Before the first pass; the first micro-batch's forward through each chunk; the optimizer; and after it."""
+        load = self.load
+        there = 0 if self.first_step else load.idle() + load.there(Event.STEP)
+        yield Where(Phase.BEFORE), 0, self._base - self._late + there
+        for chunk in self._entered():
+            found = self._chunks[chunk].span(Pass(Work.FORWARD))
+            yield found.where or Where(Phase.FORWARD), 0, self._enter(chunk) + found.peak
+        there = load.fixed + load.state + load.there(Event.OPTIMIZER) + load.idle()
+        gradients = load.shards or self._gradients
+        yield Where(Phase.OPTIMIZER), -1, there + gradients + load.optimizer_transient
+        yield Where(Phase.AFTER), -1, there + (gradients if load.gradients is Gradients.UPFRONT else 0)
+
+    def _entered(self) -> Iterator[int]:
+        return (chunk for chunk, entered in enumerate(self.load.order.entered) if entered and self._chunks[chunk].units)
+
+    def _enter(self, chunk: int) -> int:
+        """Bytes as the first micro-batch comes to a chunk, if it were alone on the device."""
+        return self._base - self._late + (0 if self.first_step else self.load.idle(chunk % self.load.order.own))
+
+    def _pass(self, kind: Action) -> tuple[ChunkSpans, Pass]:
+        load = self.load
+        upfront, added = load.gradients is Gradients.UPFRONT, load.gradients is Gradients.ADDED
+        forward = kind.work is Work.FORWARD
+        gathers = load.order.walk.weights is not Weights.RESIDENT and not forward and not kind.whole
+        missing = 0 if load.micro_batches > 1 and kind.begun else self._late
+        fresh = not forward and (added or (kind.fresh and not upfront))
+        spans = self._spans(load.whole_chunks[kind.chunk]) if kind.whole else self._chunks[kind.chunk]
+        return spans, Pass(kind.work, fresh, gathers, forward and kind.whole, missing)
+
+    def _received(self, kind: Action) -> int:
+        """What comes before a pass, in place of what its chunk holds of the last micro-batch; and goes after it."""
+        return self.load.received if kind.alone and kind.chunk % self.load.order.own >= self.load.receives else 0
+
+    def _span(self, kind: Action) -> Span:
+        """An action, with what is allocated and freed between it and the next one."""
+        load, order = self.load, self.load.order
+        own, chunk = kind.chunk % order.own, self._chunks[kind.chunk]
+        weights = self._chunks[own].weights
+        if kind.work is Work.REDUCE:
+            return Span(-load.freed[own] - kind.whole * weights, load.reducing[own], Where(Phase.BACKWARD))
+        if kind.work in (Work.UNSHARD, Work.RESHARD):
+            net = weights if kind.work is Work.UNSHARD else -weights
+            return Span(net, max(0, net))
+        spans, how = self._pass(kind)
+        found, received = spans.span(how), self._received(kind)
+        if kind.work is Work.FORWARD:
+            net = chunk.held + load.sent - kind.whole * weights - received
+            return Span(net, found.peak - received, found.where)
+        net = -chunk.half if kind.work is Work.WEIGHT else -chunk.held + order.splits * chunk.half
+        net += how.gathers * weights
+        if order.ends(kind.work):
+            net += received - load.sent + (load.transfers[own] if load.transfers else 0)
+            net += self._chunks[own].gradients if kind.fresh and self._appear else 0
+            net += 0 if kind.begun else load.there(Event.BACKWARD) - load.there(Event.FORWARD)
+        return Span(net, found.peak, found.where)
+
+    def rows(self) -> Iterator[_Row]:
+        """The step's fullest moments."""
+        order = self.load.order
+        before, *ends = self.ends()
+        yield before
+        for chunk in self._entered():
+            yield from _expanded(pieces(self._chunks[chunk].units, Pass(Work.FORWARD)), self._enter(chunk), 0)
+        found = list(levels(self.spans, order.sequence, self._level))
+        for number in order.shown:
+            kind, micro_batch = order.kinds[order.sequence[number]], order.micro_batch(number)
+            if kind.work is Work.REDUCE:
+                yield Where(Phase.BACKWARD), micro_batch, found[number] + self.load.reducing[kind.chunk]
+                continue
+            spans, how = self._pass(kind)
+            above = self._received(kind) if kind.work is Work.FORWARD else 0
+            yield from _expanded(pieces(spans.units, how), found[number] - above, micro_batch)
+        yield from ends[-2:]
+
+
+def _expanded(found: Iterable[Piece], level: int, micro_batch: int) -> Iterator[_Row]:
+    for piece in found:
+        for number, name in enumerate(piece.names):
+            yield Where(piece.phase, name), micro_batch, level + number * piece.net + piece.peak
+        level += len(piece.names) * piece.net
+
+
+def _gradients(chunk: Units) -> int:
+    return sum(len(unit.names) * unit.gradient for unit in chunk)
