@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.cost.collective import RankGroup, transfer_seconds
 from jettison.cost.execution import execution_of
-from jettison.cost.expert_kernels import CLAMPS, WIDE_BIAS
 from jettison.cost.kernel import Kernel, Product
-from jettison.cost.launches import work
+from jettison.cost.launches import CLAMPS, WIDE_BIAS, work
 from jettison.cost.layer import PriceModel
 from jettison.cost.matmul import kernel_seconds
 from jettison.errors import UsageError

@@ -21,9 +21,8 @@ from jettison.capture.tracer import trace_model
 from jettison.dryrun.step import ModulePolicy
 from jettison.errors import PlanMismatch
 from jettison.measure.tape import Tape
-from jettison.planner.judge import why_whole
 from jettison.planner.options import step_of
-from jettison.planner.planner import Planner, make_planner
+from jettison.planner.planner import Planner, make_planner, why_whole
 from jettison.solve.levels import Choice
 from support.families import Case, build
 from support.toys import Headed

@@ -15,7 +15,7 @@ import jettison
 from jettison import Bytes
 from jettison.capture.compiled import CompiledProgram
 from jettison.errors import Infeasible
-from jettison.planner.host_compiled import with_moves_of_compiled
+from jettison.planner.options import with_moves_of_compiled
 from jettison.planner.points import compiled_points
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.plan import Plan

@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 
 from jettison.cli.main import run
-from jettison.report.explorer import PANELS, explorer_page
-from jettison.report.explorer_builders import asked, built
+from jettison.report.explorer import PANELS, asked, built, explorer_page, fit_data
 from jettison.report.explorer_closed_form import RANKS, SEQUENCES, closed_form_data
-from jettison.report.explorer_fit import fit_data
 from jettison.report.explorer_models import subjects
 from jettison.report.explorer_segments import segments_data
 from jettison.report.explorer_step import step_data

@@ -18,14 +18,12 @@ from jettison.cli.main import run
 from jettison.predict.forecast import forecast
 from jettison.predict.played import play
 from jettison.report import explorer_time
+from jettison.report.explorer import fit_data, offload_data
 from jettison.report.explorer_common import answered, run_of, usual_layout
-from jettison.report.explorer_fit import fit_data
 from jettison.report.explorer_front import budgets, front_data
-from jettison.report.explorer_offload import offload_data
 from jettison.report.explorer_segments import segments_data
 from jettison.report.explorer_step import LAYOUTS, MODEL, step_data
-from jettison.report.explorer_time import time_data
-from jettison.report.published import ITERATIONS
+from jettison.report.explorer_time import ITERATIONS, time_data
 from jettison.spec.hardware import hardware
 from jettison.units import GIB
 from support.patience import PATIENCE
@@ -192,7 +190,7 @@ def test_the_knee_is_where_layers_and_not_inputs_put_it() -> None:
 
 
 def test_a_link_is_what_a_hardware_file_with_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jettison.report.explorer_offload.GIGABYTES", (16, 128))
+    monkeypatch.setattr("jettison.report.explorer.GIGABYTES", (16, 128))
     model = offload_data()["models"][0]
     for row in (*model["rows"], {"mix": model["again"]}):
         command = row["mix"]["command"].replace("python -c", f"{sys.executable} -c")

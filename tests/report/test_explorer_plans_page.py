@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from jettison.predict.played import PlayedStage, play
+from jettison.report.explorer import fit_data, offload_data
 from jettison.report.explorer_common import answered, run_of
-from jettison.report.explorer_fit import fit_data
 from jettison.report.explorer_front import front_data
-from jettison.report.explorer_offload import offload_data
 from jettison.report.explorer_segments import segments_data
 from jettison.report.explorer_step import LAYOUTS, MODEL, step_data
 from jettison.report.explorer_time import time_data

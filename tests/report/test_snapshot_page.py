@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from jettison.cli.main import run
-from jettison.report.packed_timeline import packed_timeline, varints
-from jettison.report.snapshot import SnapshotReport, snapshot_page, snapshot_table, timelines_page
+from jettison.report.snapshot import (
+    SnapshotReport,
+    packed_timeline,
+    snapshot_page,
+    snapshot_table,
+    timelines_page,
+    varints,
+)
 from jettison.traces.snapshot import read_snapshot, snapshot_of
 from jettison.traces.snapshot_file import write_snapshot
 from support.browser import Open, axe_violations, no_sideways_scroll

@@ -7,8 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jettison.solve import StepProblem, choose, label_setting, minimum_budget
-from jettison.solve.ascent import ascend
-from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
+from jettison.solve.bound import BudgetedWalk, Multipliers, ascend, relax, relaxation
 from jettison.solve.label_setting import fastest_path
 from jettison.solve.moves import walks
 from support.plan_cases import brute_force, deep_problem, step_problems

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from jettison.solve import StepProblem, choose, evaluate, minimum_budget
 from jettison.solve.bound import Bound, BudgetedWalk, Relaxation, relax, relaxation
+from jettison.solve.chain import rounded
 from jettison.solve.exchange import mended
 from jettison.solve.fixing import Fixing
 from jettison.solve.label_setting import fastest_path
 from jettison.solve.moves import Move, walks
-from jettison.solve.rounding import rounded
 from support.offload_cases import Case, cases, deep_offload
 
 LARGE = [HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -16,7 +16,7 @@ from jettison.capture.model_trace import ModelTrace
 from jettison.dryrun.compiled import Levels, measure_choices, options_of_levels
 from jettison.dryrun.step import StepPeaks, dry_run_batch
 from jettison.planner.host import movable
-from jettison.planner.host_compiled import option_at, with_moves_of_compiled
+from jettison.planner.options import option_at, with_moves_of_compiled
 from jettison.planner.points import policy_of
 from jettison.progress import silent
 from jettison.runtime.offload import Transfer
@@ -38,7 +38,7 @@ def slow_to_compute() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jettison.dryrun.compiled.seconds_of_levels", seconds)
         patch.setattr("jettison.planner.options.seconds_of_levels", seconds)
-        patch.setattr("jettison.planner.host_compiled.MOVE_SECONDS", 0.0)
+        patch.setattr("jettison.planner.options.MOVE_SECONDS", 0.0)
         yield
 
 

@@ -13,10 +13,10 @@ from torch import nn
 import jettison
 from jettison.capture.entries import OUTSIDE_LAYER, ROOT_LAYER
 from jettison.errors import UsageError
-from jettison.measure.saved import observed_saved_bytes
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.frame import Frame
 from jettison.units import Bytes
+from jettison.verify.planned import observed_saved_bytes
 
 S, B, H, V = 64, 2, 64, 128
 

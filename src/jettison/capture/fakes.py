@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
@@ -29,7 +30,6 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from jettison.capture.closures import close_over_copies
 from jettison.capture.contents import is_ours
-from jettison.capture.fabric import started_by_fabric
 from jettison.capture.lent_arrays import copy_arrays
 from jettison.capture.object_copies import copied, without_finalizers
 from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
@@ -547,3 +547,23 @@ def _by_values(func: Any, args: tuple[Any, ...], guesses: bool) -> Any:
         return args[0].new_empty(max(1, *args[2:3]), dtype=dtype)
     dtype = args[0].dtype
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+# Lightning Fabric, whose models are to be trained by their Fabric alone -----------------------------------------------
+
+
+@contextlib.contextmanager
+def started_by_fabric() -> Iterator[None]:
+    """Outputs of a model that Lightning Fabric has set up refuse a backward that it did not start
+    (lightning/fabric/wrappers.py).
+    """
+    wrappers = sys.modules.get("lightning.fabric.wrappers") or sys.modules.get("lightning_fabric.wrappers")
+    before = getattr(wrappers, "_in_fabric_backward", None)
+    if wrappers is None or before is None:
+        yield
+        return
+    wrappers._in_fabric_backward = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        wrappers._in_fabric_backward = before  # type: ignore[attr-defined]

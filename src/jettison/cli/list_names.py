@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 from cyclopts import Parameter
+from rich.console import Group, RenderableType
 
 from jettison.cli.app import Force, Format, Out, asked, deliver, refuse_to_overwrite
 from jettison.errors import UsageError
 from jettison.formula.parameters import parameter_count
-from jettison.report.names import NamesReport, Section
+from jettison.report.parts import titled
+from jettison.report.schemas import shaped
 from jettison.spec.frameworks import named
 from jettison.spec.hardware import Hardware, hardware, hardware_names
 from jettison.spec.precision import PRECISIONS, Optimizer, Precision
@@ -171,3 +174,49 @@ _SECTIONS: Final[dict[str, Callable[[], Section]]] = {
     ),
 }
 KINDS: Final = tuple(_SECTIONS)
+
+
+# What `jettison list` says: names with what they stand for ------------------------------------------------------------
+
+
+SCHEMA: Final = "jettison.list/1"
+SENTENCES: Final = frozenset({"meaning"})
+"""Columns of text; the others are figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One kind of names.
+
+    Args:
+        rows: one a name, as the document has it; the key ``name`` comes first.
+        shown: columns for people: a header, and a cell out of a row.
+    """
+
+    name: str
+    title: str
+    rows: tuple[dict[str, Any], ...]
+    shown: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamesReport:
+    """All kinds, or the one that was asked for."""
+
+    sections: tuple[Section, ...]
+
+    def document(self) -> dict[str, Any]:
+        """Schema ``jettison.list/1``: a list for each kind; kinds that nobody asked for are null."""
+        return shaped({"schema": SCHEMA, **{section.name: list(section.rows) for section in self.sections}})
+
+    def table(self) -> RenderableType:
+        """A table for each kind."""
+        parts: list[RenderableType] = []
+        for section in self.sections:
+            texts = [header for header, _ in section.shown if header in SENTENCES]
+            figures = [header for header, _ in section.shown if header not in SENTENCES]
+            table = titled(section.title, ("name", *texts), figures)
+            for row in section.rows:
+                table.add_row(row["name"], *(cell(row) for _, cell in section.shown))
+            parts += ["", table]
+        return Group(*parts)

@@ -24,10 +24,10 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from jettison.cost.execution import Execution, Fusion
-from jettison.cost.expert_kernels import ExpertKernels
 from jettison.cost.kernel import Half, Kernel, KernelWork, Product
 from jettison.cost.narrow_kernels import NarrowKernels
 from jettison.cost.op_kinds import (
+    ALL_TO_ALL,
     BATCHED,
     CHUNKED,
     FLASH,
@@ -37,6 +37,7 @@ from jettison.cost.op_kinds import (
     IN_ROWS,
     LOOKUPS,
     LOSSES,
+    PAD,
     PICKED,
     POINTWISE,
     PRODUCTS,
@@ -48,7 +49,6 @@ from jettison.cost.op_kinds import (
     TILED,
     TRANSFER,
 )
-from jettison.cost.rotary_kernels import RotaryKernels
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
 from jettison.formula.tape import NAMES, Tape, TapeOp, Value
@@ -446,3 +446,152 @@ class _Listing:
             for i, nbytes in found[1:]:
                 launches = 0 if self.how.fusion is Fusion.COMPILED else 1
                 yield Kernel(steps=(i,), nbytes=each * nbytes, half=Half.INPUTS, launches=launches)
+
+
+# What a layer's experts launch otherwise than their ops say -----------------------------------------------------------
+#
+# NOTE [ Experts in Megatron ]
+# Megatron-Core before the fused kernels of 26.06 (megatron/core/transformer/moe/experts.py, TEGroupedMLP) hands a
+# grouped product over expert by expert, and quantises what goes into it before. The bias of the last product is added
+# by `_apply_bias`: for each expert b·p with fp32 weights p, a sum, all of them joined and cast, where one kernel would
+# read and write 2 + 2 bytes. That of the first product is the product's own. Halves that are clamped (gpt-oss) are
+# clamped and joined before the kernel that multiplies them (fusions/fused_bias_geglu.py), and PyTorch's backward of a
+# clamp compares anew. `tests/cost/test_cost_experts.py` counts the bytes of both in PyTorch, op by op.
+#
+# NOTE [ Permuted rows ]
+# TransformerEngine's permute (``pytorch/permutation.py``, with ``moe_permute_fusion``) goes back by a gather of the
+# same rows, which it reads and writes once. PyTorch's backward of an index adds rows to zeros.
+
+
+WIDE_BIAS = (28, 40)
+"""Bytes an element of a bias that is added in fp32, in both directions: b·p written (4), read with the output and the
+sum written (10), joined (8), cast (6); the gradient cast (6) and cast again for the output's (6), which are joined (4),
+times p for b's and times b for p's (16), and both summed up (8)."""
+CLAMPS = (16, 30)
+"""Bytes an element of the hidden size of halves that are clamped apart and joined; and back: a half with one bound
+compared (3) and chosen (5), one with two compared twice (6), both joined (3) and chosen (5), halves joined (8)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertKernels:
+    """Of one tape.
+
+    Args:
+        loops: experts are handed over one by one.
+        once_to_node: what sends rows copies them, too, and sums what comes back.
+    """
+
+    tape: Tape
+    loops: bool
+    once_to_node: bool
+
+    def sends(self, step: TapeOp) -> bool:
+        """Does it copy rows that are sent as they are, fill them up, or sum what has come back? The library does.
+
+        Filling up: ``pad_multiple`` in megatron/core/transformer/moe/token_dispatcher.py of Megatron-LM.
+        """
+        if not self.once_to_node:
+            return False
+        if step.name == PAD:
+            return True
+        if step.name == "aten.index.Tensor":
+            return step.outputs[0].storage in self._exchanged[0]
+        return step.name == "aten.scatter_add.default" and step.inputs[0].storage in self._exchanged[1]
+
+    @cached_property
+    def _exchanged(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Storages that all-to-alls read and write."""
+        steps = [s for s in self.tape.steps if s.name.startswith(ALL_TO_ALL)]
+        return frozenset(s.inputs[0].storage for s in steps), frozenset(s.outputs[0].storage for s in steps)
+
+    def is_bias(self, step: TapeOp) -> bool:
+        """A bias looked up for each row, or added: see NOTE [ Experts in Megatron ]."""
+        looked_up = step.name == "aten.index.Tensor" and bool(step.weights)
+        added = step.name == "aten.add.Tensor" and step.path in self._biased
+        return self.loops and (looked_up or added)
+
+    @cached_property
+    def _biased(self) -> frozenset[str]:
+        """Paths of experts' products with a bias."""
+        return frozenset(s.path for s in self.tape.steps if s.name == "aten.index.Tensor" and s.weights)
+
+    def bias(self, step: TapeOp, indices: tuple[int, ...], *, backward: bool) -> Iterator[Kernel]:
+        """All of it where it is looked up; where it is added there is nothing left to do."""
+        half = Half.WEIGHTS if backward else None
+        if not step.weights:
+            return
+        elements = prod(step.outputs[0].local_shape)
+        if step.path.endswith("down"):
+            yield Kernel(steps=indices, nbytes=WIDE_BIAS[backward] * elements, half=half, launches=4)
+        elif backward:
+            yield Kernel(steps=indices, nbytes=2 * elements, half=half)
+
+    def clamps(self, step: TapeOp) -> tuple[int, int]:
+        """Bytes in both directions."""
+        if not self.loops or not step.name.endswith(".clamped"):
+            return 0, 0
+        elements = prod(step.outputs[0].local_shape)
+        return CLAMPS[0] * elements, CLAMPS[1] * elements
+
+
+# What rotating the heads of latent attention launches -----------------------------------------------------------------
+#
+# NOTE [ Rotated in place ]
+# A query of latent attention is rotated in a quarter or a third of its width, and a key takes one rotated head for all
+# of its own. With ``apply_rope_fusion`` Megatron-Core rotates that part of the query where it lies, and writes keys and
+# values out of their joint product and the rotated head in one kernel; backward does the same the other way
+# (``_mla_rope_fwd_inplace_kernel``, ``_mla_rope_fwd_kv_split_kernel`` in fusions/fused_mla_yarn_rope_apply.py).
+# Without, parts are rotated, joined and copied, and their gradients added up.
+
+
+HEADS = 1
+"""Of b × heads × s × d."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryKernels:
+    """Of one tape.
+
+    Args:
+        in_place: see NOTE [ Rotated in place ].
+    """
+
+    tape: Tape
+    in_place: bool
+
+    @cached_property
+    def _joined(self) -> dict[int, Value]:
+        """The rotated part, by the index of what it is joined to make."""
+        if not self.in_place:
+            return {}
+        rotated = {out.index: out for step in self.tape.steps if step.name == "rotary" for out in step.outputs}
+        return {
+            step.outputs[0].index: step.inputs[-1]
+            for step in self.tape.steps
+            if step.name == "aten.cat.default" and step.inputs[-1].index in rotated
+        }
+
+    def is_free(self, step: TapeOp) -> bool:
+        """Is it part of another's kernel?"""
+        return step.name == "rotary" and step.outputs[0].index in {value.index for value in self._joined.values()}
+
+    def nbytes(self, step: TapeOp) -> int | None:
+        """Read and written in one direction; None: as any other step."""
+        part = self._joined.get(step.outputs[0].index) if step.outputs else None
+        if part is None:
+            return None
+        whole = step.outputs[0]
+        if part.local_shape[HEADS] == whole.local_shape[HEADS]:
+            return 2 * part.nbytes
+        plain = prod(whole.local_shape[:-1]) * (whole.local_shape[-1] - part.local_shape[-1])
+        return plain * (whole.nbytes // prod(whole.local_shape)) + part.nbytes + whole.nbytes
+
+    @cached_property
+    def apart(self) -> frozenset[int]:
+        """Storages whose parts' gradients one kernel writes side by side, so that none are added up."""
+        return frozenset(
+            value.storage
+            for step in self.tape.steps
+            if step.outputs and step.outputs[0].index in self._joined
+            for value in step.inputs[:-1]
+        )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, SupportsIndex
 
 import torch
@@ -18,7 +19,7 @@ from jettison.dryrun.user_step import Step
 from jettison.errors import Infeasible, StaleTensor, TraceError, UsageError
 from jettison.garbage import seldom_collected
 from jettison.measure.device import elsewhere_bytes
-from jettison.parallel.agree import Group
+from jettison.parallel.agree import Agreement, Group
 from jettison.parse_units import parse_bytes
 from jettison.planner.apply import agreed, apply_candidate, apply_from_another_rank, apply_plan, expect_loop, likeness
 from jettison.planner.batches import BatchPlans
@@ -32,10 +33,9 @@ from jettison.planner.optimizers import Optimizers, as_one
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
 from jettison.planner.plan_facts import bytes_of_state
 from jettison.planner.planner import make_planner
-from jettison.planner.rank_batches import alike
+from jettison.planner.rank_batches import alike, stretched
 from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
-from jettison.planner.thawing import Thawing
 from jettison.planner.together import Together, together
 from jettison.progress import Progress, on_terminal, reported, shown
 from jettison.runtime.batch_shape import BatchShape
@@ -44,6 +44,7 @@ from jettison.runtime.offload_setup import place_of
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware
+from jettison.units import format_bytes
 
 
 @on_terminal
@@ -461,3 +462,64 @@ def _sequence(name: str, given: Any) -> tuple[Any, ...]:
     if isinstance(given, nn.Module | torch.Tensor | dict | str) or not isinstance(given, Iterable):
         raise UsageError(f"{name}= is a {type(given).__name__}; expected a list of them, even of one")
     return tuple(given)
+
+
+# Plans made anew by several ranks together, when parameters are trained that were frozen ------------------------------
+#
+# A rank cannot plan by itself where it shares parameters with others, or runs a stage of a pipeline: ranks compare what
+# they will recompute, and stages tell each other what they return. So all of them take the old plan off and plan again,
+# as in the first call of `auto_checkpoint`, before the step in which it matters begins (`Applied.expect`).
+#
+# Ranks that share parameters see the same change by themselves. Stages of a pipeline have parameters of their own: they
+# ask each other in every call.
+
+
+@dataclass(kw_only=True, eq=False)
+class Thawing:
+    """When a handle's plan is made anew, and how.
+
+    Args:
+        modules: that are planned.
+        stages: groups of ranks that run other stages.
+        shapes: of batches that were planned for, where ranks share parameters.
+        make: plans for these batches, under another budget where one is given.
+    """
+
+    modules: Sequence[nn.Module]
+    stages: Sequence[tuple[int, ...]]
+    shapes: Sequence[BatchShape]
+    budget_bytes: int
+    make: Callable[[Sequence[Any], int | None], Applied]
+    progress: Progress
+    frozen: list[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.frozen = [p for one in self.modules for p in one.parameters() if not p.requires_grad]
+
+    def meet(self, handle: Applied, batch: Any) -> None:
+        """Plan again, on all ranks, where some parameter is trained that the plan takes to be frozen.
+
+        Raises:
+            PlanMismatch: a rank failed, or did not come in time.
+        """
+        thawed = sum(p.requires_grad for p in self.frozen)
+        with Agreement(self.stages) as stages:
+            if stages.least(int(not thawed)):
+                return
+        batches = [batch, *(stretched(batch, shape) for shape in self.shapes)]
+        handle.remove()
+        least_bytes: int | None = None
+        with reported(self.progress, f"planning again, {thawed} more parameters are trained") as done:
+            try:
+                made = self.make(batches, None)
+            except Infeasible as error:
+                made = self.make(batches, least_bytes := error.minimum_budget_bytes)
+            done(f"planned again: {figures(made)}")
+        handle._become(made)
+        if least_bytes is not None:
+            warnings.warn(
+                f"the step with {thawed} more parameters trained does not fit into {format_bytes(self.budget_bytes)}: "
+                f"the smallest plan for it needs {format_bytes(least_bytes)}, and is what it runs "
+                "under. Use a smaller batch, or a larger budget",
+                stacklevel=3,
+            )

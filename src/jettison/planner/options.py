@@ -24,16 +24,18 @@ from jettison.dryrun.observed import observe_block
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.packing_price import packing_seconds
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, dry_run, dry_run_block, make_state
+from jettison.ledger.program import Program
 from jettison.measure.tape import Tape
-from jettison.planner.host import Host, movable, with_moves
-from jettison.planner.host_compiled import option_at, with_moves_of_compiled
+from jettison.planner.host import ALL, MOVE_SECONDS, SEND, Host, movable, with_moves
 from jettison.planner.points import compiled_points, exactly, policy_of, seconds_by_traffic, with_packs
 from jettison.progress import Progress
 from jettison.runtime.equal_ops import costs_like
+from jettison.runtime.install import returned
 from jettison.runtime.packing import Pack
+from jettison.solve.actions import parts_to_send
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
-from jettison.solve.policy import Full, KeepAll
-from jettison.solve.problem import ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
+from jettison.solve.policy import SMALLEST_BYTES, Full, KeepAll, can_move
+from jettison.solve.problem import ProblemRegion, RegionOption, RootOption, SegmentOption, Sent, StepProblem
 from jettison.solve.transients import MOST_CUTS, lean_points
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
@@ -402,3 +404,65 @@ def _request(call: Call) -> OpRequest:
         return leaf
 
     return OpRequest(func=call.func, args=meta(call.args), kwargs={k: meta(v) for k, v in call.kwargs.items()})
+
+
+# host compiled --------------------------------------------------------------------------------------------------------
+#
+# What of a compiled block goes to the host: options that differ from measured ones in where tensors wait
+
+
+Saved = Mapping[str, Mapping[int, Sent]]
+"""By point and buffer, tensors that could wait on the host, as they were seen when the block was measured."""
+
+
+def with_moves_of_compiled(
+    trace: ModelTrace, class_key: str, points: Iterable[FrontierPoint], saved: Saved, kinks: Sequence[int]
+) -> Iterator[FrontierPoint]:
+    """Each point as it is, and with parts of what it saves on the host, as `planner.host.with_moves`."""
+    program, senders = trace.classes[class_key].program, movable(trace, class_key)
+    lives = {place for name, places in returned(trace).items() if name in senders for place in places}
+    for point in points:
+        yield point
+        seen = saved[point.key]
+        sizes = as_seen(program, seen)
+        free = frozenset(
+            b
+            for b, sent in seen.items()  # Inductor may save something else in the place of what is kept: that stays
+            if b in point.kept and can_move(program, b) and sent.nbytes >= SMALLEST_BYTES and sent.place not in lives
+        )
+        for part in parts_to_send(sizes, point.kept, free, sorted(set(kinks))):
+            if part:
+                sent_bytes = sizes.kept_bytes(part)
+                yield replace(
+                    point,
+                    key=f"{point.key}{SEND}{ALL if part == free else sent_bytes}",
+                    kept_bytes=point.kept_bytes - program.kept_bytes(part),
+                    seconds=point.seconds + MOVE_SECONDS * len(part),
+                    moved=part,
+                )
+
+
+def as_seen(program: Program, seen: Mapping[int, Sent]) -> Program:
+    """With the bytes that Inductor gave these buffers."""
+    buffers = tuple(replace(b, nbytes=seen[b.index].nbytes) if b.index in seen else b for b in program.buffers)
+    return replace(program, buffers=buffers)
+
+
+def option_at(
+    point: FrontierPoint, measured: Mapping[str, RegionOption], saved: Saved, program: Program
+) -> RegionOption:
+    """A point's levels: those that were measured where all stays, with what it sends in nobody's resident bytes."""
+    key = point.key.partition(SEND)[0]
+    option = measured[key]
+    if not point.moved:
+        return option
+    sent = tuple(one for b, one in saved[key].items() if b in point.moved)
+    moved_bytes = sum(s.nbytes for s in sent)
+    return replace(
+        option,
+        key=point.key,
+        seconds=option.seconds + MOVE_SECONDS * len(sent),
+        resident_bytes=max(0, option.resident_bytes - moved_bytes),
+        offloaded_bytes=moved_bytes,
+        sent=sent,
+    )

@@ -13,8 +13,7 @@ from jettison.extras import install
 from jettison.progress import Progress, silent
 from jettison.server.limits import Limits
 from jettison.server.listening import ADDRESS, listening
-from jettison.server.offer import offer
-from jettison.server.questions import Service
+from jettison.server.questions import Service, offer
 
 
 def serve_page(

@@ -16,9 +16,11 @@ from importlib import import_module
 
 from jettison.errors import JettisonError, UsageError
 from jettison.processors import cores
-from jettison.progress import Progress
+from jettison.progress import Progress, silent
+from jettison.report.explorer import PANELS, Panel, explorer_page
 from jettison.server.limits import Limits
-from jettison.server.process import started_process
+from jettison.server.pool import started_process
+from jettison.server.questions import Service, offer
 
 WAITING = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="1">
 <title>Jettison</title><p>The page is being worked out. It comes by itself.</p></html>
@@ -72,8 +74,6 @@ class ServedPage:
 
 def main(arguments: list[str]) -> None:
     """``page ANSWERS BYTES MODEL ...``: the page as a line of JSON on stdout, and before it what is worked out."""
-    from jettison.server.explorer import served_explorer
-
     answers, most_bytes, *models = arguments
 
     def say(**what: str) -> None:
@@ -86,6 +86,21 @@ def main(arguments: list[str]) -> None:
         say(page=served_explorer(models, limits, service, jobs=cores(), progress=lambda text: say(progress=text)))
     except JettisonError as error:
         say(refused=str(error))
+
+
+# The explorer's page with one panel more: the one that asks -----------------------------------------------------------
+
+
+def served_explorer(
+    models: Sequence[str], limits: Limits, service: Service, *, jobs: int = 1, progress: Progress = silent
+) -> str:
+    """The page that `jettison explore --serve` shows.
+
+    Raises:
+        UsageError: a model that is none.
+    """
+    ask = Panel(name="ask", script="panels/ask.js", data={"serve": lambda _about: offer(limits, service)})
+    return explorer_page(models, panels=(ask, *PANELS), served=True, jobs=jobs, progress=progress)
 
 
 if __name__ == "__main__":

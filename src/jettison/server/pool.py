@@ -16,12 +16,37 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import jettison
 from jettison.server.limits import Limits
 from jettison.server.problems import Problem
-from jettison.server.process import started_process
 from jettison.server.questions import Answer, Question
 from jettison.server.worker import INTERNAL, OUT_OF_MEMORY, REFUSED
 from jettison.units import format_bytes
+
+# Processes of the server: our own source in a fresh interpreter, deaf to what the terminal sends ----------------------
+
+
+async def started_process(module_and_arguments: tuple[str, ...], line_bytes: int) -> asyncio.subprocess.Process:
+    """Start ``python -m MODULE ARGUMENT ...`` with pipes, whatever the working directory is.
+
+    Args:
+        line_bytes: longest line that is read from it.
+    """
+    source = str(Path(jettison.__file__).resolve().parents[1])
+    path = os.pathsep.join([source, *(os.path.abspath(p) for p in sys.path if p)])
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", *module_and_arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=env,
+        limit=line_bytes,
+        start_new_session=True,  # what the terminal sends to us does not go to it
+    )
+
+
+# pool ----------------------------------------------------------------------------------------------------------------
+
 
 _SIGNALS = frozenset(signal.Signals)
 _CRASHES = frozenset(

@@ -215,3 +215,17 @@ def _bounded(hint: Any) -> Any:
     kinds = get_args(hint) or (hint,)
     kind = bounded[next(part for part in kinds if part is not type(None))]
     return kind | None if type(None) in kinds else kind
+
+
+# What can be asked of a server: for its page, and for programs --------------------------------------------------------
+
+
+def offer(limits: Limits, service: Service) -> dict[str, Any]:
+    """Verbs, models, GPUs, and the limits."""
+    return {
+        "schema": "jettison.serve/1",
+        "verbs": list(service.forms),
+        "models": list(PRESETS),
+        "gpus": list(hardware_names()),
+        "limits": {name: getattr(limits, name) for name in limits.__slots__},
+    }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+import torch.utils.checkpoint as checkpoints
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from jettison.capture.model_trace import LossFn, expect_module
@@ -16,7 +18,6 @@ from jettison.errors import ProofFailed, UnsupportedModule, UsageError
 from jettison.measure.departures import Departure, Watch
 from jettison.measure.environment import environment
 from jettison.measure.gradients import compare_gradients, independent_copy, parameter_digest, plain_name
-from jettison.measure.plainly import LeftOut, plainly
 from jettison.measure.timing import interleaved
 from jettison.progress import Progress, on_terminal, shown
 from jettison.report.proof import Proof
@@ -253,3 +254,57 @@ def _words(left_out: LeftOut) -> str:
     if left_out.reentrant:
         parts.append(f"reentrant checkpoints ({left_out.reentrant})")
     return f"without {' and '.join(parts)}" if parts else "the model to compare with, as it is"
+
+
+# plainly --------------------------------------------------------------------------------------------------------------
+#
+# A model without the checkpointing and offloading that somebody else put on it, and nothing else changed
+
+
+@dataclass(kw_only=True)
+class LeftOut:
+    """How often something was to be dropped or moved, and was not.
+
+    Args:
+        hooks: regions under saved-tensor hooks: checkpoints without reentrant autograd, ``save_on_cpu``, the offloading
+            of TRL, torchtune and Transformer Engine.
+        reentrant: checkpoints that run as a function of autograd.
+    """
+
+    hooks: int = 0
+    reentrant: int = 0
+
+    @property
+    def nothing(self) -> bool:
+        """Whether the model trains plainly by itself."""
+        return not (self.hooks or self.reentrant)
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[LeftOut]:
+    """Inside, autograd keeps every tensor that it saves: saved-tensor hooks are not installed, and what
+    `torch.utils.checkpoint` is given just runs. Random numbers are drawn as before.
+
+    What drops or moves tensors in an autograd function of its own (Megatron's, DeepSpeed's) still does.
+    """
+    found = LeftOut()
+    hooks: Any = torch._C._autograd
+    push, pop = hooks._push_saved_tensors_default_hooks, hooks._pop_saved_tensors_default_hooks
+    reentrant = checkpoints.CheckpointFunction
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], _keeps_random_state: bool, *args: Any) -> Any:
+            found.reentrant += 1
+            return function(*args)
+
+    def leave_out(*_: Callable[[Tensor], Any]) -> None:
+        found.hooks += 1
+
+    hooks._push_saved_tensors_default_hooks, hooks._pop_saved_tensors_default_hooks = leave_out, lambda: None
+    checkpoints.CheckpointFunction = Plain
+    try:
+        yield found
+    finally:
+        hooks._push_saved_tensors_default_hooks, hooks._pop_saved_tensors_default_hooks = push, pop
+        checkpoints.CheckpointFunction = reentrant
