@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from jettison.families.config import parse_config
+from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
-from jettison.spec.presets import preset
 from jettison.spec.run import Run
 
 FACTS: Final = Path(__file__).parent.parent / "tests" / "facts" / "published_memory.csv"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jettison.spec.huggingface_config import parse_config
+from jettison.families.config import parse_config
 from jettison.spec.model import (
     Activation,
     Arrangement,

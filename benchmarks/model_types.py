@@ -243,14 +243,14 @@ def tried(kind: str) -> Answer:
 
 def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
     from jettison.errors import NotDescribed, UsageError
+    from jettison.families.config import parse_config
+    from jettison.families.left_out import TOWERS
     from jettison.formula.parameters import parameter_count
     from jettison.models.recorded import recorded_model
     from jettison.models.towers import with_towers
     from jettison.predict.forecast import forecast
     from jettison.predict.run_fields import RunRequest
     from jettison.predict.run_request import resolve
-    from jettison.spec.huggingface_config import parse_config
-    from jettison.spec.left_out import TOWERS
 
     request = RunRequest(micro_batch=ROWS, precision="bf16-pure", kernels="huggingface")
     try:

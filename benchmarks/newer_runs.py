@@ -19,15 +19,15 @@ from functools import cached_property
 from pathlib import Path
 
 from jettison.cost.execution import Execution, execution_of
+from jettison.families.config import parse_config
+from jettison.families.presets import PRESETS, preset
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.fp8 import fp8_recipe
 from jettison.spec.hardware import hardware
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.model import ModelSpec
-from jettison.spec.presets import PRESETS, preset
 from jettison.spec.products import with_products
 from jettison.spec.run import Run
 

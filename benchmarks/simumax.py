@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
-from jettison.spec.presets import preset
 from jettison.spec.run import Run
 from jettison.units import GIB
 

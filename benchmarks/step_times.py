@@ -36,13 +36,13 @@ import jettison
 from benchmarks.quiet import Others
 from benchmarks.step_rows import Row, markdown, summary
 from jettison.calibrate import calibrate, hardware_toml
+from jettison.families.config import parse_config
+from jettison.families.family import kernels_for
 from jettison.formula.region import layer_region
 from jettison.predict.stages import Staying
 from jettison.predict.time import estimate
 from jettison.solve.policy import policy_named
-from jettison.spec.conventions import kernels_for
 from jettison.spec.hardware import Hardware, hardware
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run

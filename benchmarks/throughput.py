@@ -22,14 +22,14 @@ from benchmarks.page_command import page_command
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.flops import Counting, model_flops, tokens
 from jettison.explain.trilemma import microbatch_level
+from jettison.families.config import parse_config
+from jettison.families.presets import preset
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.hardware import hardware
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import MEGATRON, PYTORCH
 from jettison.spec.model import ModelSpec
-from jettison.spec.presets import preset
 from jettison.spec.run import Run
 from jettison.units import GIB
 

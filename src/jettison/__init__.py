@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
         UsageError,
         WrongValue,
     )
+    from jettison.families.config import read_config
+    from jettison.families.presets import preset
     from jettison.ledger import Ledger
     from jettison.measure.watch import watch
     from jettison.planner import apply, auto_checkpoint, plan, sweep, trace
@@ -38,10 +40,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
     from jettison.search.search import NothingFits
     from jettison.solve.plan import Plan
     from jettison.spec.hardware import Hardware, hardware
-    from jettison.spec.huggingface_config import read_config
     from jettison.spec.layout import Layout
     from jettison.spec.model import ModelSpec
-    from jettison.spec.presets import preset
     from jettison.spec.run import Run
     from jettison.units import Bytes
     from jettison.verify.given import verify_given
@@ -70,9 +70,9 @@ _HOME_OF = MappingProxyType(
         "forecast": "jettison.predict.forecast",
         "run_of": "jettison.predict.run_request",
         "search": "jettison.cli.search",
-        "preset": "jettison.spec.presets",
+        "preset": "jettison.families.presets",
         "hardware": "jettison.spec.hardware",
-        "read_config": "jettison.spec.huggingface_config",
+        "read_config": "jettison.families.config",
         "Bytes": "jettison.units",
         "Hardware": "jettison.spec.hardware",
         "Layout": "jettison.spec.layout",

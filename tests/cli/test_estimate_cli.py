@@ -13,11 +13,11 @@ import pytest
 
 from jettison.cli.main import EXIT_USAGE, run
 from jettison.cost.flops import Counting
+from jettison.families.presets import preset
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
-from jettison.spec.presets import preset
 from support.patience import PATIENCE
 
 PAPER = ("gpt-175b", "--gpu", "a100-80gb", "--tp", "8", "--pp", "8", "--virtual-stages", "3", "--micro-batches", "64")

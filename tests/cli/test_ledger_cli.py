@@ -13,10 +13,10 @@ import pytest
 
 from jettison.cli.main import run
 from jettison.errors import DoesNotFit
+from jettison.families.presets import PRESETS
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import ENTRY_FIELDS
 from jettison.report.parts import span
-from jettison.spec.presets import PRESETS
 from support.patience import PATIENCE
 
 GPT_22B = ("gpt-22b", "--tp", 8, "--micro-batch", 4)

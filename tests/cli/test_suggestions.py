@@ -15,10 +15,10 @@ import pytest
 from jettison.cli.file_kinds import KINDS, file_kind
 from jettison.cli.main import app, run
 from jettison.cli.suggestions import _flags, _verbs, said_here
+from jettison.families.hub import hub_config
+from jettison.families.presets import PRESETS
 from jettison.models.model_types import nearest, transformers_types
 from jettison.spec.frameworks import foreign_flags
-from jettison.spec.hub import hub_config
-from jettison.spec.presets import PRESETS
 
 LLAMA: Final = {
     "model_type": "llama",

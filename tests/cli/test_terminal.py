@@ -178,7 +178,7 @@ run_command(["ledger", "gpt2", "--format", "json"])
 """
 
 
-@pytest.mark.parametrize("module", ["cyclopts", "jettison.spec.presets", "jettison.cli.ledger"])
+@pytest.mark.parametrize("module", ["cyclopts", "jettison.families.presets", "jettison.cli.ledger"])
 def test_ctrl_c_while_things_are_imported_is_one_line(module: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(INTERRUPTED)
     done = subprocess.run(
@@ -240,10 +240,10 @@ def test_shells_are_told_all_verbs_and_flags(capsys: pytest.CaptureFixture[str])
 
 def test_every_listed_name_is_one_that_commands_take(capsys: pytest.CaptureFixture[str]) -> None:
     from jettison.export.registry import TARGETS
+    from jettison.families.presets import PRESETS, preset
     from jettison.formula.parameters import parameter_count
     from jettison.spec.hardware import hardware
     from jettison.spec.precision import PRECISIONS, Optimizer
-    from jettison.spec.presets import PRESETS, preset
     from jettison.spec.recompute import Recompute
 
     assert run(["list", "--format", "json"]) == 0

@@ -20,11 +20,11 @@ from jettison.cost.launches import CLAMPS, WIDE_BIAS, work
 from jettison.cost.layer import PriceModel
 from jettison.cost.matmul import kernel_seconds
 from jettison.errors import UsageError
+from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.spec.hardware import hardware
-from jettison.spec.presets import preset
 from jettison.spec.run import Run
 
 FACTS = Path(__file__).parents[1] / "facts"

@@ -9,12 +9,12 @@ import pytest
 
 from jettison.cost.flops import Counting, forward_flops, model_flops, visible_share
 from jettison.cost.utilisation import seconds_of, utilisation
+from jettison.families.config import parse_config
+from jettison.families.presets import preset
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
-from jettison.spec.huggingface_config import parse_config
-from jettison.spec.presets import preset
 from jettison.spec.run import Run
 
 FACTS = Path(__file__).parents[1] / "facts"

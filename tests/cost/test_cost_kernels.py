@@ -18,12 +18,12 @@ from jettison.cost.launches import groups, work
 from jettison.cost.layer import PriceModel, RegionSeconds
 from jettison.cost.matmul import memory_seconds, product_seconds, rate
 from jettison.errors import UsageError
+from jettison.families.presets import preset
 from jettison.formula.region import Region, head_region, layer_region
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.spec.hardware import Edges, EdgesOf, Hardware, Throughput, hardware
 from jettison.spec.layout import Layout
-from jettison.spec.presets import preset
 from jettison.spec.run import Run
 
 A100 = hardware("a100-80gb")

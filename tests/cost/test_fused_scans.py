@@ -14,11 +14,11 @@ from jettison.cost.execution import Execution, Fusion
 from jettison.cost.kernel import Half, Kernel
 from jettison.cost.launches import work
 from jettison.cost.matmul import kernel_seconds
+from jettison.families.config import parse_config
 from jettison.formula.region import layer_region
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.spec.hardware import hardware
-from jettison.spec.huggingface_config import parse_config
 
 FACTS = Path(__file__).parent.parent / "facts" / "scan_times.csv"
 

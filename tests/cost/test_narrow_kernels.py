@@ -15,6 +15,7 @@ from jettison.cost.layer import narrow_kernels
 from jettison.cost.matmul import product_seconds, rate
 from jettison.cost.narrow_kernels import copying_bytes
 from jettison.cost.op_kinds import GROUPED, PRODUCTS
+from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
@@ -23,7 +24,6 @@ from jettison.report.parts import rate_note
 from jettison.spec.fp8 import RECIPES, Fp8Recipe, Library
 from jettison.spec.hardware import hardware
 from jettison.spec.precision import NARROW, PRECISIONS
-from jettison.spec.presets import preset
 from jettison.spec.run import Run
 
 FACTS = Path(__file__).parent.parent / "facts" / "transformer_engine_products.csv"

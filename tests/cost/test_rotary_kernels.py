@@ -7,10 +7,10 @@ from dataclasses import replace
 from jettison.cost.execution import execution_of
 from jettison.cost.kernel import Kernel
 from jettison.cost.launches import work
+from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
-from jettison.spec.presets import preset
 from jettison.spec.run import Run
 
 TOKENS, HEADS = 4096, 128

@@ -7,6 +7,7 @@ import pytest
 
 from jettison.explain.figures import Explanation, Variant
 from jettison.explain.peak import ASIDE, explain, peak_parts
+from jettison.families.presets import preset
 from jettison.formula.static import Static
 from jettison.ledger.occupancies import stage_occupancies
 from jettison.ledger.timeline import StageLoad, Unit
@@ -16,7 +17,6 @@ from jettison.predict.run_request import resolve
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.precision import Gradients
-from jettison.spec.presets import preset
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 from jettison.units import format_bytes

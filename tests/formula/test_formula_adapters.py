@@ -11,6 +11,7 @@ import torch
 from transformers.utils import logging
 
 from jettison.errors import UsageError
+from jettison.families.presets import preset
 from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.ledger import compare
 from jettison.measure.memory import AllocationCounter
@@ -20,7 +21,6 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.spec.kernels import Loss
 from jettison.spec.precision import PRECISIONS, Gradients
-from jettison.spec.presets import preset
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
 from jettison.spec.tuning import Base, Tuning

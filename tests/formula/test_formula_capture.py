@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from jettison.families.family import kernels_for
 from jettison.formula.region import embedding_region, layer_region
 from jettison.ledger import compare
-from jettison.spec.conventions import kernels_for
 from jettison.spec.kernels import KERNELS, kernels
 from jettison.spec.model import Attention
 from support.formula_cases import (

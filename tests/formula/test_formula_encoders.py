@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jettison.errors import UsageError
+from jettison.families.config import parse_config
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import layer_region
 from jettison.ledger.compare import compare
@@ -15,8 +16,6 @@ from jettison.predict.forecast import forecast
 from jettison.predict.largest import Edge, fit
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
-from jettison.spec.encoder_families import ENCODER_WRAPPERS, ENCODERS
-from jettison.spec.huggingface_config import parse_config
 from support.formula_cases import _PLAIN, _TOKENS, FormulaCase, TinyFamily, counts, differences, under_autocast
 
 _IMAGE = {**_PLAIN, "image_size": 32, "patch_size": 8}
@@ -114,10 +113,6 @@ _SOURCES = {id(_WORDS): 20, id(_RELATIVE): 20, id(_SOUND): 777}
 
 NORMED = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 """A weight that is worked out from two parameters is no leaf, and torch asks for its gradient when it makes a fake."""
-
-
-def test_every_family_is_tried() -> None:
-    assert {ENCODER_WRAPPERS.get(name, name) for name in TINY} == set(ENCODERS)
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from jettison.spec.families import FAMILIES as BASE
-from jettison.spec.further_families import FURTHER
 from support.formula_cases import _GROUPED, _PLAIN, _TOKENS, WINDOW, FormulaCase, TinyFamily, counts, differences
 
 _HEADS_16 = {**_GROUPED, **_TOKENS, "head_dim": 16}
@@ -63,23 +61,12 @@ TINY = {
     ),
     "roberta": _tiny("Roberta", _ENCODER, *_BERT_DROPOUT, head="ForMaskedLM"),
 }
-SAME = {"camembert": "bert", "roberta": "bert", "xlm-roberta": "bert"}
-"""Other names of a family that has tests of its own, with conventions of theirs."""
-IN_WRAPPERS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-"""Text models that are tried with the towers around them."""
 PLAIN = {"phi heads", "flex_olmo", "glm", "granite", "granitemoe", "internlm3", "ministral", "cohere"}
 """Families with nothing that another one here has not: tried by the slow tests alone."""
 
 
 def _families() -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow) if name in PLAIN else name for name in TINY]
-
-
-def test_every_family_is_tried() -> None:
-    assert {name.partition(" ")[0] for name in TINY} | set(SAME) | set(IN_WRAPPERS) | {"qwen3_vl_moe_text"} == set(
-        FURTHER
-    )
-    assert all(FURTHER[name] is BASE[other] for name, other in {**SAME, **IN_WRAPPERS}.items())
 
 
 @pytest.mark.parametrize("family", TINY)

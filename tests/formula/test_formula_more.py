@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jettison.errors import UsageError
-from jettison.spec.families import FAMILIES as BASE
-from jettison.spec.huggingface_config import parse_config
-from jettison.spec.more_families import EVERY_FAMILY, MORE
+from jettison.families.config import parse_config
 from support.formula_cases import _GROUPED, _TOKENS, WINDOW, FormulaCase, TinyFamily, counts, differences
 
 _HEADS_16 = {**_GROUPED, **_TOKENS, "head_dim": 16}
@@ -35,16 +33,7 @@ TINY = {
     "stablelm heads": _tiny("StableLm", {**_GROUPED, **_TOKENS, "qk_layernorm": True, "use_parallel_residual": True}),
     "starcoder2": _tiny("Starcoder2", {**_GROUPED, **_TOKENS}, *_RESIDUAL, "embedding_dropout"),
 }
-SAME = {"kimi_k2": "deepseek_v3"}
-"""Another name of a family that has its own tests."""
-
-
 _SETTINGS = [pytest.param("eager", "fp32", 0.1, marks=pytest.mark.slow), ("sdpa", "bf16-pure", 0.0)]
-
-
-def test_every_family_is_tried() -> None:
-    assert {name.partition(" ")[0] for name in TINY} | set(SAME) == set(MORE)
-    assert all(EVERY_FAMILY[name] is BASE[other] for name, other in SAME.items())
 
 
 @pytest.mark.parametrize("family", TINY)

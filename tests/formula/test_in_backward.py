@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from jettison.errors import UsageError
+from jettison.families.presets import preset
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.spec.precision import Gradients
-from jettison.spec.presets import preset
 from jettison.spec.recompute import Recompute
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of
 

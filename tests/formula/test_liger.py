@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from jettison.errors import UsageError
+from jettison.families.family import kernels_for
 from jettison.formula.region import layer_region
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
-from jettison.spec.conventions import kernels_for
 from jettison.spec.kernels import Loss
 from support.formula_cases import FormulaCase
 from support.formula_cases import run_of as run_of_case

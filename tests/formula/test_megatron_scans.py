@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from jettison.errors import UsageError
+from jettison.families.config import parse_config
 from jettison.formula.region import layer_region
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import Attention, Layer, Moe
 from jettison.spec.run import Run
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from jettison.errors import UsageError
+from jettison.families.config import parse_config
 from jettison.formula.liveness import replay
 from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import Loss, kernels
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec

@@ -12,6 +12,8 @@ import pytest
 from benchmarks import megatron_golden
 
 from jettison.errors import UsageError
+from jettison.families.config import parse_config
+from jettison.families.presets import preset
 from jettison.formula.narrow import torchao_bytes
 from jettison.formula.region import layer_region
 from jettison.predict.forecast import forecast
@@ -20,8 +22,6 @@ from jettison.predict.run_request import run_of
 from jettison.search.request import SearchRequest
 from jettison.spec.fp8 import RECIPES, Library, Scales, fp8_recipe, scale_shape
 from jettison.spec.hardware import hardware
-from jettison.spec.huggingface_config import parse_config
-from jettison.spec.presets import preset
 
 H, FFN, QKV, S = 4096, 14336, 6144, 4096
 """Of Llama 3 8B."""

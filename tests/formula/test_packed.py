@@ -12,6 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from jettison.cost.flops import Counting, model_flops
 from jettison.errors import UsageError
+from jettison.families.presets import preset
 from jettison.formula.region import layer_region
 from jettison.ledger import compare
 from jettison.measure.memory import AllocationCounter
@@ -24,7 +25,6 @@ from jettison.predict.time import estimate
 from jettison.search.request import SearchRequest
 from jettison.search.space import Space
 from jettison.spec.hardware import hardware
-from jettison.spec.presets import preset
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, traced_call, written

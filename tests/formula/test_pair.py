@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from jettison.errors import UsageError
+from jettison.families.config import parse_config
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.ledger.compare import compare
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
 from support.formula_cases import FormulaCase, TinyFamily, counts, differences, under_autocast
 

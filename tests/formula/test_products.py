@@ -9,13 +9,13 @@ import pytest
 from jettison.cost.execution import execution_of
 from jettison.cost.launches import work
 from jettison.errors import UsageError
+from jettison.families.config import parse_config
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import Region, layer_region
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve, run_of
 from jettison.spec.fp8 import NARROW_4, NARROW_MX, fp8_recipe
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.run import Run
 
 HYBRID = {

@@ -9,13 +9,13 @@ import pytest
 
 from jettison.errors import NotDescribed, UsageError
 from jettison.explain.advice import advice
+from jettison.families.config import parse_config
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import embedding_region, head_region
 from jettison.predict.forecast import forecast
 from jettison.predict.largest import fit
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve, run_of
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
 
 _BASE = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from jettison.families.config import parse_config
 from jettison.formula.region import layer_region
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import kernels
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Run

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jettison.errors import UsageError
+from jettison.families.presets import preset
 from jettison.formula.named import Choices, resized
 from jettison.formula.sums import Sum, constant, symbol
 from jettison.formula.traced import Book, sum_of
 from jettison.predict.closed_form import form_of, sizes_of, table_of
 from jettison.predict.closed_form_document import closed_form_document
 from jettison.spec.model import Moe
-from jettison.spec.presets import preset
 from support.closed_form import MODELS, Reader, choices, walked
 
 s, b, h, a, f, d = (symbol(name) for name in "sbhafd")

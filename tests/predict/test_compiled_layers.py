@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from jettison.errors import UsageError
+from jettison.families.config import parse_config
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
-from jettison.spec.huggingface_config import parse_config
 from support.compiled_blocks import QUIET
 from support.compiled_families import Loss, blocks_of, language_model
 

@@ -20,6 +20,8 @@ from jettison.cli.estimate import EstimateFlags
 from jettison.cli.estimate import estimate as estimate_verb
 from jettison.cli.ledger import ledger
 from jettison.errors import JettisonError
+from jettison.families.config import parse_config
+from jettison.families.family import FAMILIES
 from jettison.models.batches import batch_for
 from jettison.models.huggingface import ConfigRequest, build, config_of
 from jettison.predict.forecast import forecast
@@ -27,8 +29,6 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
-from jettison.spec.huggingface_config import parse_config
-from jettison.spec.more_families import EVERY_FAMILY
 
 EDGES: Final = (0, 1, None, -1, 3, False, True, 0.5, "x", [], {}, 10**12, [0, 0], 2)
 DEEPEST: Final = 8
@@ -117,7 +117,7 @@ def with_value(values: dict[str, Any], path: tuple[str, ...], value: object) -> 
     return changed
 
 
-CLOSED: Final = sorted(kind for kind in TRIED if kind in EVERY_FAMILY)
+CLOSED: Final = sorted(kind for kind in TRIED if kind in FAMILIES)
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 10))])

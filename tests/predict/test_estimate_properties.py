@@ -12,13 +12,13 @@ from jettison.cost.execution import execution_of
 from jettison.cost.layer import Class
 from jettison.errors import UsageError
 from jettison.explain.trilemma import LINKS, explain, microbatch_level, trades
+from jettison.families.config import parse_config
+from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.hardware import Delays, Hardware, Reached, hardware
-from jettison.spec.huggingface_config import parse_config
-from jettison.spec.presets import preset
 from jettison.spec.run import Run
 from support.work import calls
 

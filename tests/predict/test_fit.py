@@ -8,6 +8,7 @@ import pytest
 
 import jettison
 from jettison.errors import UsageError
+from jettison.families.presets import preset
 from jettison.predict import largest as fit_module
 from jettison.predict.allowance import allowance, available_bytes
 from jettison.predict.forecast import Forecast, forecast
@@ -18,7 +19,6 @@ from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.kernels import MEGATRON, PYTORCH
 from jettison.spec.layout import Layout
 from jettison.spec.precision import PRECISIONS, Gradients
-from jettison.spec.presets import preset
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
 from jettison.units import GIB, MIB

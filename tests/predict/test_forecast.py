@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jettison.errors import Infeasible, UsageError
+from jettison.families.presets import PRESETS, preset
 from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.ledger.timeline import Phase
 from jettison.predict.auto_recompute import choose
@@ -20,7 +21,6 @@ from jettison.spec.kernels import KERNELS, MEGATRON, PYTORCH
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Moe, Norm, NormKind, Router
 from jettison.spec.precision import Gradients
-from jettison.spec.presets import PRESETS, preset
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
 from support.work import calls

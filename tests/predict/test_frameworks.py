@@ -9,6 +9,7 @@ from benchmarks import accuracy_megatron, bridge, megatron_golden, simumax
 
 from jettison.cli.main import run as command
 from jettison.errors import UsageError
+from jettison.families.presets import preset
 from jettison.formula.region import head_region, layer_region
 from jettison.ledger.timeline import Phase
 from jettison.predict.forecast import forecast
@@ -18,7 +19,6 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.stages import NONE, kept_by
 from jettison.spec.frameworks import named, rule
-from jettison.spec.presets import preset
 from jettison.spec.run import Run
 from jettison.units import KIB, MIB, format_bytes
 

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from jettison.cost.op_kinds import TILED
 from jettison.errors import Infeasible, UsageError
+from jettison.families.presets import preset
 from jettison.formula.loss import TILE_WORDS
 from jettison.formula.region import head_region
 from jettison.ledger.timeline import Phase
@@ -30,7 +31,6 @@ from jettison.predict.time import estimate
 from jettison.spec.frozen_models import FrozenModel, Role, When
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Loss
-from jettison.spec.presets import preset
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
 from support.formula_cases import HIDDEN, VOCABULARY, FormulaCase, model_of, run_of, tiny_config

@@ -7,6 +7,8 @@ from benchmarks import megatron_golden
 
 from jettison.cost.flops import forward_flops, model_flops
 from jettison.errors import UsageError
+from jettison.families.config import parse_config
+from jettison.families.presets import preset
 from jettison.formula.parameters import parameter_count
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.peak import peak_bytes
@@ -15,8 +17,6 @@ from jettison.predict.run_request import resolve
 from jettison.search.request import SearchRequest
 from jettison.search.space import setup_run
 from jettison.spec.hardware import hardware
-from jettison.spec.huggingface_config import parse_config
-from jettison.spec.presets import preset
 
 H, F, HEADS, V, S, B = 512, 1024, 8, 4096, 256, 2
 ROWS = S * B

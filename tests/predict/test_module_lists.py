@@ -10,6 +10,7 @@ from jettison.errors import UsageError
 from jettison.export.described import DescribedPricer
 from jettison.export.modules import by_modules, offloading
 from jettison.export.subject import Decision
+from jettison.families.config import parse_config
 from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest
@@ -19,7 +20,6 @@ from jettison.search.evaluate import Bench, Question, Task
 from jettison.search.request import SearchRequest
 from jettison.search.space import Candidate
 from jettison.spec.hardware import hardware
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
 from jettison.spec.recompute import Recompute
 

@@ -18,12 +18,12 @@ if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
 from jettison.errors import UsageError
+from jettison.families.presets import preset
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.stages import Staying
 from jettison.spec.layout import Layout, Schedule
-from jettison.spec.presets import preset
 from jettison.spec.recompute import Recompute
 from support import megatron_pipeline
 from support.formula_cases import run_of

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from jettison.families.presets import preset
 from jettison.predict.gathered import freed, reducing
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.stages import outline
-from jettison.spec.presets import preset
 
 H, FFN, KV, V = 4096, 14336, 1024, 128256
 LAYER = 2 * H * H + 2 * H * KV + 3 * H * FFN + 2 * H

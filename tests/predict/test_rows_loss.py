@@ -9,6 +9,7 @@ import torch
 
 from jettison.cost.execution import Execution
 from jettison.cost.launches import work
+from jettison.families.presets import preset
 from jettison.formula import loss
 from jettison.formula.region import head_region
 from jettison.predict.forecast import forecast
@@ -17,7 +18,6 @@ from jettison.predict.run_request import resolve
 from jettison.runtime import chunked_loss
 from jettison.spec.kernels import Loss
 from jettison.spec.precision import PRECISIONS
-from jettison.spec.presets import preset
 from support.counted_steps import second_step_bytes
 from support.formula_cases import FormulaCase, model_of, run_of
 

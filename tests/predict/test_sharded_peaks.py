@@ -13,12 +13,12 @@ if not torch.distributed.is_available():
 pytest.importorskip("peft")
 
 from jettison.errors import UsageError
+from jettison.families.presets import preset
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.spec.layout import Layout, Reshard
 from jettison.spec.precision import PRECISIONS
-from jettison.spec.presets import preset
 from jettison.spec.recompute import Recompute
 from jettison.spec.tuning import Tuning
 from support.formula_cases import run_of

@@ -11,6 +11,7 @@ import torch
 
 from jettison.errors import UsageError
 from jettison.explain.peak import explain
+from jettison.families.presets import preset
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import Forecast, forecast
@@ -19,7 +20,6 @@ from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.search.request import SearchRequest
 from jettison.spec.hardware import hardware
-from jettison.spec.presets import preset
 from jettison.spec.states_on_host import StatesOnHost
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of
 

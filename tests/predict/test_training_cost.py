@@ -6,14 +6,14 @@ import pytest
 
 from jettison.cost.execution import execution_of
 from jettison.errors import UsageError
+from jettison.families.config import parse_config
+from jettison.families.presets import preset
 from jettison.predict.residuals import Sureness, sureness
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.training_cost import Wanted, training_cost
 from jettison.report.search import training_facts
 from jettison.spec.hardware import hardware
-from jettison.spec.huggingface_config import parse_config
-from jettison.spec.presets import preset
 
 SURE = Sureness(kind="a", runs=12, low=0.5, high=2.0, of_this_kind=True)
 

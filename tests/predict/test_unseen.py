@@ -13,6 +13,7 @@ from benchmarks.unsplit_blocks import unsplit_mib
 from jettison.cost.pipeline import schedule_seconds
 from jettison.errors import UsageError
 from jettison.export.megatron_text import layout_settings, overrides_text
+from jettison.families.config import parse_config
 from jettison.ledger.occupancies import stage_occupancies
 from jettison.ledger.timeline import Phase
 from jettison.memory.schedule import Work, order
@@ -20,7 +21,6 @@ from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
 from jettison.report.ledger_table import layout_text
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.layout import Schedule
 from jettison.units import GIB, KIB, MIB
 

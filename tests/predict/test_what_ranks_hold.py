@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from jettison.families.config import parse_config
 from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.formula.static import static
 from jettison.formula.tape import Tape, Weight
 from jettison.predict.forecast import forecast
 from jettison.predict.stage_buffers import logits_returned
 from jettison.predict.stages import outline
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Loss
 from jettison.spec.layout import Layout
 from jettison.spec.precision import PRECISIONS, Gradients, Optimizer

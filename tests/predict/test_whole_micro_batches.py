@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jettison.errors import UsageError
+from jettison.families.presets import preset
 from jettison.ledger.timeline import Unit
 from jettison.memory.schedule import Work, order, recomputing_share, window
 from jettison.predict.forecast import Stage, forecast, plain
@@ -19,7 +20,6 @@ from jettison.predict.whole_plan import choose_with_whole
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Schedule
 from jettison.spec.precision import Gradients
-from jettison.spec.presets import preset
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 from jettison.units import GIB

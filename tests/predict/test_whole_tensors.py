@@ -10,6 +10,7 @@ from benchmarks import megatron_golden
 
 from jettison.errors import UsageError
 from jettison.explain.peak import explain
+from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
 from jettison.predict.largest import fit
 from jettison.predict.run_fields import RunRequest
@@ -18,7 +19,6 @@ from jettison.predict.whole_tensors import Tensor, in_shards, muon_step_bytes, p
 from jettison.search.request import SearchRequest
 from jettison.spec.hardware import hardware
 from jettison.spec.precision import Optimizer
-from jettison.spec.presets import preset
 
 H, FFN, QKV, VOCAB = 4096, 14336, 6144, 128256
 """Of Llama 3 8B."""

@@ -41,6 +41,9 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
     for needed in (
         "jettison/py.typed",
         "jettison/spec/hardware_data/h100-80gb.toml",
+        "jettison/families/models/llama.toml",
+        "jettison/families/blocks/decoder.toml",
+        "jettison/families/wrappers.toml",
         "jettison/report/assets/panels/report.js",
     ):
         assert needed in names

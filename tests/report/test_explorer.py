@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from jettison.cli.main import run
+from jettison.families.presets import PRESETS
 from jettison.report.explorer import PANELS, asked, built, explorer_page, fit_data
 from jettison.report.explorer_closed_form import RANKS, SEQUENCES, closed_form_data
 from jettison.report.explorer_models import subjects
 from jettison.report.explorer_segments import segments_data
 from jettison.report.explorer_step import step_data
 from jettison.report.page import page as whole_page
-from jettison.spec.presets import PRESETS
 from predict.test_closed_form_node import POINTS_OF_A_DOCUMENT
 from support.browser import (
     Open,

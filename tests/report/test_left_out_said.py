@@ -11,10 +11,10 @@ import pytest
 import jettison
 from jettison.cli.main import run
 from jettison.export.registry import TARGETS
+from jettison.families.family import FAMILIES
+from jettison.families.left_out import left_out_of
 from jettison.report.explorer import explorer_page
 from jettison.report.read_subject import read_subject
-from jettison.spec.left_out import left_out_of
-from jettison.spec.more_families import EVERY_FAMILY
 
 INNER = {
     "model_type": "qwen2",
@@ -85,6 +85,6 @@ def test_an_estimates_document_says_it(config: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_another_head_than_the_one_described_is_said(kind: str, name: str, said: bool) -> None:
-    family = EVERY_FAMILY[kind]
+    family = FAMILIES[kind]
     found = [remark for remark in left_out_of({"architectures": [name]}, {}, family) if name in remark]
     assert len(found) == said

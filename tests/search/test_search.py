@@ -14,6 +14,7 @@ from jettison.cli.search import search as search_report
 from jettison.cost.execution import execution_of
 from jettison.cost.layer import PriceModel
 from jettison.errors import Infeasible
+from jettison.families.config import parse_config
 from jettison.formula.region import layer_region
 from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import Forecast, forecast
@@ -31,7 +32,6 @@ from jettison.search.search import NothingFits, search
 from jettison.search.space import Setup, Space, setup_run
 from jettison.search.state import Room
 from jettison.spec.hardware import hardware
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
 from jettison.spec.recompute import Recompute
 from jettison.units import GIB

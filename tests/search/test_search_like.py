@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from jettison.families.config import parse_config
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
@@ -14,7 +15,6 @@ from jettison.search.request import SearchRequest
 from jettison.search.search import search
 from jettison.search.space import Candidate, Setup, setup_run
 from jettison.spec.hardware import hardware
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import Loss
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Recompute

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from jettison.errors import UsageError
+from jettison.families.config import parse_config
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.search.request import SearchRequest
 from jettison.search.search import search
 from jettison.spec.hardware import hardware
-from jettison.spec.huggingface_config import parse_config
 
 H100 = hardware("h100-80gb")
 LLAMA = parse_config(

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jettison.cli.served import SERVICE
+from jettison.families.presets import PRESETS
 from jettison.server.limits import Limits
 from jettison.server.problems import Problem
 from jettison.server.questions import question
 from jettison.spec.hardware import hardware_names
-from jettison.spec.presets import PRESETS
 from support.patience import PATIENCE
 from support.serving import JSON, PLAN, Served, served
 

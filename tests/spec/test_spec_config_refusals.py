@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jettison.errors import UsageError
-from jettison.spec.config_fields import MOST_LAYERS
-from jettison.spec.families import FAMILIES
-from jettison.spec.huggingface_config import parse_config, read_config
+from jettison.families.config import parse_config, read_config
+from jettison.families.family import FAMILIES
+from jettison.families.fields import MOST_LAYERS
 from jettison.spec.model import Attention, Moe
 from support.spec_cases import TINY, configuration, decoded, spec
 
@@ -233,7 +233,7 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys; from jettison.spec.presets import preset; preset('deepseek-v3');"
+        "import sys; from jettison.families.presets import preset; preset('deepseek-v3');"
         "print(sorted({'torch', 'transformers', 'numpy', 'pydantic', 'difflib'} & sys.modules.keys()))"
     )
     source = Path(__file__).resolve().parents[2] / "src"

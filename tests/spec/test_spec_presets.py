@@ -5,9 +5,9 @@ import torch
 import transformers
 
 from jettison.errors import UsageError
+from jettison.families.presets import PRESETS, preset
 from jettison.formula.parameters import active_parameter_count, parameter_count
 from jettison.spec.model import Activation, Arrangement, Attention, LatentAttention, Moe
-from jettison.spec.presets import PRESETS, preset
 
 # of transformers 5 models built on "meta" from the same configurations, summed over parameters()
 EXPECTED_PARAMETERS = {

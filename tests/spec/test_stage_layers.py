@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from jettison.cli.main import run as command
 from jettison.errors import UsageError
+from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Layout
-from jettison.spec.presets import preset
 from jettison.spec.stage_layers import cut_of, stage_layers, uneven_cuts
 
 

@@ -19,12 +19,12 @@ from torch import nn
 
 from jettison.capture.entries import ROOT_LAYER, ledger_of
 from jettison.capture.tracer import trace_model
+from jettison.families.config import parse_config
+from jettison.families.family import kernels_for
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.ledger import Ledger, SavedTensor, compare
 from jettison.ledger.compare import Difference
-from jettison.spec.conventions import kernels_for
-from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Run

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from jettison.spec.huggingface_config import parse_config
+from jettison.families.config import parse_config
 from jettison.spec.model import ModelSpec
 
 Config = dict[str, Any]

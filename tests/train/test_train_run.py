@@ -14,8 +14,8 @@ from torch import nn
 from jettison.cli.report import report
 from jettison.cli.train import train
 from jettison.errors import Infeasible, PlanMismatch, UsageError
+from jettison.families.presets import preset
 from jettison.solve.plan import Plan
-from jettison.spec.presets import preset
 from jettison.train.optim import clip, ensure_state, make_optimizer, squared_norm
 from jettison.train.phase_memory import MemoryMeter
 from jettison.train.recipe import (

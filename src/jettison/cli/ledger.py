@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from jettison.cli.app import LOCAL, Budget, Flattened, Force, Out, Switch, answered, deliver, refuse_to_overwrite
 from jettison.errors import Infeasible, UsageError
+from jettison.families.presets import PRESETS
 from jettison.ledger.compare import compare, in_step
 from jettison.ledger.ledger import Ledger
 from jettison.models.described import described_model
@@ -24,7 +25,6 @@ from jettison.progress import Progress, silent
 from jettison.report.console import hint, progress
 from jettison.report.forecast import forecast_report
 from jettison.report.summary import Comparison, LedgerReport
-from jettison.spec.presets import PRESETS
 from jettison.spec.recompute import Mode
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from rich.console import Group, RenderableType
 
 from jettison.cli.app import Force, Format, Out, asked, deliver, refuse_to_overwrite
 from jettison.errors import UsageError
+from jettison.families.presets import PRESETS, preset
 from jettison.formula.parameters import parameter_count
 from jettison.report.parts import titled
 from jettison.report.schemas import shaped
 from jettison.spec.frameworks import named
 from jettison.spec.hardware import Hardware, hardware, hardware_names
 from jettison.spec.precision import PRECISIONS, Optimizer, Precision
-from jettison.spec.presets import PRESETS, preset
 from jettison.units import format_bytes, format_count
 
 POLICIES: Final = {

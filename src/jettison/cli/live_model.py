@@ -15,6 +15,7 @@ from jettison.capture.entries import ledger_of
 from jettison.capture.model_trace import ModelTrace
 from jettison.dryrun.step import OneBatch, dry_run_batch, dry_run_events
 from jettison.errors import UsageError
+from jettison.families.left_out import of_another_model
 from jettison.ledger.program import Program
 from jettison.measure.allocations import allocation_timeline
 from jettison.measure.environment import environment
@@ -31,7 +32,6 @@ from jettison.report.tables import plan_table
 from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.spec.hardware import Hardware
-from jettison.spec.left_out import of_another_model
 from jettison.traces.timeline import MemoryTimeline
 
 MEASURED_BELOW_BYTES = 2**30  # of parameters: such a model's ops can be tried here

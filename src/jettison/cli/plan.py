@@ -25,6 +25,7 @@ from jettison.cli.app import (
     refuse_to_overwrite,
 )
 from jettison.errors import Infeasible, UsageError
+from jettison.families.presets import PRESETS
 from jettison.models.described import described_model
 from jettison.models.model_types import require_known_file
 from jettison.parse_units import parse_bytes
@@ -36,7 +37,6 @@ from jettison.report.console import hint, progress
 from jettison.report.json_text import json_text
 from jettison.report.plan import ForecastPlan, LayerChoice, infeasible_document
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
-from jettison.spec.presets import PRESETS
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 from jettison.units import format_bytes

@@ -9,15 +9,15 @@ from typing import Any
 
 from jettison.errors import NotDescribed, UsageError
 from jettison.extras import install
+from jettison.families.config import parse_config, read_values
+from jettison.families.family import FAMILIES
+from jettison.families.hub import hub_config, is_hub_id
+from jettison.families.left_out import TOWERS
+from jettison.families.presets import PRESETS
 from jettison.models.model_types import nearest, require_known
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec
-from jettison.spec.hub import hub_config, is_hub_id
-from jettison.spec.huggingface_config import parse_config, read_values
-from jettison.spec.left_out import TOWERS
 from jettison.spec.model import ModelSpec
-from jettison.spec.more_families import EVERY_FAMILY
-from jettison.spec.presets import PRESETS
 
 
 def described_model(model: str, request: RunRequest, *, live: bool = False, trace: bool = False) -> ModelSpec:
@@ -75,7 +75,7 @@ def _as_family(model: str, family: str) -> ModelSpec:
     """
     if model in PRESETS:
         raise UsageError(f"got --family {family} for the preset {model}, whose architecture is known; drop it")
-    if family not in EVERY_FAMILY:
+    if family not in FAMILIES:
         raise UsageError(
             f"got --family {family}; expected a model_type that has a closed form, such as {nearest(family)}; "
             "docs/architectures.md lists them"

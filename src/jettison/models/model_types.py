@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from jettison.errors import NotDescribed, UsageError
-from jettison.spec.huggingface_config import read_values
-from jettison.spec.more_families import EVERY_FAMILY
-from jettison.spec.presets import PRESETS
+from jettison.families.config import read_values
+from jettison.families.family import FAMILIES
+from jettison.families.presets import PRESETS
 
 _TABLES: Final = ("auto_mappings.py", "configuration_auto.py")
 """Files of transformers that list its types as strings."""
@@ -76,6 +76,6 @@ def require_known_file(model: str) -> None:
 def nearest(kind: str) -> str:
     """Return the described type of the most similar name; ``llama`` where none is similar."""
     kind = kind.lower().replace("-", "_")
-    wholly = [one for one in EVERY_FAMILY if kind.startswith(one) or one.startswith(kind)]
-    close = wholly or get_close_matches(kind, EVERY_FAMILY, n=1, cutoff=0.5)
+    wholly = [one for one in FAMILIES if kind.startswith(one) or one.startswith(kind)]
+    close = wholly or get_close_matches(kind, FAMILIES, n=1, cutoff=0.5)
     return max(close, key=len) if close else "llama"

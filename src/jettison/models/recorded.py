@@ -26,6 +26,7 @@ from jettison.capture.recording import TensorRef
 from jettison.capture.tracer import trace_model
 from jettison.capture.trees import tree_leaves
 from jettison.errors import JettisonError, UsageError
+from jettison.families.left_out import not_built
 from jettison.formula.region import RecordedRegion, RecordedRegions, Region, RegionRecorder
 from jettison.formula.tape import Value, Weight
 from jettison.ledger.program import Op, Program, Source
@@ -34,7 +35,6 @@ from jettison.models.huggingface import ConfigRequest, build, class_for, config_
 from jettison.models.recorded_tape import TapeMaker, weight_of
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import LONGEST_DEFAULT
-from jettison.spec.left_out import not_built
 from jettison.spec.model import ModelSpec, RecordedLayer
 from jettison.spec.precision import Precision, precision
 from jettison.spec.run import Scene

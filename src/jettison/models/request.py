@@ -23,11 +23,11 @@ from jettison.capture.fakes import fake_mode
 from jettison.capture.model_trace import LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
 from jettison.errors import UsageError
+from jettison.families.hub import hub_config, is_hub_id
+from jettison.families.presets import PRESETS
 from jettison.models.batches import batch_for
 from jettison.models.huggingface import ConfigRequest, build, read_config
-from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.precision import Optimizer
-from jettison.spec.presets import PRESETS
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,

@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from jettison.capture.fakes import fake_mode
+from jettison.families.left_out import TOWERS
 from jettison.formula.parameters import parameter_count
 from jettison.models.huggingface import ConfigRequest, build, config_of
-from jettison.spec.left_out import TOWERS
 from jettison.spec.model import ModelSpec
 
 

@@ -16,6 +16,7 @@ from jettison.cost.collective import ring_bytes
 from jettison.cost.op_kinds import BATCHED, FLASH
 from jettison.cost.recompute import to_the_end
 from jettison.errors import UsageError
+from jettison.families.family import kernels_for
 from jettison.formula.layer import layer as write_layer
 from jettison.formula.named import Choices, layer_sizes, model_sizes, resized, structure, traced_scene
 from jettison.formula.region import HELD, Region
@@ -25,7 +26,6 @@ from jettison.formula.traced import Book, Guard, sum_of
 from jettison.formula.writer import Writer
 from jettison.ledger.program import Source
 from jettison.predict.stages import kept_by
-from jettison.spec.conventions import kernels_for
 from jettison.spec.layout import Layout
 from jettison.spec.model import Layer, ModelSpec
 from jettison.spec.precision import PRECISIONS

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from jettison.families.family import kernels_for
 from jettison.formula.region import Region, score_region
 from jettison.formula.static import Static, static
 from jettison.formula.without_gradients import forward_height
 from jettison.ledger.program import Source
 from jettison.predict.fsdp_groups import Grouped
 from jettison.predict.stages import RegionGroup, outline
-from jettison.spec.conventions import kernels_for
 from jettison.spec.frozen_models import FrozenModel, Role, When
 from jettison.spec.kernels import Kernels, Loss
 from jettison.spec.layout import Reshard

@@ -15,25 +15,26 @@ from pathlib import Path
 from typing import Final
 
 from jettison.errors import UsageError
+from jettison.families.config import read_config
+from jettison.families.family import kernels_for
+from jettison.families.hub import hub_config, is_hub_id
+from jettison.families.presets import PRESETS, preset, unknown_preset
 from jettison.formula.parameters import refuse_idle
 from jettison.predict.fine_tuning_request import frozen_of, packed_of, states_of, tuning_of
 from jettison.predict.precision_request import precision_of, with_own_products
 from jettison.predict.request_words import given_or, word
 from jettison.predict.run_fields import RunRequest
-from jettison.spec.conventions import check_scans, kernels_for
 from jettison.spec.frameworks import rule
 from jettison.spec.further import with_further
-from jettison.spec.hub import hub_config, is_hub_id
-from jettison.spec.huggingface_config import read_config
 from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss, Scans
 from jettison.spec.layout import Layout, Reshard, Schedule
 from jettison.spec.model import Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.modules import listed
 from jettison.spec.precision import Adding, Gradients, Precision, optimizer
-from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.recorded import refuse_as_built
 from jettison.spec.run import Run, Software
+from jettison.spec.run_checks import check_scans
 from jettison.spec.stage_layers import cut_of
 from jettison.spec.waves import SECOND
 from jettison.spec.workspaces import workspaces

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from jettison.errors import UsageError
+from jettison.families.presets import PRESETS
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from jettison.spec.model import ModelSpec
-from jettison.spec.presets import PRESETS
 from jettison.spec.run import Run
 
 PUBLISHED: Final = ("gpt-22b", "gpt-175b", "gpt-530b", "gpt-1t")

@@ -18,11 +18,11 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic import Field as Bounds
 
+from jettison.families.presets import PRESETS
 from jettison.parse_units import Length
 from jettison.server.limits import Limits
 from jettison.server.problems import Problem
 from jettison.spec.hardware import hardware_names
-from jettison.spec.presets import PRESETS
 
 MOST: Final = 2**40
 """Of any whole number: more tokens, devices and micro-batches than there are."""

@@ -10,10 +10,11 @@ from typing import Final
 
 from jettison.errors import UsageError
 from jettison.one_line import summary
+from jettison.spec.biases import Biases
 from jettison.spec.frozen_models import FrozenModel
 from jettison.spec.kernels import PYTORCH, Device, Kernels, Loss
 from jettison.spec.layout import Layout
-from jettison.spec.model import ModelSpec
+from jettison.spec.model import Attention, ModelSpec
 from jettison.spec.precision import (
     PRECISIONS,
     Adding,
@@ -30,8 +31,6 @@ from jettison.spec.states_on_host import StatesOnHost
 from jettison.spec.tuning import Base, Tuning
 from jettison.spec.workspaces import WORKSPACES, Workspaces
 
-ASKING: Final = ("t5", "mt5")
-"""Families whose checkpoints ask for a gradient of zeros: `formula.attention_biases`."""
 UPDATE_BYTES: Final = 8
 """Of an element, while AdamW updates a parameter on a CPU: two tensors in fp32."""
 
@@ -196,7 +195,9 @@ class Run:
         if self.layout.pp > 1 and found.loss is Loss.UPCAST:
             found = replace(found, loss=Loss.OUTSIDE)
         asked = self.recompute.mode in (Mode.FULL, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE)
-        return replace(found, learned_zeros=True) if asked and self.model.family in ASKING else found
+        attentions = (layer.attention for layer in self.model.described)
+        handed_on = any(isinstance(one, Attention) and one.biases is Biases.FIRST for one in attentions)
+        return replace(found, learned_zeros=True) if asked and handed_on else found
 
     @cached_property
     def scene(self) -> Scene:

@@ -9,9 +9,10 @@ from jettison.spec.compiled import check_compiled
 from jettison.spec.fp8 import Fp8Recipe, Library, Scales
 from jettison.spec.frozen_models import FrozenModel
 from jettison.spec.inputs import Patches
-from jettison.spec.kernels import MEGATRON, ContextExchange, Documents, Loss, Scans
+from jettison.spec.kernels import MEGATRON, ContextExchange, Documents, Kernels, Loss, Scans
 from jettison.spec.layout import exchange_misfit
-from jettison.spec.model import Pooling
+from jettison.spec.mixers import Mamba1
+from jettison.spec.model import ModelSpec, Pooling
 from jettison.spec.modules import check_parts
 from jettison.spec.precision import MUONS, Adding, Gradients, Optimizer
 from jettison.spec.recompute import Mode
@@ -309,3 +310,18 @@ def _check_in_backward(run: Run) -> None:
         why = f"--optimizer {run.optimizer}, which steps for many parameters at once"
     if why:
         raise UsageError(f"got --gradients in-backward with {why}")
+
+
+def check_scans(model: ModelSpec, kernels: Kernels) -> None:
+    """Has the model scans, and are they described so?
+
+    Raises:
+        UsageError: no.
+    """
+    scans = [layer.scan for layer in model.described if layer.scan is not None]
+    if not scans:
+        raise UsageError(f"got --scans {kernels.scans}; no layer of {model.name} carries a state: leave it away")
+    if kernels.scans is Scans.FUSED and any(isinstance(scan, Mamba1) for scan in scans):
+        raise UsageError(
+            f"got --scans fused; what mamba-ssm keeps of the selective scan of {model.name} is not described: written"
+        )

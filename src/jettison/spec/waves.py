@@ -1,24 +1,18 @@
-"""Sound as it was recorded, made into a sequence by convolutions (arXiv 2006.11477 §2), and what is said about it."""
+"""Sound as it was recorded, made into a sequence by convolutions (arXiv 2006.11477 §2)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from reprlib import repr as short
-from typing import Any, Final
+from typing import Final
 
 from jettison.errors import UsageError
-from jettison.spec.config_fields import ConfigFields
 from jettison.spec.model import Activation
 
 SECOND: Final = 16_000
 """Samples of a second, as these models take it."""
 CHARACTERS: Final = 16
 """Labels of a second of speech: its text."""
-LAYERDROP: Final = 0.1
-"""How many layers training skips, unless a configuration says otherwise."""
-NO_END: Final = 2**31 - 1
-"""Positions that a convolution makes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,52 +89,3 @@ class Waves:
                 f"got --source-seq {samples} and --seq {seq}; {name} makes {self.frames(samples)} tokens of so many "
                 "samples: leave one of them away"
             )
-
-
-def waves_of(fields: ConfigFields) -> Waves:
-    """What a configuration says of them.
-
-    Raises:
-        UsageError: a value that makes no sense, by its key.
-    """
-    channels = _sizes(fields, "conv_dim", None)
-    kernels, strides = (_sizes(fields, key, len(channels)) for key in ("conv_kernel", "conv_stride"))
-    norm, reduction = fields.value("feat_extract_norm"), fields.value("ctc_loss_reduction")
-    if norm not in ("group", "layer"):
-        raise fields.error("feat_extract_norm", "group or layer")
-    if reduction not in ("sum", "mean"):
-        raise fields.error("ctc_loss_reduction", "sum or mean")
-    groups, hidden = fields.size("num_conv_pos_embedding_groups"), fields.size("hidden_size")
-    if hidden % groups:
-        raise fields.error("num_conv_pos_embedding_groups", f"a divisor of the hidden size {hidden}")
-    augmented = fields.flag("apply_spec_augment")
-    chances = [fields.number(key) > 0 for key in ("mask_time_prob", "mask_feature_prob")]
-    return Waves(
-        channels=channels,
-        kernels=kernels,
-        strides=strides,
-        bias=fields.flag("conv_bias"),
-        group_norm=norm == "group",
-        activation=fields.activation("feat_extract_activation"),
-        projection_norm=fields.flag("feat_proj_layer_norm"),
-        masked_time=augmented and chances[0],
-        masked_features=augmented and chances[1],
-        mask=any(chances),
-        position_kernel=fields.size("num_conv_pos_embeddings"),
-        position_groups=groups,
-        mean_loss=reduction == "mean",
-        zero_infinity=fields.flag("ctc_zero_infinity"),
-    )
-
-
-def _sizes(fields: ConfigFields, key: str, count: int | None) -> tuple[int, ...]:
-    found: Sequence[Any] = fields.value(key)
-    whole = isinstance(found, list | tuple) and found and all(type(one) is int and one > 0 for one in found)
-    if not whole or (count is not None and len(found) != count):
-        raise fields.error(key, "a list of sizes, one for each convolution")
-    return tuple(found)
-
-
-def skipped(chance: Any) -> str:
-    """A remark about layers that training leaves out at random."""
-    return f"layerdrop {short(chance)} skips layers of a step at random; figures are of one that runs all of them"

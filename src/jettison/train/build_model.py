@@ -14,6 +14,8 @@ from jettison.capture.model_trace import LossFn
 from jettison.capture.streams import Streams
 from jettison.errors import UsageError
 from jettison.extras import install
+from jettison.families.config import parse_config, read_config
+from jettison.families.presets import PRESETS, preset
 from jettison.models.deferred import Deferred, NotDeferrable, deferred
 from jettison.models.huggingface import ConfigRequest
 from jettison.models.huggingface import build as build_hub_model
@@ -22,9 +24,7 @@ from jettison.models.llama_names import hub_name, reference_config
 from jettison.models.pretrained import WeightsFolder, open_weights
 from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig
 from jettison.models.request import call_factory
-from jettison.spec.huggingface_config import parse_config, read_config
 from jettison.spec.model import ModelSpec
-from jettison.spec.presets import PRESETS, preset
 from jettison.train.recipe import ModelSection
 
 

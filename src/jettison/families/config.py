@@ -1,0 +1,276 @@
+"""From a Hugging Face ``config.json`` to a `ModelSpec`: the text model alone, without torch or transformers.
+
+What `families` fixes for the architecture and what the file says are put together here. Sizes have to be in the file;
+the rest falls back on the architecture's defaults. Vision towers, modules that predict further tokens and quantised
+weights are left out, and said to be: `ModelSpec.left_out`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields as dataclass_fields
+from dataclasses import replace
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any, Final
+
+from jettison.dtypes import DTYPE_BYTES
+from jettison.errors import NotDescribed, UsageError
+from jettison.families.family import FAMILIES, PAIRS, WRAPPERS, Family
+from jettison.families.fields import TRACE, ConfigFields, unstated
+from jettison.families.layers import layers_of, source, stacks
+from jettison.families.left_out import left_out_of
+from jettison.families.readers import in_usual_words
+from jettison.spec.inputs import Patches
+from jettison.spec.model import Arrangement, DropoutSites, Head, Layer, ModelSpec, Norm
+from jettison.spec.pair import Pair
+from jettison.spec.waves import Waves
+
+_TRACE_IT: Final = TRACE[0].upper() + TRACE[1:]
+_DTYPE_KEYS: Final = ("dtype", "torch_dtype")
+_FLOATS: Final = tuple(name for name in DTYPE_BYTES if "float" in name)
+
+
+def read_config(path: Path | str) -> ModelSpec:
+    """Read a ``config.json``, or the one in this folder. The model is named after the folder, or after another file.
+
+    Raises:
+        UsageError: no such file, not JSON, not an object, or `parse_config` refuses it.
+    """
+    values, name = read_values(Path(path))
+    return parse_config(values, name=name)
+
+
+def read_values(path: Path) -> tuple[Any, str]:
+    """What a ``config.json`` says, or the one in this folder, and what the model is called.
+
+    Raises:
+        UsageError: no such file, or not JSON.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    name = file.absolute().parent.name if file.name == "config.json" else file.stem
+    try:
+        return json.loads(file.read_text(encoding="utf-8")), name or "model"
+    except OSError as error:
+        reason = error.strerror or "it cannot be read"
+        raise UsageError(f"got {str(file)!r}; expected a config.json or its folder: {reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file} is not JSON: {' '.join(str(error).split())}") from error
+
+
+def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
+    """Make a model out of a decoded ``config.json``. ``text_config`` is used where it holds the language model.
+
+    Raises:
+        UsageError: an architecture that is not known, missing sizes, or a value that makes no sense, by its key.
+    """
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{name}: got {short(values)}; expected an object with a model_type, as config.json has")
+    pair, named = PAIRS.get(str(values.get("model_type"))), values.get("architectures")
+    if pair is not None and isinstance(named, list | tuple) and pair.pair["named"] in named:
+        return _pair(values, pair, name)
+    outer = values
+    kind, values = _language_model(values, name)
+    stated = values
+    try:
+        family, values = in_usual_words(kind, FAMILIES[kind], values, name=name)
+        fields = ConfigFields(name=name, family=family, values=values)
+        fields.check_complete()
+        model = _model(fields, kind)
+    except UsageError as error:
+        note = unstated(str(error), stated)
+        if not note:
+            raise
+        raise type(error)(f"{error}. {note}") from error
+    return replace(model, left_out=tuple(left_out_of(outer, values, fields.family)))
+
+
+def _pair(values: Mapping[str, Any], family: Family, name: str) -> ModelSpec:
+    """Both towers of a configuration, that of images first, as an encoder is."""
+    parts = [values.get(key) or {} for key in ("text_config", "vision_config")]
+    if not all(isinstance(part, Mapping) for part in parts):
+        raise UsageError(f"{name}: got {short(parts)} for text_config and vision_config; expected two objects")
+    beside = family.pair["images"]
+    texts = ConfigFields(name=name, family=family, values=_inherit(parts[0], values))
+    sizes = {**family.pair["sizes"], **parts[1]}
+    images = ConfigFields(name=name, family=FAMILIES[beside], values=_inherit(sizes, values))
+    for fields in (texts, images):
+        fields.check_complete()
+    text, image, width = _model(texts, values["model_type"]), _model(images, beside), values.get("projection_dim", 512)
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise UsageError(f"{name}: got projection_dim {width!r}; expected a whole number of 1 or more")
+    first = tuple(replace(layer, source=True) for layer in image.layers if isinstance(layer, Layer))
+    return replace(text, layers=(*first, *text.layers), pair=Pair(images=image, width=width))
+
+
+def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, Any]]:
+    """The model_type and the values of the language model, which may stand inside ``text_config``."""
+    kind = values.get("model_type")
+    if isinstance(kind, str) and kind in FAMILIES:
+        return kind, values
+    default = WRAPPERS.get(kind) if isinstance(kind, str) else None
+    part = "text_config" if default is None or not FAMILIES[default].images else "vision_config"
+    inner = values.get(part)
+    if isinstance(inner, Mapping):
+        kind = inner.get("model_type") or default or kind
+        if isinstance(kind, str) and kind in FAMILIES:
+            return kind, _inherit(inner, values)
+    elif default is not None and inner is None and "vision_config" in values and "hidden_size" in values:
+        return default, values  # as first files of Qwen2-VL have it
+    elif default is not None:
+        raise UsageError(f"{name}: got {part} {short(inner)}; expected the object that {kind} keeps it in")
+    got = "no model_type" if kind is None else f"the model_type {short(kind)}"
+    refused = UsageError if kind is None else NotDescribed
+    raise refused(
+        f"{name}: got {got}, which has no closed form; docs/architectures.md lists those that do. {_TRACE_IT}"
+    )
+
+
+def _inherit(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The inner configuration with what counts from around it: the wrapper owns the head, so it ties the embeddings."""
+    merged = dict(inner)
+    for key in ("tie_word_embeddings", "num_labels", "id2label"):
+        if outer.get(key) is not None:
+            merged[key] = outer[key]
+    if all(inner.get(key) is None for key in _DTYPE_KEYS):
+        merged.update({key: outer[key] for key in _DTYPE_KEYS if key in outer})
+    return merged
+
+
+def _model(fields: ConfigFields, kind: str) -> ModelSpec:
+    family = fields.family
+    norm = _norm(fields)
+    layers = layers_of(fields, norm)
+    if family.encoder_decoder:
+        layers = stacks(fields, layers)
+    sites, dropout = _dropout(fields)
+    masked = family.masked_language_model
+    transform = "classifier_activation" if fields.knows("classifier_activation") else "hidden_act"
+    patches = _patches(fields) if family.images else None
+    positions = fields.size("max_position_embeddings") if patches is None else patches.tokens
+    return ModelSpec(
+        name=fields.name,
+        family=kind,
+        hidden=fields.size("hidden_size"),
+        vocab=fields.size("vocab_size") if patches is None else _classes(fields),
+        patches=patches,
+        source=source(fields) if family.encoder_decoder else None,
+        waves=_waves(fields) if family.waveform else None,
+        layers=layers,
+        final_norm=None if family.arrangement is Arrangement.OUTER else norm,
+        max_positions=positions,
+        learned_positions=not (
+            family.rotary or family.alibi or family.waveform or family.scan or family.position_biases.made
+        ),
+        position_rows=positions + family.position_offset if family.position_offset else 0,
+        token_types=fields.size("type_vocab_size") if fields.knows("type_vocab_size") else 0,
+        embedding_norm=norm if family.embedding_norm else None,
+        embedding_scale=family.embedding_scale or (family.encoder_decoder and fields.flag("scale_embedding")),
+        wide_stream=fields.flag("residual_in_fp32"),
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        head=Head(
+            bias=family.head_bias or fields.flag("decoder_bias") or fields.flag("lm_head_bias"),
+            transform=fields.activation(transform) if masked else None,
+            transform_bias=not fields.knows("classifier_bias") or fields.flag("classifier_bias"),
+            pooling=family.pooling,
+            scaled=fields.flag("scale_decoder_outputs"),
+            softcap=bool(fields.number("final_logit_softcapping")),
+        ),
+        dropout_sites=sites,
+        dropout=dropout,
+        dtype=_dtype(fields),
+    )
+
+
+def _norm(fields: ConfigFields) -> Norm:
+    norm = fields.family.norm
+    return replace(norm, bias=fields.flag("norm_bias")) if fields.knows("norm_bias") else norm
+
+
+def _patches(fields: ConfigFields) -> Patches:
+    image = fields.value("image_size")
+    sides = image if isinstance(image, list | tuple) else (image, image)
+    if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
+        raise fields.error("image_size", "a number of pixels, or two: height and width")
+    return Patches(
+        height=sides[0],
+        width=sides[1],
+        patch=fields.size("patch_size"),
+        channels=fields.size("num_channels"),
+        bias=fields.family.patch_bias,
+    )
+
+
+def _classes(fields: ConfigFields) -> int:
+    """What an image may show: as many as are named, or two, as transformers has it."""
+    names = fields.values.get("id2label")
+    count = fields.values.get("num_labels", len(names) if isinstance(names, Mapping) and names else 2)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UsageError(f"{fields.name}: got num_labels {short(count)}; expected a whole number of 1 or more")
+    return count
+
+
+def _waves(fields: ConfigFields) -> Waves:
+    """The convolutions that make tokens of sound."""
+    channels = _convolved(fields, "conv_dim", None)
+    kernels, strides = (_convolved(fields, key, len(channels)) for key in ("conv_kernel", "conv_stride"))
+    norm, reduction = fields.value("feat_extract_norm"), fields.value("ctc_loss_reduction")
+    if norm not in ("group", "layer"):
+        raise fields.error("feat_extract_norm", "group or layer")
+    if reduction not in ("sum", "mean"):
+        raise fields.error("ctc_loss_reduction", "sum or mean")
+    groups, hidden = fields.size("num_conv_pos_embedding_groups"), fields.size("hidden_size")
+    if hidden % groups:
+        raise fields.error("num_conv_pos_embedding_groups", f"a divisor of the hidden size {hidden}")
+    augmented = fields.flag("apply_spec_augment")
+    chances = [fields.number(key) > 0 for key in ("mask_time_prob", "mask_feature_prob")]
+    return Waves(
+        channels=channels,
+        kernels=kernels,
+        strides=strides,
+        bias=fields.flag("conv_bias"),
+        group_norm=norm == "group",
+        activation=fields.activation("feat_extract_activation"),
+        projection_norm=fields.flag("feat_proj_layer_norm"),
+        masked_time=augmented and chances[0],
+        masked_features=augmented and chances[1],
+        mask=any(chances),
+        position_kernel=fields.size("num_conv_pos_embeddings"),
+        position_groups=groups,
+        mean_loss=reduction == "mean",
+        zero_infinity=fields.flag("ctc_zero_infinity"),
+    )
+
+
+def _convolved(fields: ConfigFields, key: str, count: int | None) -> tuple[int, ...]:
+    found: Sequence[Any] = fields.value(key)
+    whole = isinstance(found, list | tuple) and found and all(type(one) is int and one > 0 for one in found)
+    if not whole or (count is not None and len(found) != count):
+        raise fields.error(key, "a list of sizes, one for each convolution")
+    return tuple(found)
+
+
+def _dtype(fields: ConfigFields) -> str:
+    for key in _DTYPE_KEYS:
+        if (value := fields.values.get(key)) is not None:
+            name = str(value).removeprefix("torch.")
+            if name not in _FLOATS:
+                raise UsageError(f"{fields.name}: got {key} {short(value)}; expected one of {', '.join(_FLOATS)}")
+            return name
+    return "bfloat16"
+
+
+def _dropout(fields: ConfigFields) -> tuple[DropoutSites, float]:
+    """Where the model drops out and with which probability (the largest, where they differ). A site whose probability
+    is 0 is switched off, unless all are: then the sites are those of the code, for a probability given elsewhere.
+    """
+    keys = fields.family.dropout
+    chances = {}
+    for site in (field.name for field in dataclass_fields(DropoutSites)):
+        if key := getattr(keys, site):
+            chances[site] = fields.number(key)
+            if not 0 <= chances[site] < 1:
+                raise fields.error(key, "a probability of at least 0 and below 1")
+    most = max(chances.values(), default=0.0)
+    return DropoutSites(**{site: chance > 0 or not most for site, chance in chances.items()}), most

@@ -1,0 +1,286 @@
+"""Model families: what the code of an architecture fixes, and what its configuration may leave out.
+
+``models/<model_type>.toml`` describes one ``model_type`` of Hugging Face's ``config.json``:
+
+    like = "llama"                  # begin with all that this other family says
+    blocks = ["decoder"]            # and with all that these files of ``blocks/`` say, the last one counting most
+    norm = { kind = "rms" }         # fields of `Norm`
+    gated = false                   # any field of `Family`; a choice is written as the name of its enum member
+    required = ["hidden_size"]      # keys without which a configuration says too little
+    optional = ["head_dim"]         # keys that may be left out or null
+    refused = ["clip_qkv"]          # keys that may not be set: what the code does then is not described
+    [defaults]                      # keys that may be left out, and what they are then
+    [spelling]                      # how this family writes a key, where it does not write it as most do
+    [dropout]                       # fields of `DropoutKeys`
+    [experts]                       # fields of `Experts`
+    [kernels]                       # fields of `Kernels` in which transformers' code of this family differs
+
+    described_kernels = ["liger"]   # not passed on to those that are like it
+
+Tables are merged key by key, but for ``norm``; anything else that is said again replaces what was said before.
+``defaults`` are those of the configuration classes of transformers 5 (``models/*/configuration_*.py``). A key that is
+neither required nor among the defaults is not read by the architecture, and so not by us.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum, StrEnum
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from jettison.errors import UsageError
+from jettison.spec.biases import Biases
+from jettison.spec.kernels import LIGER, NANOTRON, AttentionKernel, Kernels, kernels
+from jettison.spec.model import Activation, Arrangement, ModelSpec, Norm, NormKind, Pooling, QkNorm, Router
+
+_HERE: Final = Path(__file__).parent
+
+
+class ScanKind(StrEnum):
+    """State-space (SSM) and linear-attention layers."""
+
+    DELTA = "gated delta rule"  # Qwen3.5
+    GROUPED_DELTA = "gated delta rule, projections by groups of heads"  # Qwen3-Next
+    MAMBA2 = "state space duality"
+    MAMBA1 = "selective state space"
+    NORMED_MAMBA1 = "selective state space, what it selects by normalised"  # Jamba
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropoutKeys:
+    """Which key holds the probability of each site; empty: the code has no dropout there."""
+
+    embedding: str = ""
+    attention: str = "attention_dropout"
+    residual: str = ""
+    projected: str = ""
+    inner: str = ""
+    output: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """What the code of a mixture of experts fixes. ``width`` is the key of one expert's feed-forward width."""
+
+    router: Router
+    width: str = "moe_intermediate_size"
+    normalised: bool = False  # weights of the chosen experts always sum to 1
+    bias: bool = False
+    router_bias: bool = False
+    correction_bias: bool = False
+    correction_frozen: bool = False
+    clamped_sum: bool = False
+    weighted_inputs: bool = False
+    shared_width: str = ""  # the key of the shared experts' width, where it is none of one expert's
+    shared_gate: bool = False
+    shared_fused: bool = False  # their gate and up are one weight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """One architecture.
+
+    Args:
+        spelling: how this family writes a key, where it does not write it as most do; the first is preferred.
+        qkv_bias: fixed in code, as are the other choices here; where the configuration decides, ``attention_bias``
+            or ``mlp_bias`` is among the defaults.
+        refused: keys that may not be set: what the code does then is not described.
+        images: it reads images; ``pooling`` is what of them it classifies.
+        rotary_key: a top-level key that says which share of a head is rotated.
+        scan: what layers have that are not of attention; ``layer_types`` says which.
+        single_block: a layer is one block.
+        described_kernels: sets of kernels that are described for few families, of which this is one.
+    """
+
+    norm: Norm
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    spelling: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    arrangement: Arrangement = Arrangement.PRE
+    activation: Activation | None = None
+    gated: bool = True
+    qkv_bias: bool = False
+    key_bias: bool = True
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    patch_bias: bool = True
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
+    scaled_queries: bool = False
+    scaled_where_nope: bool = False  # in layers without rotary positions alone
+    rotary: bool = True
+    rotary_key: str = ""
+    nope_where_full: bool = False  # layers without a window have no rotary positions, where some have one: EXAONE 4
+    latent: bool = False
+    sinks: bool = False
+    alibi: bool = False
+    gated_attention: bool = False  # what it returns is weighted by a part of the queries' product
+    floored_heads: bool = False  # where heads do not divide the hidden size, they are as wide as it has room for
+    position_biases: Biases = Biases.NONE  # of scores, by distance
+    position_offset: int = 0  # rows of learned positions beyond the longest sequence
+    bidirectional: bool = False
+    full_first: bool = False  # of a period of layers the first sees all, and not the last
+    half_window: bool = False  # the configuration says how wide it is, both ways together
+    scan: ScanKind | None = None
+    single_block: bool = False
+    experts: Experts | None = None
+    embedding_norm: bool = False  # the embedding ends with a norm
+    embedding_scale: bool = False
+    first_unnormed: bool = False  # and the first layer's attention therefore has none
+    masked_language_model: bool = False
+    tied_where_built: bool = False  # transformers ties its head, whatever is said, unless loaded weights have one
+    encoder_decoder: bool = False  # an encoder beside a decoder, whose sizes have names of their own
+    spectrogram: bool = False  # which reads a spectrum
+    waveform: bool = False  # it hears sound as it was recorded
+    images: bool = False
+    pooling: Pooling = Pooling.NONE
+    dropout: DropoutKeys = field(default_factory=DropoutKeys)
+    kernels: Mapping[str, Any] = field(default_factory=dict)
+    pair: Mapping[str, Any] = field(default_factory=dict)  # what stands beside it
+    described_kernels: tuple[str, ...] = ()
+
+
+_CHOICES: Final[Mapping[str, type[Enum]]] = {
+    "arrangement": Arrangement,
+    "activation": Activation,
+    "qk_norm": QkNorm,
+    "position_biases": Biases,
+    "scan": ScanKind,
+    "pooling": Pooling,
+    "router": Router,
+    "attention": AttentionKernel,
+}
+"""Fields that are written as the name of a member."""
+
+
+def _typed(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with members of enums in the place of their names, and tuples in that of lists."""
+    return {
+        key: _CHOICES[key][value.upper()] if key in _CHOICES else tuple(value) if isinstance(value, list) else value
+        for key, value in table.items()
+    }
+
+
+def _merge(into: dict[str, Any], table: Mapping[str, Any]) -> None:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and key != "norm":
+            _merge(into.setdefault(key, {}), value)
+        else:
+            into[key] = value
+
+
+def _table(file: Path) -> dict[str, Any]:
+    """All that a file says, with all that it begins with."""
+    own, merged = tomllib.loads(file.read_text(encoding="utf-8")), dict[str, Any]()
+    if like := own.pop("like", ""):
+        _merge(merged, _table(_HERE / "models" / f"{like}.toml"))
+        merged.pop("described_kernels", None)
+    for block in own.pop("blocks", ()):
+        _merge(merged, _table(_HERE / "blocks" / f"{block}.toml"))
+    own["defaults"] = dict.fromkeys(own.pop("optional", ())) | own.get("defaults", {})
+    _merge(merged, own)
+    return merged
+
+
+@cache
+def _family(file: Path) -> Family:
+    """Read a file."""
+    table = _table(file)
+    norm = table.pop("norm")
+    own = _typed({key: value for key, value in table.items() if not isinstance(value, Mapping)})
+    experts = _typed(table.get("experts", {}))
+    return Family(
+        norm=Norm(**{**norm, "kind": NormKind(norm["kind"])}),
+        defaults=table["defaults"],
+        spelling=_typed(table.get("spelling", {})),
+        dropout=DropoutKeys(**table.get("dropout", {})),
+        experts=Experts(**experts) if experts else None,
+        kernels=_typed(table.get("kernels", {})),
+        pair=table.get("pair", {}),
+        **own,
+    )
+
+
+class Files(Mapping[str, Family]):
+    """Families by the name of their file, which is read when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @cached_property
+    def _names(self) -> dict[str, Path]:
+        return {file.stem: file for file in sorted(self._folder.glob("*.toml"))}
+
+    def __getitem__(self, kind: str) -> Family:
+        return _family(self._names[kind])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, kind: object) -> bool:
+        return isinstance(kind, str) and kind in self._names
+
+
+FAMILIES: Final[Mapping[str, Family]] = Files(_HERE / "models")
+"""By ``model_type``."""
+PAIRS: Final[Mapping[str, Family]] = Files(_HERE / "pairs")
+"""Towers of texts by the ``model_type`` of two encoders beside each other, one of texts and one of images."""
+
+
+class _Wrappers(Mapping[str, str]):
+    """Models around a language model: which family that is where their ``text_config`` does not say. Of two encoders
+    beside each other, the one that a batch of images with classes runs.
+    """
+
+    @cached_property
+    def _table(self) -> dict[str, str]:
+        return tomllib.loads((_HERE / "wrappers.toml").read_text(encoding="utf-8"))
+
+    def __getitem__(self, kind: str) -> str:
+        return self._table[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
+WRAPPERS: Final[Mapping[str, str]] = _Wrappers()
+
+
+def kernels_for(model: ModelSpec, name: str) -> Kernels:
+    """The named set, as the code of this model's family has it.
+
+    Raises:
+        UsageError: no such set, or Liger's or nanotron's for a family that it is not described for.
+    """
+    chosen = kernels(name)
+    family = FAMILIES.get(model.family) or PAIRS.get(model.family)
+    if (chosen is LIGER or chosen is NANOTRON) and (family is None or chosen.name not in family.described_kernels):
+        described = [kind for kind, one in FAMILIES.items() if chosen.name in one.described_kernels]
+        raise UsageError(f"got --kernels {name} for {model.name} ({model.family}); {_instead(chosen, described)}")
+    if family is None or not chosen.of_transformers:
+        return chosen
+    adjusted = replace(chosen, **family.kernels)
+    return replace(adjusted, joined_rotary=False) if chosen is LIGER else adjusted  # its kernel joins nothing
+
+
+def _instead(chosen: Kernels, described: list[str]) -> str:
+    if chosen is LIGER:
+        return (
+            f"they are described for {', '.join(described)}: give --kernels huggingface, or the code that does run, "
+            "before any --like"
+        )
+    files = " and ".join(f"models/{kind}.py" for kind in described)
+    return f"its {files} alone is described: give --kernels pytorch, before any --like"

@@ -1,0 +1,430 @@
+"""The layers of a Hugging Face ``config.json`` in their order: which have a window, rotary positions, experts, a scan,
+and what each of their blocks is. Sizes have to be in the file; the rest falls back on the family's defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from reprlib import repr as short
+from typing import Any, Final
+
+from jettison.errors import NotDescribed, UsageError
+from jettison.families.family import Family, ScanKind
+from jettison.families.fields import TRACE, ConfigFields
+from jettison.spec.biases import Biases
+from jettison.spec.inputs import Source
+from jettison.spec.mixers import GatedDelta, Mamba1, Mamba2, Scan
+from jettison.spec.model import Arrangement, Attention, LatentAttention, Layer, Mlp, Moe, Norm, QkNorm
+
+_SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
+
+
+def layers_of(fields: ConfigFields, norm: Norm) -> tuple[Layer, ...]:
+    """All layers, one object a kind."""
+    family = fields.family
+    depth = fields.depth("num_hidden_layers")
+    if family.scan is not None:
+        return mixed_layers(
+            fields,
+            norm,
+            depth=depth,
+            attention=partial(attention_of, fields),
+            dense=partial(mlp_of, fields),
+            experts=partial(experts_of, fields),
+            sparse=_sparse(fields, depth),
+        )
+    attention = latent_attention_of(fields) if family.latent else attention_of(fields)
+    arrangement = Arrangement.PARALLEL if fields.flag("use_parallel_residual") else family.arrangement
+    kinds: dict[tuple[int | None, bool, bool], Layer] = {}
+    windows = list(_windows(fields, depth))
+    order = list(zip(windows, _sparse(fields, depth), _rotates(fields, windows), strict=True))
+    for window, sparse, rotates in dict.fromkeys(order):
+        kinds[window, sparse, rotates] = Layer(
+            attention=_placed(attention, family, window, rotates) if isinstance(attention, Attention) else attention,
+            mlp=experts_of(fields) if sparse else mlp_of(fields),
+            norm=norm,
+            arrangement=arrangement,
+        )
+    layers = [kinds[kind] for kind in order]
+    return (replace(layers[0], plain_start=True), *layers[1:]) if family.first_unnormed else tuple(layers)
+
+
+def _placed(attention: Attention, family: Family, window: int | None, rotates: bool) -> Attention:
+    """The attention of one layer."""
+    scaled = family.scaled_queries or (family.scaled_where_nope and not rotates)
+    attention = replace(attention, window=window, scaled_queries=scaled)
+    if rotates:
+        return attention
+    kind = QkNorm.NONE if attention.qk_norm is QkNorm.LENGTH else attention.qk_norm
+    return replace(attention, rotary_dim=0, qk_norm=kind)
+
+
+def _rotates(fields: ConfigFields, windows: Sequence[int | None]) -> Iterator[bool]:
+    """Which layers have rotary positions."""
+    if fields.family.nope_where_full and any(window is not None for window in windows):
+        yield from (window is not None for window in windows)
+        return
+    if not fields.knows("no_rope_layers"):
+        yield from (True for _ in windows)
+        return
+    listed = fields.value("no_rope_layers")
+    if listed is None:
+        period = fields.size("no_rope_layer_interval")
+        yield from ((index + 1) % period > 0 for index in range(len(windows)))
+        return
+    if not isinstance(listed, list | tuple) or len(listed) != len(windows) or any(one not in (0, 1) for one in listed):
+        raise fields.error("no_rope_layers", f"a list of {len(windows)}, 1 for a layer that rotates and 0 for others")
+    yield from (bool(one) for one in listed)
+
+
+def _windows(fields: ConfigFields, depth: int) -> Iterator[int | None]:
+    """How far each layer looks back; None: to the beginning."""
+    off = fields.knows("use_sliding_window") and not fields.flag("use_sliding_window")
+    window = None if off else fields.optional_size("sliding_window")
+    if window is not None and fields.family.half_window:
+        window = max(1, window // 2)
+    if window is not None and fields.flag("use_bidirectional_attention"):
+        window = 2 * (window // 2) + 1  # half of it on either side, and the token itself
+    for sliding in _slides(fields, depth):
+        yield window if sliding else None
+
+
+def _slides(fields: ConfigFields, depth: int) -> list[bool]:
+    """Which layers have the window: those that ``layer_types`` says, else those of the family's rule."""
+    types = fields.value("layer_types")
+    if types is not None:
+        if not isinstance(types, list | tuple) or len(types) != depth:
+            raise fields.error("layer_types", f"a list of {depth}, one word a layer")
+        strange = [word for word in types if not isinstance(word, str) or word not in _SLIDING]
+        if strange:
+            expected = f"sliding_attention or full_attention; for any other, {TRACE}"
+            raise NotDescribed(f"{fields.name}: got {short(strange[0])} in layer_types; expected {expected}")
+        return [_SLIDING[word] for word in types]
+    if fields.knows("max_window_layers"):
+        first = fields.size("max_window_layers", least=0)
+        return [index >= first for index in range(depth)]
+    if fields.knows("sliding_window_pattern"):
+        period = fields.size("sliding_window_pattern")
+        shift = 0 if fields.family.full_first else 1
+        return [(index + shift) % period > 0 for index in range(depth)]
+    return [True] * depth
+
+
+def _sparse(fields: ConfigFields, depth: int) -> Iterator[bool]:
+    """Which layers are mixtures of experts."""
+    first = fields.optional_size("first_k_dense_replace", least=0) or 0
+    period = fields.size("moe_layer_freq") if fields.knows("moe_layer_freq") else 1
+    step = fields.size("decoder_sparse_step") if fields.knows("decoder_sparse_step") else 1
+    dense = fields.value("mlp_only_layers") or []
+    if not isinstance(dense, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
+        raise fields.error("mlp_only_layers", "a list of layer numbers")
+    for index in range(depth):
+        spread = index >= first and index % period == 0 and (index + 1) % step == 0
+        yield fields.family.experts is not None and spread and index not in dense
+
+
+_ATTENTION: Final = frozenset({"full_attention", "attention"})
+_SCAN: Final = frozenset({"linear_attention", "mamba"})
+_FEED: Final = frozenset({"mlp", "moe"})
+"""Words of a layer that is a feed-forward block alone."""
+
+
+def mixed_layers(
+    fields: ConfigFields,
+    norm: Norm,
+    *,
+    depth: int,
+    attention: Callable[[], Attention],
+    dense: Callable[[], Mlp],
+    experts: Callable[[], Moe],
+    sparse: Iterable[bool],
+) -> tuple[Layer, ...]:
+    """All layers, one object a kind. Blocks are made where some layer has them.
+
+    Raises:
+        UsageError: ``layer_types`` is not a word for each layer.
+        NotDescribed: a word that has no closed form.
+    """
+    words = _words(fields, depth)
+    kinds: dict[tuple[str, bool], Layer] = {}
+    order = list(zip(words, sparse, strict=True))
+    for word, spread in dict.fromkeys(order):
+        mixer = attention() if word in _ATTENTION else scan_of(fields) if word in _SCAN else None
+        feeds = word in _FEED or not fields.family.single_block
+        spread_out = word == "moe" if fields.family.single_block else spread
+        block = (experts() if spread_out else dense()) if feeds else None
+        kinds[word, spread] = Layer(attention=mixer, mlp=block, norm=norm)
+    return tuple(kinds[kind] for kind in order)
+
+
+def _words(fields: ConfigFields, depth: int) -> list[str]:
+    listed = fields.value("layer_types")
+    if not isinstance(listed, list | tuple) or len(listed) != depth:
+        raise fields.error("layer_types", f"a list of {depth}, one word a layer")
+    for word in listed:
+        if not isinstance(word, str) or word not in _ATTENTION | _SCAN | (
+            _FEED if fields.family.single_block else set()
+        ):
+            expected = f"{_expected(fields)}; for any other, {TRACE}"
+            raise NotDescribed(f"{fields.name}: got {short(word)} in layer_types; expected {expected}")
+    return list(listed)
+
+
+def _expected(fields: ConfigFields) -> str:
+    alone = "full_attention, linear_attention, mlp or moe"
+    return alone if fields.family.single_block else "full_attention or linear_attention"
+
+
+def scan_of(fields: ConfigFields) -> Scan:
+    """What carries a state along the sequence."""
+    match fields.family.scan:
+        case ScanKind.DELTA | ScanKind.GROUPED_DELTA:
+            return _delta(fields, grouped=fields.family.scan is ScanKind.GROUPED_DELTA)
+        case ScanKind.MAMBA2:
+            return _mamba2(fields)
+        case ScanKind.MAMBA1 | ScanKind.NORMED_MAMBA1:
+            return _mamba1(fields, normed=fields.family.scan is ScanKind.NORMED_MAMBA1)
+        case None:
+            raise AssertionError("a family without scans")
+
+
+def _mamba1(fields: ConfigFields, *, normed: bool) -> Mamba1:
+    rank = fields.value("mamba_dt_rank")
+    hidden = fields.size("hidden_size")
+    return Mamba1(
+        inner=fields.optional_size("mamba_inner") or fields.size("mamba_expand") * hidden,
+        state=fields.size("mamba_d_state"),
+        rank=-(-hidden // 16) if rank == "auto" else fields.size("mamba_dt_rank"),
+        taps=fields.size("mamba_d_conv"),
+        bias=fields.flag("mamba_proj_bias"),
+        convolution_bias=fields.flag("mamba_conv_bias"),
+        normed=normed,
+    )
+
+
+def _mamba2(fields: ConfigFields) -> Mamba2:
+    heads, groups = fields.size("mamba_num_heads"), fields.size("n_groups")
+    if heads % groups:
+        raise fields.error("mamba_num_heads", f"a multiple of the {groups} groups")
+    return Mamba2(
+        heads=heads,
+        head_dim=fields.size("mamba_head_dim"),
+        state=fields.size("ssm_state_size"),
+        groups=groups,
+        taps=fields.size("conv_kernel"),
+        chunk=fields.size("chunk_size"),
+        bias=fields.flag("use_bias"),
+        convolution_bias=fields.flag("use_conv_bias"),
+    )
+
+
+def _delta(fields: ConfigFields, *, grouped: bool) -> GatedDelta:
+    keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
+    if values % keys:
+        raise fields.error("linear_num_value_heads", f"a multiple of the {keys} key heads")
+    return GatedDelta(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=fields.size("linear_key_head_dim"),
+        value_dim=fields.size("linear_value_head_dim"),
+        taps=fields.size("linear_conv_kernel_dim"),
+        grouped=grouped,
+    )
+
+
+_OUT_BIAS: Final = "attention_out_bias"
+_ROTARY_DIM: Final = "rotary_dim"
+
+
+def attention_of(fields: ConfigFields) -> Attention:
+    family = fields.family
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    kv_heads = fields.optional_size("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads")
+    head_dim = fields.optional_size("head_dim")
+    if head_dim is None and hidden % heads and not (family.floored_heads and heads <= hidden):
+        expected = f"a divisor of the hidden size {hidden}" + (", or a head_dim" if fields.knows("head_dim") else "")
+        raise fields.error("num_attention_heads", expected)
+    head_dim = hidden // heads if head_dim is None else head_dim
+    return Attention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        qkv_bias=family.qkv_bias or fields.flag("attention_bias"),
+        key_bias=family.key_bias,
+        out_bias=family.out_bias or fields.flag(_OUT_BIAS if fields.knows(_OUT_BIAS) else "attention_bias"),
+        fused_qkv=family.fused_qkv,
+        qk_norm=family.qk_norm,
+        rotary_dim=_rotated(fields, head_dim) if family.rotary and not family.alibi else 0,
+        softcap=bool(fields.number("attn_logit_softcapping")),
+        sinks=family.sinks,
+        alibi=family.alibi,
+        clipped=bool(fields.number("clip_qkv")),
+        gated=family.gated_attention,
+        causal=_causal(fields),
+        **biases(fields),
+    )
+
+
+def _causal(fields: ConfigFields) -> bool:
+    if fields.family.bidirectional:
+        return False
+    if fields.knows("is_decoder"):
+        return fields.flag("is_decoder")
+    return not fields.flag("use_bidirectional_attention")
+
+
+def _rotated(fields: ConfigFields, head_dim: int) -> int:
+    """How much of a head is rotated: two numbers for each frequency, of which an odd share has one more."""
+    dim = int(head_dim * _rotated_share(fields, head_dim))
+    return dim + dim % 2 if dim < head_dim else dim
+
+
+def _rotated_share(fields: ConfigFields, head_dim: int) -> float:
+    """Share of a head that is rotated. transformers 5 writes it into ``rope_parameters``, and that counts first; older
+    files may say how much of a head it is.
+    """
+    key = fields.family.rotary_key
+    if not key:
+        return 1.0
+    share: Any = fields.number(key)
+    if key == _ROTARY_DIM:
+        share = share / head_dim if share else 1.0
+    for nest in ("rope_parameters", "rope_scaling"):
+        nested = fields.values.get(nest)
+        if isinstance(nested, Mapping) and nested.get("partial_rotary_factor") is not None:
+            key, share = f"{nest}.partial_rotary_factor", nested["partial_rotary_factor"]
+            break
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise UsageError(f"{fields.name}: got {key} {short(share)}; expected a share above 0 and at most 1")
+    return share
+
+
+def latent_attention_of(fields: ConfigFields) -> LatentAttention:
+    return LatentAttention(
+        heads=fields.size("num_attention_heads"),
+        query_rank=fields.optional_size("q_lora_rank"),
+        kv_rank=fields.size("kv_lora_rank"),
+        nope_dim=fields.size("qk_nope_head_dim"),
+        rope_dim=fields.size("qk_rope_head_dim"),
+        value_dim=fields.size("v_head_dim"),
+        bias=fields.flag("attention_bias"),
+    )
+
+
+def mlp_of(fields: ConfigFields) -> Mlp:
+    family = fields.family
+    ffn = fields.optional_size("intermediate_size")
+    if ffn is None:
+        if "intermediate_size" in family.required:
+            raise fields.error("intermediate_size", "a whole number of 1 or more")
+        ffn = 4 * fields.size("hidden_size")  # GPT-2's rule
+    return Mlp(
+        ffn=ffn,
+        activation=fields.activation(),
+        gated=family.gated,
+        bias=family.mlp_bias or fields.flag("mlp_bias"),
+        fused_gate_up=family.fused_gate_up,
+    )
+
+
+def experts_of(fields: ConfigFields) -> Moe:
+    style = fields.family.experts
+    assert style is not None, "a sparse layer of a family without experts"
+    if fields.flag("mlp_bias"):
+        raise fields.error("mlp_bias", f"false where there are experts: only shared ones would have it; or {TRACE}")
+    experts, ffn = fields.size("num_experts"), fields.size(style.width)
+    top_k = fields.size("num_experts_per_tok")
+    if top_k > experts:
+        raise fields.error("num_experts_per_tok", f"at most the {experts} experts")
+    groups, top_groups = _groups(fields, experts)
+    return Moe(
+        experts=experts,
+        top_k=top_k,
+        ffn=ffn,
+        activation=fields.activation(),
+        router=style.router,
+        gated=fields.family.gated,
+        bias=style.bias,
+        router_bias=style.router_bias,
+        correction_bias=style.correction_bias,
+        normalise_top_k=style.normalised or fields.flag("norm_topk_prob"),
+        shared_ffn=fields.size(style.shared_width, least=0 if style.shared_fused else 1)  # Granite's may have none
+        if style.shared_width
+        else ffn * (fields.optional_size("n_shared_experts", least=0) or 0),
+        correction_frozen=style.correction_frozen,
+        clamped_sum=style.clamped_sum,
+        weighted_inputs=style.weighted_inputs,
+        jitters=fields.size("jitters", least=0) if fields.knows("jitters") else 0,
+        shared_gate=style.shared_gate,
+        shared_fused=style.shared_fused,
+        groups=groups,
+        top_groups=top_groups,
+        latent=fields.optional_size("moe_latent_size") or 0,
+    )
+
+
+def _groups(fields: ConfigFields, experts: int) -> tuple[int, int]:
+    """Into how many groups the experts are sorted, and how many of them a token may reach."""
+    if fields.knows("topk_method"):
+        method = fields.value("topk_method") or "greedy"
+        if method not in ("greedy", "group_limited_greedy"):
+            raise fields.error("topk_method", "greedy or group_limited_greedy")
+        if method == "greedy":
+            return 1, 1
+    groups = fields.optional_size("n_group") or 1
+    top_groups = fields.optional_size("topk_group") or groups
+    if experts % groups:
+        raise fields.error("n_group", f"a divisor of the {experts} experts")
+    if top_groups > groups:
+        raise fields.error("topk_group", f"at most the {groups} groups")
+    return groups, top_groups
+
+
+def stacks(fields: ConfigFields, decoder: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The encoder's layers, which read both ways, and after them the decoder's, which ask what came out of it."""
+    first = decoder[0]
+    assert isinstance(first.attention, Attention) and isinstance(first.mlp, Mlp)
+    heads = fields.size("encoder_attention_heads")
+    hidden = fields.size("hidden_size")
+    width = fields.optional_size("head_dim") if fields.knows("head_dim") else None
+    if width is None and hidden % heads:
+        raise fields.error("encoder_attention_heads", f"a divisor of the hidden size {hidden}")
+    width = hidden // heads if width is None else width
+    both_ways = replace(first.attention, heads=heads, kv_heads=heads, head_dim=width, causal=False)
+    encoder = replace(
+        first, attention=both_ways, mlp=replace(first.mlp, ffn=fields.size("encoder_ffn_dim")), source=True
+    )
+    asking = replace(first, cross=replace(first.attention, causal=False, buckets=0))
+    return (*_handed_on(encoder, fields.depth("encoder_layers")), *_handed_on(asking, len(decoder)))
+
+
+def _handed_on(layer: Layer, depth: int) -> tuple[Layer, ...]:
+    """So many of these, of which the first makes the biases of all."""
+    assert isinstance(layer.attention, Attention)
+    if layer.attention.biases is not Biases.FIRST:
+        return (layer,) * depth
+    cross = layer.cross and replace(layer.cross, biases=Biases.GIVEN)
+    given = replace(layer, attention=replace(layer.attention, biases=Biases.GIVEN), cross=cross)
+    return layer, *(given,) * (depth - 1)
+
+
+def source(fields: ConfigFields) -> Source:
+    """What the encoder reads."""
+    key = "max_source_positions" if fields.knows("max_source_positions") else "max_position_embeddings"
+    longest, family = fields.size(key), fields.family
+    return Source(
+        max_positions=longest,
+        position_rows=0 if family.position_biases is not Biases.NONE else longest + family.position_offset,
+        trained_positions=not family.spectrogram,
+        sound=fields.size("num_mel_bins") if family.spectrogram else 0,
+    )
+
+
+def biases(fields: ConfigFields) -> dict[str, Any]:
+    """Of a decoder's attention."""
+    kind = fields.family.position_biases
+    return {} if kind is Biases.NONE else {"biases": kind, "buckets": fields.size("relative_attention_num_buckets")}
