@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.output_code import CompiledFxGraph
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import jettison
 from jettison.errors import UsageError, WrongValue
 from jettison.runtime import accelerator, steps, witness
 from silent.kit import rows, stack
+from support.compiled_blocks import QUIET, batch, compiled_copy, model_of
 
 READS = {
     torch.ops.aten._local_scalar_dense.default,
@@ -61,9 +63,44 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(witness, "_flags", {})
 
 
+def compiling(test: Any) -> Any:
+    """Mark a test that compiles."""
+    for mark in (pytest.mark.usefixtures("one_thread"), *QUIET):
+        test = mark(test)
+    return test
+
+
+class CompiledGraph(Graph):
+    """The same, with each graph of Inductor's as one op."""
+
+    __module__ = "jettison.test"  # blocks run op by op under other people's modes
+
+    def __enter__(self) -> CompiledGraph:
+        self.own = CompiledFxGraph.__call__
+        CompiledFxGraph.__call__ = lambda code, given: self.call(code, given)  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        CompiledFxGraph.__call__ = self.own  # type: ignore[method-assign]
+
+    def call(self, code: CompiledFxGraph, given: Any) -> Any:
+        def run(*args: Any) -> Any:
+            return self.own(code, list(args))
+
+        run.is_view, run.tags = False, ()  # type: ignore[attr-defined]
+        args = tuple(given)
+        given.clear()
+        with _disable_current_modes():
+            out = run(*args)
+        self.ops.append((run, args, {}, out))
+        return out
+
+
 @contextlib.contextmanager
-def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graph]:
-    with monkeypatch.context() as patched, Graph() as graph:
+def capture(monkeypatch: pytest.MonkeyPatch, kind: type[Graph] = Graph) -> Iterator[Graph]:
+    with monkeypatch.context() as patched, kind() as graph:
         patched.setattr(accelerator, "is_capturing", lambda: True)
         for module in ("planned", "without_recipe", "steps"):
             patched.setattr(f"jettison.runtime.{module}.is_capturing", lambda: True)
@@ -79,12 +116,12 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def planned_graph(monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor) -> Graph:
+def planned_graph(monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor, kind: type[Graph] = Graph) -> Graph:
     """A step with zeroed gradients, after three to warm up."""
     for _ in range(3):
         model.zero_grad(set_to_none=True)
         model(x).backward()
-    with capture(monkeypatch) as graph:
+    with capture(monkeypatch, kind) as graph:
         for p in model.parameters():
             assert p.grad is not None
             p.grad.zero_()
@@ -113,6 +150,39 @@ def test_replays_give_the_gradients_of_plain_steps_and_wait_for_nothing(
             assert all(map(torch.equal, gradients(model), gradients(alone)))
         dropped = sum(report.slots_dropped for report in handle.report())
         assert (dropped > 0) == (policy != "none")
+
+
+@compiling
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_replays_of_compiled_blocks_give_the_gradients_of_compiled_steps(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    model, (x,) = model_of(), batch()
+    alone = compiled_copy(model)
+    with jettison.apply(model, policy, batch=(x,), compile="blocks"):
+        graph = planned_graph(monkeypatch, model, x, CompiledGraph)
+        assert sum(not hasattr(func, "_schema") for func, *_ in graph.ops) == 2 * len(model.layers)
+        for seed in (1, 2):
+            with torch.no_grad():
+                x.mul_(0.5)
+            torch.manual_seed(seed)
+            graph.replay()
+            torch.manual_seed(seed)
+            alone.zero_grad()
+            alone(x).backward()
+            assert all(map(torch.equal, gradients(model), gradients(alone)))
+
+
+@compiling
+def test_a_capture_that_compiles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = model_of(rate=0.0), batch()
+    with jettison.apply(model, "full", batch=given, compile="blocks"):
+        model(*given).backward()
+        model.layers[1].rate = 0.5
+        with capture(monkeypatch, CompiledGraph), pytest.raises(UsageError, match=r"layers\.1 is compiled, which"):
+            model(*given)
+        model(*given).backward()
+        planned_graph(monkeypatch, model, *given, CompiledGraph)
 
 
 def spoilt(graph: Graph, amount: float) -> None:

@@ -16,20 +16,23 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from jettison.capture.compiled import CompiledProgram, CompileSettings
 from jettison.capture.isolation import without_our_hooks
+from jettison.capture.trees import tree_leaves
 from jettison.errors import TraceError, UnsupportedModule, UsageError
 from jettison.ledger.program import Program
-from jettison.runtime.callers import is_transforming
+from jettison.runtime.accelerator import refuse_capture
+from jettison.runtime.callers import are_hooks_foreign, is_transforming
 from jettison.runtime.compiled_moves import noting, run_sending
 from jettison.runtime.planned import PlannedForward
-from jettison.runtime.recordings import Prepared
 from jettison.runtime.report import RegionReport
 from jettison.runtime.without_recipe import run_moving
 from jettison.runtime.witness import Check
@@ -116,13 +119,20 @@ def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     return made if function is forward else types.MethodType(made, forward.__self__)  # type: ignore[attr-defined]
 
 
-_COUNTED = threading.local()
+class _Compilations(threading.local):
+    """Those of this thread, and the region that runs now."""
+
+    times = 0
+    region = ""
+
+
+_COMPILATIONS = _Compilations()
 
 
 def compilations() -> int:
     """How often something was compiled in this thread, since it was first asked."""
     _count_compilations()
-    return getattr(_COUNTED, "times", 0)
+    return _COMPILATIONS.times
 
 
 @functools.cache
@@ -130,7 +140,9 @@ def _count_compilations() -> None:
     from torch._dynamo.callback import on_compile_start
 
     def count(_what: Any) -> None:
-        _COUNTED.times = getattr(_COUNTED, "times", 0) + 1
+        _COMPILATIONS.times += 1
+        if _COMPILATIONS.region:
+            refuse_capture(f"{_COMPILATIONS.region} is compiled")
 
     on_compile_start(count)
 
@@ -193,21 +205,29 @@ class CompiledRegion(PlannedForward):
         self.compiled = compiled
         self.own_call: Any = module._compiled_call_impl
         module._compiled_call_impl = None
-        self.recordings.never = RUNS_COMPILED
         self.made: dict[tuple[CheckpointPolicy, bool], Callable[..., Any]] = {}
-        self.ran: set[Any] = set()  # signatures, by way
-        self.hook_tables = hook_tables(module)
-        self.hooks: list[int] = []  # there are inside
+        self.ran: dict[Any, int] = {}  # by way and signature of the model's forward: the first such forward
+        self._look_inside()
+
+    def _look_inside(self) -> None:
+        """Dynamo does not look for hooks, nor always for other modules."""
+        self.made.clear()
+        self.children = [vars(each)["_modules"] for each in self.module.modules()]
+        self.parts = list(chain.from_iterable(map(dict.values, self.children)))
+        self.hook_tables = hook_tables(self.module)
+        self.hooks = list(chain.from_iterable(self.hook_tables))
 
     def _compiled(self, policy: CheckpointPolicy, *, says: bool = False) -> Callable[..., Any]:
-        """Made when it is first called, and anew when there are other hooks inside."""
-        hooks = [id(hook) for table in self.hook_tables for hook in table.values()] if any(self.hook_tables) else []
-        if hooks != self.hooks:
-            self.made.clear()
-            self.hooks = hooks
-        if (policy, says) not in self.made:
-            self.made[policy, says] = compiled(self.own(), self.compiled.settings, policy, says=says)
-        return self.made[policy, says]
+        """Made when it is first called, and anew when there are other modules or hooks inside."""
+        if (
+            list(chain.from_iterable(self.hook_tables)) != self.hooks
+            or list(chain.from_iterable(map(dict.values, self.children))) != self.parts
+        ):
+            self._look_inside()
+        made = self.made.get((policy, says))
+        if made is None:
+            made = self.made[policy, says] = compiled(self.own(), self.compiled.settings, policy, says=says)
+        return made
 
     def plainly_compiled(self, alike: nn.Module) -> Callable[..., Any]:
         """The forward of a copy of the module, compiled in the same way and without a plan."""
@@ -226,21 +246,29 @@ class CompiledRegion(PlannedForward):
         """Under somebody else's hooks: they get what the compiled forward saves."""
         return self._compiled(keeping(self.way.policy, self.compiled))(*args, **kwargs)
 
-    def _run(
-        self, prepared: Prepared, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        prepared.calls += 1
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `PlannedForward`. Nothing is recorded, and dynamo's guards see what has changed."""
+        self._begin_watched_call()
+        self.recordings.unguard()
+        if are_hooks_foreign():
+            return self._run_plainly(args, kwargs)
         modes = _get_current_dispatch_mode_stack()
         if any(not type(mode).__module__.startswith("jettison.") for mode in modes):
             return self._run_uncompiled(args, kwargs)
         alone = _disable_current_modes() if modes else contextlib.nullcontext()  # dynamo leaves alone what they see
         began = compilations()
-        with without_our_hooks(), alone:  # what it saves is not the surrounding region's
-            output = self._run_alone(args, kwargs)
-        ran = self.recordings.number, key
-        if ran in self.ran and compilations() != began:
+        _COMPILATIONS.region = self.name or "the model"
+        try:
+            with without_our_hooks(), alone:  # what it saves is not the surrounding region's
+                output = self._run_alone(args, kwargs)
+        finally:
+            _COMPILATIONS.region = ""
+        if FakeTensor in map(type, tree_leaves(output)):
+            self.refuse_fake("returns")
+        outer = self.outer or self
+        first = self.ran.setdefault((self.recordings.number, outer.key), outer.calls)
+        if first != outer.calls and compilations() != began:
             self._say_changed()
-        self.ran.add(ran)
         return output
 
     def _run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,6 +280,9 @@ class CompiledRegion(PlannedForward):
             if isinstance(policy, Offload):
                 return run_moving(self, policy, run, args, kwargs)
             return run_sending(self, run, args, kwargs) if some_may_move else run(*args, **kwargs)
+        except torch._dynamo.exc.InternalTorchDynamoError:
+            refuse_capture(f"{self.name or 'the model'} is compiled")  # dynamo wraps what its callback raised
+            raise
         except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             raise TraceError(
                 f"{self.name} cannot be compiled as it is now ({first_lines(error)}). It is not run op by op instead, "
@@ -282,10 +313,6 @@ class CompiledRegion(PlannedForward):
         super().start_over()
         self.made.clear()
         self.ran.clear()
-
-    def _forgotten(self, names: str) -> None:
-        super()._forgotten(names)
-        self.hook_tables = hook_tables(self.module)  # some may be other modules'
 
     def like(self, module: nn.Module) -> PlannedForward:
         """See `PlannedForward`."""

@@ -75,6 +75,7 @@ class PlannedForward:
         self.module = module
         self.how = how
         self.calls = 0
+        self.key: Any = None  # signature of the last watched call
         self.turn = zlib.crc32(name.encode())  # alike regions look at their graphs in different steps
         self.rounded = Rounded()
         self.model = model or module  # the whole, of which this is a part
@@ -215,19 +216,25 @@ class PlannedForward:
             said.add(key)
             warnings.warn(text, stacklevel=2)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin_call(self) -> None:
         if self.before_first is not None:
             self.before_first()
             self.before_first = None
         self.calls += 1
         if self.structure is not None:
             self.structure.check()
-        elif self.outer is not None and vars(self.outer.module).get("forward") is not self.outer:
+
+    def _begin_watched_call(self) -> None:
+        self._begin_call()
+        if self.outer is not None and vars(self.outer.module).get("forward") is not self.outer:
             self.say_once(
                 "root",
                 "the model got another forward after planning: its blocks run as planned, and what is around them "
                 "as plain autograd keeps it, unless that forward calls the one before. Plan again to have all planned",
             )
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._begin_watched_call()
         if are_hooks_foreign():
             return self._run_plainly(args, kwargs)
         if self.listener is not None:
@@ -241,7 +248,7 @@ class PlannedForward:
         self.recordings.look(in_dry_run=self.in_dry_run)
         if self.assumptions is not None:
             self.assumptions.forward_begins(signature, args, kwargs, self.frames)
-        key = (signature, global_signature())
+        self.key = key = (signature, global_signature())
         prepared = self.recordings.of(key, args, kwargs, self.own())
         with ViewsReplayed():
             output = self._run(prepared, key, leaves, args, kwargs)
@@ -263,13 +270,8 @@ class PlannedForward:
 
     def _call_without_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward as without a plan; the hooks of a region around it see nothing of what it saves."""
-        if self.before_first is not None:
-            self.before_first()
-            self.before_first = None
-        self.calls += 1
+        self._begin_call()
         self.recordings.unguard()
-        if self.structure is not None:
-            self.structure.check()
         if current_frame() is None:
             return self.forward(*args, **kwargs)
         with without_our_hooks():
