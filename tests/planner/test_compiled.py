@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import jettison
@@ -76,6 +76,42 @@ def test_masks_that_backward_makes_again_are_those_of_forward() -> None:
         assert (ends[0] - ends[1]) / 2 == pytest.approx((x.grad * direction).sum().item(), rel=1e-5)
 
 
+def saved_by_a_block(model: Headed) -> int:
+    """Bytes that autograd saves in a call of the first block, beside parameters."""
+    saved: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.layers[0](x)
+    return sum(nbytes for at, nbytes in saved.items() if at not in own)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def test_attention_that_draws_nothing_is_recomputed_without_a_random_state() -> None:
+    torch.manual_seed(0)
+    model, given = Headed([Attention() for _ in range(4)], WIDTH, 8), batch()
+    expected = gradients(compiled_copy(model), given)
+    names = [f"layers.{i}" for i in range(4)]
+    with jettison.apply(model, "full", batch=given, compile="blocks", regions=names) as handle:
+        assert any("attention" in name for name in handle.report()[0].recomputed_ops)
+        assert equal(gradients(model, given), expected)
+        assert saved_by_a_block(model) == INPUT_BYTES
+
+
 @pytest.mark.parametrize(("word", "kept"), [("full", INPUT_BYTES), ("selective-op", 5 * INPUT_BYTES)])
 def test_a_policy_says_what_a_compiled_block_keeps(word: str, kept: int) -> None:
     model, given = model_of(rate=0.0), batch()
@@ -83,17 +119,7 @@ def test_a_policy_says_what_a_compiled_block_keeps(word: str, kept: int) -> None
     with jettison.apply(model, word, batch=given, compile="blocks") as handle:
         assert [report.kept_bytes for report in handle.report()[:-1]] == [kept] * 4
         assert equal(gradients(model, given), expected)
-        saved: dict[int, int] = {}
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-        def pack(tensor: Tensor) -> Tensor:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        x = torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model.layers[0](x)
-        assert sum(nbytes for at, nbytes in saved.items() if at not in own) == kept
+        assert saved_by_a_block(model) == kept
 
 
 def test_blocks_that_are_compiled_already_are_planned_and_given_back() -> None:
