@@ -10,8 +10,8 @@ import pytest
 from torch.cuda import _memory_viz
 
 from jettison.cli.main import run
+from jettison.diagnose.snapshot import read_snapshot
 from jettison.report.snapshot import SnapshotReport
-from jettison.traces.snapshot import read_snapshot
 
 FACTORY = """
 import torch

@@ -10,11 +10,11 @@ import pytest
 from jettison.cli.main import run
 from jettison.diagnose.facts import MemoryFacts, Phase, StepBytes
 from jettison.diagnose.finding import Finding, Kind
-from jettison.diagnose.memory import diagnose_memory, grown_bytes
-from jettison.diagnose.oom_log import facts_of_log
-from jettison.diagnose.oom_snapshot import facts_of_snapshot
+from jettison.diagnose.growth import grown_bytes
+from jettison.diagnose.log import facts_of_log
+from jettison.diagnose.memory import diagnose_memory
+from jettison.diagnose.snapshot import facts_of_snapshot, snapshot_of
 from jettison.errors import UsageError
-from jettison.traces.snapshot import snapshot_of
 from support.planted_memory import HEAD, KEEPS, MIB, PREFETCH, Tape, message, traceback
 from support.snapshot_cases import ENGINE, OPTIMIZER
 

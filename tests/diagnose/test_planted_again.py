@@ -10,13 +10,12 @@ import pytest
 from jettison.diagnose.facts import MemoryFacts, Phase
 from jettison.diagnose.finding import Finding, Kind
 from jettison.diagnose.growth import never_falls
+from jettison.diagnose.log import facts_of_log
 from jettison.diagnose.memory import diagnose_memory
-from jettison.diagnose.oom_log import facts_of_log
-from jettison.diagnose.oom_snapshot import facts_of_snapshot
 from jettison.diagnose.profile_file import profile_of
 from jettison.diagnose.slow import slow_findings
+from jettison.diagnose.snapshot import facts_of_snapshot, snapshot_of
 from jettison.diagnose.step_profile import profile_steps
-from jettison.traces.snapshot import snapshot_of
 from support.planted_memory import KEEPS, MIB, Tape, message, traceback
 from support.planted_traces import COMPUTE, Plan, Trace
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from jettison.diagnose.snapshot import read_snapshot
+from jettison.diagnose.snapshot_file import write_snapshot
 from jettison.measure.allocations import allocation_timeline
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
-from jettison.traces.snapshot import read_snapshot
-from jettison.traces.snapshot_file import write_snapshot
 
 
 def test_a_real_step_as_a_timeline_and_as_a_snapshot(tmp_path: Path) -> None:

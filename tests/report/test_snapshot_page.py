@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from jettison.cli.main import run
+from jettison.diagnose.snapshot import read_snapshot, snapshot_of
+from jettison.diagnose.snapshot_file import write_snapshot
 from jettison.report.snapshot import (
     SnapshotReport,
     packed_timeline,
@@ -21,8 +23,6 @@ from jettison.report.snapshot import (
     timelines_page,
     varints,
 )
-from jettison.traces.snapshot import read_snapshot, snapshot_of
-from jettison.traces.snapshot_file import write_snapshot
 from support.browser import Open, axe_violations, no_sideways_scroll
 from support.snapshot_cases import random_timeline, small_snapshot
 

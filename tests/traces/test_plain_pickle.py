@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from jettison.diagnose.plain_pickle import load_plain, loads_plain
 from jettison.errors import UsageError
-from jettison.traces.plain_pickle import load_plain, loads_plain
 from support.patience import PATIENCE
 
 PLAIN = {
@@ -90,8 +90,8 @@ def test_deep_lists_are_only_data() -> None:
     data = b"\x80\x04" + b"]" * 200_000 + b"a" * 199_999 + b"."
     code = """
 import sys
-from jettison.traces.plain_pickle import loads_plain
-from jettison.traces.snapshot import snapshot_of
+from jettison.diagnose.plain_pickle import loads_plain
+from jettison.diagnose.snapshot import snapshot_of
 from jettison.errors import UsageError
 data = b"\\x80\\x04" + b"]" * 200_000 + b"a" * 199_999 + b"."
 try:

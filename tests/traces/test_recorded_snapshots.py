@@ -9,9 +9,9 @@ from torch.cuda import _memory_viz
 
 from jettison.cli.main import run
 from jettison.diagnose.finding import Kind
-from jettison.diagnose.memory import diagnose_memory, grown_bytes
-from jettison.diagnose.oom_snapshot import facts_of_snapshot
-from jettison.traces.snapshot import DeviceSnapshot, read_snapshot, snapshot_of
+from jettison.diagnose.growth import grown_bytes
+from jettison.diagnose.memory import diagnose_memory
+from jettison.diagnose.snapshot import DeviceSnapshot, facts_of_snapshot, read_snapshot, snapshot_of
 from jettison.traces.timeline import by_module_and_role
 from support.recorded_snapshots import (
     BLOCK,

@@ -12,12 +12,18 @@ import numpy as np
 import pytest
 from torch.cuda import _memory_viz
 
+from jettison.diagnose import snapshot as reader
+from jettison.diagnose.snapshot import read_snapshot, snapshot_of
+from jettison.diagnose.snapshot_file import GRANULARITY_BYTES, snapshot_content, write_snapshot
 from jettison.errors import UsageError
-from jettison.traces import snapshot as reader
-from jettison.traces.difference import compare_timelines
-from jettison.traces.snapshot import read_snapshot, snapshot_of
-from jettison.traces.snapshot_file import GRANULARITY_BYTES, snapshot_content, write_snapshot
-from jettison.traces.timeline import Label, MemoryTimeline, TimelineWriter, by_module_and_role, by_role
+from jettison.traces.timeline import (
+    Label,
+    MemoryTimeline,
+    TimelineWriter,
+    by_module_and_role,
+    by_role,
+    compare_timelines,
+)
 from support.snapshot_cases import ENGINE, event, random_timeline, small_snapshot
 
 

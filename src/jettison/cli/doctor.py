@@ -16,9 +16,9 @@ from jettison.cli.app import Force, Format, Switch, asked, deliver, refuse_to_ov
 from jettison.cli.snapshots import is_snapshot
 from jettison.diagnose.facts import MemoryFacts, Phase
 from jettison.diagnose.finding import Finding
+from jettison.diagnose.log import read_oom_log
 from jettison.diagnose.memory import diagnose_memory
-from jettison.diagnose.oom_log import read_oom_log
-from jettison.diagnose.oom_snapshot import facts_of_snapshot
+from jettison.diagnose.snapshot import facts_of_snapshot, read_snapshot
 from jettison.diagnose.watch_record import read_watch_record
 from jettison.errors import UsageError
 from jettison.extras import install
@@ -28,7 +28,6 @@ from jettison.report.console import hint, progress
 from jettison.report.findings import FindingsReport
 from jettison.report.schemas import keys_of, shaped
 from jettison.report.tables import doctor_table
-from jettison.traces.snapshot import read_snapshot
 from jettison.units import format_bytes, format_gib
 from jettison.whole_files import write_whole
 

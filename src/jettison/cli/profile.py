@@ -13,16 +13,15 @@ from jettison.cli.app import Force, Format, Out, asked, deliver, refuse_to_overw
 from jettison.cli.file_kinds import misplaced
 from jettison.cli.snapshots import is_snapshot
 from jettison.diagnose.facts import MemoryFacts
-from jettison.diagnose.oom_snapshot import facts_of_snapshot
 from jettison.diagnose.profile_file import ProfilerTrace, is_trace, read_profile
 from jettison.diagnose.slow import slow_findings, snapshot_findings
+from jettison.diagnose.snapshot import Snapshot, facts_of_snapshot, read_snapshot
 from jettison.diagnose.step_profile import PHASES, StepProfile, profile_steps
 from jettison.errors import UsageError
 from jettison.report.console import progress
 from jettison.report.findings import FindingsReport
 from jettison.report.parts import exact, titled
 from jettison.spec.hardware import Hardware, hardware
-from jettison.traces.snapshot import Snapshot, read_snapshot
 from jettison.units import format_bytes, format_flops, format_percent, format_seconds
 
 SCHEMA: Final = "jettison.profile/1"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 
@@ -54,3 +57,23 @@ class Finding:
             "evidence": list(self.evidence),
             "changes": [{"line": change.line, "why": change.why} for change in self.changes],
         }
+
+
+@cache
+def table(name: str) -> dict[str, Any]:
+    """Read a TOML file of this room."""
+    return tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def change(name: str, **values: str) -> Change:
+    """Return a change of `advice.toml` by its section and name ("leak.graph"), with values in place of their names."""
+    section, _, key = name.partition(".")
+    line, why = table("advice")[section][key]
+    for word, value in values.items():
+        line, why = line.replace(f"{{{word}}}", value), why.replace(f"{{{word}}}", value)
+    return Change(line=line, why=why)
+
+
+def changes(section: str, *names: str) -> tuple[Change, ...]:
+    """Return several changes of one section of `advice.toml`; all of them where none is named."""
+    return tuple(change(f"{section}.{name}") for name in names or table("advice")[section])

@@ -1,9 +1,25 @@
-"""Tests of bytes between steps for growth."""
+"""Growth of bytes from step to step: what is a leak, and what is chance."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Final
+
+from jettison.diagnose.facts import MemoryFacts
+
+FIRST_STEPS: Final = 2
+"""Steps in which state appears that is meant to stay: the optimizer's, caches, compiled code."""
+FEWEST_STEPS: Final = 4
+"""After the first ones, before anything is said of growth."""
+SHARE_OF_STEPS: Final = 0.6
+"""In which a place has to leave something behind, one of the first third among them: prefetched batches, and what is
+kept of the last few, are there from the last few only.
+"""
+_LEVELS: Final = 5
+_SHARE_GROWING: Final = 0.8
+_LEAST_GROWTH: Final = 0.01
+"""Share of the bytes between steps, over all steps after the first."""
 
 
 def never_falls(levels: Sequence[int]) -> bool:
@@ -20,3 +36,20 @@ def lowest_rises(levels: Sequence[int]) -> bool:
     each = len(levels) // 3
     lows = [min(levels[:each]), min(levels[each:-each]), min(levels[-each:])]
     return lows[0] < lows[1] < lows[2]
+
+
+def grown_bytes(facts: MemoryFacts) -> int:
+    """Return the growth of the bytes between steps after the first ones; 0 where they do not grow steadily."""
+    left = sum(one.nbytes for one in facts.survivors)
+    if left or facts.places_known:
+        return left
+    levels = [step.between_bytes for step in facts.steps[FIRST_STEPS:]]
+    if len(levels) < _LEVELS:
+        return 0
+    rises = [after - before for before, after in pairwise(levels)]
+    growing = sum(rise > 0 for rise in rises) / len(rises)
+    total = levels[-1] - levels[0]
+    steady = growing == 1
+    if len(rises) >= 8:
+        steady = never_falls(levels) or (growing >= _SHARE_GROWING and lowest_rises(levels))
+    return total if steady and total >= _LEAST_GROWTH * levels[0] else 0

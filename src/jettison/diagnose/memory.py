@@ -1,4 +1,4 @@
-"""The cause when memory ran out, and the smallest changes that fit (`memory_advice.py`).
+"""The cause when memory ran out, and the smallest changes that fit (`advice.py`).
 
 - *A leak*: bytes between steps grow, by as much as is missing.
 - *Fragmentation*: what was asked for is there, in pieces. The allocator gives whole segments back to the driver before
@@ -15,22 +15,16 @@ A source that does not say enough to tell them apart is *unknown*.
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from statistics import median
 from typing import Final
 
-from jettison.diagnose import memory_advice as advice
-from jettison.diagnose.devices import words_of
+from jettison.diagnose import advice
+from jettison.diagnose.advice import device_of
 from jettison.diagnose.facts import Failure, MemoryFacts, Phase, StepBytes
-from jettison.diagnose.finding import Finding, Kind
-from jettison.diagnose.growth import lowest_rises, never_falls
+from jettison.diagnose.finding import Change, Finding, Kind, changes
+from jettison.diagnose.growth import FIRST_STEPS, grown_bytes
 from jettison.units import MIB, format_gib, format_percent
 
-FIRST_STEPS: Final = 2
-GROWS_FROM_STEPS: Final = 5
-LEAST_GROWTH: Final = 0.01
-"""Share of the bytes between steps, over all steps after the first."""
-SHARE_GROWING: Final = 0.8
 HIGHER_PEAK: Final = 1.05
 MOST_PARTS: Final = 5
 SLACK: Final = 0.01
@@ -86,24 +80,18 @@ def _held_elsewhere(facts: MemoryFacts, short: int) -> Finding | None:
     return None
 
 
-def grown_bytes(facts: MemoryFacts) -> int:
-    """Return the growth of the bytes between steps after the first ones; 0 where they do not grow steadily."""
-    left = sum(one.nbytes for one in facts.survivors)
-    if left or facts.places_known:
-        return left
-    levels = [step.between_bytes for step in facts.steps[FIRST_STEPS:]]
-    if len(levels) < GROWS_FROM_STEPS:
-        return 0
-    rises = [after - before for before, after in pairwise(levels)]
-    growing = sum(rise > 0 for rise in rises) / len(rises)
-    total = levels[-1] - levels[0]
-    steady = growing == 1
-    if len(rises) >= 8:
-        steady = never_falls(levels) or (growing >= SHARE_GROWING and lowest_rises(levels))
-    return total if steady and total >= LEAST_GROWTH * levels[0] else 0
-
-
 # what it was ----------------------------------------------------------------------------------------------------------
+
+
+def _finding(
+    kind: Kind, claim: str, facts: MemoryFacts, advised: tuple[Change, ...] = (), evidence: tuple[str, ...] = ()
+) -> Finding:
+    """Return a finding whose evidence ends with the moment."""
+    return Finding(kind=kind, claim=claim, evidence=(*evidence, *_moment(facts)), changes=advised)
+
+
+def _asked(facts: MemoryFacts) -> str:
+    return "" if facts.asked_bytes is None else f" ({format_gib(facts.asked_bytes)} were asked for)"
 
 
 def _leak(facts: MemoryFacts, growth: int) -> Finding:
@@ -119,8 +107,7 @@ def _leak(facts: MemoryFacts, growth: int) -> Finding:
     if not facts.survivors:
         evidence.append(_levels(facts.steps))
     claim = f"a leak: {format_gib(growth // steps)} more stay allocated after each step"
-    changes = advice.against_leak(facts)
-    return Finding(kind=Kind.LEAK, claim=claim, evidence=(*evidence, *_moment(facts)), changes=changes)
+    return _finding(Kind.LEAK, claim, facts, advice.against_leak(facts), tuple(evidence))
 
 
 def _fragmentation(facts: MemoryFacts, short: int) -> Finding:
@@ -133,114 +120,116 @@ def _fragmentation(facts: MemoryFacts, short: int) -> Finding:
         evidence.append(f"the largest of these pieces has {format_gib(facts.largest_piece_bytes)}")
     if facts.expandable:
         evidence.append("expandable segments are switched on already")
-    claim = f"fragmentation: {format_gib(short)} beyond what is free are there, in pieces"
-    changes = advice.against_fragmentation(facts)
+    advised = advice.against_fragmentation(facts)
     if facts.total_bytes and unused < LITTLE * facts.total_bytes:
         share = format_percent(unused / facts.total_bytes)
         evidence.append(f"the pieces are {share} of the device: it is all but full, and the next request fails as well")
-        changes += advice.against_peak(facts, short, shape=False)
-    return Finding(kind=Kind.FRAGMENTATION, claim=claim, evidence=(*evidence, *_moment(facts)), changes=changes)
+        advised += advice.against_peak(facts, short, shape=False)
+    claim = f"fragmentation: {format_gib(short)} beyond what is free are there, in pieces"
+    return _finding(Kind.FRAGMENTATION, claim, facts, advised, tuple(evidence))
 
 
 def _private(facts: MemoryFacts, short: int) -> Finding:
     held = format_gib(facts.private_bytes)
-    return Finding(
-        kind=Kind.FRAGMENTATION,
-        claim=f"private pools (CUDA graphs) hold {held} unused, for nobody else; {format_gib(short)} are missing",
-        evidence=_moment(facts),
-        changes=advice.AGAINST_PRIVATE_POOLS,
-    )
+    claim = f"private pools (CUDA graphs) hold {held} unused, for nobody else; {format_gib(short)} are missing"
+    return _finding(Kind.FRAGMENTATION, claim, facts, changes("private_pools"))
 
 
 def _others(facts: MemoryFacts, short: int) -> Finding:
     named, left = facts.other_processes_bytes, facts.unaccounted_bytes
-    missing = f"{format_gib(short)} are missing"
-    if named >= max(left, short):
-        claim = f"other processes hold {format_gib(named)} of the device; {missing}"
-    else:
-        words = words_of(facts.device).outside
+    claim = f"other processes hold {format_gib(named)} of the device"
+    if named < max(left, short):
         claim = (
             f"{format_gib(left + named)} of the device are neither free nor PyTorch's: another process holds them, or "
-            f"this one outside of PyTorch ({words}); {missing}"
+            f"this one outside of PyTorch ({device_of(facts.device).outside})"
         )
-    return Finding(kind=Kind.OTHERS, claim=claim, evidence=_moment(facts), changes=advice.against_others(facts))
+    claim += f"; {format_gib(short)} are missing"
+    return _finding(Kind.OTHERS, claim, facts, advice.against_others(facts))
 
 
 def _outside(facts: MemoryFacts, short: int) -> Finding:
-    held = format_gib(facts.outside_bytes)
     claim = (
-        f"{held} of this process are not PyTorch's ({words_of(facts.device).outside}); {format_gib(short)} are missing"
+        f"{format_gib(facts.outside_bytes)} of this process are not PyTorch's ({device_of(facts.device).outside}); "
+        f"{format_gib(short)} are missing"
     )
-    return Finding(kind=Kind.OUTSIDE, claim=claim, evidence=_moment(facts), changes=advice.against_outside(facts))
+    return _finding(Kind.OUTSIDE, claim, facts, advice.against_outside(facts))
 
 
 def _size_error(facts: MemoryFacts, asked: int) -> Finding:
     size = "more than 1 EiB" if asked >= 1 << 60 else format_gib(asked)
     times = f", {asked // facts.total_bytes:,} times the device" if facts.total_bytes and asked < 1 << 60 else ""
-    return Finding(
-        kind=Kind.SIZE,
-        claim=f"a size error: {size} were asked for at once{times}; no device has that, and no plan helps",
-        evidence=_moment(facts),
-        changes=advice.against_size(facts),
-    )
+    claim = f"a size error: {size} were asked for at once{times}; no device has that, and no plan helps"
+    return _finding(Kind.SIZE, claim, facts, advice.against_size(facts))
 
 
 def _elsewhere(facts: MemoryFacts) -> Finding:
     """Describe a failure other than a request of PyTorch's allocator on a device."""
-    asked = "" if facts.asked_bytes is None else f" ({format_gib(facts.asked_bytes)} were asked for)"
-    if facts.failure is Failure.KILLED:
-        used = "" if facts.allocated_bytes is None else f"; the process held {format_gib(facts.allocated_bytes)} of it"
-        limit = "" if facts.total_bytes is None else f", of {format_gib(facts.total_bytes)} that were allowed"
-        kind, claim = Kind.HOST, f"the process was killed: the host's memory ran out, not a device's{used}{limit}"
-        if not _SAYS_MEMORY.search(facts.what):
-            claim = "the process was killed with SIGKILL, as it is when the host's memory runs out; no device said so"
-    elif facts.failure is Failure.HOST:
-        kind = Kind.HOST
-        claim = f"the host's memory ran out, not a device's{asked}{f': {facts.what}' if facts.what else ''}"
-    elif facts.failure is Failure.SHARED:
-        users = (
-            "ranks exchange data by NCCL" if facts.what == "NCCL" else "workers of the data loader hand over batches"
+    kind, claim = _OF_FAILURE[facts.failure](facts)
+    return _finding(kind, claim, facts, advice.against_elsewhere(facts))
+
+
+def _killed(facts: MemoryFacts) -> tuple[Kind, str]:
+    if not _SAYS_MEMORY.search(facts.what):
+        return (
+            Kind.HOST,
+            "the process was killed with SIGKILL, as it is when the host's memory runs out; no device said so",
         )
-        kind, claim = Kind.HOST, f"/dev/shm is full: {users} in it"
-    elif facts.failure is Failure.SERVER:
-        others = facts.unaccounted_bytes
-        kind = Kind.OTHERS if others else Kind.UNKNOWN
-        held = (
-            f": {format_gib(others)} of {format_gib(facts.total_bytes or 0)} are taken when it starts" if others else ""
-        )
-        if facts.asked_bytes is not None and facts.free_bytes is not None:
-            held = f": it needs {format_gib(facts.asked_bytes)}, and {format_gib(facts.free_bytes)} are left for it"
-        claim = f"the server found no room for its cache of keys and values{held}"
-    elif facts.asked_bytes is not None and facts.total_bytes is not None:
-        kind = Kind.PEAK
-        of = format_gib(facts.total_bytes)
+    used = "" if facts.allocated_bytes is None else f"; the process held {format_gib(facts.allocated_bytes)} of it"
+    limit = "" if facts.total_bytes is None else f", of {format_gib(facts.total_bytes)} that were allowed"
+    return Kind.HOST, f"the process was killed: the host's memory ran out, not a device's{used}{limit}"
+
+
+def _host(facts: MemoryFacts) -> tuple[Kind, str]:
+    what = f": {facts.what}" if facts.what else ""
+    return Kind.HOST, f"the host's memory ran out, not a device's{_asked(facts)}{what}"
+
+
+def _shared(facts: MemoryFacts) -> tuple[Kind, str]:
+    users = "ranks exchange data by NCCL" if facts.what == "NCCL" else "workers of the data loader hand over batches"
+    return Kind.HOST, f"/dev/shm is full: {users} in it"
+
+
+def _server(facts: MemoryFacts) -> tuple[Kind, str]:
+    others, held = facts.unaccounted_bytes, ""
+    if facts.asked_bytes is not None and facts.free_bytes is not None:
+        held = f": it needs {format_gib(facts.asked_bytes)}, and {format_gib(facts.free_bytes)} are left for it"
+    elif others:
+        held = f": {format_gib(others)} of {format_gib(facts.total_bytes or 0)} are taken when it starts"
+    claim = f"the server found no room for its cache of keys and values{held}"
+    return Kind.OTHERS if others else Kind.UNKNOWN, claim
+
+
+def _library(facts: MemoryFacts) -> tuple[Kind, str]:
+    if facts.asked_bytes is not None and facts.total_bytes is not None:
         free = "" if facts.free_bytes is None else f", of which {format_gib(facts.free_bytes)} are free"
-        claim = f"a peak: {facts.what} wants {format_gib(facts.asked_bytes)} on a device of {of}{free}"
-    else:
-        kind = Kind.OUTSIDE if facts.what == "NCCL" or facts.asked_bytes is not None else Kind.UNKNOWN
-        claim = f"{facts.what} found no room on the device, outside of PyTorch's allocator{asked}"
-    return Finding(kind=kind, claim=claim, evidence=_moment(facts), changes=advice.against_elsewhere(facts))
+        wants = f"{facts.what} wants {format_gib(facts.asked_bytes)} on a device of {format_gib(facts.total_bytes)}"
+        return Kind.PEAK, f"a peak: {wants}{free}"
+    kind = Kind.OUTSIDE if facts.what == "NCCL" or facts.asked_bytes is not None else Kind.UNKNOWN
+    return kind, f"{facts.what} found no room on the device, outside of PyTorch's allocator{_asked(facts)}"
+
+
+_OF_FAILURE: Final = {
+    Failure.KILLED: _killed,
+    Failure.HOST: _host,
+    Failure.SHARED: _shared,
+    Failure.SERVER: _server,
+    Failure.LIBRARY: _library,
+}
 
 
 def _unknown(facts: MemoryFacts) -> Finding:
-    asked = "" if facts.asked_bytes is None else f" ({format_gib(facts.asked_bytes)} were asked for)"
     if facts.short_bytes == 0:
-        free = format_gib(facts.free_bytes or 0)
         claim = (
-            f"{free} were free, more than was asked for{asked}: the driver limits one allocation, or others had it "
-            "for a moment"
+            f"{format_gib(facts.free_bytes or 0)} were free, more than was asked for{_asked(facts)}: the driver limits "
+            "one allocation, or others had it for a moment"
         )
-        return Finding(kind=Kind.UNKNOWN, claim=claim, evidence=_moment(facts), changes=advice.against_refusal(facts))
-    return Finding(
-        kind=Kind.UNKNOWN,
-        claim=f"memory ran out{asked}; how much there was is not said, so peak, fragmentation and leak look alike",
-        evidence=_moment(facts),
-        changes=(*advice.record(facts), *advice.of_trainer(facts)),
-    )
+        return _finding(Kind.UNKNOWN, claim, facts, advice.against_refusal(facts))
+    claim = f"memory ran out{_asked(facts)}; how much there was is not said, so peak, fragmentation and leak look alike"
+    return _finding(Kind.UNKNOWN, claim, facts, (*advice.record(facts), *advice.of_trainer(facts)))
 
 
 def _peak(facts: MemoryFacts, growth: int) -> Finding:
-    short = facts.short_bytes
+    short, asked = facts.short_bytes, facts.asked_bytes or 0
     evidence = list(_moment(facts))
     if facts.failed and short is not None:
         evidence.insert(0, _missing(facts, short))
@@ -248,28 +237,27 @@ def _peak(facts: MemoryFacts, growth: int) -> Finding:
         evidence.append(f"in addition, steps have left {format_gib(growth)} behind: less than is missing")
     shape = _by_shape(facts)
     evidence += shape
-    total = (facts.allocated_bytes or 0) + (facts.asked_bytes or 0)
     during = "" if facts.phase is Phase.UNKNOWN else f" in {facts.phase}"
-    larger = shape and facts.steps[-1].batch_elements is not None
-    grew = (
-        ", of a batch that is larger than those before" if larger else ", more than each step before" if shape else ""
-    )
+    advised: tuple[Change, ...] = ()
     if not facts.failed:
         claim = f"the peak is {format_gib(facts.allocated_bytes or 0)}{during}; nothing in here ran out of memory"
-        return Finding(kind=Kind.PEAK, claim=claim, evidence=tuple(evidence))
-    if facts.total_bytes is not None and (facts.asked_bytes or 0) > facts.total_bytes:
+    elif facts.total_bytes is not None and asked > facts.total_bytes:
         claim = (
-            f"a peak{during}: one tensor of {format_gib(facts.asked_bytes or 0)} is larger than the device, which has "
+            f"a peak{during}: one tensor of {format_gib(asked)} is larger than the device, which has "
             f"{format_gib(facts.total_bytes)}: no plan of activations helps"
         )
-        return Finding(kind=Kind.PEAK, claim=claim, evidence=tuple(evidence), changes=advice.against_one_tensor(facts))
-    needs = {Phase.PARAMETERS: "loading needs more than", Phase.SAVING: "a checkpoint of it needs"}
-    what = needs.get(facts.phase, "the step needs")
-    claim = f"a peak{during}: {what} {format_gib(total)} at once{grew}"
-    changes = advice.against_peak(facts, short, shape=bool(shape))
-    if growth:
-        changes += advice.against_leak(facts)
-    return Finding(kind=Kind.PEAK, claim=claim, evidence=tuple(evidence), changes=changes)
+        advised = advice.against_one_tensor(facts)
+    else:
+        grew = ""
+        if shape:
+            larger = facts.steps[-1].batch_elements is not None
+            grew = ", of a batch that is larger than those before" if larger else ", more than each step before"
+        needs = {Phase.PARAMETERS: "loading needs more than", Phase.SAVING: "a checkpoint of it needs"}
+        total = format_gib((facts.allocated_bytes or 0) + asked)
+        claim = f"a peak{during}: {needs.get(facts.phase, 'the step needs')} {total} at once{grew}"
+        advised = advice.against_peak(facts, short, shape=bool(shape))
+        advised += advice.against_leak(facts) if growth else ()
+    return Finding(kind=Kind.PEAK, claim=claim, evidence=tuple(evidence), changes=advised)
 
 
 # what it rests on -----------------------------------------------------------------------------------------------------
@@ -298,7 +286,7 @@ def _moment(facts: MemoryFacts) -> tuple[str, ...]:
         share = format_percent(part.nbytes / max(1, whole))
         inner = f", most at {part.site}" if part.site and part.site != part.module else ""
         found.append(f"{format_gib(part.nbytes)} ({share}): {part.module or 'no stack'}{_role(part.role)}{inner}")
-    words = words_of(facts.device).outside
+    words = device_of(facts.device).outside
     rounding = SLACK * (facts.total_bytes or 0)  # of figures with two decimals
     for nbytes, what in (
         (facts.outside_bytes, f"of this process are not PyTorch's: {words}"),

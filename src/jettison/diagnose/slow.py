@@ -10,10 +10,10 @@ from statistics import median
 from typing import Final
 
 from jettison.diagnose.facts import MemoryFacts
-from jettison.diagnose.finding import Change, Finding, Kind
+from jettison.diagnose.finding import Finding, Kind, changes
 from jettison.diagnose.memory import diagnose_memory
+from jettison.diagnose.snapshot import DeviceSnapshot
 from jettison.diagnose.step_profile import SLOW_FIRST, StepProfile
-from jettison.traces.snapshot import DeviceSnapshot
 from jettison.units import MIB, format_bytes, format_percent, format_seconds
 
 LEAST: Final = 0.05
@@ -63,22 +63,12 @@ def _communication(profile: StepProfile) -> Iterator[Finding]:
     if profile.exposed_after_backward_ns > 0.5 * profile.exposed_ns:
         evidence.append("most of it runs after the last computation of backward")
     if most in ("AllGather", "ReduceScatter"):
-        change = Change(
-            line="for block in model.layers: fully_shard(block)    # then fully_shard(model)",
-            why="blocks gather one ahead of the other; further with set_modules_to_forward_prefetch",
-        )
-    elif most == "AllReduce":
-        change = Change(
-            line="model = DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)",
-            why="reduces each bucket as soon as its gradients are there; no_sync() in all but the last micro-batch",
-        )
+        advised = "fully_shard"
     else:
-        change = Change(
-            line="jettison search MODEL --gpus N --gpu NAME",
-            why="looks for a layout in which less is exchanged, or later",
-        )
+        advised = "buckets" if most == "AllReduce" else "search"
     claim = f"communication that nothing hides takes {_share(profile, profile.exposed_ns)}"
-    yield Finding(kind=Kind.EXPOSED_COMMUNICATION, claim=claim, evidence=tuple(evidence), changes=(change,))
+    changed = changes("communication", advised)
+    yield Finding(kind=Kind.EXPOSED_COMMUNICATION, claim=claim, evidence=tuple(evidence), changes=changed)
 
 
 def _data(profile: StepProfile) -> Iterator[Finding]:
@@ -90,22 +80,8 @@ def _data(profile: StepProfile) -> Iterator[Finding]:
         kind=Kind.DATA_WAIT,
         claim=f"steps wait for the data loader: {_share(profile, ns)}",
         evidence=(f"in the loader's __next__: {_share(profile, profile.data_ns)}; {idle}",),
-        changes=_MORE_WORKERS if "workers" in profile.settings else _WORKERS,
+        changes=changes("data", "more_workers" if "workers" in profile.settings else "workers"),
     )
-
-
-_WORKERS: Final = (
-    Change(
-        line="DataLoader(..., num_workers=4, prefetch_factor=4, persistent_workers=True)",
-        why="batches are then made in other processes while steps run",
-    ),
-)
-_MORE_WORKERS: Final = (
-    Change(
-        line="DataLoader(..., num_workers=N, prefetch_factor=4)    # N: twice as many as now",
-        why="there are workers, and they do not keep up; or do once beforehand what they do to every sample",
-    ),
-)
 
 
 def _copies(profile: StepProfile) -> Iterator[Finding]:
@@ -118,26 +94,21 @@ def _copies(profile: StepProfile) -> Iterator[Finding]:
         f"the host waited for it, or for as long after: {_share(profile, stopped)}",
         f"the host waits in copies and reads for {_share(profile, copies.waited_ns)}",
     ]
-    changes = []
+    advised = []
     if copies.pageable:
         evidence.append(
             f"{copies.pageable} of {copies.count} copies are of pageable memory, which cannot be asynchronous"
         )
         if copies.pageable > copies.to_host:
-            line = "DataLoader(..., pin_memory=True)    # and batch.to(device, non_blocking=True)"
-            changes.append(Change(line=line, why="copies from pinned memory overlap with computation"))
+            advised.append("pin")
         if copies.to_host:
-            line = "host = torch.empty_like(x, device='cpu', pin_memory=True); host.copy_(x, non_blocking=True)"
-            changes.append(Change(line=line, why="and wait for an event before host is read, not for the device"))
+            advised.append("to_host")
     if copies.reads:
         evidence.append(f"{copies.reads} times a single number is read (.item(), float(), print of a tensor)")
-        line = "if step % 50 == 0: print(loss.item())"
-        changes.append(Change(line=line, why="each read waits until the device has done all before it"))
-    if not changes:
-        line = "torch.cuda.set_sync_debug_mode('warn')"
-        changes.append(Change(line=line, why="says which lines wait for the device"))
+        advised.append("reads")
     claim = f"copies and reads that block: {_share(profile, cost)}"
-    yield Finding(kind=Kind.BLOCKING_COPIES, claim=claim, evidence=tuple(evidence), changes=tuple(changes))
+    changed = changes("copies", *(advised or ["debug"]))
+    yield Finding(kind=Kind.BLOCKING_COPIES, claim=claim, evidence=tuple(evidence), changes=changed)
 
 
 def _gaps(profile: StepProfile) -> Iterator[Finding]:
@@ -149,7 +120,7 @@ def _gaps(profile: StepProfile) -> Iterator[Finding]:
             evidence=(
                 "cudaMalloc and cudaFree run in steps that should find all their memory in the allocator's cache",
             ),
-            changes=_FROM_DRIVER,
+            changes=changes("gaps", "expandable", "empty_cache"),
         )
     if waiting.host_ns < LEAST * profile.ns:
         return
@@ -160,50 +131,14 @@ def _gaps(profile: StepProfile) -> Iterator[Finding]:
     evidence = [f"{each:,} kernel{'s' * (each != 1)} a step, {median_time} in the median"]
     if once:
         evidence.append(_one_pause(profile))
+    settings = [setting for setting in ("compile", "fused") if setting not in profile.settings] or ["graphs"]
     claim = f"the device waits for the host to launch kernels: {_share(profile, waiting.host_ns)}"
     yield Finding(
         kind=Kind.SMALL_KERNELS if small else Kind.GAPS,
         claim=f"many small kernels: {claim}" if small else claim,
         evidence=tuple(evidence),
-        changes=_ONE_PAUSE if once else _for_small_kernels(profile) if small else _SLOW_HOST,
+        changes=changes("gaps", *(["pause"] if once else settings if small else ["stacks"])),
     )
-
-
-def _for_small_kernels(profile: StepProfile) -> tuple[Change, ...]:
-    """Return the settings that are not switched on already; CUDA graphs where all are."""
-    left = tuple(change for setting, change in _SMALL_KERNELS.items() if setting not in profile.settings)
-    return left or (_GRAPHS,)
-
-
-_FROM_DRIVER: Final = (
-    Change(
-        line="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        why="unless it is set: segments grow where they are; lengths that vary less help as well",
-    ),
-    Change(
-        line="# no torch.cuda.empty_cache() in the loop", why="what it gives back is what the next step asks for again"
-    ),
-)
-_ONE_PAUSE: Final = (
-    Change(
-        line="gc.collect(); gc.freeze(); gc.disable()    # and gc.collect() every 1000 steps",
-        why="one step alone waits: Python's garbage collector does so, or a checkpoint that is written",
-    ),
-)
-_SMALL_KERNELS: Final = {
-    "compile": Change(
-        line="for block in model.layers: block.compile()",
-        why="fuses small kernels; plans of Jettison's know blocks that are compiled one by one",
-    ),
-    "fused": Change(line="torch.optim.AdamW(model.parameters(), fused=True)", why="one kernel for many parameters"),
-}
-_GRAPHS: Final = Change(
-    line='for block in model.layers: block.compile(mode="reduce-overhead")',
-    why="blocks are compiled and the optimizer is fused: CUDA graphs launch what is left at once",
-)
-_SLOW_HOST: Final = (
-    Change(line="torch.profiler.profile(with_stack=True)", why="then the trace names the Python that runs in the gaps"),
-)
 
 
 def _one_pause(profile: StepProfile) -> str:
@@ -229,9 +164,7 @@ def slow_first(number: int, seconds: float, others_seconds: float) -> Iterator[F
         kind=Kind.FIRST_STEP,
         claim=f"step {number} takes {format_seconds(seconds)}, those after it {format_seconds(others_seconds)}",
         evidence=("it loads kernels, fills the allocator's cache and makes the optimizer's state; no average has it",),
-        changes=(
-            Change(line="torch.profiler.schedule(wait=1, warmup=1, active=3)", why="measures from the third step on"),
-        ),
+        changes=changes("steps", "schedule"),
     )
 
 
@@ -261,12 +194,7 @@ def _state_finding(nbytes: int) -> Finding:
         kind=Kind.OPTIMIZER_STATE,
         claim=f"the optimizer's state, {format_bytes(nbytes)}, appears in its first step and stays",
         evidence=("the step after the first one peaks higher by as much: that it fits says nothing before then",),
-        changes=(
-            Change(
-                line='jettison.auto_checkpoint(model, batch, "...GiB", optimizer=optimizer)',
-                why="counts the state from the beginning",
-            ),
-        ),
+        changes=changes("steps", "state"),
     )
 
 
@@ -279,11 +207,9 @@ def _held(allocated: int, reserved: int, expandable: bool) -> Iterator[Finding]:
     unused = reserved - allocated
     if unused < LEAST_UNUSED_BYTES or unused < HELD_UNUSED * reserved:
         return
-    change = Change(line="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", why="segments then grow in place")
-    pad = Change(line="pad_to_multiple_of=512", why="few different lengths leave few different pieces")
     yield Finding(
         kind=Kind.FRAGMENTATION,
         claim=f"{format_bytes(unused)} of {format_bytes(reserved)} are held and not used where most is allocated",
         evidence=(f"{format_percent(unused / reserved)} of what PyTorch has from the driver lies between tensors",),
-        changes=(pad,) if expandable else (change, pad),
+        changes=changes("steps", *([] if expandable else ["expandable"]), "lengths"),
     )

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.diagnose.facts import Failure, MemoryFacts, Phase, StepBytes, Survivor
-from jettison.diagnose.oom_log import facts_of_log
-from jettison.diagnose.oom_snapshot import facts_of_snapshot
+from jettison.diagnose.log import facts_of_log
+from jettison.diagnose.snapshot import facts_of_snapshot, read_snapshot
 from jettison.errors import UsageError
-from jettison.traces.snapshot import read_snapshot
 
 SCHEMA: Final = "jettison.watch/1"
 _OF_THE_MESSAGE: Final = (

@@ -38,6 +38,11 @@ _NODE: Final = re.compile(r"\b(?:generated::(\w+Backward\d*)|(AccumulateGrad|Cop
 _OP: Final = re.compile(r"\bat::_ops::(\w+)::(?:call|redispatch)\b")
 _ORIGINAL: Final = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
 
+_LOGITS: Final = re.compile(
+    r"cross_entropy|CrossEntropy|log_softmax|LogSoftmax|nll_loss|NllLoss|loss_utils\.py|ForCausalLMLoss|lm_head|convert_to_fp32"
+    r"|(?<![a-z_])logits?(?:_[a-z]+)?\b|compute_loss_func|selective_log_softmax|_get_per_token_logps|entropy_from_logits"
+)
+
 # role, part of a file's name, function: whole, or "" for any
 _ROLES: Final[tuple[tuple[str, str, str], ...]] = (
     (OPTIMIZER, "torch/optim/", ""),
@@ -156,6 +161,11 @@ def text_of_frame(frame: Frame) -> str:
     function, file, line = frame
     name = "/".join(file.split("/")[-2:])
     return f"{name}:{line} {function}" if name else function
+
+
+def speaks_of_logits(*texts: str) -> bool:
+    """Whether frames, or lines of code, are those of a head or of a loss over a vocabulary."""
+    return any(_LOGITS.search(text) for text in texts)
 
 
 def _slashed(frame: Frame) -> Frame:

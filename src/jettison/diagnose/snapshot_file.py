@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from jettison.traces.frames import frames_of_label
+from jettison.diagnose.frames import frames_of_label
 from jettison.traces.timeline import MemoryTimeline
 from jettison.whole_files import whole_file
 

@@ -1,0 +1,663 @@
+"""Logs in which memory ran out: the first message, whatever its form (`log_forms.toml`), and what stands around it.
+
+What a message leaves out, the log may say: the traceback has the phase, the line and the trainer, and loops that print
+what is allocated step by step show whether it grows. `max` and `reserved` figures are left alone: they never fall.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from jettison.diagnose.advice import in_server, trainer_of
+from jettison.diagnose.facts import Failure, MemoryFacts, Phase, StepBytes, phase_named
+from jettison.diagnose.finding import table
+from jettison.diagnose.frames import Frame, is_torch, place_of, role_of, speaks_of_logits
+from jettison.errors import UsageError
+
+Figures = dict[str, Any]
+"""Of `MemoryFacts`, by name."""
+
+MOST_READ_BYTES: Final = 256 << 20
+RESTARTS_FROM: Final = 3
+"""Steps: a number that falls by less is another rank's line."""
+_STEP: Final = re.compile(r"\b(?:step|iter|iteration)\b[\s:=/#\['\"]*([\d,]+)", re.IGNORECASE)
+_ALLOCATED: Final = re.compile(r"(?<!max )(?<!max_)(?<!peak )\ballocated\b[^\d\n|]{0,12}([\d.,]+) ?([KMGT]i?B)\b")
+_UNIT_FIRST: Final = re.compile(
+    r"(?<!max )(?<!max_)(?<!peak )(?<!peak_)allocated[ _]?\(?(GiB|GB|MiB|MB)\)?[\"']?\s*[:=]\s*([\d.]+)", re.IGNORECASE
+)
+_MEGATRON: Final = re.compile(r"memory \((MB|GB)\) \| allocated: ([\d.]+)")
+_WRITTEN: Final = {unit.lower(): unit for unit in ("KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")}
+_BEGINS: Final = re.compile(r"Traceback (?:of TorchScript )?\(most recent call last\)")
+_FRAMES: Final = (  # Python's, rich's and IPython's, a notebook's cell, older IPython's
+    re.compile(r'\bFile "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>[\w.<>]+)'),
+    re.compile(
+        r"(?:File )?(?P<file>[^\s:]+\.py|[A-Za-z]:\\\S+?\.py):(?P<line>\d+),? in(?: (?P<function>[\w.<>]+)|\s*$)"
+    ),
+    re.compile(r"(?P<file>Cell In ?\[\d+\]), line (?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?"),
+    re.compile(r"^(?P<file>\S+\.py|<ipython-input-\S+>) in (?P<function>[\w.<>]+)"),
+)
+_EVALUATES: Final = re.compile(
+    r"^(?:generate|_sample|_greedy_search|_beam_search|evaluate|evaluation_loop|prediction_step|predict_step|validation_step"
+    r"|test_step|prediction_loop|_generate_and_score_completions|run_validation)$"
+)
+_SAVES: Final = re.compile(r"^(?:_?save(?:_\w+)?|(?:_?get_\w*)?state_dict|_\w*state_dict_hook)$")
+_TORCHS_OWN: Final = re.compile(r"torch/(?:optim/(?!optimizer\.py|lr_scheduler\.py)|nn/utils/clip_grad)")
+"""Files of torch's optimizers; those of other packages are called by a wrapper of torch's."""
+_SERVER: Final = re.compile(r"\b(?:vllm|sglang)\b", re.IGNORECASE)
+_SHARDS: Final = re.compile(r"Loading (?:safetensors )?(?:checkpoint )?shards:[^\n]*?\|\s*(\d+)/(\d+)")
+
+
+def read_oom_log(path: Path) -> MemoryFacts:
+    """Read the facts about the first request that failed from a log.
+
+    Raises:
+        UsageError: there is no such file, or nothing in it ran out of memory.
+    """
+    try:
+        if path.stat().st_size > MOST_READ_BYTES:
+            raise UsageError(f"{path} has {path.stat().st_size} bytes; cut out what stands around 'out of memory'")
+        text = decoded(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; give a file that exists") from error
+    return facts_of_log(text, path.name)
+
+
+def facts_of_log(text: str, name: str) -> MemoryFacts:
+    """Facts of the first message of a text.
+
+    Raises:
+        UsageError: nothing in it ran out of memory.
+    """
+    first = first_form(text)
+    if first is None:
+        raise UsageError(
+            f"{name} says nowhere that memory ran out; expected a log with PyTorch's 'out of memory' message, a "
+            "snapshot of torch.cuda.memory._dump_snapshot, or what jettison.watch() wrote"
+        )
+    form, found = first
+    spaced, tight = (form.figures(one, found) for one in joined(text, found.start(), form.window))
+    figures = tight if _read(tight) > _read(spaced) else spaced
+    trace = _traceback(lines_before(text, found.start()))
+    notes = list(figures.pop("notes", ()))
+    times = count_messages(text)
+    if times > 1:
+        notes.append(f"memory ran out {times} times in this log: this is the first")
+    notes += _loaded(text, found.start()) if trace.phase is Phase.PARAMETERS else []
+    return MemoryFacts(
+        source=name,
+        failed=True,
+        phase=trace.phase,
+        site=trace.place,
+        logits=trace.logits,
+        trainer=trace.trainer,
+        evaluating=trace.evaluating,
+        own_optimizer=trace.own_optimizer,
+        colocated=trace.evaluating or _SERVER.search(text) is not None,
+        steps=_steps(text[: found.start()]),
+        notes=tuple(notes),
+        **_pinned({"expandable": _expandable(text)} | figures, trace),
+    )
+
+
+def _expandable(text: str) -> bool | None:
+    """Whether expandable segments are switched on; what a message suggests is no setting."""
+    if "expandable_segments" not in text:
+        return None
+    settings = re.sub(r"(?:If reserved but|try setting)[^\n]*", "", text)
+    return True if re.search(r"expandable_segments['\"]?\s*[:=]\s*true", settings, re.IGNORECASE) else None
+
+
+def _loaded(text: str, at: int) -> list[str]:
+    """Note how many shards of a model were loaded, from its progress bar before or after the traceback."""
+    bars = _SHARDS.findall(text[max(0, at - 20_000) : at + 20_000])
+    return [f"{bars[-1][0]} of {bars[-1][1]} shards of the checkpoint were loaded"] if bars else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trace:
+    """Facts of one traceback."""
+
+    phase: Phase = Phase.UNKNOWN
+    place: str = ""
+    trainer: str = ""
+    logits: bool = False
+    evaluating: bool = False
+    own_optimizer: bool = False
+    pinned: bool = False
+
+
+def _traceback(lines: list[str]) -> _Trace:
+    """The traceback that ends right before a message; its beginning may be cut off."""
+    begin = max((at for at, line in enumerate(lines) if _BEGINS.search(line)), default=0)
+    numbered = [(at, frame) for at, line in enumerate(lines) if at >= begin and (frame := _frame(line)) is not None]
+    frames = [frame for _, frame in reversed(numbered)]
+    if not frames:
+        return _Trace()
+    last = max((at for at, (_, file, _) in numbered if not is_torch(file.replace("\\", "/"))), default=numbered[-1][0])
+    near = lines[last:]  # from the innermost frame outside of torch
+    files = ["/" + file.replace("\\", "/") for _, file, _ in frames]
+    functions = [function.rsplit(".", 1)[-1] for function, _, _ in frames]
+    phase = phase_named(role_of(frames))
+    if phase is Phase.UNKNOWN and any(_SAVES.match(function) for function in functions):
+        phase = Phase.SAVING
+    elif phase is Phase.UNKNOWN and any(file.endswith("torch/nn/utils/clip_grad.py") for file in files):
+        phase = Phase.OPTIMIZER  # activations are freed by then
+    return _Trace(
+        phase=phase,
+        place=place_of(frames),
+        trainer=trainer_of(files),
+        logits=speaks_of_logits(*near),
+        evaluating=(any(_EVALUATES.match(function) for function in functions) or in_server(files))
+        and "backward" not in functions,
+        own_optimizer=phase is Phase.OPTIMIZER and not any(_TORCHS_OWN.search(file) for file in files),
+        pinned=any("pin_memory" in text for text in (*functions[:3], *files[:3], *near)),
+    )
+
+
+def _frame(line: str) -> Frame | None:
+    for pattern in _FRAMES:
+        found = pattern.search(line)
+        if found is not None:
+            parts = found.groupdict()
+            file = parts["file"] if not parts["file"].startswith("Cell In") else f"<{parts['file']}>"
+            return parts["function"] or "<module>", file, int(parts.get("line") or 0)
+    return None
+
+
+def _pinned(figures: dict[str, Any], trace: _Trace) -> dict[str, Any]:
+    """A driver's error where memory of the host was to be pinned is the host's."""
+    if figures.get("failure") is not Failure.LIBRARY or figures.get("what") != "the driver" or not trace.pinned:
+        return figures
+    return figures | {"failure": Failure.HOST, "device": "cpu", "what": "pinned memory"}
+
+
+def _steps(before: str) -> tuple[StepBytes, ...]:
+    """Read steps and allocated bytes that a loop printed in one line each; counts that restart are continued."""
+    found: dict[tuple[int, int], int] = {}
+    epoch, last = 0, -1
+    first: int | None = None
+    for line in before.splitlines():
+        if "llocated" not in line and "LLOCATED" not in line:
+            continue
+        step, nbytes = _STEP.search(line), _allocated(line)
+        if step is None or nbytes is None:
+            continue
+        number = int(step[1].replace(",", ""))
+        first = number if first is None else min(first, number)
+        if number == first and last >= first + RESTARTS_FROM:
+            epoch += 1
+        last = number
+        found.setdefault((epoch, number), nbytes)
+    in_order = sorted(found.items())
+    if epoch:
+        return tuple(StepBytes(step=at, between_bytes=nbytes) for at, (_, nbytes) in enumerate(in_order))
+    return tuple(StepBytes(step=number, between_bytes=nbytes) for (_, number), nbytes in in_order)
+
+
+def _allocated(line: str) -> int | None:
+    for pattern, number, unit in ((_MEGATRON, 2, 1), (_ALLOCATED, 1, 2), (_UNIT_FIRST, 2, 1)):
+        found = pattern.search(line)
+        if found is not None:
+            return size_of(found[number], _WRITTEN.get(found[unit].lower(), found[unit]))
+    return None
+
+
+# messages -------------------------------------------------------------------------------------------------------------
+
+EXBI: Final = 1 << 60
+"""Bytes: PyTorch refuses requests above without looking; such a figure of a process or of a limit means "not known"."""
+_SIZE: Final = r"([\d.,]+) ?(bytes|[KMGTPE]i?B|B)\b"
+_SCALE: Final = {"bytes": 1, "B": 1, "": 1} | {
+    f"{prefix}{unit}": base**n
+    for n, prefix in enumerate("KMGTPE", 1)
+    for unit, base in (("B", 1000), ("iB", 1024), ("", 1024))  # XLA writes G for GiB
+}
+_W: Final = r"(?:\s|[│┃|])+"
+WINDOW: Final = 3000
+"""Characters of a message."""
+_NO_FIGURES: Final = "the message has no figures"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One form of a message: a row of `log_forms.toml`, with defaults of what it leaves out.
+
+    Args:
+        reader: of `_READERS`; without one the row itself says what failed.
+        window: characters of the text, from the beginning of the message on, that are read.
+        counted: each request that fails writes one.
+        fallback: it counts only where no other message stands.
+    """
+
+    words: tuple[str, ...]
+    begins: re.Pattern[str]
+    reader: str = ""
+    failure: str = ""
+    device: str = ""
+    what: str = ""
+    asked: str = ""
+    notes: tuple[str, ...] = ()
+    window: int = WINDOW
+    counted: bool = False
+    fallback: bool = False
+
+    def search(self, text: str) -> re.Match[str] | None:
+        """Find the first message of this form."""
+        found = [at for word in self.words if (at := text.find(word)) >= 0]
+        return self.begins.search(text, max(0, min(found) - WINDOW)) if found else None
+
+    def figures(self, text: str, found: re.Match[str]) -> Figures:
+        """Read the figures of a message, from its beginning on."""
+        if self.reader:
+            return _READERS[self.reader](text, found)
+        if not self.failure:
+            return {"notes": tuple(self.notes)}
+        return _named(text, Failure(self.failure), what=self.what, device=self.device, asked=self.asked)
+
+
+@cache
+def forms() -> tuple[Form, ...]:
+    """Return all forms, in the order in which they count."""
+    rows = [(dict(row), "|".join(row["begins"])) for row in table("log_forms")["form"]]
+    return tuple(Form(**row | {"begins": re.compile(_filled(begins), re.MULTILINE)}) for row, begins in rows)
+
+
+def _filled(pattern: str) -> str:
+    return pattern.replace("{SIZE}", _SIZE).replace("{W}", _W)
+
+
+def first_form(text: str) -> tuple[Form, re.Match[str]] | None:
+    """Find the first message in a text and its form; None where no memory ran out."""
+    found = [(form, match) for form in forms() if (match := form.search(text))]
+    return min(found, key=lambda one: (one[0].fallback, one[1].start()), default=None)
+
+
+def count_messages(text: str) -> int:
+    """Count the requests of PyTorch's allocators that failed in a text."""
+    first = [(form, found.start()) for form in forms() if form.counted and (found := form.search(text)) is not None]
+    return sum(len(form.begins.findall(text, at)) for form, at in first)
+
+
+def _read(figures: Mapping[str, Any]) -> int:
+    """Count the figures that were read."""
+    return sum(value is not None for value in figures.values())
+
+
+def size_of(number: str, unit: str, *, binary: bool = False) -> int | None:
+    """Return the bytes of a figure; None where it is no number.
+
+    Args:
+        binary: the source writes GB for GiB, as PyTorch's allocator for Apple's devices does.
+    """
+    scale = _SCALE[f"{unit[0]}iB" if binary and unit[:1] in tuple("KMGTPE") else unit]
+    try:
+        return round(float(number.replace(",", "").rstrip(".")) * scale)
+    except ValueError:
+        return None
+
+
+def _first(text: str, pattern: str, *, binary: bool = False) -> int | None:
+    found = re.search(_filled(pattern), text)
+    return None if found is None else size_of(found[1], found[2], binary=binary)
+
+
+def _known(nbytes: int | None) -> int | None:
+    """Drop the largest figure that there is: the driver does not say, or there is no limit."""
+    return None if nbytes is None or nbytes >= EXBI else nbytes
+
+
+# allocators -----------------------------------------------------------------------------------------------------------
+
+
+def _allocator(text: str, found: re.Match[str]) -> Figures:
+    device = {"CUDA": "cuda", "HIP": "hip"}.get(found[1], found[1].lower())
+    if re.search(r"Tried to allocate more than 1 ?EB", text):
+        return {"device": device, "asked_bytes": EXBI}
+    asked = _first(text, "Tried to allocate {SIZE}")
+    if asked is None:
+        return {"device": device, "notes": (_NO_FIGURES,)}
+    new = re.search(r"total capac\w* of|is allocated by PyTorch|memory in use", text) is not None
+    return {"device": device, "asked_bytes": asked, **(_new_form(text) if new else _old_form(text))}
+
+
+def _new_form(text: str) -> Figures:
+    """torch 2.1 and later."""
+    total = _first(text, r"total capac\w* of {SIZE}")
+    free = _first(text, "of which {SIZE} is free")
+    allocated = _first(text, "{SIZE} is allocated by PyTorch")
+    unused = _first(text, "{SIZE} is reserved by PyTorch but unallocated")
+    others = [_known(size_of(*pair)) for pair in re.findall(rf"Process \d+ has {_SIZE} memory in use", text)]
+    figures = held_figures(
+        total=total,
+        free=free,
+        allocated=allocated,
+        unused=unused,
+        private=_first(text, "with {SIZE} allocated in private pools") or 0,
+        own=_known(_first(text, "this process has {SIZE} memory in use")),
+        processes=tuple(one for one in others if one is not None),
+    )
+    return _limited(figures, _known(_first(text, "{SIZE} allowed")))
+
+
+def _limited(figures: Figures, allowed: int | None) -> Figures:
+    """Below a limit of the process (`set_per_process_memory_fraction`), where that is what failed."""
+    held = sum(figures[name] or 0 for name in ("allocated_bytes", "unused_bytes", "private_bytes"))
+    if allowed is None or figures["free_bytes"] is None or allowed - held >= figures["free_bytes"]:
+        return figures
+    notes = (*figures.get("notes", ()), "the process is limited to less than the device has: a memory fraction is set")
+    none = {"outside_bytes": 0, "other_processes_bytes": 0, "unaccounted_bytes": 0, "shared_bytes": 0}
+    return figures | none | {"total_bytes": allowed, "free_bytes": max(0, allowed - held), "notes": notes}
+
+
+def _old_form(text: str) -> Figures:
+    """torch 1 and 2.0, and what was made of it."""
+    allocated = _first(text, "{SIZE} already allocated")
+    reserved = _first(text, "{SIZE} reserved in total")
+    held = None if allocated is None or reserved is None else max(0, reserved - allocated)
+    return held_figures(
+        total=_first(text, r"{SIZE} total capac\w*"),
+        free=_first(text, "{SIZE} free"),
+        allocated=allocated,
+        unused=_first(text, "{SIZE} cached") if held is None else held,  # torch 1.3 and before: cached is unused
+    )
+
+
+def _async(text: str, found: re.Match[str]) -> Figures:
+    """CUDA's cudaMallocAsync as PyTorch's backend."""
+    figures = held_figures(
+        total=_first(text, "Device limit ?: {SIZE}"),
+        free=_first(text, r"Free \(according to CUDA\) ?: {SIZE}"),
+        allocated=_first(text, "Currently allocated ?: {SIZE}"),
+        unused=None,
+    )
+    limit = _known(_first(text, r"user-supplied memory fraction\) ?: {SIZE}"))
+    asked = _first(text, "Requested ?: {SIZE}")
+    return {"device": "cuda", "asked_bytes": asked, **_limited(figures, limit)}
+
+
+def _mps(text: str, found: re.Match[str]) -> Figures:
+    """Apple's: what is allowed is a share of the machine's memory; other allocations are Metal's, of this process."""
+    allocated = _first(text, "MPS allocated: {SIZE}", binary=True)
+    outside = _first(text, "other allocations: {SIZE}", binary=True) or 0
+    total = _first(text, "max allowed: {SIZE}", binary=True)
+    asked = _first(text, "Tried to allocate {SIZE}", binary=True)
+    free = None if total is None or allocated is None else max(0, total - allocated - outside)
+    figures = {"asked_bytes": asked, "allocated_bytes": allocated, "total_bytes": total, "free_bytes": free}
+    return {"device": "mps", "outside_bytes": outside, **figures}
+
+
+def _mps_buffer(text: str, found: re.Match[str]) -> Figures:
+    asked = size_of(found[1], found[2], binary=True)
+    return {"device": "mps", "asked_bytes": asked, "notes": ("Metal makes no single buffer of that size",)}
+
+
+def _hpu(text: str, found: re.Match[str]) -> Figures:
+    return {"device": "hpu", "asked_bytes": int(found[1])}
+
+
+# the host, drivers, libraries, servers --------------------------------------------------------------------------------
+
+
+def _named(
+    text: str, failure: Failure, *, what: str, device: str = "", asked: str = "", notes: tuple[str, ...] = ()
+) -> Figures:
+    """Figures of a message that names its program; ``asked``: a pattern of the figure of what was asked for."""
+    nbytes = _first(text, asked) if asked else None
+    return {
+        "device": device or ("cpu" if failure is Failure.HOST else "cuda"),
+        "failure": failure,
+        "asked_bytes": nbytes,
+        "what": what,
+        "notes": (*((_NO_FIGURES,) if nbytes is None else ()), *notes),
+    }
+
+
+def _killed(text: str, found: re.Match[str]) -> Figures:
+    """Read a report of the kernel, a scheduler or Ray: the process and the limit, where it names them."""
+    used = [int(kib) for kib in re.findall(r"\b(?:anon|shmem)-rss:(\d+) ?kB", text)[:2]]
+    limit = re.search(r"memory: usage \d+ ?kB, limit (\d+) ?kB", text)
+    ray = re.search(r"memory used=([\d.]+)GB\) was running was [\d.]+GB / ([\d.]+)GB", text)  # in GiB
+    cgroup = re.search(r"Memory cgroup out of memory|constraint=CONSTRAINT_MEMCG", text)
+    return {
+        "device": "cpu",
+        "failure": Failure.KILLED,
+        "allocated_bytes": size_of(ray[1], "GiB") if ray else 1024 * sum(used) if used else None,
+        "total_bytes": size_of(ray[2], "GiB") if ray else None if limit is None else 1024 * int(limit[1]),
+        "what": "Memory cgroup out of memory" if cgroup else " ".join(found[0].split()),
+    }
+
+
+def _shared(text: str, found: re.Match[str]) -> Figures:
+    return {"device": "cpu", "failure": Failure.SHARED, "what": "NCCL" if "nccl" in found[0] else ""}
+
+
+def _nccl(text: str, found: re.Match[str]) -> Figures:
+    asked = "Failed to CUDA (?:host alloc|calloc|malloc)(?: async)? {SIZE}"
+    if "Failed to CUDA host alloc" in text:
+        figures = _named(text, Failure.HOST, what="pinned memory", asked=asked)
+    else:
+        device = "hip" if found[0].startswith("HIP") else "cuda"
+        figures = _named(text, Failure.LIBRARY, what="NCCL", device=device, asked=asked)
+    return figures | {"notes": ()}
+
+
+def _driver(text: str, found: re.Match[str]) -> Figures:
+    if _first(text, "cuda(?:Host|Malloc)(?:Alloc|Host) failed to allocate {SIZE}") is not None:
+        return _named(text, Failure.HOST, what="pinned memory", asked="failed to allocate {SIZE}")
+    device = "hip" if found[0].lower().startswith(("hip", "rocblas")) else "cuda"
+    device = "mps" if found[0].startswith("kIOGPU") else device
+    what = next((name for name in ("cuBLAS", "cuDNN", "cuSOLVER") if found[0].startswith(name.upper())), "the driver")
+    other = "a library that is set up twice or that the driver does not fit fails in the same way"
+    notes = (other,) if "NOT_INITIALIZED" in found[0] else ()
+    return _named(text, Failure.LIBRARY, what=what, device=device, notes=notes)
+
+
+def _xla(text: str, found: re.Match[str]) -> Figures:
+    """XLA on a GPU names a request; on a TPU it names what the compiled program needs, and the device."""
+    total = _first(text, r"Used [\d.]+[KMGT]? of ([\d.]+)([KMGT]?) hbm") or _first(
+        text, r"HBM capacity ([\d.]+)([KMGT])"
+    )
+    needs = _first(text, r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm")
+    wants = _first(text, r"Attempting to (?:reserve|allocate) ([\d.]+)([KMGT]?)\b")
+    if needs is None and wants is None:
+        return _named(text, Failure.LIBRARY, what="XLA (JAX)", asked="(?:allocate|allocating) {SIZE}")
+    free = _first(text, r"There are ([\d.]+)([KMGT]?) free")
+    held = None if total is None or free is None else max(0, total - free)
+    figures = {"asked_bytes": needs or wants, "total_bytes": total, "free_bytes": free, "allocated_bytes": held}
+    return {"device": "tpu", "failure": Failure.LIBRARY, "what": "XLA", **figures}
+
+
+def _server(text: str, found: re.Match[str]) -> Figures:
+    needs = _first(text, r"\({SIZE} KV cache is needed")
+    if needs is not None:
+        free = _first(text, r"available KV cache memory \({SIZE}\)")
+        return {"failure": Failure.SERVER, "asked_bytes": needs, "free_bytes": free}
+    pair = re.search(r"Free memory on device[^(]*\(([\d.]+)/([\d.]+) GiB\)", text)
+    if pair is None:
+        return {"failure": Failure.SERVER, "notes": (_NO_FIGURES,)}
+    free, total = (size_of(one, "GiB") or 0 for one in pair.groups())
+    held = {"free_bytes": free, "total_bytes": total, "allocated_bytes": 0, "unaccounted_bytes": max(0, total - free)}
+    return {"failure": Failure.SERVER, **held}
+
+
+_READERS: Final[Mapping[str, Callable[[str, re.Match[str]], Figures]]] = {
+    "allocator": _allocator,
+    "async": _async,
+    "mps": _mps,
+    "mps_buffer": _mps_buffer,
+    "hpu": _hpu,
+    "killed": _killed,
+    "shared": _shared,
+    "nccl": _nccl,
+    "driver": _driver,
+    "xla": _xla,
+    "server": _server,
+}
+
+
+# holders --------------------------------------------------------------------------------------------------------------
+
+SLACK: Final = 0.01
+"""Share of a device within which figures agree: messages round them to two decimals."""
+MOST_OUTSIDE: Final = 0.25
+"""Share of a device that a process may hold outside of PyTorch and still be taken for this one."""
+
+
+def held_figures(
+    *,
+    total: int | None,
+    free: int | None,
+    allocated: int | None,
+    unused: int | None,
+    private: int = 0,
+    own: int | None = None,
+    processes: tuple[int, ...] = (),
+) -> Figures:
+    """Account for every byte of a device: figures of `MemoryFacts` that sum to its capacity.
+
+    Args:
+        own: bytes of this process by the driver's count; None where the source does not say.
+        processes: bytes of each other process. In a container a process is listed under a number that it does not know
+            itself: it is the one that holds as much as PyTorch, or a little more.
+    """
+    held = (allocated or 0) + (unused or 0)
+    if total == 0:
+        total = free = None  # the driver does not say
+    notes: list[str] = []
+    if total is not None and held > total * (1 + SLACK):
+        return _figures(total, free, allocated, unused, 0) | {"shared_bytes": held + (free or 0) - total}
+    if free is not None and total is not None and free > max(0, total - held) * (1 + SLACK):
+        free = max(0, total - held)
+        notes.append("the driver calls more free than the device has left: memory that is shared with the host")
+    if own is None and processes:
+        size = total or held
+        near = [one for one in processes if held - SLACK * size <= one <= held + MOST_OUTSIDE * size]
+        mine = min(near, default=None)
+        if mine is not None:
+            own = mine
+            rest = list(processes)
+            rest.remove(mine)
+            processes = tuple(rest)
+            notes.append(
+                "one of the processes that the message lists is this one: in a container it has another number"
+            )
+    if free is None and total is not None and allocated is not None:
+        free = max(0, total - max(held, own or 0) - sum(processes))
+        notes.append("what is free is not stated: it is what the others leave, at most")
+    figures = _figures(total, free, allocated, unused, private) | {"notes": tuple(notes)}
+    outside = max(0, own - held) if own is not None else 0
+    others = sum(processes)
+    if total is None or free is None or allocated is None:
+        return figures | {"outside_bytes": outside, "other_processes_bytes": others}
+    rest_bytes = max(0, total - free - held)
+    outside = min(outside, rest_bytes)
+    others = min(others, rest_bytes - outside)
+    left = rest_bytes - outside - others
+    return figures | {"outside_bytes": outside, "other_processes_bytes": others, "unaccounted_bytes": left}
+
+
+def _figures(total: int | None, free: int | None, allocated: int | None, unused: int | None, private: int) -> Figures:
+    pools = private if unused is not None and private <= unused else 0
+    left = None if unused is None else unused - pools
+    return {
+        "total_bytes": total,
+        "free_bytes": free,
+        "allocated_bytes": allocated,
+        "unused_bytes": left,
+        "private_bytes": pools,
+    }
+
+
+# text -----------------------------------------------------------------------------------------------------------------
+
+_ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
+_BOX: Final = "│┃║╎|"
+_TAG: Final = re.compile(
+    r"\s*(?P<tag>\[(?:[A-Za-z_]+)?[ _:-]{0,2}\d+\]:?|\[\d+,\d+\]<std(?:err|out)>:"
+    r"|\([\w.-]+(?: [\w.=-]+)* pid=\d+[^)]*\)|\d{1,5}:(?=\s)|[A-Za-z][\w.-]*\s+\|(?=\s)"
+    r"|[a-z][\w.-]*\d[\w.-]*:(?=\s)|\[pod/[^\]\s]+\])[ ]?"
+)
+"""The rank, process, container or host whose line it is: torchrun, mpirun, Ray, srun -l, docker, pdsh, kubectl."""
+_PREFIX: Final = re.compile(
+    r"\s*(?:"
+    r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?(?:\s*[-|:](?=\s))?"
+    r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\s+\d+ \d\d:\d\d:\d\d [\w.-]+ [\w./@-]+(?:\[\d+\])?:"
+    r"|\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]?"
+    r"|\[\s*\d+\.\d+\]"
+    r"|[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+\]"
+    r"|\[?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)\]?(?:\s\d\d-\d\d \d\d:\d\d:\d\d)?"
+    r"(?:\s\[?[\w./]+:\d+\])?(?:\s*[-|:](?=\s))?(?=\s)"
+    r"|E(?=\s{2,}))[ ]?"
+)
+_BORDER: Final = re.compile(rf"\s*[{_BOX}]\s?|\s*[╭╰├][─━]*")
+_TRAILING: Final = re.compile(rf"[ ]*[{_BOX}]\s*$")
+MOST_LINES: Final = 400
+"""Before a message, in which its traceback is looked for."""
+
+
+def decoded(data: bytes) -> str:
+    """The text of a file: UTF-8, or UTF-16 as Windows' shells write it; without colours, with lines that end in LF."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        text = data.decode("utf-16", errors="replace")
+    elif data[:400].count(0) > len(data[:400]) // 4:
+        text = data.decode("utf-16-le" if data[1:400:2].count(0) >= data[:400:2].count(0) else "utf-16-be", "replace")
+    else:
+        text = data.decode("utf-8-sig", errors="replace")
+    if "\x1b" in text:
+        text = _ANSI.sub("", text)
+    if '\\n  File \\"' in text:  # a traceback within a string of a structured log
+        text = text.replace('\\"', '"').replace("\\n", "\n")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def tag_of(line: str) -> str:
+    """Return the tags in front of a line (host, rank, process, container); "" where there are none."""
+    return _split(line)[0]
+
+
+def without_prefix(line: str) -> str:
+    """Strip ranks, times, levels and borders in front of a line, and a border at its end."""
+    return _TRAILING.sub("", _split(line)[1])
+
+
+def _split(line: str) -> tuple[str, str]:
+    tag = ""
+    for _ in range(6):
+        found = _BORDER.match(line) or _PREFIX.match(line)
+        if found is None:
+            found = _TAG.match(line)
+            if found is not None:
+                tag += found["tag"].strip()
+        if found is None or not found.end():
+            break
+        line = line[found.end() :]
+    return tag, line
+
+
+def line_around(text: str, at: int) -> str:
+    """Return the line of a position, up to that position."""
+    return text[text.rfind("\n", 0, at) + 1 : at]
+
+
+def lines_before(text: str, at: int) -> list[str]:
+    """Return the lines that lead to a position, without prefixes; of interleaved ranks those of the same rank."""
+    tag = tag_of(line_around(text, at))
+    lines = text[max(0, at - 400 * MOST_LINES) : at].split("\n")[-MOST_LINES:]
+    return [without_prefix(line) for line in lines if not tag or tag_of(line) in ("", tag)]
+
+
+def joined(text: str, at: int, length: int) -> tuple[str, str]:
+    """Join the lines after a position: with a space for each line's end, and without.
+
+    A terminal cuts a figure in two where a line is full; a formatter does so at a space, which may stay or go.
+    """
+    tag = tag_of(line_around(text, at))
+    first, *more = text[at : at + length].split("\n")
+    lines = [_TRAILING.sub("", first), *(without_prefix(line) for line in more if not tag or tag_of(line) in ("", tag))]
+    return " ".join(" ".join(lines).split()), " ".join("".join(lines).split())
