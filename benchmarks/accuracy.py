@@ -25,10 +25,10 @@ from textwrap import fill
 from benchmarks import accuracy_megatron
 from benchmarks.page_command import page_command
 from benchmarks.published import CLAIMED, Figure, Row, rows
-from jettison.explain.peak import peak_parts
 from jettison.formula.region import head_region
 from jettison.predict.allowance import FRAGMENTS
 from jettison.predict.forecast import Forecast, Stage, forecast
+from jettison.report.explain import peak_parts
 from jettison.spec.run import Run
 from jettison.units import GIB
 

@@ -16,13 +16,13 @@ from typing import Any
 
 from benchmarks.page_command import page_command
 from jettison.errors import Infeasible
-from jettison.explain.layer_reasons import layer_reasons
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.time import estimate
+from jettison.report.alternatives import layer_reasons
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run

@@ -21,12 +21,13 @@ from types import MappingProxyType
 from benchmarks.page_command import page_command
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.flops import Counting, model_flops, tokens
-from jettison.explain.trilemma import microbatch_level
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
+from jettison.predict.allowance import available_bytes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import Estimate, estimate
+from jettison.predict.whole_micro_batches import most_whole
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import MEGATRON, PYTORCH
 from jettison.spec.model import ModelSpec
@@ -500,7 +501,7 @@ def appendix_c_gain(model: str, limit_bytes: int | None) -> float:
     with (FACTS / "korthikanti2022_configs.csv").open(encoding="utf-8") as file:
         config = next(row for row in csv.DictReader(file) if row["model"] == model)
     run, device = paper_run(config, recompute="selective", sp=True), hardware("a100-80gb")
-    kept = microbatch_level(run, device, limit_bytes=limit_bytes)
+    kept = estimate(most_whole(run, limit_bytes or available_bytes(device, run)), device)
     return 100 * (kept.mfu - estimate(run, device).mfu)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from jettison.errors import NotDescribed, UsageError
-from jettison.explain.advice import advice
 from jettison.families.config import parse_config
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import embedding_region, head_region
@@ -16,6 +15,7 @@ from jettison.predict.forecast import forecast
 from jettison.predict.largest import fit
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve, run_of
+from jettison.report.forecast import advice
 from jettison.spec.model import ModelSpec
 
 _BASE = {

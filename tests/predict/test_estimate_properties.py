@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from jettison.cost.execution import execution_of
 from jettison.cost.layer import Class
 from jettison.errors import UsageError
-from jettison.explain.trilemma import LINKS, explain, microbatch_level, trades
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
+from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import Estimate, estimate
+from jettison.predict.whole_micro_batches import most_whole
+from jettison.report.alternatives import LINKS, trades, trilemma
 from jettison.spec.hardware import Delays, Hardware, Reached, hardware
 from jettison.spec.run import Run
 from support.work import calls
@@ -208,12 +210,12 @@ def test_a_search_can_ask_thousands_of_times() -> None:
 
 def explained(model: str = "llama2-7b", gpu: str = "a100-80gb", **request: object) -> tuple[Estimate, object]:
     found = estimate(run_of(model, **request), hardware(gpu))
-    return found, explain(found)
+    return found, trilemma(found)
 
 
 def test_options_are_the_run_with_another_mode() -> None:
     found = estimate(run_of("gpt-22b", micro_batch=4, tp=8, recompute="selective"), hardware("a100-80gb"))
-    told = explain(found)
+    told = trilemma(found)
     assert [option.recompute for option in told.options] == [
         "none",
         "selective",
@@ -286,7 +288,7 @@ def test_the_lessons_layer() -> None:
     )
     device = hardware("h100-80gb")
     run = resolve(model, RunRequest(seq=8192, attention="flash", kernels="pytorch")).run
-    told = explain(estimate(run, device))
+    told = trilemma(estimate(run, device))
     assert told.offload is not None
     rate = device.reached.matmul * 989.4e12
     again = (16 * 8192 * 8192**2) / rate + 2 * 8192**2 * 8192 / (device.reached.attention * 989.4e12)
@@ -303,7 +305,7 @@ def test_the_lessons_layer() -> None:
 @pytest.mark.parametrize("gpu", ["a100-80gb", "h100-80gb", "gb200-192gb"])
 def test_a_layer_over_each_link(gpu: str) -> None:
     """Out and back take as long as computing it again exactly at the break-even link."""
-    told = explain(estimate(run_of("llama3-8b", seq=4096), hardware(gpu)))
+    told = trilemma(estimate(run_of("llama3-8b", seq=4096), hardware(gpu)))
     offload = told.offload
     assert offload is not None
     assert [way.link for way in offload.ways] == list(LINKS)
@@ -314,7 +316,7 @@ def test_a_layer_over_each_link(gpu: str) -> None:
         assert way.one_way_seconds == pytest.approx(offload.layer_bytes / reached)
         assert way.quicker is (reached > offload.break_even_bytes_per_second)
         assert way.hides is (way.one_way_seconds <= min(offload.forward_seconds, offload.backward_seconds))
-    slow = explain(estimate(run_of("llama3-8b"), replace(hardware(gpu), host_bytes_per_second=10**9))).offload
+    slow = trilemma(estimate(run_of("llama3-8b"), replace(hardware(gpu), host_bytes_per_second=10**9))).offload
     assert slow is not None and len(slow.ways) == len(LINKS) + 1 and not slow.ways[0].quicker
 
 
@@ -322,18 +324,14 @@ def test_the_grace_examples_model_hides_all_it_saves() -> None:
     """Llama 3 70B, 4 x 8192 tokens over 8 devices: the link of a Grace is quick enough, PCIe 5 is not."""
     run = run_of("llama3-70b", seq=8192, micro_batch=4, tp=8)
     for gpu, hides in (("gb200-192gb", True), ("b200-192gb", False)):
-        told = explain(estimate(run, hardware(gpu)))
+        told = trilemma(estimate(run, hardware(gpu)))
         assert told.offload is not None and told.offload.hides is hides, told.offload
 
 
-def test_keeping_micro_batches_whole_needs_something_to_keep() -> None:
-    with pytest.raises(UsageError, match="got --recompute none"):
-        microbatch_level(run_of("gpt2"), hardware("a100-80gb"))
-    with pytest.raises(UsageError, match="the run peaks at"):
-        microbatch_level(run_of("gpt-1t", recompute="full"), hardware("a100-80gb"))
+def test_all_micro_batches_are_kept_whole_where_all_fit() -> None:
     run = run_of("gpt2", recompute="full", pp=4, micro_batches=8)
     device = hardware("a100-80gb")
-    assert microbatch_level(run, device).breakdown.recompute == 0  # everything fits
+    assert estimate(most_whole(run, available_bytes(device, run)), device).breakdown.recompute == 0
 
 
 def test_reached_shares_are_defaults_that_a_file_may_change() -> None:

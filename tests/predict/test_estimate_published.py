@@ -13,10 +13,10 @@ from benchmarks.throughput import FACTS, paper_run, paper_runs, rows
 from jettison.cost.execution import MEGATRON
 from jettison.cost.layer import PriceModel
 from jettison.cost.recompute import everything, repeated, to_the_end
-from jettison.explain.trilemma import microbatch_level
 from jettison.formula.region import layer_region
 from jettison.predict.stages import kept_by
 from jettison.predict.time import estimate
+from jettison.predict.whole_micro_batches import most_whole
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Recompute
 from jettison.units import GIB
@@ -116,7 +116,7 @@ def test_appendix_c() -> None:
 def test_micro_batches_kept_whole_are_the_same_number_on_every_stage() -> None:
     """Of windows of 31, 29, ..., 17 (2 (p - 1 - i) + (v - 1) p + 1), out of 192 forwards through a chunk."""
     run = paper_run(CONFIGS["175B"], recompute="selective", sp=True)
-    all_again, some = estimate(run, A100), microbatch_level(run, A100, limit_bytes=64 * GIB)
+    all_again, some = estimate(run, A100), estimate(most_whole(run, 64 * GIB), A100)
     assert some.run.recompute.whole == 4
     for i, (less, more) in enumerate(zip(some.stages, all_again.stages, strict=True)):
         window = 2 * (7 - i) + 2 * 8 + 1

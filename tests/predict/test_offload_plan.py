@@ -7,9 +7,6 @@ import pytest
 
 from jettison.cost.execution import execution_of
 from jettison.errors import Infeasible, UsageError
-from jettison.explain.layer_reasons import layer_reasons
-from jettison.explain.trilemma import trades
-from jettison.explain.what_if import what_if
 from jettison.ledger.timeline import Phase
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
@@ -20,6 +17,7 @@ from jettison.predict.stage_choice import LEAST_MOVED, Answer, StageChoice
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import Chosen, Staying
 from jettison.predict.time import estimate
+from jettison.report.alternatives import layer_reasons, trades, what_if
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from jettison.cli.plan import PlanFlags, plan
 from jettison.cost.execution import execution_of
 from jettison.errors import Infeasible
-from jettison.explain.layer_reasons import layer_reasons
 from jettison.predict.auto_recompute import AutoForecast, choose
 from jettison.predict.forecast import forecast, forecast_sizes
 from jettison.predict.peak import peak_bytes
@@ -23,6 +22,7 @@ from jettison.predict.stage_segments import StageSegments
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, Staying, kept_by
 from jettison.predict.time import estimate
+from jettison.report.alternatives import layer_reasons
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from jettison.errors import UsageError
-from jettison.explain.peak import explain
 from jettison.families.presets import preset
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
@@ -18,6 +17,7 @@ from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
+from jettison.report.explain import explain
 from jettison.search.request import SearchRequest
 from jettison.spec.hardware import hardware
 from jettison.spec.states_on_host import StatesOnHost

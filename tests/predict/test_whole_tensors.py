@@ -9,13 +9,13 @@ import pytest
 from benchmarks import megatron_golden
 
 from jettison.errors import UsageError
-from jettison.explain.peak import explain
 from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
 from jettison.predict.largest import fit
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
 from jettison.predict.whole_tensors import Tensor, in_shards, muon_step_bytes, ping_pong, tensors_of
+from jettison.report.explain import explain
 from jettison.search.request import SearchRequest
 from jettison.spec.hardware import hardware
 from jettison.spec.precision import Optimizer

@@ -39,7 +39,7 @@ from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
 
 if TYPE_CHECKING:
-    from jettison.explain.trilemma import Trilemma
+    from jettison.report.alternatives import Trilemma
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +141,6 @@ def _memory(run: Run, device: Hardware) -> tuple[Forecast, Chosen | None]:
 
 
 def _explain(found: Estimate) -> Trilemma:
-    from jettison.explain.trilemma import explain
+    from jettison.report.alternatives import trilemma
 
-    return explain(found)
+    return trilemma(found)

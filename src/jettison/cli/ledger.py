@@ -30,9 +30,9 @@ from jettison.spec.recompute import Mode
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from jettison.explain.figures import Explanation
     from jettison.predict.auto_recompute import AutoForecast
     from jettison.predict.largest import FitAnswer
+    from jettison.report.explain import Explanation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ def _fit(asked: Resolved, budget_bytes: int, choice: AutoForecast | None) -> Fit
 
 
 def _explain(found: Forecast, budget_bytes: int | None) -> Explanation:
-    from jettison.explain.peak import explain
+    from jettison.report.explain import explain
 
     return explain(found, budget_bytes=budget_bytes)
 

@@ -27,7 +27,7 @@ from jettison.spec.kernels import Scans
 from jettison.units import format_bytes, format_change, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:  # asked for rarely
-    from jettison.explain.trilemma import Offload, Option, Trade, Trilemma
+    from jettison.report.alternatives import Offload, Option, Trade, Trilemma
 
 SCHEMA = "jettison.estimate/1"
 PARTS = ("compute", "communication", "bubble", "recompute", "other")
@@ -161,7 +161,7 @@ def _stage(found: Estimate, index: int) -> dict[str, Any]:
 
 
 def _explanation(trilemma: Trilemma) -> dict[str, Any]:
-    from jettison.explain.trilemma import LINKS
+    from jettison.report.alternatives import LINKS
 
     return {
         "kinds": [{"kind": str(kind), "seconds": seconds} for kind, seconds in trilemma.kinds],

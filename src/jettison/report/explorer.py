@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any, Final
 
 from jettison.errors import Infeasible, UsageError
-from jettison.explain.trilemma import LINKS, trades
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.time import estimate
 from jettison.processors import deaf_to_interrupts, end_pool
 from jettison.progress import Progress, silent
+from jettison.report.alternatives import LINKS, trades
 from jettison.report.explorer_closed_form import closed_form_data
 from jettison.report.explorer_common import line, planned, rounded, run_of, usual_layout
 from jettison.report.explorer_front import front_data

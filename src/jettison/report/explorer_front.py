@@ -8,13 +8,12 @@ from itertools import groupby
 from typing import Any, Final
 
 from jettison.errors import Infeasible
-from jettison.explain.layer_reasons import AGAIN, HERE, THERE, tensor_name, whereabouts
-from jettison.explain.what_if import flips
 from jettison.formula.region import Region
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast, Stages, choose
 from jettison.predict.forecast import forecast
 from jettison.predict.stages import StageRegion
+from jettison.report.alternatives import AGAIN, HERE, THERE, flips, tensor_name, whereabouts
 from jettison.report.explorer_common import line, rounded, run_of, usual_layout
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.run import Run

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from jettison.explain.peak import FORWARDS_OF_A_STEP, recomputed_flops
 from jettison.predict.forecast import forecast
 from jettison.predict.stages import FULL, NONE, kept_by
+from jettison.report.explain import FORWARDS_OF_A_STEP, recomputed_flops
 from jettison.report.explorer_common import line, run_of, with_recompute
 from jettison.spec.recompute import round_sqrt
 from jettison.spec.run import Run

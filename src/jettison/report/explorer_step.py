@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
-from jettison.explain.peak import region_roles
 from jettison.ledger.timeline import Unit
 from jettison.memory.schedule import Work
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.played import BACKWARD, Instant, PassProfile, PlayedStage, copies, play
 from jettison.predict.stages import StageRegion
+from jettison.report.explain import region_roles
 from jettison.report.explorer_common import answered, line, rounded, run_of, usual_layout
 from jettison.spec.hardware import Hardware, hardware
 

@@ -23,8 +23,8 @@ from jettison.spec.run import Run
 from jettison.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from jettison.explain.figures import Core, Explanation, Variant
     from jettison.predict.largest import Edge, FitAnswer
+    from jettison.report.explain import Core, Explanation, Variant
 
 
 MOST_STAGES = 20

@@ -18,9 +18,8 @@ from jettison.report.schemas import shaped
 from jettison.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from jettison.explain.layer_reasons import Reason
-    from jettison.explain.what_if import NextGiB
     from jettison.predict.auto_recompute import AutoForecast
+    from jettison.report.alternatives import NextGiB, Reason
 
 SCHEMA = "jettison.plan/1"
 DESCRIBED = "description"

@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from jettison.errors import PlanMismatch, UsageError
-from jettison.explain.layer_reasons import Reason
 from jettison.ledger.levels import StepLevels
+from jettison.report.alternatives import Reason
 from jettison.report.plan import DESCRIBED
 from jettison.report.proof import SCHEMA as PROOF_SCHEMA
 from jettison.report.proof import Proof

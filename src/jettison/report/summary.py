@@ -19,9 +19,9 @@ from jettison.predict.states_on_host import HostStates
 from jettison.report.schemas import shaped
 
 if TYPE_CHECKING:
-    from jettison.explain.figures import Explanation
     from jettison.predict.auto_recompute import AutoForecast
     from jettison.predict.largest import FitAnswer
+    from jettison.report.explain import Explanation
 
 SCHEMA = "jettison.ledger/1"
 

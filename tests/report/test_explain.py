@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from jettison.explain.figures import Explanation, Variant
-from jettison.explain.peak import ASIDE, explain, peak_parts
 from jettison.families.presets import preset
 from jettison.formula.static import Static
 from jettison.ledger.occupancies import stage_occupancies
@@ -14,6 +12,7 @@ from jettison.ledger.timeline import StageLoad, Unit
 from jettison.predict.forecast import Stage, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
+from jettison.report.explain import ASIDE, Explanation, Variant, explain, peak_parts
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.precision import Gradients

@@ -1,4 +1,4 @@
-"""Memory against compute against communication: what a step's time goes into, and what else could be chosen.
+"""Memory against compute against communication: where a step's time goes, and what else could be chosen.
 
 NOTE [ Recompute or offload ]
 A tensor that is saved can be computed again, which takes the device `again` seconds; or it goes to the host during the
@@ -11,26 +11,26 @@ that, both ways together cost 2 bytes / bandwidth, and break even with computing
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from jettison.cost.collective import host_seconds
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.layer import Class, PriceModel
-from jettison.errors import UsageError
 from jettison.formula.region import HELD, Region, layer_region
 from jettison.predict.allowance import available_bytes
+from jettison.predict.auto_recompute import AutoForecast, choose
 from jettison.predict.forecast import forecast
 from jettison.predict.stage_items import Item
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import RegionGroup, walk
+from jettison.predict.stages import RegionGroup, StageRegion, walk
 from jettison.predict.time import Estimate, estimate
-from jettison.predict.whole_micro_batches import most_whole
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
-from jettison.units import format_bytes, format_percent, format_seconds
+from jettison.units import GIB, format_bytes, format_percent, format_seconds
 
 SMALLEST: Final = 0.005
 """Tensors with less than this share of a layer's bytes are left out."""
@@ -138,7 +138,7 @@ class Trilemma:
     sentences: tuple[str, ...]
 
 
-def explain(found: Estimate) -> Trilemma:
+def trilemma(found: Estimate) -> Trilemma:
     """Everything that `--explain` adds to an estimate."""
     run, hardware = found.run, found.hardware
     options = tuple(_options(found))
@@ -273,27 +273,6 @@ def _offload(run: Run, hardware: Hardware, execution: Execution) -> Offload | No
     )
 
 
-# arXiv 2205.05198 Appendix C ------------------------------------------------------------------------------------------
-
-
-def microbatch_level(run: Run, hardware: Hardware, *, limit_bytes: int | None = None) -> Estimate:
-    """The run with as many micro-batches of each window kept whole as fit: `predict.whole_micro_batches`.
-
-    Args:
-        limit_bytes: of tensors on a device; left out, what the hardware leaves for them.
-
-    Raises:
-        UsageError: the run computes nothing again, or does not fit as it is.
-    """
-    if run.recompute.mode is Mode.NONE:
-        raise UsageError("got --recompute none; keeping some micro-batches whole needs a mode that keeps others less")
-    limit = available_bytes(hardware, run) if limit_bytes is None else limit_bytes
-    needed = forecast(run).peak_bytes
-    if needed > limit:
-        raise UsageError(f"the run peaks at {format_bytes(needed)}, and there are {format_bytes(limit)} for it")
-    return estimate(most_whole(run, limit), hardware)
-
-
 # in words -------------------------------------------------------------------------------------------------------------
 
 
@@ -327,3 +306,184 @@ def _sentences(found: Estimate, options: tuple[Option, ...], offload: Offload | 
             f"{format_seconds(offload.one_way_seconds)}, beside a forward of {format_seconds(offload.forward_seconds)} "
             f"and a backward of {format_seconds(offload.backward_seconds)}: offloading all of it {hides}."
         )
+
+
+# a plan, layer by layer -----------------------------------------------------------------------------------------------
+
+MOST_NAMED = 3
+"""Tensors that are named, the largest first."""
+
+HERE, AGAIN, THERE = "kept", "computed again", "on the host"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """One layer, of one micro-batch on one rank.
+
+    Args:
+        again, moved: names of tensors that backward computes again, and that go to the host, largest first.
+        freed_bytes: that are not held because they are computed again; ``again_seconds`` is what that takes.
+        way_seconds: one way to the host; ``forward_seconds`` and ``backward_seconds`` of the next region are beside it.
+    """
+
+    again: tuple[str, ...]
+    freed_bytes: int
+    again_seconds: float
+    moved: tuple[str, ...]
+    moved_bytes: int
+    way_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+
+    @property
+    def stalled_seconds(self) -> float:
+        """What both ways are waited for."""
+        return sum(max(0.0, self.way_seconds - beside) for beside in (self.forward_seconds, self.backward_seconds))
+
+    def __str__(self) -> str:
+        return "; ".join(self._words()) or "all of it has room"
+
+    def _words(self) -> Iterator[str]:
+        if self.again:
+            spent, freed = format_seconds(self.again_seconds), format_bytes(self.freed_bytes)
+            yield f"again {_named(self.again)}: {spent} for {freed}"
+        if self.moved:
+            shortest = min(self.forward_seconds, self.backward_seconds)
+            waits = f"waits {format_seconds(self.stalled_seconds)}" if self.stalled_seconds else "hides"
+            yield (
+                f"to the host {_named(self.moved)}: {format_seconds(self.way_seconds)} a way {waits} behind "
+                f"{format_seconds(shortest)}"
+            )
+
+
+def _named(names: tuple[str, ...]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def layer_reasons(answer: AutoForecast) -> dict[str, Reason]:
+    """By layer, in the order of the model."""
+    run, device = answer.forecast.run, answer.hardware
+    timing = Timing(run=run, hardware=device, execution=execution_of(run))
+    found: dict[str, Reason] = {}
+    known: dict[tuple[object, ...], Reason] = {}
+    for stage in answer.forecast.stages:
+        for chunk in (chunk for chunk in stage.parts if chunk):
+            for at, part in enumerate(chunk):
+                if part.is_layer:
+                    beside = _following(chunk, at)
+                    key = (part.region, part.chosen, *((other.region, other.chosen) for other in beside))
+                    if key not in known:
+                        known[key] = _reason(timing, part, beside)
+                    found[part.name] = known[key]
+    return {name: found[name] for name in run.model.layer_names}
+
+
+def _following(chunk: Sequence[StageRegion], at: int) -> Sequence[StageRegion]:
+    """What comes after a layer or its segment, whose passes are beside its copies: a region, or a whole segment."""
+    part = chunk[at]
+    after = at + (part.segment if part.first else 1)
+    return chunk[after : after + chunk[after].segment] if after < len(chunk) else ()
+
+
+def _reason(timing: Timing, part: StageRegion, following: Sequence[StageRegion]) -> Reason:
+    took = timing.items([RegionGroup(part=part, names=(part.name,))])[0].seconds
+    beside = [timing.items([RegionGroup(part=other, names=(other.name,))])[0].seconds for other in following]
+    where = whereabouts(part)
+    program = part.region.program
+    moved = program.kept_bytes(part.chosen.moved) if part.chosen is not None else 0
+    return Reason(
+        again=_names(part.region, [b for b, place in where.items() if place == AGAIN]),
+        freed_bytes=program.kept_bytes(program.saved_buffers()) - (program.kept_bytes(part.kept) if part.first else 0),
+        again_seconds=took.again.seconds,
+        moved=_names(part.region, [b for b, place in where.items() if place == THERE]),
+        moved_bytes=moved,
+        way_seconds=host_seconds(moved, timing.hardware) if moved else 0.0,
+        forward_seconds=beside[0].forward.seconds if beside else 0.0,
+        backward_seconds=sum(seconds.backward_seconds for seconds in beside),
+    )
+
+
+def whereabouts(part: StageRegion) -> Mapping[int, str]:
+    """For each buffer that backward asks for, where it is in between."""
+    moved = frozenset[int]() if part.chosen is None else part.chosen.moved
+    program = part.region.program
+    wanted = [b for b in sorted(program.needed_buffers()) if not program.buffers[b].free and program.buffers[b].nbytes]
+    stays = part.kept if part.first else frozenset[int]()  # of a segment the first layer's input alone
+    return {b: THERE if b in moved else HERE if b in stays else AGAIN for b in wanted}
+
+
+def _names(region: Region, buffers: list[int]) -> tuple[str, ...]:
+    ordered = sorted(buffers, key=lambda b: -region.program.buffers[b].nbytes)
+    return tuple(dict.fromkeys(tensor_name(region, b) for b in ordered))
+
+
+def tensor_name(region: Region, buffer: int) -> str:
+    """What people call it, the first of several names."""
+    role, path = called(region, buffer)
+    return role.split(", ")[0] or path
+
+
+MOST_STEPS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flip:
+    """Tensors of one name that change their place in so many layers; bytes are of one micro-batch on one rank."""
+
+    tensor: str
+    before: str
+    after: str
+    layers: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextGiB:
+    """One more GiB on each rank. ``saved_seconds`` of a step are what it is worth."""
+
+    answer: AutoForecast
+    saved_seconds: float
+    flips: tuple[Flip, ...]
+
+
+def what_if(answer: AutoForecast, *, steps: int = MOST_STEPS) -> Iterator[NextGiB]:
+    """GiB by GiB above the budget, until nothing is computed again and nothing waited for."""
+    before = answer
+    for _ in range(steps):
+        if before.seconds <= 0.0 and before.host_bytes == 0:
+            return
+        after = choose(
+            answer.forecast.run, before.budget_bytes + GIB, answer.hardware, host_budget_bytes=answer.host_budget_bytes
+        )
+        yield NextGiB(
+            answer=after, saved_seconds=before.step_seconds - after.step_seconds, flips=tuple(flips(before, after))
+        )
+        before = after
+
+
+def flips(before: AutoForecast, after: AutoForecast) -> Iterator[Flip]:
+    """Tensors that another plan of the same run has in another place; largest first."""
+    found: defaultdict[tuple[str, str, str], list[tuple[str, int]]] = defaultdict(list)
+    for old, new in zip(before.forecast.parts, after.forecast.parts, strict=True):
+        places = whereabouts(new)
+        for buffer, place in whereabouts(old).items():
+            if places[buffer] != place:
+                key = (tensor_name(old.region, buffer), place, places[buffer])
+                found[key].append((old.name, old.region.program.buffers[buffer].nbytes))
+    for (tensor, was, becomes), where in found.items():  # layers that only change parts with each other
+        back = found.get((tensor, becomes, was), [])
+        both = min(len(where), len(back))
+        del where[len(where) - both :], back[len(back) - both :]
+    changed = [
+        Flip(
+            tensor=tensor,
+            before=was,
+            after=becomes,
+            layers=tuple(dict.fromkeys(name for name, _ in where)),
+            nbytes=sum(nbytes for _, nbytes in where),
+        )
+        for (tensor, was, becomes), where in found.items()
+        if where
+    ]
+    yield from sorted(changed, key=lambda flip: (-flip.nbytes, flip.tensor))

@@ -1,4 +1,4 @@
-"""Where the peak of a run comes from, and what would lower it: figures first, words made of them.
+"""Where the peak of a run comes from, and what would lower it: figures first, then sentences of them.
 
 NOTE [ Parts of a moment ]
 Bytes at a moment are a sum (NOTE [ What is there when ] in `ledger.timeline`), linear in everything that a stage holds.
@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from jettison.errors import UsageError
-from jettison.explain.figures import Core, Explanation, Share, Variant
-from jettison.explain.remarks import cause, remarks, remedy
 from jettison.formula.region import Region, layer_region
 from jettison.ledger.halves import Halves, WeightStep
-from jettison.ledger.timeline import StageLoad, Unit, moments
+from jettison.ledger.timeline import Moment, Phase, StageLoad, Unit, moments
 from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.passes import passes_of
 from jettison.predict.stages import StageRegion
@@ -27,6 +25,7 @@ from jettison.solve.policy import attention_core
 from jettison.spec.model import AnyLayer
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
+from jettison.units import format_bytes, format_percent
 
 T = TypeVar("T", StageLoad, Unit, Halves, WeightStep)
 
@@ -36,6 +35,96 @@ MODES: Final = ("none", "selective", "selective-op", "full", "every:2", "sqrt")
 """Recompute modes that are compared."""
 _LONGEST: Final = 1 << 24
 """Tokens; a crossover is not looked for beyond."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """Bytes of a part, and the fraction that they are of the whole."""
+
+    name: str
+    nbytes: int
+    fraction: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Core:
+    """The attention core (scores, softmax, their product with the values) in the most frequent layer, on one rank.
+
+    Args:
+        saved_bytes: of it for one micro-batch; 0 with fused attention, which stores no scores.
+        layer_bytes: of the layer, without recompute.
+        flops: of its two products in one forward.
+        layer_flops: of the layer's forward.
+        crossover: the shortest sequence at which its bytes are more than those of the rest of the layer; None: never.
+    """
+
+    saved_bytes: int
+    layer_bytes: int
+    flops: int
+    layer_flops: int
+    crossover: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """The run with one thing changed.
+
+    Args:
+        change: as it is typed.
+        current: it is the run as it is.
+        layer_bytes: of the layer that saves most for one micro-batch.
+        activation_bytes: held between forwards and backwards on the worst stage, at most.
+        recompute_flops: of matrix products, for one micro-batch through the whole model on one rank of each stage.
+            Only what backward needs is computed again, which may be less than the forward of a layer.
+        of_forward: the same as a share of a forward's FLOPs; ``of_step`` of a forward's and a backward's.
+    """
+
+    change: str
+    current: bool
+    peak_bytes: int
+    layer_bytes: int
+    activation_bytes: int
+    recompute_flops: int
+    of_forward: float
+    of_step: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remark:
+    """Something that a run does in vain, or that its user should know."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """Of the worst stage of a forecast; see the classes of the fields.
+
+    Args:
+        parts: of the peak; their bytes add up to it.
+        roles: of what one micro-batch leaves on the worst stage for its backward, largest first, each storage once.
+        sequence_parallelism: off and on; empty without tensor parallelism.
+        sharding: ZeRO 1 and 3; empty where there is one data-parallel rank.
+    """
+
+    stage: int
+    peak_bytes: int
+    phase: str
+    where: str
+    in_flight: int
+    parts: tuple[Share, ...]
+    roles: tuple[Share, ...]
+    core: Core
+    recompute: tuple[Variant, ...]
+    sequence_parallelism: tuple[Variant, ...]
+    sharding: tuple[Variant, ...]
+    remarks: tuple[Remark, ...]
+    sentences: tuple[str, ...]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
 
 
 def explain(found: Forecast, *, budget_bytes: int | None = None) -> Explanation:
@@ -289,3 +378,124 @@ def recomputed_flops(found: Forecast) -> Iterator[int]:
             position += part.is_layer
             inside = part.inner or (part.is_layer and position % size and position < layers)
             yield part.region.flops if inside else passes_of(part, rule).recompute_flops
+
+
+# sentences ------------------------------------------------------------------------------------------------------------
+
+
+def remarks(found: Forecast, budget_bytes: int | None) -> Iterator[Remark]:
+    """What a run does in vain, and what its user should know."""
+    run, peak = found.run, found.peak_bytes
+    mode = run.recompute
+    if mode.mode is Mode.SELECTIVE:
+        plain = forecast(replace(run, recompute=replace(mode, mode=Mode.NONE)))
+        if found.layer_bytes() == plain.layer_bytes():
+            yield Remark(
+                code="selective-saves-nothing",
+                text=f"selective recomputation drops attention scores, and {run.kernels.attention} attention never "
+                f"stores them: layers save the same bytes as with --recompute none, and the peak is "
+                f"{format_bytes(peak)} with either",
+            )
+    if mode.mode is Mode.EVERY and mode.number > 1:
+        full = forecast(replace(run, recompute=replace(mode, mode=Mode.FULL, number=1))).peak_bytes
+        if peak > full:
+            yield Remark(
+                code="segments-above-full",
+                text=f"segments of {mode.number} layers hold fewer inputs, but backward computes {mode.number} layers "
+                f"again at once: the peak is {format_bytes(peak)}, with --recompute full {format_bytes(full)}",
+            )
+    if mode.offload:
+        yield from _offloading(found)
+    if budget_bytes is not None and found.first_step_peak_bytes <= budget_bytes < peak:
+        yield Remark(
+            code="second-step-exceeds",
+            text=f"the first step fits ({format_bytes(found.first_step_peak_bytes)}), the second does not "
+            f"({format_bytes(peak)}): only the first optimizer step allocates "
+            f"{format_bytes(found.worst.static.state)} of state",
+        )
+
+
+def _offloading(found: Forecast) -> Iterator[Remark]:
+    plain = forecast(replace(found.run, recompute=replace(found.run.recompute, offload=False)))
+    held, before = found.worst.activation_bytes, plain.worst.activation_bytes
+    if found.peak_bytes >= plain.peak_bytes:
+        yield Remark(
+            code="offload-misses-peak",
+            text=f"offloading lowers what is held between the passes from {format_bytes(before)} to "
+            f"{format_bytes(held)}, but not the peak ({format_bytes(plain.peak_bytes)} without it, "
+            f"{format_bytes(found.peak_bytes)} with it), which is reached {_place(found.worst.peak)}",
+        )
+
+
+def cause(stage: Stage, parts: tuple[Share, ...]) -> str:
+    """Where the peak is, and what most of it is."""
+    largest = max(parts, key=lambda part: part.nbytes)
+    what = largest.name
+    if what == "activations in flight" and stage.in_flight > 1:
+        what = f"activations of up to {stage.in_flight} micro-batches in flight"
+    return (
+        f"The peak of {format_bytes(stage.peak.nbytes)} is reached on stage {stage.index} {_place(stage.peak)}; the "
+        f"largest part of it is {what}, {format_bytes(largest.nbytes)} ({format_percent(largest.fraction)})."
+    )
+
+
+def remedy(
+    found: Forecast, variants: tuple[Variant, ...], recompute_flops: int, budget_bytes: int | None = None
+) -> str:
+    """Which of the changes that were tried is the cheapest that fits; without a budget, which helps most.
+
+    Args:
+        recompute_flops: of the run itself.
+    """
+    fitting = [v for v in variants if budget_bytes is not None and v.peak_bytes <= budget_bytes < found.peak_bytes]
+    if fitting:
+
+        def dearness(variant: Variant) -> tuple[int, int]:
+            """What frees more without a product computed again costs more of something else (transfers, passes over
+            memory); where products are computed again, as many of them for less memory is the better bargain.
+            """
+            again = variant.recompute_flops
+            return again, variant.peak_bytes if again > recompute_flops else -variant.peak_bytes
+
+        cheapest = min(fitting, key=dearness)
+        more = cheapest.recompute_flops > recompute_flops
+        price = f"{format_percent(cheapest.of_forward)} of a forward" if more else "nothing more"
+        return (
+            f"Of the changes tried, {cheapest.change} is the cheapest that fits: {format_bytes(cheapest.peak_bytes)}, "
+            f"for {price} computed again."
+        )
+    best = min(variants, key=lambda variant: (variant.peak_bytes, variant.recompute_flops))
+    if best.peak_bytes >= found.peak_bytes:
+        return f"None of the {len(variants)} changes tried lowers it."
+    cost = ""
+    if best.recompute_flops > recompute_flops:
+        cost = f", for {format_percent(best.of_forward)} of a forward computed again"
+    return (
+        f"Of the changes tried, {best.change} lowers it most: to {format_bytes(best.peak_bytes)}, by "
+        f"{format_bytes(found.peak_bytes - best.peak_bytes)}{cost}.{_with_the_host(found, budget_bytes)}"
+    )
+
+
+def _with_the_host(found: Forecast, budget_bytes: int | None) -> str:
+    """Does it fit where what stays of each layer goes to the host, too? Empty where it does not, or already goes."""
+    run = found.run
+    if budget_bytes is None or found.peak_bytes <= budget_bytes or run.recompute.offload or run.recompute.sent:
+        return ""
+    try:
+        sent = replace(run, recompute=Recompute(mode=Mode.FULL, offload=True))
+    except UsageError:  # of recorded and compiled layers not every mode is known
+        return ""
+    peak = forecast(sent).peak_bytes
+    return f" --recompute full --offload fits: {format_bytes(peak)}." if peak <= budget_bytes else ""
+
+
+def _place(moment: Moment) -> str:
+    match moment.phase:
+        case Phase.OPTIMIZER:
+            return "in the optimizer step"
+        case Phase.BEFORE | Phase.AFTER:
+            return "between steps"
+        case Phase.LOSS:
+            return "in the forward of the loss"
+        case _:
+            return f"in the {moment.phase} of {moment.where}"
