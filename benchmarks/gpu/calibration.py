@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from benchmarks.gpu.cases import Column, Found, Log, slug
 from benchmarks.gpu.setting import Setting, name_of
-from jettison.calibrate import calibrate, hardware_toml
-from jettison.calibrate.figures import calibration_document, doubtful, figures
+from jettison.diagnose.calibrate import calibrate, calibration_document, doubtful, figures, hardware_toml
 from jettison.progress import silent
 from jettison.spec.hardware import hardware
 

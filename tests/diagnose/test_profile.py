@@ -16,12 +16,10 @@ from jettison.cli.main import run
 from jettison.cli.profile import profile_files
 from jettison.diagnose.facts import MemoryFacts
 from jettison.diagnose.finding import Finding, Kind
-from jettison.diagnose.flops import op_flops
 from jettison.diagnose.profile_file import profile_of, read_profile
 from jettison.diagnose.slow import slow_findings, snapshot_findings
 from jettison.diagnose.snapshot import facts_of_snapshot, snapshot_of
-from jettison.diagnose.spans import joined, overlap, total, without
-from jettison.diagnose.step_profile import StepProfile, profile_steps
+from jettison.diagnose.step_profile import StepProfile, joined, op_flops, overlap, profile_steps, total, without
 from jettison.spec.hardware import hardware
 from support.planted_memory import MIB, Tape
 from support.planted_traces import ACTIVATION, PARAMETERS, STATE, planted

@@ -32,7 +32,7 @@ from jettison.units import format_bytes, format_gib
 from jettison.whole_files import write_whole
 
 if TYPE_CHECKING:
-    from jettison.calibrate import Calibration
+    from jettison.diagnose.fit import Calibration
 
 
 def command(
@@ -77,8 +77,7 @@ def command(
         hint(note)
     with progress() as say:
         measured = calibrated(device=device, quick=quick, ranks=ranks, say=say)
-    from jettison.calibrate import hardware_toml
-    from jettison.calibrate.figures import calibration_document, doubtful, figures
+    from jettison.diagnose.calibrate import calibration_document, doubtful, figures, hardware_toml
 
     if (note := doubtful(measured)) is not None:
         hint(note)
@@ -250,7 +249,7 @@ def calibrated(*, device: str | None, quick: bool, ranks: int, say: Callable[[st
     """
     say("loading torch")
     try:
-        from jettison.calibrate import calibrate
+        from jettison.diagnose.calibrate import calibrate
     except ImportError as error:
         raise UsageError(f"--calibrate needs torch ({error}): {install('torch')}") from None
     return calibrate(device, short=quick, ranks=ranks, say=say)

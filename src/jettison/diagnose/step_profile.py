@@ -13,13 +13,14 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
-from jettison.diagnose.flops import op_flops
 from jettison.diagnose.profile_file import RECOMPUTES, ProfilerTrace, Slice
-from jettison.diagnose.spans import Span, joined, overlap, total, within, without
 
+Span = tuple[int, int]
+"""Beginning and end, in nanoseconds."""
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 PHASES: Final = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 SLOW_FIRST: Final = 1.5
@@ -377,3 +378,96 @@ def _reserved(trace: ProfilerTrace) -> tuple[int, int] | None:
     """Allocated and reserved where most is allocated; None where nothing is reserved (the host)."""
     points = [(allocated, reserved) for _, allocated, reserved in _points(trace) if reserved]
     return max(points) if points else None
+
+
+# spans of time --------------------------------------------------------------------------------------------------------
+
+
+def joined(spans: Iterable[Span], *, gap: int = 0) -> list[Span]:
+    """Merge overlapping spans, and neighbours with at most ``gap`` between them; in order."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1] + gap:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def total(spans: Iterable[Span]) -> int:
+    """Length of spans that do not overlap."""
+    return sum(end - start for start, end in spans)
+
+
+def within(spans: Iterable[Span], start: int, end: int) -> list[Span]:
+    """Cut spans to a window."""
+    return [(max(a, start), min(b, end)) for a, b in spans if min(b, end) > max(a, start)]
+
+
+def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """Subtract ``others`` from ``spans``; both joined."""
+    found: list[Span] = []
+    at = 0
+    for start, end in spans:
+        while at and others[at - 1][1] > start:
+            at -= 1
+        begin = start
+        while at < len(others) and others[at][0] < end:
+            if others[at][1] > begin:
+                if others[at][0] > begin:
+                    found.append((begin, others[at][0]))
+                begin = max(begin, others[at][1])
+            at += 1
+        if begin < end:
+            found.append((begin, end))
+    return found
+
+
+def overlap(spans: Sequence[Span], others: Sequence[Span]) -> int:
+    """Length of the intersection; both joined."""
+    return total(spans) - total(without(spans, others))
+
+
+# FLOPs: a multiply-add is 2 -------------------------------------------------------------------------------------------
+
+_FORWARD: Final = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+)
+_BACKWARD: Final = tuple(f"{name}_backward" for name in _FORWARD)
+
+
+def op_flops(name: str, args: Mapping[str, Any]) -> int:
+    """Return FLOPs of matmuls and fused attention, causal or not; 0 for all else, and without shapes."""
+    dims = args.get("Input Dims")
+    if not isinstance(dims, list):
+        return 0
+    shapes = [one for one in dims if _is_shape(one)]
+    if name in ("aten::mm", "aten::bmm") and len(shapes) >= 2:
+        return _product(shapes[0], shapes[1])
+    if name in ("aten::addmm", "aten::baddbmm") and len(shapes) >= 3:
+        return _product(shapes[1], shapes[2])
+    if name in _FORWARD and len(shapes) >= 3:
+        return _scores(shapes[0], shapes[1]) + _values(shapes[0], shapes[1], shapes[2])
+    if name in _BACKWARD and len(shapes) >= 4:  # the scores again and two more of their size; two of the values'
+        q, k, v = shapes[1:4]
+        return 3 * _scores(q, k) + 2 * _values(q, k, v)
+    return 0
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _product(a: list[int], b: list[int]) -> int:
+    return 2 * prod(a) * b[-1] if a[-1] == b[-2 if len(b) > 1 else 0] else 0
+
+
+def _scores(q: list[int], k: list[int]) -> int:
+    return 2 * prod(q) * k[-2] if len(k) > 1 else 0
+
+
+def _values(q: list[int], k: list[int], v: list[int]) -> int:
+    return 2 * prod(q[:-1]) * k[-2] * v[-1] if len(k) > 1 else 0

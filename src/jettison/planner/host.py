@@ -122,7 +122,7 @@ def _link_speed(given: Hardware | None, device: torch.device) -> float:
     if given is not None:
         return 1 / host_seconds(1, given)
     if device.type == "cuda":
-        from jettison.calibrate.session import host_link
+        from jettison.diagnose.calibrate import host_link
 
         return host_link(device)
     raise UsageError(

@@ -15,16 +15,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jettison.calibrate import Calibration, calibrate, clock, hardware_toml, session
-from jettison.calibrate.clock import Probe, undisturbed
-from jettison.calibrate.collectives import measure_link
-from jettison.calibrate.fit import LinkFit, Measured, fit
-from jettison.calibrate.probes import CPU_SIZES, Pool, Sizes, counted, step_of_blocks
 from jettison.cli import doctor
 from jettison.cli.main import run
 from jettison.cost.kernel import Product
 from jettison.cost.launches import FLASH_BACKWARD
 from jettison.cost.matmul import product_seconds
+from jettison.diagnose import calibrate as session
+from jettison.diagnose import probes
+from jettison.diagnose.calibrate import Calibration, calibrate, hardware_toml
+from jettison.diagnose.fit import LinkFit, Measured, fit
+from jettison.diagnose.probes import Pool, Probe, Sizes, counted, measure_link, sizes_for, step_of_blocks, undisturbed
 from jettison.errors import UsageError
 from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Throughput, hardware
 from support.patience import PATIENCE
@@ -290,9 +290,9 @@ def one_thread():
 
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """Small shapes: plausible figures, the same random numbers afterwards, and a file that reads back."""
-    monkeypatch.setattr(session, "CPU_SIZES", FAST)
+    monkeypatch.setattr(session, "sizes_for", lambda device, *, short: FAST)
     monkeypatch.setattr(session, "FULL_SECONDS", 0.5)
-    monkeypatch.setattr(clock, "GIVE_UP_SECONDS", PATIENCE)
+    monkeypatch.setattr(probes, "GIVE_UP_SECONDS", PATIENCE)
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -452,9 +452,10 @@ def test_step_times_of_models_that_were_never_timed(one_thread: None) -> None:
 
     keep_memory()
     machine = calibrate("cpu").hardware
+    calibrated = {rows for rows, _, _ in sizes_for(torch.device("cpu"), short=False).products}
     rows = []
     for small in MODELS:
-        assert small.batch * small.seq not in {rows for rows, _, _ in CPU_SIZES.products}
+        assert small.batch * small.seq not in calibrated
         rows += rows_of(small, machine, measure(small, 9))
     found = summary(rows)
     assert len(rows) == 40

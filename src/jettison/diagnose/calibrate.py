@@ -1,35 +1,40 @@
-"""`calibrate`: runs the probes on one device and makes a hardware description of what they gave."""
+"""What the machine at hand reaches, measured, as a hardware file that estimates can be made with."""
 
 from __future__ import annotations
 
 import os
 import platform
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from jettison.calibrate.clock import GIVE_UP_SECONDS, Clock, Probe, clock_for, undisturbed
-from jettison.calibrate.collectives import measure_link
-from jettison.calibrate.fit import Calibration, LinkFit, Measured, fit
-from jettison.calibrate.probes import (
-    CPU_SIZES,
-    CUDA_SIZES,
+from jettison.diagnose.fit import NEVER, Calibration, LinkFit, Measured, fit
+from jettison.diagnose.probes import (
+    GIVE_UP_SECONDS,
+    Clock,
     Pool,
+    Probe,
     Sizes,
     attention_probes,
+    clock_for,
     counted,
     host_probes,
+    measure_link,
     product_probes,
-    quick,
+    sizes_for,
     step_of_blocks,
     step_of_layers,
     stream_probe,
+    undisturbed,
 )
 from jettison.errors import UsageError
 from jettison.progress import Progress, silent
 from jettison.spec.hardware import Hardware
+from jettison.units import MIB, format_bytes
 
 FULL_SECONDS, QUICK_SECONDS = 30.0, 5.0
 """That rounds may take; trying each call, and making data, comes on top."""
@@ -52,13 +57,12 @@ def calibrate(device: str | None = None, *, short: bool = False, ranks: int = 0,
     """
     began = time.perf_counter()
     where = _device(device)
-    sizes = CUDA_SIZES if where.type == "cuda" else CPU_SIZES
-    sizes = quick(sizes) if short else sizes
+    sizes = sizes_for(where, short=short)
     with torch.random.fork_rng(devices=[where.index or 0] if where.type == "cuda" else []):
         torch.manual_seed(0)
         measured = _measured(where, sizes, QUICK_SECONDS if short else FULL_SECONDS, ranks, say)
     found = fit(measured, describe(where))
-    return Calibration(hardware=found.hardware, comparisons=found.comparisons, took_seconds=time.perf_counter() - began)
+    return replace(found, took_seconds=time.perf_counter() - began)
 
 
 def _device(name: str | None) -> torch.device:
@@ -208,3 +212,131 @@ def cpu_name() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
+
+
+# a hardware file ------------------------------------------------------------------------------------------------------
+
+
+def hardware_toml(found: Calibration) -> str:
+    """The file's text; what each product took and what an estimate would say of it are comments at the end."""
+    return "\n".join([*_head(found.hardware), *_sections(found.hardware), *_comments(found)]) + "\n"
+
+
+def _head(h: Hardware) -> Iterator[str]:
+    yield f"name = {_quoted(h.name)}"
+    yield f'memory = "{h.memory_bytes // MIB}MiB"'
+    yield f'usable = "{h.usable_bytes // MIB}MiB"'
+    if h.host_memory_bytes is not None:
+        yield f'host_memory = "{h.host_memory_bytes // MIB}MiB"'
+    yield f"units = {h.units}"
+    yield f"node = {h.node}"
+    if h.synchronous:
+        yield "synchronous = true"
+    yield f"source = {_quoted(h.source)}"
+    yield f"usable_source = {_quoted(h.usable_source)}"
+    for key in ("reached_source", "delays_source"):
+        yield f"{key} = {_quoted(h.source)}"
+
+
+def _sections(h: Hardware) -> Iterator[str]:
+    rates = {name: rate / 1e12 for name, rate in asdict(h.flops_per_second).items() if rate is not None}
+    widths = {
+        "memory": h.memory_bytes_per_second,
+        "link": h.link_bytes_per_second,
+        "host": h.host_bytes_per_second,
+        "network": h.network_bytes_per_second,
+    }
+    yield from _section("teraflops", rates)
+    yield from _section("gigabytes_per_second", {name: w / 1e9 for name, w in widths.items() if w is not None})
+    yield from _section("reached", {name: share for name, share in asdict(h.reached).items() if share is not None})
+    yield from _section("microseconds", {name: s * 1e6 for name, s in asdict(h.delays).items() if s})
+    edges = {name: found for name, found in asdict(h.edges).items() if found is not None}
+    if edges:
+        yield "\n[edges]"
+        yield from (f"{name} = [{', '.join(map(_number, found.values()))}]" for name, found in edges.items())
+
+
+def _section(name: str, values: dict[str, float]) -> Iterator[str]:
+    yield ""
+    yield f"[{name}]"
+    for key, value in values.items():
+        note = "  # nothing is waited for" if name == "microseconds" and value <= NEVER * 1e6 else ""
+        yield f"{key} = {_number(value)}{note}"
+
+
+def _number(value: float) -> str:
+    """Four digits; TOML knows no exponent without a point, so none is written."""
+    return (
+        f"{value:.9f}".rstrip("0").rstrip(".")
+        if value < 0.001
+        else f"{float(f'{value:.4g}'):.6f}".rstrip("0").rstrip(".")
+    )
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _comments(found: Calibration) -> Iterator[str]:
+    yield ""
+    yield f"# Measured in {found.took_seconds:.0f} s. Products: GFLOP/s, and estimated over measured seconds."
+    for c in found.comparisons:
+        p = c.product
+        rate = p.flops / c.seconds / 1e9
+        yield f"# {p.dtype:9} {p.m:6} x {p.n:6} x {p.k:6}  {rate:10.1f}  {c.estimated_seconds / c.seconds:5.2f}"
+
+
+# for people and for JSON ----------------------------------------------------------------------------------------------
+
+DOUBTFUL = 0.25
+"""Products that differ so much from what the figures say were disturbed."""
+
+
+def doubtful(found: Calibration) -> str | None:
+    """What to say of figures that do not describe what was measured."""
+    if found.error <= DOUBTFUL:
+        return None
+    return (
+        f"note: half of the products took {found.error:.0%} more or less than these figures say: the machine was "
+        "busy, or its clock changes; measure again when it is quiet"
+    )
+
+
+def figures(found: Calibration) -> list[tuple[str, str]]:
+    """(name, value) pairs for people."""
+    h = found.hardware
+    rows = [("device", h.name), ("memory", f"{format_bytes(h.usable_bytes)} of {format_bytes(h.memory_bytes)} usable")]
+    rates = asdict(h.flops_per_second)
+    rows += [(f"{dtype} products", f"{rate / 1e12:.4g} TFLOP/s") for dtype, rate in rates.items() if rate is not None]
+    reached = h.reached
+    rows += [
+        (
+            "estimates count on",
+            f"{reached.matmul:.0%} of it for products, {reached.attention:.0%} for attention, "
+            f"{reached.attention_backward:.0%} for its backward",
+        ),
+        ("products off by", f"{found.error:.0%} (median of {len(found.comparisons)})"),
+    ]
+    if h.memory_bytes_per_second is not None:
+        width = h.memory_bytes_per_second / 1e9
+        rows.append(("memory bandwidth", f"{width:.4g} GB/s, {reached.memory:.0%} of it in a training step"))
+    for name, value in (("host link", h.host_bytes_per_second), ("link between ranks", h.link_bytes_per_second)):
+        if value is not None:
+            rows.append((name, f"{value / 1e9:.4g} GB/s"))
+    rows.append(("a kernel costs", f"{h.delays.kernel * 1e6:.3g} µs beside its work"))
+    rows.append(("a hook costs", f"{h.delays.hook * 1e6:.3g} µs for each tensor that a planned layer saves"))
+    return [*rows, ("measured in", f"{found.took_seconds:.0f} s")]
+
+
+def calibration_document(found: Calibration) -> dict[str, Any]:
+    """Plain data, every product included."""
+    compared = [
+        {**asdict(c.product), "seconds": c.seconds, "estimated_seconds": c.estimated_seconds} for c in found.comparisons
+    ]
+    return {
+        "schema": "jettison.calibration/1",
+        "hardware": asdict(found.hardware),
+        "took_seconds": found.took_seconds,
+        "products": compared,
+        "request": None,
+    }

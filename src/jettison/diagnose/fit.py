@@ -49,7 +49,7 @@ class Measured:
         hooks: (tensors saved, seconds, seconds with hooks) of a step of layers.
         gap: between kernels on the device itself; None on a CPU, which runs an op as it is handed over.
         host: (bytes, seconds to the device, seconds from it).
-        collectives: what `collectives.measure` gave.
+        collectives: what `probes.measure_link` gave.
     """
 
     products: Mapping[str, tuple[tuple[Product, float], ...]]

@@ -1,4 +1,12 @@
-"""What is run on a machine to know it: matrix products, fused attention, copies, and a block of ordinary ops.
+"""Probes of a machine: matmuls, fused attention, copies, ordinary ops, collectives; and how their seconds are taken.
+
+Calls are timed in rounds over all of them, so that what disturbs a machine for a while disturbs all of them.
+
+NOTE [ Whose seconds ]
+A single thread is timed by the seconds that it ran, so that what else a shared machine does is not counted. Several
+threads wait for each other, and a device is not asked: their seconds are the wall's, those of a device with an end that
+waits for it. Either way others share caches and memory, and can only make a call longer: of many samples the lower
+quartile counts.
 
 NOTE [ Cold data ]
 A training step seldom finds a weight, or what a layer saved, in a cache. So operands come from a pool that is larger
@@ -7,21 +15,132 @@ than caches, each call from another place of it, and results stay for a while be
 
 from __future__ import annotations
 
+import gc
+import json
+import statistics
+import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from jettison.calibrate.clock import Probe
 from jettison.capture.tracer import trace_model
 from jettison.cost.kernel import Product
+from jettison.diagnose.finding import table
+from jettison.diagnose.fit import LinkFit
+from jettison.errors import UsageError
+from jettison.progress import Progress, silent
 from jettison.runtime.install import install
 from jettison.solve.policy import KeepAll
+
+# seconds --------------------------------------------------------------------------------------------------------------
+
+SAMPLE_SECONDS = 2e-3
+"""A sample repeats a call until it takes about as long as this: clocks are coarse, and starting one costs."""
+LEAST_ROUNDS, MOST_ROUNDS = 3, 25
+GIVE_UP_SECONDS = 0.5
+"""A call that takes longer is left out: it would eat the time of all others."""
+
+
+class Clock(StrEnum):
+    """Whose seconds: see NOTE [ Whose seconds ]."""
+
+    THREAD = "seconds of one CPU thread"
+    WALL = "wall-clock seconds"
+    CUDA = "wall-clock seconds of the device"
+
+    def now(self) -> float:
+        """A moment, the device's work included."""
+        if self is Clock.THREAD:
+            return time.thread_time()
+        if self is Clock.CUDA:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One call whose seconds are wanted. ``run`` is given a number that grows, so that data need not be the same."""
+
+    name: str
+    run: Callable[[int], object]
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock that suits a device."""
+    if device.type == "cuda":
+        return Clock.CUDA
+    return Clock.THREAD if torch.get_num_threads() == 1 else Clock.WALL
+
+
+def undisturbed(
+    probes: Sequence[Probe], clock: Clock, *, seconds: float, needed: bool = False, say: Progress = silent
+) -> dict[str, float]:
+    """Seconds of each call: the lower quartile over rounds.
+
+    Args:
+        seconds: on the wall after which no further round begins; three there are anyway, and at most 25.
+        needed: there is no doing without any of them; otherwise those that fail or take too long are left out.
+    """
+    deadline = time.perf_counter() + seconds
+    samplers = []
+    for probe in probes:
+        say(f"trying {probe.name}")
+        sampler = _Sampler(probe, clock, needed)
+        if sampler.usable:
+            samplers.append(sampler)
+    samples: dict[str, list[float]] = {sampler.name: [] for sampler in samplers}
+    enabled = gc.isenabled()
+    for number in range(MOST_ROUNDS):
+        if number >= LEAST_ROUNDS and time.perf_counter() > deadline:
+            break
+        say(f"round {number + 1} of {len(samplers)} calls")
+        gc.collect()
+        gc.disable()
+        try:
+            for sampler in samplers[:: 1 if number % 2 == 0 else -1]:
+                samples[sampler.name].append(sampler.sample())
+        finally:
+            if enabled:
+                gc.enable()
+    return {name: statistics.quantiles(found, n=4, method="inclusive")[0] for name, found in samples.items()}
+
+
+class _Sampler:
+    """A probe, and how many calls make a sample of it."""
+
+    def __init__(self, probe: Probe, clock: Clock, needed: bool) -> None:
+        self.name, self._run, self._clock, self._turn = probe.name, probe.run, clock, 0
+        self.usable, self._calls = True, 1
+        try:
+            self.sample()  # warms up
+            once = self.sample()
+        except (RuntimeError, NotImplementedError):  # an op that this device or this build does not have
+            if needed:
+                raise
+            self.usable = False
+            return
+        self.usable = needed or once < GIVE_UP_SECONDS
+        self._calls = max(1, min(1000, round(SAMPLE_SECONDS / max(once, 1e-7))))
+
+    def sample(self) -> float:
+        start = self._clock.now()
+        for _ in range(self._calls):
+            self._run(self._turn)
+            self._turn += 1
+        return (self._clock.now() - start) / self._calls
+
+
+# sizes and data -------------------------------------------------------------------------------------------------------
 
 BLOCKS = 6
 """In a step of blocks or layers: together, blocks hold more than caches do."""
@@ -49,58 +168,15 @@ class Sizes:
     pool_bytes: int
 
 
-CPU_SIZES = Sizes(
-    products=(
-        (320, 320, 320),
-        (640, 128, 512),
-        (640, 512, 128),
-        (640, 768, 192),
-        (1280, 256, 256),
-        (1280, 1024, 256),
-        (1280, 256, 1024),
-        (640, 1536, 512),
-        (640, 512, 1536),
-        (640, 4096, 384),
-        (1280, 768, 768),
-        (1536, 1536, 1536),
-    ),
-    attention=((3, 5, 160, 32), (3, 7, 320, 32), (2, 6, 320, 64), (1, 7, 640, 64)),
-    streamed=1 << 24,
-    block=(1024, 384),
-    layer=(64, 512, 8),
-    pool_bytes=128 << 20,
-)
-CUDA_SIZES = Sizes(
-    products=(
-        (2048, 2048, 2048),
-        (2048, 1024, 4096),
-        (4096, 1024, 1024),
-        (4096, 4096, 4096),
-        (8192, 2048, 8192),
-        (8192, 8192, 2048),
-        (8192, 12288, 4096),
-        (8192, 4096, 14336),
-        (16384, 4096, 4096),
-        (4096, 32768, 4096),
-    ),
-    attention=((4, 16, 2048, 128), (1, 32, 4096, 128), (8, 16, 2048, 64), (1, 32, 8192, 128)),
-    streamed=1 << 28,
-    block=(8192, 4096),
-    layer=(8, 16, 2),
-    pool_bytes=1 << 30,
-)
+def sizes_for(device: torch.device, *, short: bool) -> Sizes:
+    """Return what suits a device, as `probes.toml` says; ``short``: every second matmul and attention."""
+    row = table("probes")["cuda" if device.type == "cuda" else "cpu"]
+    sizes = Sizes(**{name: _frozen(value) for name, value in row.items()})
+    return replace(sizes, products=sizes.products[1::2], attention=sizes.attention[1::2]) if short else sizes
 
 
-def quick(sizes: Sizes) -> Sizes:
-    """Every second product and attention."""
-    return Sizes(
-        products=sizes.products[1::2],
-        attention=sizes.attention[1::2],
-        streamed=sizes.streamed,
-        block=sizes.block,
-        layer=sizes.layer,
-        pool_bytes=sizes.pool_bytes,
-    )
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 class Pool:
@@ -115,9 +191,7 @@ class Pool:
 
     def take(self, *shape: int) -> Tensor:
         """A tensor whose elements were not used lately."""
-        size = 1
-        for n in shape:
-            size *= n
+        size = prod(shape)
         if self._at + size > self._flat.numel():
             self._at = 0
         found = self._flat[self._at : self._at + size].view(shape)
@@ -289,3 +363,88 @@ def counted(step: Callable[[int], None]) -> Counted:
     with Counted() as found:
         step(0)
     return found
+
+
+# collectives ----------------------------------------------------------------------------------------------------------
+
+SMALL_BYTES, LARGE_BYTES = 4 << 10, 32 << 20
+WARM_UP, ROUNDS = 2, 9
+
+
+def measure_link(ranks: int, device: str) -> LinkFit:
+    """All-gather and all-reduce, small and large.
+
+    Args:
+        ranks: processes to start; where a process group is initialised it is used, and all its ranks must call this.
+        device: "cuda", one device for each rank, or "cpu".
+
+    Raises:
+        UsageError: fewer than two ranks, fewer devices than ranks, or a torch without distribution.
+    """
+    if not distributed.is_available():
+        raise UsageError("this torch was built without torch.distributed; leave --ranks out")
+    if distributed.is_initialized():
+        return _measured_link(distributed.get_world_size(), device)
+    if ranks < 2:
+        raise UsageError(f"got {ranks} ranks; collectives take 2 or more")
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        raise UsageError(f"got {ranks} ranks for {torch.cuda.device_count()} devices; expected at most as many")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (ranks, device, folder), nprocs=ranks)
+        found = json.loads((Path(folder) / "link.json").read_text(encoding="utf-8"))
+    return LinkFit(**found)
+
+
+def _rank(rank: int, ranks: int, device: str, folder: str) -> None:
+    """One process."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    distributed.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks
+    )
+    try:
+        link = _measured_link(ranks, device)
+        if rank == 0:
+            (Path(folder) / "link.json").write_text(json.dumps(asdict(link)), encoding="utf-8")
+        distributed.barrier()
+    finally:
+        distributed.destroy_process_group()
+
+
+def _measured_link(ranks: int, device: str) -> LinkFit:
+    """A ring moves (n - 1) / n of a tensor in n - 1 steps to gather it, and twice that to reduce it."""
+    steps = ranks - 1
+    gather, reduce = (_seconds(call, SMALL_BYTES, ranks, device) for call in (_gather, _reduce))
+    step = min(gather / steps, reduce / (2 * steps))
+    large = [_seconds(call, LARGE_BYTES, ranks, device) for call in (_gather, _reduce)]
+    moved = LARGE_BYTES * steps / ranks
+    rates = [moved * passes / max(s - passes * steps * step, 0.1 * s) for s, passes in zip(large, (1, 2), strict=True)]
+    return LinkFit(ranks=ranks, bytes_per_second=statistics.mean(rates), step_seconds=step)
+
+
+def _gather(whole: torch.Tensor, part: torch.Tensor) -> None:
+    newer = getattr(distributed, "all_gather_single", None)  # the name that torch 2.13 prefers
+    (newer or distributed.all_gather_into_tensor)(whole, part)
+
+
+def _reduce(whole: torch.Tensor, _part: torch.Tensor) -> None:
+    distributed.all_reduce(whole)
+
+
+def _seconds(call: Callable[[torch.Tensor, torch.Tensor], None], nbytes: int, ranks: int, device: str) -> float:
+    """Median over rounds of the slowest rank's seconds."""
+    part = torch.zeros(nbytes // 4 // ranks, device=device)
+    whole = torch.zeros(part.numel() * ranks, device=device)
+    samples = []
+    for number in range(WARM_UP + ROUNDS):
+        distributed.barrier()
+        start = time.perf_counter()
+        call(whole, part)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if number >= WARM_UP:
+            samples.append(time.perf_counter() - start)
+    slowest = torch.tensor([statistics.median(samples)], device=device)
+    distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
+    return float(slowest.item())
