@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -81,7 +82,7 @@ def facts_of_log(text: str, name: str) -> MemoryFacts:
             "snapshot of torch.cuda.memory._dump_snapshot, or what jettison.watch() wrote"
         )
     form, found = first
-    spaced, tight = (form.figures(one, found) for one in joined(text, found.start(), form.window))
+    spaced, tight = (form.read(one, found) for one in joined(text, found.start(), form.window))
     figures = tight if _read(tight) > _read(spaced) else spaced
     trace = _traceback(lines_before(text, found.start()))
     notes = list(figures.pop("notes", ()))
@@ -230,6 +231,9 @@ class Form:
 
     Args:
         reader: of `_READERS`; without one the row itself says what failed.
+        device: its type; \\1 is the first group of ``begins``.
+        figures: by name, patterns of a number and its unit; the first that matches counts.
+        binary: it writes GB for GiB, as PyTorch's allocator for Apple's devices does.
         window: characters of the text, from the beginning of the message on, that are read.
         counted: each request that fails writes one.
         fallback: it counts only where no other message stands.
@@ -237,11 +241,12 @@ class Form:
 
     words: tuple[str, ...]
     begins: re.Pattern[str]
-    reader: str = ""
+    reader: str = "named"
     failure: str = ""
     device: str = ""
     what: str = ""
-    asked: str = ""
+    figures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    binary: bool = False
     notes: tuple[str, ...] = ()
     window: int = WINDOW
     counted: bool = False
@@ -252,20 +257,30 @@ class Form:
         found = [at for word in self.words if (at := text.find(word)) >= 0]
         return self.begins.search(text, max(0, min(found) - WINDOW)) if found else None
 
-    def figures(self, text: str, found: re.Match[str]) -> Figures:
-        """Read the figures of a message, from its beginning on."""
-        if self.reader:
-            return _READERS[self.reader](text, found)
-        if not self.failure:
-            return {"notes": tuple(self.notes)}
-        return _named(text, Failure(self.failure), what=self.what, device=self.device, asked=self.asked)
+    def read(self, text: str, found: re.Match[str]) -> Figures:
+        """Read a message, from its beginning on."""
+        return _READERS[self.reader](self, text, found)
+
+    def sizes(self, text: str) -> defaultdict[str, int | None]:
+        """Read its figures, in bytes; None where one is not there."""
+        read: defaultdict[str, int | None] = defaultdict(lambda: None)
+        for name, patterns in self.figures.items():
+            sizes = (_first(text, pattern, binary=self.binary) for pattern in patterns)
+            read[name] = next((size for size in sizes if size is not None), None)
+        return read
 
 
 @cache
 def forms() -> tuple[Form, ...]:
     """Return all forms, in the order in which they count."""
-    rows = [(dict(row), "|".join(row["begins"])) for row in table("log_forms")["form"]]
-    return tuple(Form(**row | {"begins": re.compile(_filled(begins), re.MULTILINE)}) for row, begins in rows)
+    data, found = table("log_forms"), []
+    for row in data["form"]:
+        begins = re.compile(_filled("|".join(row["begins"])), re.MULTILINE)
+        figures = row.get("figures", {})
+        found.append(
+            Form(**row | {"begins": begins, "figures": data["figures"]["pytorch"] if figures == "pytorch" else figures})
+        )
+    return tuple(found)
 
 
 def _filled(pattern: str) -> str:
@@ -315,34 +330,30 @@ def _known(nbytes: int | None) -> int | None:
 # allocators -----------------------------------------------------------------------------------------------------------
 
 
-def _allocator(text: str, found: re.Match[str]) -> Figures:
-    device = {"CUDA": "cuda", "HIP": "hip"}.get(found[1], found[1].lower())
-    if re.search(r"Tried to allocate more than 1 ?EB", text):
-        return {"device": device, "asked_bytes": EXBI}
-    asked = _first(text, "Tried to allocate {SIZE}")
-    if asked is None:
-        return {"device": device, "notes": (_NO_FIGURES,)}
-    new = re.search(r"total capac\w* of|is allocated by PyTorch|memory in use", text) is not None
-    return {"device": device, "asked_bytes": asked, **(_new_form(text) if new else _old_form(text))}
+def _allocator(form: Form, text: str, found: re.Match[str]) -> Figures:
+    """PyTorch's caching allocator; without a request's size it says nothing else."""
+    figures = _accounted(form, text, found)
+    if figures["asked_bytes"] is None:
+        return {"device": figures["device"], "notes": (_NO_FIGURES,)}
+    return figures
 
 
-def _new_form(text: str) -> Figures:
-    """torch 2.1 and later."""
-    total = _first(text, r"total capac\w* of {SIZE}")
-    free = _first(text, "of which {SIZE} is free")
-    allocated = _first(text, "{SIZE} is allocated by PyTorch")
-    unused = _first(text, "{SIZE} is reserved by PyTorch but unallocated")
-    others = [_known(size_of(*pair)) for pair in re.findall(rf"Process \d+ has {_SIZE} memory in use", text)]
+def _accounted(form: Form, text: str, found: re.Match[str]) -> Figures:
+    """An allocator that says who holds the device."""
+    sizes = form.sizes(text)
+    allocated, reserved = sizes["allocated"], sizes["reserved"]
+    processes = re.findall(rf"Process \d+ has {_SIZE} memory in use", text)
     figures = held_figures(
-        total=total,
-        free=free,
+        total=sizes["total"],
+        free=sizes["free"],
         allocated=allocated,
-        unused=unused,
-        private=_first(text, "with {SIZE} allocated in private pools") or 0,
-        own=_known(_first(text, "this process has {SIZE} memory in use")),
-        processes=tuple(one for one in others if one is not None),
+        unused=sizes["unused"] if allocated is None or reserved is None else max(0, reserved - allocated),
+        private=sizes["private"] or 0,
+        own=_known(sizes["own"]),
+        processes=tuple(one for pair in processes if (one := _known(size_of(*pair))) is not None),
     )
-    return _limited(figures, _known(_first(text, "{SIZE} allowed")))
+    device = found.expand(form.device).lower()
+    return {"device": device, "asked_bytes": sizes["asked"], **_limited(figures, _known(sizes["allowed"]))}
 
 
 def _limited(figures: Figures, allowed: int | None) -> Figures:
@@ -355,70 +366,29 @@ def _limited(figures: Figures, allowed: int | None) -> Figures:
     return figures | none | {"total_bytes": allowed, "free_bytes": max(0, allowed - held), "notes": notes}
 
 
-def _old_form(text: str) -> Figures:
-    """torch 1 and 2.0, and what was made of it."""
-    allocated = _first(text, "{SIZE} already allocated")
-    reserved = _first(text, "{SIZE} reserved in total")
-    held = None if allocated is None or reserved is None else max(0, reserved - allocated)
-    return held_figures(
-        total=_first(text, r"{SIZE} total capac\w*"),
-        free=_first(text, "{SIZE} free"),
-        allocated=allocated,
-        unused=_first(text, "{SIZE} cached") if held is None else held,  # torch 1.3 and before: cached is unused
-    )
-
-
-def _async(text: str, found: re.Match[str]) -> Figures:
-    """CUDA's cudaMallocAsync as PyTorch's backend."""
-    figures = held_figures(
-        total=_first(text, "Device limit ?: {SIZE}"),
-        free=_first(text, r"Free \(according to CUDA\) ?: {SIZE}"),
-        allocated=_first(text, "Currently allocated ?: {SIZE}"),
-        unused=None,
-    )
-    limit = _known(_first(text, r"user-supplied memory fraction\) ?: {SIZE}"))
-    asked = _first(text, "Requested ?: {SIZE}")
-    return {"device": "cuda", "asked_bytes": asked, **_limited(figures, limit)}
-
-
-def _mps(text: str, found: re.Match[str]) -> Figures:
+def _mps(form: Form, text: str, found: re.Match[str]) -> Figures:
     """Apple's: what is allowed is a share of the machine's memory; other allocations are Metal's, of this process."""
-    allocated = _first(text, "MPS allocated: {SIZE}", binary=True)
-    outside = _first(text, "other allocations: {SIZE}", binary=True) or 0
-    total = _first(text, "max allowed: {SIZE}", binary=True)
-    asked = _first(text, "Tried to allocate {SIZE}", binary=True)
+    sizes = form.sizes(text)
+    total, allocated, outside = sizes["total"], sizes["allocated"], sizes["outside"] or 0
     free = None if total is None or allocated is None else max(0, total - allocated - outside)
-    figures = {"asked_bytes": asked, "allocated_bytes": allocated, "total_bytes": total, "free_bytes": free}
+    figures = {"asked_bytes": sizes["asked"], "allocated_bytes": allocated, "total_bytes": total, "free_bytes": free}
     return {"device": "mps", "outside_bytes": outside, **figures}
 
 
-def _mps_buffer(text: str, found: re.Match[str]) -> Figures:
-    asked = size_of(found[1], found[2], binary=True)
-    return {"device": "mps", "asked_bytes": asked, "notes": ("Metal makes no single buffer of that size",)}
+def _named(form: Form, text: str, found: re.Match[str]) -> Figures:
+    """A message that names its program, and at most what was asked for."""
+    asked = form.sizes(text)["asked"]
+    told: Figures = {"notes": form.notes} | ({"device": form.device} if form.device else {})
+    if "asked" in form.figures:
+        told["asked_bytes"] = asked
+    if not form.failure:
+        return told
+    notes = (*((_NO_FIGURES,) if asked is None else ()), *form.notes)
+    device = form.device or ("cpu" if form.failure == Failure.HOST else "cuda")
+    return told | {"device": device, "failure": Failure(form.failure), "what": form.what, "notes": notes}
 
 
-def _hpu(text: str, found: re.Match[str]) -> Figures:
-    return {"device": "hpu", "asked_bytes": int(found[1])}
-
-
-# the host, drivers, libraries, servers --------------------------------------------------------------------------------
-
-
-def _named(
-    text: str, failure: Failure, *, what: str, device: str = "", asked: str = "", notes: tuple[str, ...] = ()
-) -> Figures:
-    """Figures of a message that names its program; ``asked``: a pattern of the figure of what was asked for."""
-    nbytes = _first(text, asked) if asked else None
-    return {
-        "device": device or ("cpu" if failure is Failure.HOST else "cuda"),
-        "failure": failure,
-        "asked_bytes": nbytes,
-        "what": what,
-        "notes": (*((_NO_FIGURES,) if nbytes is None else ()), *notes),
-    }
-
-
-def _killed(text: str, found: re.Match[str]) -> Figures:
+def _killed(form: Form, text: str, found: re.Match[str]) -> Figures:
     """Read a report of the kernel, a scheduler or Ray: the process and the limit, where it names them."""
     used = [int(kib) for kib in re.findall(r"\b(?:anon|shmem)-rss:(\d+) ?kB", text)[:2]]
     limit = re.search(r"memory: usage \d+ ?kB, limit (\d+) ?kB", text)
@@ -433,71 +403,53 @@ def _killed(text: str, found: re.Match[str]) -> Figures:
     }
 
 
-def _shared(text: str, found: re.Match[str]) -> Figures:
+def _shared(form: Form, text: str, found: re.Match[str]) -> Figures:
     return {"device": "cpu", "failure": Failure.SHARED, "what": "NCCL" if "nccl" in found[0] else ""}
 
 
-def _nccl(text: str, found: re.Match[str]) -> Figures:
-    asked = "Failed to CUDA (?:host alloc|calloc|malloc)(?: async)? {SIZE}"
+def _nccl(form: Form, text: str, found: re.Match[str]) -> Figures:
+    told = {"failure": Failure.LIBRARY, "what": "NCCL", "device": "hip" if found[0].startswith("HIP") else "cuda"}
     if "Failed to CUDA host alloc" in text:
-        figures = _named(text, Failure.HOST, what="pinned memory", asked=asked)
-    else:
-        device = "hip" if found[0].startswith("HIP") else "cuda"
-        figures = _named(text, Failure.LIBRARY, what="NCCL", device=device, asked=asked)
-    return figures | {"notes": ()}
+        told = {"failure": Failure.HOST, "what": "pinned memory", "device": "cpu"}
+    return told | {"asked_bytes": form.sizes(text)["asked"]}
 
 
-def _driver(text: str, found: re.Match[str]) -> Figures:
-    if _first(text, "cuda(?:Host|Malloc)(?:Alloc|Host) failed to allocate {SIZE}") is not None:
-        return _named(text, Failure.HOST, what="pinned memory", asked="failed to allocate {SIZE}")
+def _driver(form: Form, text: str, found: re.Match[str]) -> Figures:
+    asked = form.sizes(text)["pinned"]
+    if asked is not None:
+        return {"device": "cpu", "failure": Failure.HOST, "what": "pinned memory", "asked_bytes": asked}
     device = "hip" if found[0].lower().startswith(("hip", "rocblas")) else "cuda"
     device = "mps" if found[0].startswith("kIOGPU") else device
     what = next((name for name in ("cuBLAS", "cuDNN", "cuSOLVER") if found[0].startswith(name.upper())), "the driver")
-    other = "a library that is set up twice or that the driver does not fit fails in the same way"
-    notes = (other,) if "NOT_INITIALIZED" in found[0] else ()
-    return _named(text, Failure.LIBRARY, what=what, device=device, notes=notes)
+    notes = (_NO_FIGURES, *(form.notes if "NOT_INITIALIZED" in found[0] else ()))
+    return {"device": device, "failure": Failure.LIBRARY, "what": what, "notes": notes}
 
 
-def _xla(text: str, found: re.Match[str]) -> Figures:
+def _xla(form: Form, text: str, found: re.Match[str]) -> Figures:
     """XLA on a GPU names a request; on a TPU it names what the compiled program needs, and the device."""
-    total = _first(text, r"Used [\d.]+[KMGT]? of ([\d.]+)([KMGT]?) hbm") or _first(
-        text, r"HBM capacity ([\d.]+)([KMGT])"
-    )
-    needs = _first(text, r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm")
-    wants = _first(text, r"Attempting to (?:reserve|allocate) ([\d.]+)([KMGT]?)\b")
-    if needs is None and wants is None:
-        return _named(text, Failure.LIBRARY, what="XLA (JAX)", asked="(?:allocate|allocating) {SIZE}")
-    free = _first(text, r"There are ([\d.]+)([KMGT]?) free")
+    sizes = form.sizes(text)
+    needs, total, free = sizes["needs"], sizes["total"], sizes["free"]
+    if needs is None:
+        return _named(replace(form, failure="library", what="XLA (JAX)"), text, found)
     held = None if total is None or free is None else max(0, total - free)
-    figures = {"asked_bytes": needs or wants, "total_bytes": total, "free_bytes": free, "allocated_bytes": held}
+    figures = {"asked_bytes": needs, "total_bytes": total, "free_bytes": free, "allocated_bytes": held}
     return {"device": "tpu", "failure": Failure.LIBRARY, "what": "XLA", **figures}
 
 
-def _server(text: str, found: re.Match[str]) -> Figures:
-    needs = _first(text, r"\({SIZE} KV cache is needed")
-    if needs is not None:
-        free = _first(text, r"available KV cache memory \({SIZE}\)")
-        return {"failure": Failure.SERVER, "asked_bytes": needs, "free_bytes": free}
-    pair = re.search(r"Free memory on device[^(]*\(([\d.]+)/([\d.]+) GiB\)", text)
-    if pair is None:
+def _server(form: Form, text: str, found: re.Match[str]) -> Figures:
+    sizes = form.sizes(text)
+    if sizes["asked"] is not None:
+        return {"failure": Failure.SERVER, "asked_bytes": sizes["asked"], "free_bytes": sizes["cache"]}
+    if sizes["total"] is None:
         return {"failure": Failure.SERVER, "notes": (_NO_FIGURES,)}
-    free, total = (size_of(one, "GiB") or 0 for one in pair.groups())
+    free, total = sizes["free"] or 0, sizes["total"]
     held = {"free_bytes": free, "total_bytes": total, "allocated_bytes": 0, "unaccounted_bytes": max(0, total - free)}
     return {"failure": Failure.SERVER, **held}
 
 
-_READERS: Final[Mapping[str, Callable[[str, re.Match[str]], Figures]]] = {
-    "allocator": _allocator,
-    "async": _async,
-    "mps": _mps,
-    "mps_buffer": _mps_buffer,
-    "hpu": _hpu,
-    "killed": _killed,
-    "shared": _shared,
-    "nccl": _nccl,
-    "driver": _driver,
-    "xla": _xla,
-    "server": _server,
+_READERS: Final[Mapping[str, Callable[[Form, str, re.Match[str]], Figures]]] = {
+    reader.__name__.removeprefix("_"): reader
+    for reader in (_allocator, _accounted, _mps, _named, _killed, _shared, _nccl, _driver, _xla, _server)
 }
 
 
