@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from jettison.cost.collective import host_seconds
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.layer import Class, PriceModel
 from jettison.formula.region import HELD, Region, layer_region
 from jettison.predict.allowance import available_bytes
-from jettison.predict.auto_recompute import AutoForecast, choose
 from jettison.predict.forecast import forecast
 from jettison.predict.stage_items import Item
 from jettison.predict.stage_time import Timing
@@ -31,6 +30,9 @@ from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 from jettison.units import GIB, format_bytes, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from jettison.predict.auto_recompute import AutoForecast
 
 SMALLEST: Final = 0.005
 """Tensors with less than this share of a layer's bytes are left out."""
@@ -449,6 +451,8 @@ class NextGiB:
 
 def what_if(answer: AutoForecast, *, steps: int = MOST_STEPS) -> Iterator[NextGiB]:
     """GiB by GiB above the budget, until nothing is computed again and nothing waited for."""
+    from jettison.predict.auto_recompute import choose  # with numpy, which an estimate does without
+
     before = answer
     for _ in range(steps):
         if before.seconds <= 0.0 and before.host_bytes == 0:
