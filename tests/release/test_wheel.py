@@ -44,6 +44,7 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
         "jettison/families/models/llama.toml",
         "jettison/families/blocks/decoder.toml",
         "jettison/families/wrappers.toml",
+        "jettison/families/presets.toml",
         "jettison/report/assets/panels/report.js",
     ):
         assert needed in names

@@ -21,7 +21,7 @@ from jettison.families.family import FAMILIES, PAIRS, WRAPPERS, Family
 from jettison.families.fields import TRACE, ConfigFields, unstated
 from jettison.families.layers import layers_of, source, stacks
 from jettison.families.left_out import left_out_of
-from jettison.families.readers import in_usual_words
+from jettison.families.readers import read
 from jettison.spec.inputs import Patches
 from jettison.spec.model import Arrangement, DropoutSites, Head, Layer, ModelSpec, Norm
 from jettison.spec.pair import Pair
@@ -74,7 +74,7 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
     kind, values = _language_model(values, name)
     stated = values
     try:
-        family, values = in_usual_words(kind, FAMILIES[kind], values, name=name)
+        family, values = read(FAMILIES[kind], values, name)
         fields = ConfigFields(name=name, family=family, values=values)
         fields.check_complete()
         model = _model(fields, kind)
@@ -174,7 +174,7 @@ def _model(fields: ConfigFields, kind: str) -> ModelSpec:
             transform=fields.activation(transform) if masked else None,
             transform_bias=not fields.knows("classifier_bias") or fields.flag("classifier_bias"),
             pooling=family.pooling,
-            scaled=fields.flag("scale_decoder_outputs"),
+            scaled=family.scaled_head or fields.flag("scale_decoder_outputs"),
             softcap=bool(fields.number("final_logit_softcapping")),
         ),
         dropout_sites=sites,

@@ -13,6 +13,9 @@
     [spelling]                      # how this family writes a key, where it does not write it as most do
     [dropout]                       # fields of `DropoutKeys`
     [experts]                       # fields of `Experts`
+    [when.KEY]                      # fields of `Family` where the file has KEY true
+    [unless.KEY]                    # and where it has it false
+    reader = "falcon"               # a function of `readers`, for what no table says
     [kernels]                       # fields of `Kernels` in which transformers' code of this family differs
 
     described_kernels = ["liger"]   # not passed on to those that are like it
@@ -78,6 +81,10 @@ class Experts:
     shared_width: str = ""  # the key of the shared experts' width, where it is none of one expert's
     shared_gate: bool = False
     shared_fused: bool = False  # their gate and up are one weight
+    jitters: int = 0  # how often tokens are multiplied by noise before they are routed, where jitter_key is set
+    jitter_key: str = ""
+    only_top_k: int = 0  # experts of a token, of which the code knows no other number
+    one_is_dense: bool = False  # one expert is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,13 +135,17 @@ class Family:
     bidirectional: bool = False
     full_first: bool = False  # of a period of layers the first sees all, and not the last
     half_window: bool = False  # the configuration says how wide it is, both ways together
+    full_where_nope: bool = False  # layers with rotary positions have a window, unless each layer is named: Llama 4
+    layer_words: Mapping[str, str] = field(default_factory=dict)  # usual words by its own in layer_types
     scan: ScanKind | None = None
+    scan_activation: str = ""  # a key that may say silu alone
     single_block: bool = False
     experts: Experts | None = None
     embedding_norm: bool = False  # the embedding ends with a norm
     embedding_scale: bool = False
     first_unnormed: bool = False  # and the first layer's attention therefore has none
     masked_language_model: bool = False
+    scaled_head: bool = False  # what its head reads is multiplied by a number
     tied_where_built: bool = False  # transformers ties its head, whatever is said, unless loaded weights have one
     encoder_decoder: bool = False  # an encoder beside a decoder, whose sizes have names of their own
     spectrogram: bool = False  # which reads a spectrum
@@ -145,6 +156,9 @@ class Family:
     kernels: Mapping[str, Any] = field(default_factory=dict)
     pair: Mapping[str, Any] = field(default_factory=dict)  # what stands beside it
     described_kernels: tuple[str, ...] = ()
+    when: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unless: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    reader: str = ""
 
 
 _CHOICES: Final[Mapping[str, type[Enum]]] = {
@@ -204,6 +218,9 @@ def _family(file: Path) -> Family:
         experts=Experts(**experts) if experts else None,
         kernels=_typed(table.get("kernels", {})),
         pair=table.get("pair", {}),
+        layer_words=table.get("layer_words", {}),
+        when={key: _typed(then) for key, then in table.get("when", {}).items()},
+        unless={key: _typed(then) for key, then in table.get("unless", {}).items()},
         **own,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any, Final
@@ -99,6 +99,22 @@ class ConfigFields:
     def optional_size(self, key: str, *, least: int = 1) -> int | None:
         """A whole number, or None."""
         return None if self.value(key) is None else self.size(key, least=least)
+
+    def step(self, key: str, unread: int, *, least: int = 0) -> int:
+        """A whole number, null being the default; ``unread`` where the architecture does not read the key."""
+        if not self.knows(key):
+            return unread
+        return self.family.defaults[key] if self.value(key) is None else self.size(key, least=least)
+
+    def layers(self, key: str) -> Sequence[int] | None:
+        """Numbers of layers, or None."""
+        found = self.value(key)
+        if not found and not isinstance(found, list | tuple):
+            return None
+        whole = isinstance(found, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in found)
+        if not whole:
+            raise self.error(key, "a list of layer numbers")
+        return found
 
     def flag(self, key: str) -> bool:
         """True or false; null is the default."""

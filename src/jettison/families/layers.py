@@ -4,9 +4,8 @@ and what each of their blocks is. Sizes have to be in the file; the rest falls b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from reprlib import repr as short
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ from jettison.families.fields import TRACE, ConfigFields
 from jettison.spec.biases import Biases
 from jettison.spec.inputs import Source
 from jettison.spec.mixers import GatedDelta, Mamba1, Mamba2, Scan
-from jettison.spec.model import Arrangement, Attention, LatentAttention, Layer, Mlp, Moe, Norm, QkNorm
+from jettison.spec.model import Attention, LatentAttention, Layer, Mlp, Moe, Norm, QkNorm
 
 _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
 
@@ -26,17 +25,8 @@ def layers_of(fields: ConfigFields, norm: Norm) -> tuple[Layer, ...]:
     family = fields.family
     depth = fields.depth("num_hidden_layers")
     if family.scan is not None:
-        return mixed_layers(
-            fields,
-            norm,
-            depth=depth,
-            attention=partial(attention_of, fields),
-            dense=partial(mlp_of, fields),
-            experts=partial(experts_of, fields),
-            sparse=_sparse(fields, depth),
-        )
+        return _mixed(fields, norm, depth)
     attention = latent_attention_of(fields) if family.latent else attention_of(fields)
-    arrangement = Arrangement.PARALLEL if fields.flag("use_parallel_residual") else family.arrangement
     kinds: dict[tuple[int | None, bool, bool], Layer] = {}
     windows = list(_windows(fields, depth))
     order = list(zip(windows, _sparse(fields, depth), _rotates(fields, windows), strict=True))
@@ -45,7 +35,7 @@ def layers_of(fields: ConfigFields, norm: Norm) -> tuple[Layer, ...]:
             attention=_placed(attention, family, window, rotates) if isinstance(attention, Attention) else attention,
             mlp=experts_of(fields) if sparse else mlp_of(fields),
             norm=norm,
-            arrangement=arrangement,
+            arrangement=family.arrangement,
         )
     layers = [kinds[kind] for kind in order]
     return (replace(layers[0], plain_start=True), *layers[1:]) if family.first_unnormed else tuple(layers)
@@ -70,7 +60,7 @@ def _rotates(fields: ConfigFields, windows: Sequence[int | None]) -> Iterator[bo
         yield from (True for _ in windows)
         return
     listed = fields.value("no_rope_layers")
-    if listed is None:
+    if listed is None or (not listed and fields.family.full_where_nope):
         period = fields.size("no_rope_layer_interval")
         yield from ((index + 1) % period > 0 for index in range(len(windows)))
         return
@@ -97,11 +87,15 @@ def _slides(fields: ConfigFields, depth: int) -> list[bool]:
     if types is not None:
         if not isinstance(types, list | tuple) or len(types) != depth:
             raise fields.error("layer_types", f"a list of {depth}, one word a layer")
+        own = fields.family.layer_words
+        types = [own.get(word, word) if isinstance(word, str) else word for word in types]
         strange = [word for word in types if not isinstance(word, str) or word not in _SLIDING]
         if strange:
             expected = f"sliding_attention or full_attention; for any other, {TRACE}"
             raise NotDescribed(f"{fields.name}: got {short(strange[0])} in layer_types; expected {expected}")
         return [_SLIDING[word] for word in types]
+    if fields.family.full_where_nope:
+        return list(_rotates(fields, [None] * depth))
     if fields.knows("max_window_layers"):
         first = fields.size("max_window_layers", least=0)
         return [index >= first for index in range(depth)]
@@ -112,69 +106,73 @@ def _slides(fields: ConfigFields, depth: int) -> list[bool]:
     return [True] * depth
 
 
-def _sparse(fields: ConfigFields, depth: int) -> Iterator[bool]:
-    """Which layers are mixtures of experts."""
-    first = fields.optional_size("first_k_dense_replace", least=0) or 0
+def _sparse(fields: ConfigFields, depth: int) -> list[bool]:
+    """Which layers are mixtures of experts: those that are listed, else of a range every so many."""
+    style = fields.family.experts
+    if style is None or (style.one_is_dense and fields.size("num_experts") == 1):
+        return [False] * depth
+    if (listed := fields.layers("moe_layers")) is not None:
+        return [index in listed for index in range(depth)]
+    first = max(fields.optional_size("first_k_dense_replace", least=0) or 0, fields.step("moe_layer_start_index", 0))
+    last = fields.step("moe_layer_end_index", -1, least=-1)
     period = fields.size("moe_layer_freq") if fields.knows("moe_layer_freq") else 1
     step = fields.size("decoder_sparse_step") if fields.knows("decoder_sparse_step") else 1
-    dense = fields.value("mlp_only_layers") or []
-    if not isinstance(dense, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
-        raise fields.error("mlp_only_layers", "a list of layer numbers")
-    for index in range(depth):
-        spread = index >= first and index % period == 0 and (index + 1) % step == 0
-        yield fields.family.experts is not None and spread and index not in dense
+    step *= fields.step("moe_layer_interval", 1, least=1)
+    each, offset = fields.step("expert_layer_period", 1, least=1), fields.step("expert_layer_offset", 0)
+    dense = fields.layers("mlp_only_layers") or ()
+    return [
+        index >= first
+        and (last < 0 or index <= last)
+        and index % period == 0
+        and (index + 1) % step == 0
+        and index % each == offset
+        and index not in dense
+        for index in range(depth)
+    ]
 
 
-_ATTENTION: Final = frozenset({"full_attention", "attention"})
-_SCAN: Final = frozenset({"linear_attention", "mamba"})
-_FEED: Final = frozenset({"mlp", "moe"})
+_ATTENTION: Final = "full_attention"
+_SCAN: Final = "linear_attention"
+_OLD_WORDS: Final = {"attention": _ATTENTION, "mamba": _SCAN}
+_ALONE: Final = ("mlp", "moe")
 """Words of a layer that is a feed-forward block alone."""
 
 
-def mixed_layers(
-    fields: ConfigFields,
-    norm: Norm,
-    *,
-    depth: int,
-    attention: Callable[[], Attention],
-    dense: Callable[[], Mlp],
-    experts: Callable[[], Moe],
-    sparse: Iterable[bool],
-) -> tuple[Layer, ...]:
-    """All layers, one object a kind. Blocks are made where some layer has them.
-
-    Raises:
-        UsageError: ``layer_types`` is not a word for each layer.
-        NotDescribed: a word that has no closed form.
-    """
-    words = _words(fields, depth)
+def _mixed(fields: ConfigFields, norm: Norm, depth: int) -> tuple[Layer, ...]:
+    """All layers where attention is not all that mixes tokens, one object a kind."""
+    single, key = fields.family.single_block, fields.family.scan_activation
+    if key and (word := fields.values.get(key, "silu")) not in ("silu", "swish"):
+        knows = "of which the closed form of a scan knows silu alone"
+        raise NotDescribed(f"{fields.name}: got {key} {short(word)}, {knows}")
     kinds: dict[tuple[str, bool], Layer] = {}
-    order = list(zip(words, sparse, strict=True))
-    for word, spread in dict.fromkeys(order):
-        mixer = attention() if word in _ATTENTION else scan_of(fields) if word in _SCAN else None
-        feeds = word in _FEED or not fields.family.single_block
-        spread_out = word == "moe" if fields.family.single_block else spread
-        block = (experts() if spread_out else dense()) if feeds else None
-        kinds[word, spread] = Layer(attention=mixer, mlp=block, norm=norm)
+    order = list(zip(_words(fields, depth), _sparse(fields, depth), strict=True))
+    for word, sparse in dict.fromkeys(order):
+        mixer = attention_of(fields) if word == _ATTENTION else scan_of(fields) if word == _SCAN else None
+        spread = word == "moe" if single else sparse
+        block = (experts_of(fields) if spread else mlp_of(fields)) if word in _ALONE or not single else None
+        kinds[word, sparse] = Layer(attention=mixer, mlp=block, norm=norm)
     return tuple(kinds[kind] for kind in order)
 
 
 def _words(fields: ConfigFields, depth: int) -> list[str]:
+    """What each layer is: as the file lists it, or attention in every so many layers, or a scan in all."""
     listed = fields.value("layer_types")
+    if listed is None and fields.knows("full_attention_interval"):
+        period = fields.step("full_attention_interval", 1, least=1)
+        return [_SCAN if (index + 1) % period else _ATTENTION for index in range(depth)]
+    if not fields.knows("layer_types"):
+        # unless the family reads these, no layer attends
+        period, offset = fields.step("attn_layer_period", depth + 1, least=1), fields.step("attn_layer_offset", depth)
+        return [_ATTENTION if index % period == offset else _SCAN for index in range(depth)]
     if not isinstance(listed, list | tuple) or len(listed) != depth:
         raise fields.error("layer_types", f"a list of {depth}, one word a layer")
-    for word in listed:
-        if not isinstance(word, str) or word not in _ATTENTION | _SCAN | (
-            _FEED if fields.family.single_block else set()
-        ):
-            expected = f"{_expected(fields)}; for any other, {TRACE}"
+    words = [_OLD_WORDS.get(word, word) if isinstance(word, str) else word for word in listed]
+    known = (_ATTENTION, _SCAN, *_ALONE) if fields.family.single_block else (_ATTENTION, _SCAN)
+    for word in words:
+        if word not in known:
+            expected = f"{', '.join(known[:-1])} or {known[-1]}; for any other, {TRACE}"
             raise NotDescribed(f"{fields.name}: got {short(word)} in layer_types; expected {expected}")
-    return list(listed)
-
-
-def _expected(fields: ConfigFields) -> str:
-    alone = "full_attention, linear_attention, mlp or moe"
-    return alone if fields.family.single_block else "full_attention or linear_attention"
+    return words
 
 
 def scan_of(fields: ConfigFields) -> Scan:
@@ -206,6 +204,12 @@ def _mamba1(fields: ConfigFields, *, normed: bool) -> Mamba1:
 
 def _mamba2(fields: ConfigFields) -> Mamba2:
     heads, groups = fields.size("mamba_num_heads"), fields.size("n_groups")
+    if fields.knows("expand"):
+        keys = ("hidden_size", "expand", "mamba_num_heads", "mamba_head_dim")
+        hidden, expand, _, width = sizes = [fields.step(key, 0, least=1) for key in keys]
+        if expand * hidden != heads * width:
+            got = ", ".join(f"{fields.spelled(key)} {size}" for key, size in zip(keys, sizes, strict=True))
+            raise UsageError(f"{fields.name}: got {got}; expected expand x hidden_size = num_heads x head_dim")
     if heads % groups:
         raise fields.error("mamba_num_heads", f"a multiple of the {groups} groups")
     return Mamba2(
@@ -319,7 +323,7 @@ def mlp_of(fields: ConfigFields) -> Mlp:
     family = fields.family
     ffn = fields.optional_size("intermediate_size")
     if ffn is None:
-        if "intermediate_size" in family.required:
+        if "intermediate_size" in family.required or family.defaults.get("intermediate_size") is not None:
             raise fields.error("intermediate_size", "a whole number of 1 or more")
         ffn = 4 * fields.size("hidden_size")  # GPT-2's rule
     return Mlp(
@@ -336,6 +340,9 @@ def experts_of(fields: ConfigFields) -> Moe:
     assert style is not None, "a sparse layer of a family without experts"
     if fields.flag("mlp_bias"):
         raise fields.error("mlp_bias", f"false where there are experts: only shared ones would have it; or {TRACE}")
+    if style.only_top_k and (chosen := fields.value("num_experts_per_tok")) != style.only_top_k:
+        key, only = fields.spelled("num_experts_per_tok"), style.only_top_k
+        raise NotDescribed(f"{fields.name}: got {key} {short(chosen)}, of which its code knows {only} alone")
     experts, ffn = fields.size("num_experts"), fields.size(style.width)
     top_k = fields.size("num_experts_per_tok")
     if top_k > experts:
@@ -358,7 +365,7 @@ def experts_of(fields: ConfigFields) -> Moe:
         correction_frozen=style.correction_frozen,
         clamped_sum=style.clamped_sum,
         weighted_inputs=style.weighted_inputs,
-        jitters=fields.size("jitters", least=0) if fields.knows("jitters") else 0,
+        jitters=style.jitters if fields.values.get(style.jitter_key) else 0,
         shared_gate=style.shared_gate,
         shared_fused=style.shared_fused,
         groups=groups,

@@ -122,8 +122,7 @@ def _known_bytes(run: Run, beside: FrozenModel) -> FrozenBytes:
     total = sum((group.part.static.times(len(group.names)) for group in groups), Static())
     tables, huggingface = sum(_held_over(groups[0].part.region)), own.kernels.name == "huggingface"
     embedded = groups[0].part.region.output.nbytes if huggingface else 0  # its ``inputs_embeds``
-    named = huggingface and own.model.family == "gpt2"
-    heights = {group.part.region: _height(group.part.region, named) for group in groups}
+    heights = {group.part.region: _height(group.part.region, own.kernels.named_attention) for group in groups}
     whole, forward = _gathered(own, groups, heights, tables + embedded, embedded)
     own_bytes = 0 if beside.model is None else total.parameters + whole
     return FrozenBytes(beside=beside, parameters=own_bytes, forward=forward)
