@@ -385,7 +385,7 @@ HEAD: Final = """# Architectures
 
 Three ways lead from a `config.json` to an answer of `ledger`, `estimate`, `plan` and `search`:
 
-- **Closed form**: the architecture is an entry of a table. It needs neither torch nor transformers, and every
+- **Closed form**: the architecture is a file of families. It needs neither torch nor transformers, and every
   layout, every set of kernels and every precision applies. Each entry is tested: parameters, and each tensor that
   autograd saves, are those of a trace. Layers that carry a state along the sequence (Mamba, Qwen3-Next) are as
   transformers' own code has them, and cannot be cut by `--tp` or `--cp`; `--scans fused` is what the kernels of

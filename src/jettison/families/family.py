@@ -250,6 +250,8 @@ class Files(Mapping[str, Family]):
 
 FAMILIES: Final[Mapping[str, Family]] = Files(_HERE / "models")
 """By ``model_type``."""
+PLAIN: Final = "llama"
+"""What to suggest where no name is similar."""
 PAIRS: Final[Mapping[str, Family]] = Files(_HERE / "pairs")
 """Towers of texts by the ``model_type`` of two encoders beside each other, one of texts and one of images."""
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from jettison.errors import NotDescribed, UsageError
 from jettison.families.config import read_values
-from jettison.families.family import FAMILIES
+from jettison.families.family import FAMILIES, PLAIN
 from jettison.families.presets import PRESETS
 
 _TABLES: Final = ("auto_mappings.py", "configuration_auto.py")
@@ -74,8 +74,8 @@ def require_known_file(model: str) -> None:
 
 
 def nearest(kind: str) -> str:
-    """Return the described type of the most similar name; ``llama`` where none is similar."""
+    """Return the described type of the most similar name; the plainest where none is similar."""
     kind = kind.lower().replace("-", "_")
     wholly = [one for one in FAMILIES if kind.startswith(one) or one.startswith(kind)]
     close = wholly or get_close_matches(kind, FAMILIES, n=1, cutoff=0.5)
-    return max(close, key=len) if close else "llama"
+    return max(close, key=len) if close else PLAIN
