@@ -113,7 +113,7 @@ def _measure_row(row: Row, mesh: Any) -> dict[str, Any]:
     import torch
 
     from jettison.models.reference import causal_mask
-    from jettison.parallel.collective_counts import CollectiveBytes, held_bytes, saved_bytes
+    from support.collective_counts import CollectiveBytes, held_bytes, saved_bytes
 
     model = _parallel(row, mesh)
     mask_ss = causal_mask(S, torch.empty(0, dtype=torch.bfloat16))
@@ -211,7 +211,13 @@ def on_ranks(count: int) -> list[dict[str, Any]]:
             "benchmarks.parallel_layer",
             folder,
         ]
-        subprocess.run(command, check=True, timeout=300, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        subprocess.run(
+            command,
+            check=True,
+            timeout=300,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests:{ROOT}"},
+        )
         return [json.loads((Path(folder) / f"{rank}.json").read_text("utf-8")) for rank in range(count)]
 
 

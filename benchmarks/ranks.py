@@ -33,7 +33,6 @@ from torch import nn
 import jettison
 from benchmarks.rank_sockets import sockets
 from jettison.parallel.agree import Round
-from jettison.parallel.rank_tree import RankTree
 from jettison.train.rank_plan import Decision
 from jettison.train.ranks import World
 
@@ -131,12 +130,12 @@ def now(ranks: Sequence[int], words: Words, store: CountingStore) -> None:
         for store.rank in order:
             do(rounds[store.rank])
 
-    each(reversed(ranks), lambda one: one.say_number(one.rank))
-    each(ranks, Round.least)
-    each(ranks[:1], lambda one: one.hand_out(words.plan))
-    each(ranks[1:], Round.told)
-    each(reversed(ranks), lambda one: one.say(words.digests))
-    each(ranks, Round.wait)
+    each(reversed(ranks), lambda one: one.say(one.rank, min))
+    each(ranks, lambda one: one.hear("0"))
+    each(ranks[:1], lambda one: one.tell("plan", words.plan))
+    each(ranks[1:], lambda one: one.told("plan"))
+    each(reversed(ranks), lambda one: one.say_digests(words.digests))
+    each(ranks, lambda one: one.hear_digests("1"))
 
 
 def before(source: str) -> Callable[[Sequence[int], Words, CountingStore], None]:
@@ -205,8 +204,7 @@ def agreements(size: int, words: Words, agree: Callable[[Sequence[int], Words, C
 def worlds(size: int, store: CountingStore) -> list[World]:
     """Every rank's."""
     device = torch.device("cpu")
-    trees = [RankTree(store, place=rank, size=size, key="jettison/run/0", seconds=600) for rank in range(size)]
-    return [World(rank=rank, size=size, device=device, tree=tree) for rank, tree in enumerate(trees)]
+    return [World(store, rank=rank, size=size, device=device, key="jettison/run/0") for rank in range(size)]
 
 
 def together(size: int) -> dict[str, int]:
@@ -215,7 +213,7 @@ def together(size: int) -> dict[str, int]:
     every = worlds(size, store)
     for world in reversed(every):
         store.rank = world.rank
-        topic, _ = world.say(None, lambda one, other: other if one is None else one)
+        topic, _ = world.say(None, lambda found: next((one for one in found if one is not None), None))
     for world in every:
         store.rank = world.rank
         world.hear(topic)

@@ -28,8 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jettison.parse_units import parse_bytes
-from jettison.train.recipe import CheckpointSection, LogSection, PlanSection, TrainRecipe
-from jettison.train.recipe_file import read_recipe
+from jettison.train.recipe import CheckpointSection, LogSection, PlanSection, TrainRecipe, read_recipe
 from jettison.units import format_bytes
 
 ROOT = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ from jettison.parallel.context_models import set_cores
 from jettison.parallel.regions import Axis
 from jettison.spec.layout import Layout
 from jettison.train.build_model import Built, shifted_within
-from jettison.train.context import in_parts
+from jettison.train.inputs import in_parts
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, traced_call, written
 
 CASES = [

@@ -12,8 +12,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 import jettison
 from jettison.errors import UsageError
 from jettison.memory.schedule import ScheduledPass, Work
-from jettison.parallel.pipeline import blocks_of, received, stand_in_loss, work_of
-from support.parallel_pipelines import COUNTED, MICRO_BATCHES, SEED, apply, checkpointed
+from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
+from support.parallel_pipelines import COUNTED, MICRO_BATCHES, SEED, apply, checkpointed, work_of
 from support.rank_models import LENGTH, ROWS, WIDTH, Ops, Stage, loss_of, same, tokens, whole_gradients
 
 BLOCKS = 2

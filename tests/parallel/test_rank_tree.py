@@ -16,10 +16,8 @@ from benchmarks.ranks import CountingStore, Waits, Words, now, together, worlds
 from torch import distributed as dist
 
 from jettison.errors import Infeasible, JettisonError, PlanMismatch, UsageError
-from jettison.parallel.agree import Agreement, Round
-from jettison.parallel.camps import listed
-from jettison.parallel.rank_tree import FAN, RankTree, branch, children, parent
-from jettison.parallel.verdict import Verdict
+from jettison.parallel.agree import Agreement, Round, Verdict
+from jettison.parallel.ranks import FAN, branch, children, listed, parent
 from jettison.train.ranks import RankLost, World
 from support.patience import PATIENCE
 
@@ -55,7 +53,7 @@ def test_an_agreement_costs_a_few_calls_a_rank(size: int, fan_in: int) -> None:
         "get": 2 * size + others,
         "delete": 2 * (others + hears) + 2,  # the first rank takes away the plan and the first verdict
     }
-    assert store.longest_key == len("jettison/0123456789abcdef/1/digest/+") + len(str(FAN * (others // FAN)))
+    assert store.longest_key == len("jettison/0123456789abcdef/1/1/+") + len(str(FAN * (others // FAN)))
     kinds = {rank: 13 if rank == 0 else 18 if children(rank, size) else 10 for rank in range(size)}
     assert store.calls_of == kinds, "whoever hears others, however many, calls eight times more than who does not"
     assert store.found()["left_bytes"] < 50
@@ -76,7 +74,7 @@ def test_a_rank_that_would_wait_is_seen() -> None:
     """The count is of ranks that do not wait, so it must not hide that one does."""
     store = CountingStore()
     with pytest.raises(Waits):
-        Round((0, 1), 300.0, rank=0, store=store, number=1).say(DIGESTS)
+        Round((0, 1), 300.0, rank=0, store=store, number=1).say_digests(DIGESTS)
 
 
 def test_ranks_in_words() -> None:
@@ -115,8 +113,7 @@ def agreeing(
     def agree(place: int, store: Any) -> None:
         group = ranks or tuple(range(size))
         one = Round(group, seconds, rank=group[place], store=store, number=1)
-        one.say(digests(place))
-        one.wait()
+        one.hear_digests(one.say_digests(digests(place)))
 
     return agree
 
@@ -172,12 +169,10 @@ def test_a_rank_that_fails_tells_all_at_once(failing: int, first: str) -> None:
             one.give_up("UsageError: nonsense")
             return None
         if first == "number":
-            one.say_number(7)
-            one.least()
+            one.merged(7, min)
         elif first == "plan" and failing == 0:
-            one.told()
-        one.say(DIGESTS)
-        one.wait()
+            one.told("plan")
+        one.hear_digests(one.say_digests(DIGESTS))
         return None
 
     found = on_threads(40, agree)
@@ -189,11 +184,10 @@ def test_a_rank_that_fails_tells_all_at_once(failing: int, first: str) -> None:
 def test_the_least_number_and_a_plan_reach_all() -> None:
     def agree(rank: int, store: Any) -> tuple[int, str]:
         one = Round(tuple(range(40)), PATIENCE, rank=rank, store=store, number=1)
-        one.say_number(1000 - rank if rank < 23 else 5000)
-        least = one.least()
+        least = one.merged(1000 - rank if rank < 23 else 5000, min)
         if rank == 0:
-            one.hand_out("plan" * 1000)
-        return least, "plan" * 1000 if rank == 0 else one.told()
+            one.tell("plan", "plan" * 1000)
+        return least, one.told("plan")
 
     assert set(on_threads(40, agree).values()) == {(978, "plan" * 1000)}
 
@@ -280,8 +274,7 @@ def test_ranks_that_all_have_plans_refuse_nothing() -> None:
 
 
 def world(rank: int, size: int, store: Any, seconds: float = 300.0) -> World:
-    tree = RankTree(store, place=rank, size=size, key="run", seconds=seconds)
-    return World(rank=rank, size=size, device=torch.device("cpu"), tree=tree)
+    return World(store, rank=rank, size=size, device=torch.device("cpu"), key="run", seconds=seconds)
 
 
 def test_what_ranks_of_a_run_say_comes_to_the_same_on_all() -> None:

@@ -100,8 +100,8 @@ def test_what_a_handle_and_a_run_say() -> None:
     from torch import nn
 
     import jettison
-    from jettison.train.export_run import ExportResult
-    from jettison.train.result import TrainResult
+    from jettison.train.export import ExportResult
+    from jettison.train.log import TrainResult
 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)))
     batch = (torch.randn(4, 8),)

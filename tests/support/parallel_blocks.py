@@ -23,8 +23,8 @@ import jettison
 from jettison.errors import JettisonError, UsageError
 from jettison.models.reference import Gpt, GptLayer, Llama, LlamaLayer, causal_mask, rotary_tables
 from jettison.parallel import BlockInput, ColumnParallel, Replicated, RowParallel, apply_tensor_parallel, seed_ranks
-from jettison.parallel.collective_counts import CollectiveBytes
 from jettison.parallel.regions import Axis, finish_gather, gather, own_part, split, start_gather
+from support.collective_counts import CollectiveBytes
 from support.parallel_checks import GPT, LLAMA, B, S, batch, gap, gathered, shaken, tp_mesh
 
 # what a block's backward does -----------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 import jettison
 from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig
 from jettison.parallel import apply_tensor_parallel, reduce_partial_gradients, seed_ranks
-from jettison.parallel.collective_counts import CollectiveBytes
 from jettison.parallel.regions import Axis
+from support.collective_counts import CollectiveBytes
 from support.rank_masks import fix_masks
 
 S, B, V = 16, 2, 51  # 51 divides by neither 2 nor 4

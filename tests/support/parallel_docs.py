@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from jettison.models.reference import Gpt, GptConfig
-from jettison.train.pipeline_stages import StageModule
+from jettison.train.pipeline import StageModule
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
 CONFIG = GptConfig(layers=2, hidden=32, heads=4, vocab=64, positions=16, dropout=0.1)

@@ -26,7 +26,7 @@ from jettison.parallel.linear import can_split_backward
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.parallel.regions import Axis
 from jettison.planner.handle import Applied
-from jettison.train.pipeline_stages import StageModule
+from jettison.train.pipeline import StageModule
 from support.parallel_pipelines import SCHEDULES, places, schedule_of
 from support.rank_masks import Batch, fix_masks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,10 +21,11 @@ from torch.distributed.pipelining import (
 from torch.utils.checkpoint import checkpoint
 
 import jettison
+from jettison.errors import UsageError
 from jettison.ledger.occupancies import occupancies, peak_in_flight
-from jettison.memory.schedule import ScheduledPass, order
+from jettison.memory.schedule import ScheduledPass, Work, order
 from jettison.parallel.fsdp import shard_blocks
-from jettison.parallel.pipeline import InFlight, blocks_of, received, stand_in_loss, work_of
+from jettison.parallel.pipeline import InFlight, blocks_of, received, stand_in_loss
 from jettison.planner.handle import Applied
 from jettison.spec.layout import Schedule
 from support.rank_models import (
@@ -225,6 +227,43 @@ class Storages:
 
     def _count(self, *_: Any) -> None:
         self.most = max(self.most, sum(ref() is not None for ref in self._seen))
+
+
+_KINDS = {"F": (Work.FORWARD,), "I": (Work.BACKWARD,), "W": (Work.WEIGHT,)}
+_WAITS = {"WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"}  # since torch 2.15
+_SILENT = frozenset({"UNSHARD", "RESHARD", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", *_WAITS})
+
+
+def work_of(schedule: Any) -> tuple[ScheduledPass, ...]:
+    """This rank's order of work, as `jettison.memory.schedule` writes it, from one of torch's schedules.
+
+    Chunks are numbered in the order in which the rank holds its stages.
+
+    Raises:
+        UsageError: the schedule does something that has no place in such an order.
+    """
+    several = getattr(schedule, "_stages", None)
+    stages = several or [schedule._stage]
+    chunks = {stage.stage_index: chunk for chunk, stage in enumerate(stages)}
+    actions = [a for a in schedule.pipeline_order[stages[0].group_rank] if a is not None]
+    split = any(a.computation_type.value == "W" for a in actions)
+    steps: list[ScheduledPass] = []
+    done: Counter[Work] = Counter()
+    for action in actions:
+        kind = action.computation_type.value
+        if kind in _SILENT:
+            continue
+        if kind == "B":
+            works: tuple[Work, ...] = (Work.BACKWARD, Work.WEIGHT) if split else (Work.BACKWARD,)
+        elif kind in _KINDS:
+            works = _KINDS[kind]
+        else:
+            raise UsageError(f"got {action} in {type(schedule).__name__}; expected forwards and backwards")
+        for work in works:  # torch 2.13 miscounts the last stage's forwards in 1F1B, where they simply follow another
+            micro_batch = action.microbatch_index if several else done[work]
+            done[work] += 1
+            steps.append(ScheduledPass(work, micro_batch, chunks[action.stage_index]))
+    return tuple(steps)
 
 
 def pipeline(name: str, group: distributed.ProcessGroup) -> dict[str, Any]:

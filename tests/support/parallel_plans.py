@@ -17,7 +17,7 @@ from jettison.errors import Infeasible, StaleTensor
 from jettison.measure import buffer_digest
 from jettison.models.reference import Gpt, GptConfig
 from jettison.parallel import apply_tensor_parallel, seed_ranks
-from jettison.parallel.agree import check_agreement
+from jettison.parallel.agree import Agreement, ranks_in, summary
 from jettison.planner.handle import Applied
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
@@ -115,7 +115,8 @@ def one_stays_away(mesh: DeviceMesh) -> dict[str, Any]:
 
     def ask() -> None:
         if distributed.get_rank() == 0:
-            check_agreement(handle, mesh, timeout_seconds=1)
+            with Agreement([ranks_in(mesh)], timeout_seconds=1) as agreement:
+                agreement.check(summary(handle.regions, handle.plan))
 
     return attempt(ask)
 

@@ -18,8 +18,15 @@ from benchmarks.train_two_ranks import RECIPE, TOLERANCE, measure
 from jettison.cli.train import train
 from jettison.errors import Infeasible, PlanMismatch, UsageError
 from jettison.parse_units import parse_bytes
-from jettison.train.recipe import BatchSection, LayoutSection, LogSection, ModelSection, PlanSection, TrainRecipe
-from jettison.train.recipe_file import read_recipe
+from jettison.train.recipe import (
+    BatchSection,
+    LayoutSection,
+    LogSection,
+    ModelSection,
+    PlanSection,
+    TrainRecipe,
+    read_recipe,
+)
 from support.ranks import run_ranks
 
 GPT = ModelSection(architecture="gpt", layers=4, hidden=64, heads=4, dropout=0.1)

@@ -29,7 +29,6 @@ from jettison.errors import UsageError
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import unique_bytes
 from jettison.models.deferred import NotDeferrable, deferred
-from jettison.parallel.rank_tree import RankTree
 from jettison.progress import silent
 from jettison.spec.layout import Layout
 from jettison.train.build_model import build
@@ -180,8 +179,7 @@ def test_seventy_billion_parameters_on_sixty_four_ranks() -> None:
     store: Any = fake.FakeStore()
     dist.init_process_group("fake", rank=13, world_size=64, store=store)
     try:
-        tree = RankTree(store, place=13, size=64, key="building", seconds=1.0)  # nobody is asked
-        world = World(rank=13, size=64, device=torch.device("cpu"), tree=tree)
+        world = World(store, rank=13, size=64, device=torch.device("cpu"), key="building")  # nobody is asked
         counter = OfReal(device="cpu")
         started = time.monotonic()
         with counter:

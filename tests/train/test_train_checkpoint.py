@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from jettison.errors import UsageError
-from jettison.train.checkpoint import Checkpoints
-from jettison.train.checkpoint_state import RunState, digest_of
+from jettison.train.checkpoint import Checkpoints, RunState
+from jettison.train.checkpoint_reading import digest_of
 from jettison.train.ranks import World, joined
 from jettison.train.recipe import CheckpointSection
 

@@ -19,9 +19,8 @@ from jettison.errors import Infeasible, UsageError
 from jettison.parse_units import parse_bytes
 from jettison.report.schemas import check
 from jettison.train.failures import RankLost
-from jettison.train.log import RunLog
+from jettison.train.log import RunLog, TrainResult
 from jettison.train.recipe import CheckpointSection, ModelSection, OptimizerSection
-from jettison.train.result import TrainResult
 from support.patience import PATIENCE
 from support.train_runs import command, curve, environment, lines, tensors_of, tiny
 

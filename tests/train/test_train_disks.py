@@ -17,12 +17,11 @@ from torch import nn
 
 from jettison.cli.train import train
 from jettison.errors import UsageError
-from jettison.train.build_model import Built, shifted_within
+from jettison.train.build_model import Built, shifted_within, vocabulary
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.data import Corpus
 from jettison.train.recipe import BatchSection, CheckpointSection, DataSection, LogSection, ModelSection, TrainRecipe
 from jettison.train.run_folder import LOCK, claimed
-from jettison.train.text_survey import vocabulary
 from support.patience import PATIENCE
 
 GPT = ModelSection(architecture="gpt", layers=2, hidden=32, heads=4)

@@ -18,7 +18,7 @@ from jettison.errors import UsageError
 from jettison.models.documents import document_mask, document_numbers, positions_within
 from jettison.models.reference import Gpt, Llama
 from jettison.train.build_model import build
-from jettison.train.documents import keep_apart
+from jettison.train.inputs import keep_apart
 from jettison.train.recipe import (
     BatchSection,
     DataSection,

@@ -26,8 +26,7 @@ from jettison.cli.main import run
 from jettison.cli.train import train, write_weights
 from jettison.errors import UsageError
 from jettison.measure.tensors import unique_bytes
-from jettison.train.export import ExportFailed
-from jettison.train.export_run import export_session
+from jettison.train.export import ExportFailed, export_session
 from jettison.train.recipe import (
     BatchSection,
     CheckpointSection,

@@ -15,9 +15,16 @@ from hypothesis import strategies as st
 
 from jettison.errors import UsageError
 from jettison.train.data_order import Order, derived_seed
-from jettison.train.rates import learning_rate
-from jettison.train.recipe import BatchSection, LayoutSection, ModelSection, OptimizerSection, PlanSection, TrainRecipe
-from jettison.train.recipe_file import parse_recipe, read_recipe
+from jettison.train.recipe import (
+    BatchSection,
+    LayoutSection,
+    ModelSection,
+    OptimizerSection,
+    PlanSection,
+    TrainRecipe,
+    parse_recipe,
+    read_recipe,
+)
 from support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +91,7 @@ def test_a_wrong_key_is_one_clear_line(text: str, says: str) -> None:
 
 def test_recipes_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
-        "from jettison.train.recipe_file import parse_recipe\n"
+        "from jettison.train.recipe import parse_recipe\n"
         f"made = parse_recipe('''{GOOD}''')\ndef make(): return made\nno = 1\n"
     )
     (tmp_path / "my_recipes.py").write_text(code)
@@ -119,14 +126,14 @@ def test_a_layout_fills_the_ranks() -> None:
 
 def test_the_rate_warms_up_and_comes_down_in_a_cosine() -> None:
     section = OptimizerSection(lr=1.0, min_lr=0.1, warmup_steps=4)
-    rates = [learning_rate(section, step, 24) for step in range(30)]
+    rates = [section.rate(step, 24) for step in range(30)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[14] == pytest.approx(0.55)  # half-way between
     assert rates[9] == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
     assert rates[24:] == [0.1] * 6
     assert all(a > b for a, b in pairwise(rates[4:25]))
     longer = OptimizerSection(lr=1.0, decay_steps=10)
-    assert learning_rate(longer, 5, 1000) == pytest.approx(0.5)
+    assert longer.rate(5, 1000) == pytest.approx(0.5)
 
 
 @given(windows=st.integers(1, 300), seed=st.integers(0, 2**40), turn=st.integers(0, 3))
@@ -187,7 +194,7 @@ def test_every_shipped_recipe_is_tested() -> None:
 
 def test_reading_a_recipe_needs_no_torch() -> None:
     code = (
-        "import sys; from jettison.train import data_order, rates, recipe, recipe_file; "
+        "import sys; from jettison.train import data_order, recipe; "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run(

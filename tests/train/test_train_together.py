@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from jettison.cli.train import train
 from jettison.errors import JettisonError
-from jettison.train.rank_watch import Beat, hanging
+from jettison.train.failures import Beat, hanging
 from jettison.train.recipe import (
     BatchSection,
     CheckpointSection,

@@ -19,8 +19,7 @@ from jettison.measure.profiled import WARMUP_STEPS, Recorded, recorded
 from jettison.progress import Progress, silent
 from jettison.report.findings import FindingsReport
 from jettison.spec.hardware import Hardware
-from jettison.train.recipe_file import read_recipe
-from jettison.train.run_sections import CheckpointSection, EvalSection, ExportSection
+from jettison.train.recipe import CheckpointSection, EvalSection, ExportSection, read_recipe
 from jettison.units import format_seconds
 
 

@@ -20,9 +20,9 @@ from jettison.report.console import hint, progress
 from jettison.whole_files import write_whole
 
 if TYPE_CHECKING:
-    from jettison.train.export_run import ExportResult
+    from jettison.train.export import ExportResult
+    from jettison.train.log import TrainResult
     from jettison.train.recipe import PlanSection, TrainRecipe
-    from jettison.train.result import TrainResult
 
 
 def command(
@@ -102,7 +102,7 @@ def train(
         Infeasible: no plan fits the budget.
     """
     from jettison.train.loop import train as train_ranks
-    from jettison.train.recipe_file import read_recipe
+    from jettison.train.recipe import read_recipe
 
     ran: list[TrainRecipe] = []
 
@@ -146,9 +146,8 @@ def write_weights(
         UsageError: there is no checkpoint, the folder is there, or transformers has no such model.
         ExportFailed: the weights could not be written.
     """
-    from jettison.train.export_run import export_run
-    from jettison.train.recipe import PlanSection
-    from jettison.train.recipe_file import read_recipe
+    from jettison.train.export import export_run
+    from jettison.train.recipe import PlanSection, read_recipe
 
     def made() -> TrainRecipe:
         found = read_recipe(recipe) if isinstance(recipe, str) else recipe

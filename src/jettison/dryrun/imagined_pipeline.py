@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import json
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -315,15 +314,14 @@ class _Chain:
 
     def __init__(self, round_: Round | None, number: int) -> None:
         self._round, self._number = round_, number
-        self._own: dict[int, bytes] = {}
+        self._own: dict[int, list[tuple[tuple[int, ...], torch.dtype, bool]]] = {}
 
     def tell(self, index: int, outputs: Sequence[Tensor]) -> None:
         """What a stage returns."""
-        said = [[list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in outputs]
-        self._own[index] = json.dumps(said).encode()
+        self._own[index] = [(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs]
         if self._round is not None:
             with unset_fake_temporarily():
-                self._round.tell(f"{self._number}/{index}", self._own[index])
+                self._round.tell(self._topic(index), self._own[index])
 
     def hear(self, index: int) -> tuple[Tensor, ...]:
         """Tensors without memory, like those that a stage returns.
@@ -335,11 +333,13 @@ class _Chain:
             said = self._own.get(index)
             if said is None:
                 assert self._round is not None
-                said = self._round.hear_of(f"{self._number}/{index}", f"stage {index} of the pipeline")
+                said = self._round.hear_of(self._topic(index), f"stage {index} of the pipeline")
             return tuple(
-                torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=grad)
-                for shape, dtype, grad in json.loads(said)
+                torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape, dtype, grad in said
             )
+
+    def _topic(self, index: int) -> str:
+        return f"stage {index} of schedule {self._number}"
 
 
 def _on(device: torch.device) -> Any:

@@ -23,21 +23,14 @@ if TYPE_CHECKING:
         VocabularyParallel,
     )
 
-_HOME_OF = MappingProxyType(
+_NAMES_OF = MappingProxyType(
     {
-        "BlockInput": "styles",
-        "ColumnParallel": "styles",
-        "Context": "context",
-        "OwnDraws": "dropout",
-        "Replicated": "styles",
-        "RowParallel": "styles",
-        "SplitInput": "styles",
-        "VocabularyParallel": "styles",
-        "apply_context_parallel": "context_models",
-        "apply_tensor_parallel": "known_models",
-        "reduce_partial_gradients": "parameters",
-        "seed_ranks": "dropout",
-        "tensor_parallel_plan": "known_models",
+        "styles": ("BlockInput", "ColumnParallel", "Replicated", "RowParallel", "SplitInput", "VocabularyParallel"),
+        "context": ("Context",),
+        "context_models": ("apply_context_parallel",),
+        "dropout": ("OwnDraws", "seed_ranks"),
+        "known_models": ("apply_tensor_parallel", "tensor_parallel_plan"),
+        "parameters": ("reduce_partial_gradients",),
     }
 )
 
@@ -59,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
+    home = next((home for home, names in _NAMES_OF.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module 'jettison.parallel' has no attribute {name!r}; it offers {', '.join(__all__)}")
     return getattr(import_module(f"jettison.parallel.{home}"), name)

@@ -4,9 +4,10 @@ NOTE [ Agreement ]
 Before the first step every rank says what it is about to compute again, region by region, and all of them learn whether
 they say the same. They talk through the key-value store of `torch.distributed`, not by a collective: a rank that never
 comes is named after a time, where a collective would hang, and nothing is sent over the wires that the step will use.
-What is said are digests, 32 bytes a rank, which are compared on their way up a tree (NOTE [ A tree of ranks ]). Where
-they differ, one rank of each of the two largest camps says what its digest was made of, so that all learn which region
-it is.
+What is said are digests, 32 bytes a rank, which are compared on their way up a tree (NOTE [ A tree of ranks ]): a
+branch whose ranks say the same is one digest, any other the largest groups of ranks with equal digests. Where they
+differ, one rank of each of the two largest groups says what its digest was made of, so that all learn which region it
+is.
 
 A rank may be in several groups. It takes them in the order of their ranks, as all do, so that no two wait for each
 other. A plan goes from group to group: a rank has it from that of its groups whose first rank is the lowest, and hands
@@ -18,32 +19,36 @@ ranks compared that share parameters by now.
 
 Shapes are not compared. A dim that does not divide is sharded unevenly, and DTensor then pads on some ranks only: the
 ops that are computed again must be the same, padding aside, but not their sizes.
+
+NOTE [ One refusal ]
+Ranks may have different plans: stages of a pipeline, replicas with batches of their own. So one may have none where the
+others do. What it says, `Infeasible` with a budget that would do, is what scripts catch to ask again. If it alone said
+so, it would ask alone, and wait for ranks that are at their first step; and these would wait for it there. So a refusal
+is every rank's: the same error, at the same time, with the smallest budget under which all of them find a plan.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import zlib
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import TracebackType
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from jettison.capture.model_trace import ModelTrace
+from jettison.capture.op_traits import is_collective
 from jettison.capture.sharded import sharded_parameters
 from jettison.capture.tensor_subclasses import Wrapping, wrapping
 from jettison.errors import Infeasible, PlanMismatch
-from jettison.parallel import verdict as verdicts
-from jettison.parallel.camps import DIGEST_BYTES, Camp, camps_of, listed, merged, ranks_in_words
-from jettison.parallel.rank_tree import RankFailed, RanksMissing, RankTree, Store
-from jettison.parallel.verdict import Verdict
+from jettison.parallel.ranks import RUNS, Ranks, Store, branch, children, joined, listed, ranks_in_words
 from jettison.runtime.planned import PlannedForward
 
 TIMEOUT_SECONDS = 300.0
@@ -52,31 +57,11 @@ TIMEOUT_SECONDS = 300.0
 Made = TypeVar("Made")
 PADDING = frozenset({"aten.constant_pad_nd.default"})
 PLAN = "the plan as a whole"
-_SAME: Final = b"same"
-_REFUSED: Final = "refused "
+_GROUPS = 8
+"""Of ranks with equal digests, that are told apart at most. Of what lies beyond only the number is known."""
 
 Group: TypeAlias = Any  # a ProcessGroup or a DeviceMesh
 _rounds: defaultdict[tuple[int, ...], int] = defaultdict(int)
-
-
-class PlannedModel(Protocol):
-    """What `jettison.apply` returns."""
-
-    @property
-    def regions(self) -> list[PlannedForward]: ...
-    @property
-    def plan(self) -> Any: ...
-
-
-def check_agreement(applied: PlannedModel, group: Group, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-    """Compare what is applied on this rank with what the other ranks of the group apply; all of them must call this.
-
-    Raises:
-        PlanMismatch: on every rank, naming the ranks that differ and the first region in which they do, or the ranks
-            that did not come in time. Or the message of the rank that failed before it could say anything.
-    """
-    with Agreement([ranks_in(group)], timeout_seconds=timeout_seconds) as agreement:
-        agreement.check(summary(applied.regions, applied.plan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +104,74 @@ def groups_for(model: nn.Module, group: Group | None = None) -> list[tuple[int, 
     return sorted(g for g in groups if len(g) > 1 and not any(set(g) < set(other) for other in groups))
 
 
+def talking_groups(traces: Iterable[ModelTrace]) -> set[tuple[int, ...]]:
+    """Groups of the functional collectives that models call where they are traced, whatever their parameters tell.
+
+    Their ranks have to follow one plan: a collective that one rank runs again, for its backward, meets another one of a
+    rank that does not. Groups that send nothing are nobody's.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return set()
+    groups = {str(name): group for group, name in distributed.distributed_c10d._world.pg_names.items()}
+    named = [groups[value] for value in _given(traces) if isinstance(value, str) and value in groups]
+    found = {ranks_in(group) for group in named if distributed.get_backend(group) != "fake"}
+    return {ranks for ranks in found if len(ranks) > 1}
+
+
+def _given(traces: Iterable[ModelTrace]) -> Iterator[Any]:
+    """Arguments of what talks to other ranks: names of groups, and others."""
+    for one in traces:
+        yield from _given(one.more)
+        for region in (one.root, *(cls.trace for cls in one.classes.values())):
+            for call in region.calls:
+                if is_collective(call.func):
+                    yield from (*call.args, *call.kwargs.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether plans fit, of one rank, or of several together.
+
+    Args:
+        needs_bytes: the smallest budget under which all of them have plans.
+        refused: that one has none: arguments of its `Infeasible`.
+    """
+
+    needs_bytes: int
+    refused: dict[str, Any] | None = None
+
+    @classmethod
+    def fits(cls, minimum_budget_bytes: Iterable[int]) -> Verdict:
+        """Of a rank that has plans, which would have fitted such budgets too."""
+        return cls(needs_bytes=max(minimum_budget_bytes, default=0))
+
+    @classmethod
+    def refuses(cls, error: Infeasible, rank: int | None = None) -> Verdict:
+        """Of a rank that has none.
+
+        Args:
+            rank: to be named, where the others have plans of their own.
+        """
+        reason = error.reason if rank is None else f"This is what rank {rank} says. {error.reason}".strip()
+        needs, budget = int(error.minimum_budget_bytes), int(error.budget_bytes)
+        return cls(needs_bytes=needs, refused={"minimum_budget_bytes": needs, "budget_bytes": budget, "reason": reason})
+
+    @property
+    def error(self) -> Infeasible | None:
+        """What all of them raise, if one has no plan."""
+        if self.refused is None:
+            return None
+        return Infeasible(**self.refused | {"minimum_budget_bytes": self.needs_bytes})
+
+    def __or__(self, other: Verdict) -> Verdict:
+        """Of the ranks of both. Of several that have no plan the one that needs most is named."""
+        refused = [one.refused for one in (self, other) if one.refused is not None]
+        return Verdict(
+            needs_bytes=max(self.needs_bytes, other.needs_bytes),
+            refused=max(refused, key=lambda one: one["minimum_budget_bytes"], default=None),
+        )
+
+
 class Agreement:
     """One comparison, in each of several groups. Entered before the work whose result is compared: if that fails, the
     other ranks learn why instead of waiting. With no groups it does nothing.
@@ -149,8 +202,12 @@ class Agreement:
 
     def _compare(self, digests: Mapping[str, str]) -> None:
         for each in self.rounds:
-            each.say(digests)
-            each.wait()
+            each.hear_digests(each.say_digests(digests))
+
+    def _merged(self, own: Made, merge: Callable[[Made, Made], Made]) -> Made:
+        for each in self.rounds:
+            own = each.merged(own, merge)
+        return own
 
     def settled(self, own: Verdict) -> Verdict:
         """What this rank's verdict and those of all others come to. An agreement says this or `check`, not both.
@@ -158,8 +215,7 @@ class Agreement:
         Raises:
             PlanMismatch: a rank failed, or did not come in time.
         """
-        for each in self.rounds:
-            own = each.settle(own)
+        own = self._merged(own, operator.or_)
         for each in self.rounds:
             each.over = True
         return own
@@ -167,21 +223,15 @@ class Agreement:
     @property
     def leads(self) -> bool:
         """Whether this rank is the one that makes what `first` hands out."""
-        return not self.rounds or self.rounds[0].tree.leads
+        return not self.rounds or self.rounds[0].leads
 
-    def least(self, number: int, topic: str = "least") -> int:
+    def least(self, number: int) -> int:
         """The smallest that any rank has. None of them goes on before all are there.
-
-        Args:
-            topic: of the question; each is asked once.
 
         Raises:
             PlanMismatch: a rank failed, or did not come in time.
         """
-        for each in self.rounds:
-            each.say_number(number, topic)
-            number = each.least(topic)
-        return number
+        return self._merged(number, min)
 
     def also(self, groups: Iterable[tuple[int, ...]], number: int = 0) -> int:
         """Ranks of further groups, unless they are in it already: with them, too, this rank has one plan. All of them
@@ -198,20 +248,16 @@ class Agreement:
         added = [_next_round(ranks, self.timeout_seconds) for ranks in new]
         self.rounds = sorted([*self.rounds, *added], key=lambda one: one.ranks)
         for each in added:
-            each.say_number(number)
-            number = each.least()
+            number = each.merged(number, min)
         return number
 
-    def union(self, own: Collection[str]) -> list[str]:
-        """Return the union of all ranks' words, in one order for all.
+    def union(self, own: Iterable[Made]) -> list[Made]:
+        """Return all that some rank has, in one order for all.
 
         Raises:
             PlanMismatch: a rank failed, or did not come in time.
         """
-        found = sorted(set(own))
-        for each in self.rounds:
-            found = each.union(found)
-        return found
+        return sorted(self._merged(set(own), operator.or_), key=repr)
 
     def first(self, make: Callable[[], Made], tell: Callable[[Made], str]) -> Made | str:
         """What ``make`` returns, on the first rank of the group; on the others what ``tell`` says of it. Without a
@@ -222,22 +268,23 @@ class Agreement:
             PlanMismatch: it failed there, or took longer than the timeout.
         """
         made: Made | None = None
+        said: Verdict | str = ""
         if not self.leads:
-            said = self.rounds[0].told()
+            said = self.rounds[0].told("plan")
         else:
             try:
                 made = make()
             except Infeasible as error:
-                said = _REFUSED + Verdict.refuses(error).written().decode()
+                said = Verdict.refuses(error)
             else:
                 said = tell(made) if self.rounds else ""
         for each in self.rounds:
-            if each.tree.leads:
-                each.hand_out(said)
-        if said.startswith(_REFUSED):
+            if each.leads:
+                each.tell("plan", said)
+        if isinstance(said, Verdict):
             for each in self.rounds:
                 each.over = True
-            raise verdicts.read(said.removeprefix(_REFUSED)).error or AssertionError
+            raise said.error or AssertionError
         return said if made is None else made
 
     def among(self, ranks: tuple[int, ...]) -> Round | None:
@@ -261,7 +308,39 @@ def _next_round(ranks: tuple[int, ...], timeout_seconds: float) -> Round:
     return Round(ranks, timeout_seconds, rank=distributed.get_rank(), store=store, number=_rounds[ranks])
 
 
-class Round:
+@dataclass(frozen=True)
+class EqualRanks:
+    """Ranks with one digest.
+
+    Args:
+        digest: empty for groups that are too many to be told apart.
+        runs: of places side by side, the first and the last of each, ascending; not all where they are many.
+    """
+
+    digest: bytes
+    count: int
+    runs: Sequence[tuple[int, int]] = ()
+
+
+def _grouped(places: Sequence[range], said: Sequence[bytes | list[EqualRanks]]) -> bytes | list[EqualRanks]:
+    """What a rank and the branches below it say, as one: a digest that all have, or the largest groups."""
+    if isinstance(said[0], bytes) and all(one == said[0] for one in said):
+        return said[0]
+    found: defaultdict[bytes, list[EqualRanks]] = defaultdict(list)
+    for at, one in zip(places, said, strict=True):
+        for group in [EqualRanks(one, len(at), [(at[0], at[-1])])] if isinstance(one, bytes) else one:
+            found[group.digest].append(group)
+    known = [
+        EqualRanks(digest, sum(one.count for one in same), joined(run for one in same for run in one.runs)[:RUNS])
+        for digest, same in found.items()
+        if digest
+    ]
+    known.sort(key=lambda one: (-one.count, one.runs))
+    rest = sum(one.count for one in (*known[_GROUPS:], *found[b""]))
+    return [*known[:_GROUPS], *([EqualRanks(b"", rest)] if rest else [])]
+
+
+class Round(Ranks):
     """One rank's part in one agreement of one group: digests, and before them perhaps a number, and a plan.
 
     Args:
@@ -269,74 +348,44 @@ class Round:
     """
 
     def __init__(self, ranks: tuple[int, ...], timeout_seconds: float, *, rank: int, store: Store, number: int) -> None:
-        self.ranks = ranks
-        self.timeout_seconds = timeout_seconds
-        self.rank = rank
         key = f"jettison/{_group_key(ranks)}/{number}"
-        self.tree = RankTree(store, place=ranks.index(rank), size=len(ranks), key=key, seconds=timeout_seconds)
+        super().__init__(store, place=ranks.index(rank), size=len(ranks), key=key, seconds=timeout_seconds)
+        self.ranks, self.rank, self.over = ranks, rank, False
         self._digests: Mapping[str, str] = {}
-        self.over = False
 
-    def say(self, said: Mapping[str, str]) -> None:
-        """A digest by region; see `summary`."""
+    def lost(self, why: str) -> PlanMismatch:
+        """Others that fail or stay away are a `PlanMismatch`."""
+        self.over = True
+        return PlanMismatch(why)
+
+    def missing(self, places: Sequence[int]) -> str:
+        """See `Ranks.missing`."""
+        return (
+            f"{ranks_in_words(self.ranks[place] for place in places)} did not say within {self.seconds:g} s which plan "
+            f"to run; every one of ranks {listed(self.ranks)} must apply one, and as often as the others"
+        )
+
+    def say_digests(self, said: Mapping[str, str]) -> str:
+        """Say a digest by region, see `summary`; the topic of the other half."""
         self._digests = said
-        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
-        with self._words():
-            word = self.tree.say("digest", digest, merged(self.tree.size))
-        if word is not None:
-            self.tree.tell("digest", _SAME if len(word) == DIGEST_BYTES else word)
+        own: bytes | list[EqualRanks] = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
+        below = [branch(child, self.size) for child in children(self.place, self.size)]
+        merge = partial(_grouped, [range(self.place, self.place + 1), *below])
+        topic, _ = self.say(own, merge, lambda whole: None if isinstance(whole, bytes) else whole)
+        return topic
 
-    def wait(self) -> None:
-        """For the first rank's verdict.
+    def hear_digests(self, topic: str) -> None:
+        """Wait until all ranks have said theirs.
 
         Raises:
             PlanMismatch: on every rank.
         """
-        with self._words():
-            verdict = self.tree.hear("digest")
-            self.over = True
-            if verdict != _SAME:
-                raise PlanMismatch(self._difference(verdict))
+        groups: list[EqualRanks] | None = self.hear(topic)
+        self.over = True
+        if groups is not None:
+            raise PlanMismatch(self._difference(*groups))
 
-    def say_number(self, number: int, topic: str = "least") -> None:
-        """Of which the smallest is wanted."""
-        with self._words():
-            word = self.tree.say(topic, str(number).encode(), lambda words: min((word for _, word in words), key=int))
-        if word is not None:
-            self.tree.tell(topic, word)
-
-    def least(self, topic: str = "least") -> int:
-        """The smallest that was said."""
-        with self._words():
-            return int(self.tree.hear(topic))
-
-    def union(self, own: Sequence[str]) -> list[str]:
-        """Return the sorted union of all ranks' words."""
-
-        def merge(words: Sequence[tuple[int, bytes]]) -> bytes:
-            return json.dumps(sorted({one for _, word in words for one in json.loads(word)})).encode()
-
-        with self._words():
-            word = self.tree.say("union", json.dumps(list(own)).encode(), merge)
-        if word is not None:
-            self.tree.tell("union", word)
-        with self._words():
-            return [str(one) for one in json.loads(self.tree.hear("union"))]
-
-    def settle(self, own: Verdict) -> Verdict:
-        """What all verdicts come to."""
-        with self._words():
-            word = self.tree.say("verdict", own.written(), verdicts.merged)
-        if word is not None:
-            self.tree.tell("verdict", word)
-        with self._words():
-            return verdicts.read(self.tree.hear("verdict"))
-
-    def tell(self, topic: str, value: bytes) -> None:
-        """Tell the others something between what all of them say."""
-        self.tree.tell(topic, value)
-
-    def hear_of(self, topic: str, who: str) -> bytes:
+    def hear_of(self, topic: str, who: str) -> Any:
         """What a rank tells of a topic.
 
         Args:
@@ -345,71 +394,37 @@ class Round:
         Raises:
             PlanMismatch: it did not in time, or some rank has failed.
         """
-        with self._words():
-            try:
-                return self.tree.told(topic)
-            except RanksMissing:
-                raise PlanMismatch(
-                    f"{who} said nothing within {self.timeout_seconds:g} s; all of ranks {listed(self.ranks)} have to "
-                    "call auto_checkpoint at the same place"
-                ) from None
-
-    def hand_out(self, text: str) -> None:
-        """On the first rank."""
-        self.tree.tell("text", zlib.compress(text.encode()))
-
-    def told(self) -> str:
-        """What the first rank hands out."""
-        with self._words():
-            return zlib.decompress(self.tree.told("text")).decode()
+        if not self.comes(topic):
+            raise PlanMismatch(
+                f"{who} said nothing within {self.seconds:g} s; all of ranks {listed(self.ranks)} have to call "
+                "auto_checkpoint at the same place"
+            )
+        return self.told(topic)
 
     def give_up(self, why: str) -> None:
         """This rank will say nothing."""
         if not self.over:
             self.over = True
-            self.tree.fail(
-                f"{ranks_in_words([self.rank])} has no plan, so none of ranks {listed(self.ranks)} starts: {why}"
-            )
+            self.fail(f"{ranks_in_words([self.rank])} has no plan, so none of ranks {listed(self.ranks)} starts: {why}")
 
-    @contextmanager
-    def _words(self) -> Iterator[None]:
-        """Others that fail or stay away are a `PlanMismatch`."""
-        try:
-            yield
-        except RankFailed as error:
-            self.over = True
-            raise PlanMismatch(str(error)) from None
-        except RanksMissing as error:
-            self.over = True
-            text = (
-                f"{ranks_in_words(self.ranks[place] for place in error.places)} did not say within "
-                f"{self.timeout_seconds:g} s which plan to run; every one of ranks {listed(self.ranks)} must apply "
-                "one, and as often as the others"
-            )
-            if self.tree.leads:
-                self.tree.fail(text)
-            raise PlanMismatch(text) from None
-
-    def _difference(self, verdict: bytes) -> str:
-        """What is wrong, in words: a rank of each of the two largest camps knows where they differ."""
-        most, *others = camps_of(verdict, range(self.tree.size))
-        one, other = most.runs[0][0], others[0].runs[0][0]
-        if self.tree.place == one:
-            self.tree.tell("digests", zlib.compress(json.dumps(self._digests).encode()))
-        if self.tree.place == other:
-            theirs: Mapping[str, str] = json.loads(zlib.decompress(self.tree.told("digests")))
-            where = next(name for name in (*theirs, *self._digests) if theirs.get(name) != self._digests.get(name))
-            self.tree.tell("where", where.encode())
-        where = self.tree.told("where").decode()
-        differing = ranks_in_words(self._in(*others), sum(camp.count for camp in others))
+    def _difference(self, most: EqualRanks, *others: EqualRanks) -> str:
+        """What is wrong, in words: a rank of each of the two largest groups knows where they differ."""
+        if self.place == most.runs[0][0]:
+            self.tell("digests", self._digests)
+        if self.place == others[0].runs[0][0]:
+            theirs: Mapping[str, str] = self.told("digests")
+            names = (*theirs, *self._digests)
+            self.tell("where", next(name for name in names if theirs.get(name) != self._digests.get(name)))
+        where = self.told("where")
+        differing = ranks_in_words(self._in(*others), sum(one.count for one in others))
         return (
             f"{differing} would run another plan than {ranks_in_words(self._in(most), most.count)}; they differ first "
             f"in {where or 'the part around the blocks'}. Ranks that share a model compute the same ops again: give "
             "all of them one plan or one policy, and batches of one shape"
         )
 
-    def _in(self, *camps: Camp) -> Iterator[int]:
-        for first, last in (run for camp in camps for run in camp.runs):
+    def _in(self, *groups: EqualRanks) -> Iterator[int]:
+        for first, last in (run for one in groups for run in one.runs):
             yield from self.ranks[first : last + 1]
 
 
@@ -437,4 +452,4 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-__all__ = ["Agreement", "check_agreement", "groups_for", "ranks_in", "summary"]
+__all__ = ["Agreement", "Verdict", "groups_for", "ranks_in", "summary", "talking_groups"]

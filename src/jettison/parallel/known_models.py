@@ -11,10 +11,11 @@ logits, on every rank.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,7 +62,7 @@ class LayerForm:
     mlp: str
     ups: tuple[str, ...]
     down: str
-    dropout: str | None
+    dropout: str | None = None
     joined: bool = False
     groups: int = 1
     head_norms: tuple[str, ...] = ()
@@ -95,90 +96,26 @@ class HeadForm:
     head: str
 
 
-_LLAMA = LayerForm(
-    dim=1,
-    norms=("input_layernorm", "post_attention_layernorm"),
-    attention="self_attn",
-    projections=("q_proj", "k_proj", "v_proj"),
-    out="o_proj",
-    head_norms=("q_norm", "k_norm"),
-    mlp="mlp",
-    ups=("gate_proj", "up_proj"),
-    down="down_proj",
-    dropout="attention_dropout",
-)
-_GPT2 = LayerForm(
-    dim=1,
-    norms=("ln_1", "ln_2"),
-    attention="attn",
-    projections=("c_attn",),
-    groups=3,
-    out="c_proj",
-    divided=("split_size",),
-    mlp="mlp",
-    ups=("c_fc",),
-    down="c_proj",
-    dropout="attn_dropout",
-)
-_LLAMA_STACK = StackForm(tokens="embed_tokens", layers="layers", norm="norm")
-_LLAMA_HEAD = HeadForm(body="model", head="lm_head")
 _Form = TypeVar("_Form")
-_RECORD = "jettison.models.reference"
+_MODELS: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["model"]
 
 
-def _of(family: str, name: str) -> str:
-    return f"transformers.models.{family}.modeling_{family}.{name}"
+def _known_as(part: str, form: type[_Form]) -> Mapping[str, _Form]:
+    """Forms of a part by the names of their classes."""
+    found: dict[str, dict[str, Any]] = {}
+    for model in (one for one in _MODELS if part in one):
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in model[part].items()}
+        found |= dict.fromkeys([name + values["class"] for name in model["classes"]], values)
+    return {name: form(**{key: v for key, v in values.items() if key != "class"}) for name, values in found.items()}
 
 
-_LIKE_LLAMA = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-
-LAYERS: Final[Mapping[str, LayerForm]] = MappingProxyType(
-    {_of(family, f"{name}DecoderLayer"): _LLAMA for family, name in _LIKE_LLAMA.items()}
-    | {
-        _of("gpt2", "GPT2Block"): _GPT2,
-        f"{_RECORD}.GptLayer": LayerForm(
-            dim=0,
-            norms=("attention_norm", "mlp_norm"),
-            attention="attention",
-            projections=("qkv",),
-            joined=True,
-            out="out",
-            mlp="mlp",
-            ups=("up",),
-            down="down",
-            dropout="dropout",
-        ),
-        f"{_RECORD}.LlamaLayer": LayerForm(
-            dim=1,
-            norms=("attention_norm", "mlp_norm"),
-            attention="attention",
-            projections=("query", "key", "value"),
-            out="out",
-            mlp="mlp",
-            ups=("gate", "up"),
-            down="down",
-            dropout=None,
-        ),
-    }
-)
-STACKS: Final[Mapping[str, StackForm]] = MappingProxyType(
-    {_of(family, f"{name}Model"): _LLAMA_STACK for family, name in _LIKE_LLAMA.items()}
-    | {
-        _of("gpt2", "GPT2Model"): StackForm(tokens="wte", positions="wpe", layers="h", norm="ln_f", splits="drop"),
-        f"{_RECORD}.Gpt": StackForm(
-            tokens="tokens", positions="positions", layers="layers", norm="norm", scatters=True, head="head"
-        ),
-        f"{_RECORD}.Llama": StackForm(tokens="tokens", layers="layers", norm="norm", scatters=True, head="head"),
-    }
-)
-HEADS: Final[Mapping[str, HeadForm]] = MappingProxyType(
-    {_of(family, f"{name}ForCausalLM"): _LLAMA_HEAD for family, name in _LIKE_LLAMA.items()}
-    | {_of("gpt2", "GPT2LMHeadModel"): HeadForm(body="transformer", head="lm_head")}
-)
-NORMS: Final = frozenset(
-    {_of(family, f"{name}RMSNorm") for family, name in _LIKE_LLAMA.items()}
-    | {"torch.nn.modules.normalization.LayerNorm", "torch.nn.modules.normalization.RMSNorm"}
-)
+LAYERS: Final = _known_as("layer", LayerForm)
+STACKS: Final = _known_as("stack", StackForm)
+HEADS: Final = _known_as("head", HeadForm)
+NORMS: Final = frozenset(name + model["norm"] for model in _MODELS if "norm" in model for name in model["classes"]) | {
+    "torch.nn.modules.normalization.LayerNorm",
+    "torch.nn.modules.normalization.RMSNorm",
+}
 
 
 def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True) -> Plan:

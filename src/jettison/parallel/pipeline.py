@@ -13,7 +13,6 @@ Stages have plans of their own, so ranks of one pipeline need not agree; those o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from types import TracebackType
@@ -24,13 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.capture.blocks import find_blocks, only_blocks
 from jettison.errors import UsageError
-from jettison.memory.schedule import ScheduledPass, Work
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.planned import PlannedForward
-
-_KINDS = {"F": (Work.FORWARD,), "I": (Work.BACKWARD,), "W": (Work.WEIGHT,)}
-_WAITS = {"WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"}  # since torch 2.15
-_SILENT = frozenset({"UNSHARD", "RESHARD", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", *_WAITS})
 
 
 def blocks_of(module: nn.Module) -> list[str]:
@@ -53,38 +47,6 @@ def stand_in_loss(output: Any) -> Tensor:
     if not found:
         raise UsageError("a stage returned nothing that wants a gradient; give it a batch made by received()")
     return sum((t.float().sum() for t in found[1:]), found[0].float().sum())
-
-
-def work_of(schedule: Any) -> tuple[ScheduledPass, ...]:
-    """This rank's order of work, as `jettison.memory.schedule` writes it, from one of torch's schedules.
-
-    Chunks are numbered in the order in which the rank holds its stages.
-
-    Raises:
-        UsageError: the schedule does something that has no place in such an order.
-    """
-    several = getattr(schedule, "_stages", None)
-    stages = several or [schedule._stage]
-    chunks = {stage.stage_index: chunk for chunk, stage in enumerate(stages)}
-    actions = [a for a in schedule.pipeline_order[stages[0].group_rank] if a is not None]
-    split = any(a.computation_type.value == "W" for a in actions)
-    steps: list[ScheduledPass] = []
-    done: Counter[Work] = Counter()
-    for action in actions:
-        kind = action.computation_type.value
-        if kind in _SILENT:
-            continue
-        if kind == "B":
-            works: tuple[Work, ...] = (Work.BACKWARD, Work.WEIGHT) if split else (Work.BACKWARD,)
-        elif kind in _KINDS:
-            works = _KINDS[kind]
-        else:
-            raise UsageError(f"got {action} in {type(schedule).__name__}; expected forwards and backwards")
-        for work in works:  # torch 2.13 miscounts the last stage's forwards in 1F1B, where they simply follow another
-            micro_batch = action.microbatch_index if several else done[work]
-            done[work] += 1
-            steps.append(ScheduledPass(work, micro_batch, chunks[action.stage_index]))
-    return tuple(steps)
 
 
 class InFlight:

@@ -20,7 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -29,7 +31,6 @@ from torch.nn import functional
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.parallel.dropout import OwnDraws
 from jettison.parallel.linear import column_linear, gather_input
-from jettison.parallel.lookup import vocabulary_lookup
 from jettison.parallel.parameters import distribute, local_part
 from jettison.parallel.regions import Axis, collect, f, f_bar, g_bar, split
 
@@ -328,6 +329,35 @@ class Replicated(Style):
         return module
 
 
+class _Lookup(torch.autograd.Function):
+    """Rows of ids in [first, first + rows of the weight), zeros for all others. Saves the ids alone."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.where = first, weight.shape[0], padding_idx
+        local, elsewhere = _local_ids(ids, first, weight.shape[0])
+        return torch.nn.functional.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
+        (ids,) = ctx.saved_tensors
+        first, rows, padding_idx = ctx.where
+        local, elsewhere = _local_ids(ids, first, rows)
+        if padding_idx is not None:
+            elsewhere = elsewhere | (ids == padding_idx)
+        dy = dy.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        dw = torch.ops.aten.embedding_dense_backward(dy, local, rows, -1, False)
+        return None, dw, None, None
+
+
+def _local_ids(ids: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    local = ids - first
+    elsewhere = (local < 0) | (local >= rows)
+    return local.masked_fill(elsewhere, 0), elsewhere
+
+
 @dataclass
 class _VocabularyForward(_Forward):
     dim: int | None
@@ -337,7 +367,7 @@ class _VocabularyForward(_Forward):
         first = self.axis.rank * math.ceil(weight.shape[0] / self.axis.size)
         local = local_part(weight)
         assert local is not None
-        out = vocabulary_lookup(ids, local, first, self.module.padding_idx)
+        out: Tensor = _Lookup.apply(ids, local, first, self.module.padding_idx)
         return f_bar(out, self.axis) if self.dim is None else g_bar(out, self.axis, self.dim)
 
 

@@ -14,8 +14,7 @@ from torch import nn
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
 from jettison.dryrun.step import ModulePolicy, OneBatch, dry_run
 from jettison.errors import PlanMismatch, UsageError
-from jettison.parallel.agree import Agreement, Group, groups_for, summary
-from jettison.parallel.talking import talking_groups
+from jettison.parallel.agree import Agreement, Group, groups_for, summary, talking_groups
 from jettison.parse_units import parse_bytes
 from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.handle import Applied, keep_losses

@@ -7,7 +7,6 @@ without a batch of such a shape pads its own by repetition.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,8 +30,7 @@ def alike(batches: Sequence[Any], sharing: Agreement) -> list[Any]:
     if not sharing.rounds:
         return list(batches)
     own = {BatchShape.of((batch,)): batch for batch in reversed(batches)}
-    told = [BatchShape.read(json.loads(text)) for text in sharing.union([json.dumps(s.written()) for s in own])]
-    wanted = _outermost(told)
+    wanted = _outermost(sharing.union(own))
     if len(wanted) > MOST_SHAPES:
         wanted = [_around(wanted)]
     return [own[shape] if shape in own else _stretched(own, shape) for shape in wanted]

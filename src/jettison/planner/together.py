@@ -17,9 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jettison.capture.model_trace import ModelTrace
 from jettison.dryrun.schedules import Scheduled, stages_of
 from jettison.errors import Infeasible
-from jettison.parallel.agree import Agreement, Group, groups_for, ranks_in
-from jettison.parallel.talking import talking_groups
-from jettison.parallel.verdict import Verdict
+from jettison.parallel.agree import Agreement, Group, Verdict, groups_for, ranks_in, talking_groups
 from jettison.planner.handle import Applied
 from jettison.planner.kept_plans import KeptPlans
 from jettison.solve.plan import Plan
@@ -64,8 +62,8 @@ class Together:
         """
         makes = self.sharing.leads and self.replicas.leads  # plans that others are told of, or its own
         here = not makes if kept is None else kept.can_be_followed(makes=makes)
-        number = self.replicas.least(self.stages.least(int(here), "kept"), "kept")
-        return bool(self.sharing.least(number, "kept"))
+        number = self.replicas.least(self.stages.least(int(here)))
+        return bool(self.sharing.least(number))
 
     def with_traced(self, traces: Iterable[ModelTrace], budget_bytes: int) -> int:
         """The budget, once ranks that the models talk to by themselves plan together, too.

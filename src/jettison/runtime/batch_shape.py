@@ -73,15 +73,6 @@ class BatchShape:
             for (_, size), (_, wanted) in zip(self.sizes, other.sizes, strict=True)
         )
 
-    def written(self) -> list[Any]:
-        """As `read` has it, in JSON's terms."""
-        return [[where, list(size.dims), size.nbytes] for where, size in self.sizes]
-
-    @classmethod
-    def read(cls, written: list[Any]) -> BatchShape:
-        """A shape that another rank has written."""
-        return cls(tuple((where, Size(tuple(dims), nbytes)) for where, dims, nbytes in written))
-
     def beyond(self, other: BatchShape) -> list[str]:
         """Where this one is longer than the other, or has more, in words."""
         known = dict(other.sizes)

@@ -1,14 +1,17 @@
-"""The model of a recipe, and what it is called with."""
+"""The model of a recipe, what it is called with, and its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from jettison.capture.model_trace import LossFn
 from jettison.capture.streams import Streams
@@ -21,10 +24,14 @@ from jettison.models.huggingface import ConfigRequest
 from jettison.models.huggingface import build as build_hub_model
 from jettison.models.huggingface import read_config as read_hub_config
 from jettison.models.llama_names import hub_name, reference_config
-from jettison.models.pretrained import WeightsFolder, open_weights
+from jettison.models.pretrained import SafetensorError, WeightsFolder, open_weights
 from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig
 from jettison.models.request import call_factory
+from jettison.parallel.parameters import put_whole
+from jettison.progress import Progress
 from jettison.spec.model import ModelSpec
+from jettison.train.checkpoint_reading import DAMAGE, read_tensors, reason
+from jettison.train.ranks import World, agreed
 from jettison.train.recipe import ModelSection
 
 
@@ -236,3 +243,99 @@ def _hub_config(values: Any) -> Any:
     except ImportError as error:
         raise UsageError(f"this model's code is that of transformers: {install('hf')}") from error
     return AutoConfig.for_model(**values)
+
+
+def vocabulary(built: Built) -> int | None:
+    """How many words a model has; None where it does not say."""
+    if built.spec is not None:
+        return built.spec.vocab
+    embedding = _embedding(built.model)
+    return None if embedding is None else int(embedding.num_embeddings)
+
+
+def _embedding(model: nn.Module) -> Any:
+    """The one that a model names, or the only one that it has."""
+    try:
+        named = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        named = None
+    if isinstance(named, nn.Embedding):
+        return named
+    found = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return found[0] if len(found) == 1 else None
+
+
+# weights, once ranks have their shares --------------------------------------------------------------------------------
+
+
+def fill(
+    parts: Sequence[nn.Module], named: Mapping[str, nn.Parameter], built: Built, world: World, say: Progress
+) -> None:
+    """Allocate what this rank holds of a model that was cut and sharded without weights, and draw or read it, a tensor
+    at a time. Every rank calls it.
+
+    Args:
+        named: the parameters of all parts, by their names in the whole model.
+
+    Raises:
+        UsageError: files of weights are damaged.
+    """
+    world.together(lambda: _allocate(parts, world.device))
+    if built.pretrained is not None:
+        _read(built.pretrained, parts, named, world, say)
+    elif built.weights is not None:
+        say("drawing the weights")
+        weights = built.weights
+        world.together(lambda: weights.fill(dict(named), put_whole))
+
+
+def _allocate(parts: Sequence[nn.Module], device: torch.device) -> None:
+    with _keeping_parameters():
+        for part in parts:
+            if any(parameter.is_meta for parameter in part.parameters()):
+                part._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+
+
+def _read(
+    pretrained: Pretrained, parts: Sequence[nn.Module], named: Mapping[str, nn.Parameter], world: World, say: Progress
+) -> None:
+    """Each rank reads its part of each of its tensors; other dtypes are converted."""
+    folder, names = pretrained.folder, pretrained.names
+    dtypes = {str(folder.tensors[name].dtype).removeprefix("torch.") for name in names.values()}
+    say(f"reading the weights of {folder.path}, which are {' and '.join(sorted(dtypes))}")
+    held: dict[str, Tensor] = {names[name]: parameter.detach() for name, parameter in named.items()}
+    for part in parts:
+        held |= {names[name]: buffer for name, buffer in part.named_buffers() if name in names}
+    try:
+        read_tensors(held, folder.tensors, lambda: _Reader(folder.path, folder.files), world, world.host)
+    except (*DAMAGE, SafetensorError) as error:
+        raise agreed(UsageError(f"model.pretrained: {folder.path} cannot be read: {reason(error)}")) from error
+
+
+class _Reader(HuggingFaceStorageReader):
+    """torch's, for the files that belong to the model; others may lie beside them."""
+
+    def __init__(self, path: Path, files: Sequence[Path]) -> None:
+        super().__init__(str(path))
+        self.fs = _Listed(files)
+
+
+class _Listed(FileSystem):
+    def __init__(self, files: Sequence[Path]) -> None:
+        super().__init__()
+        self._files = [str(file) for file in files]
+
+    def ls(self, path: object) -> list[str]:
+        """Of the only folder that is looked into."""
+        return self._files
+
+
+@contextmanager
+def _keeping_parameters() -> Iterator[None]:
+    """Those that move stay the same objects: tied ones tied, and FSDP2 knows them."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)

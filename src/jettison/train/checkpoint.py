@@ -16,10 +16,11 @@ removed, whatever `keep` says.
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,19 +32,166 @@ from torch.distributed.tensor import DTensor
 
 from jettison.errors import JettisonError, UsageError
 from jettison.progress import Progress
-from jettison.train.checkpoint_reading import DAMAGE, Writer, check_parts, load_tensors, reason
-from jettison.train.checkpoint_state import RUN, RunState, digest_of, read_state
+from jettison.train.checkpoint_reading import DAMAGE, FILE_ERRORS, Writer, check_parts, digest_of, load_tensors, reason
 from jettison.train.ranks import World, agreed, sockets_when_used
-from jettison.train.recipe import CheckpointSection
+from jettison.train.recipe import CheckpointSection, ModelSection, OptimizerSection, TrainRecipe
 from jettison.train.run_folder import PARTIAL, remove, sync_folder, write_durably
 
+SCHEMA: Final = "jettison.checkpoint/3"
+RUN: Final = "run.json"
+
+_PLAIN: Final = (bool, int, float, str, type(None))
+_NOT_COMPARED: Final = frozenset({"config", "pretrained", "attention", "build"})
+"""Of [model]: paths, whose contents are compared; which kernels compute the same function; where weights are made."""
+_NOT_IN_A_CONFIG: Final = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
 _LATEST: Final = "latest"
-_ERRORS: Final = (OSError, RuntimeError, ValueError, dcp.CheckpointException)
-"""What goes wrong while files are written. CheckpointException is no Exception: it has to be named."""
 
 
 class SaveFailed(JettisonError, RuntimeError):
     """A checkpoint could not be written: the last one, or any if the recipe says that training stops then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """``step`` is the number of steps done, of ``steps`` altogether.
+
+    Args:
+        data: digest of the text.
+        model: settings by name: those of the section, and of the configuration of the model that was built.
+        optimizer: those that give the saved state its meaning; of another optimizer it would be another thing.
+        schedule: those that may change from one part of a run to the next.
+    """
+
+    step: int
+    steps: int
+    seed: int
+    global_batch: int
+    seq: int
+    data: str
+    world: int
+    layout: str
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    schedule: Mapping[str, Any]
+
+    def require_same_run(self, other: RunState, where: Path) -> None:
+        """Would resuming from ``other`` continue with what would have come next?
+
+        Raises:
+            UsageError: no.
+        """
+        for name in ("seed", "global_batch", "seq", "data"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise UsageError(
+                    f"checkpoint {where} was made with {name} {theirs}, the recipe has {mine}: its data would not "
+                    "continue where it stopped. Use the same, or another checkpoint folder"
+                )
+        for name in ("model", "optimizer"):
+            changed = [f"{name}.{text}" for text in _differences(getattr(self, name), getattr(other, name))]
+            if changed:
+                more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
+                raise UsageError(
+                    f"checkpoint {where} was made with {'; '.join(changed[:3])}{more}: it is of another {name}. "
+                    "Use the recipe that it was made with, or another checkpoint folder"
+                )
+        if other.step > self.steps:
+            raise UsageError(f"checkpoint {where} is of step {other.step}; the recipe has {self.steps} steps")
+
+    def changes(self, other: RunState) -> list[str]:
+        """What is the recipe's, and was another in the run that ``other`` is of."""
+        return _differences(self.schedule, other.schedule)
+
+    def text(self, **more: str) -> str:
+        """As `RUN` has it; the last line is a digest of those before."""
+        values = {"schema": SCHEMA, **asdict(self), **more}
+        return json.dumps({**values, "digest": _digest(values)}, indent=1) + "\n"
+
+
+def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
+    """What a checkpoint's `RUN` says, and all that stands there.
+
+    Raises:
+        UsageError: it cannot be read, or is not what was written.
+    """
+    try:
+        values = json.loads((path / RUN).read_text(encoding="utf-8"))
+        schema = values["schema"]
+        if schema == SCHEMA:
+            digest = values.pop("digest")
+            if _digest(values) != digest:
+                raise ValueError("it is not what was written; the file was changed, or is damaged")
+            return RunState(**{name: values[name] for name in RunState.__dataclass_fields__}), values
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UsageError(f"checkpoint {path}: {RUN} cannot be read: {error}") from error
+    raise UsageError(f"checkpoint {path} is {schema}; expected {SCHEMA}: use the version that it was made with")
+
+
+def described_model(section: ModelSection, model: Any) -> dict[str, Any]:
+    """Settings of a model by name: what the recipe says, and the configuration that the model has, if it has one."""
+    out = {name: value for name, value in asdict(section).items() if name not in _NOT_COMPARED}
+    config: Any = getattr(model, "config", None)
+    if is_dataclass(config) and not isinstance(config, type):
+        values = asdict(config)
+    elif callable(getattr(config, "to_dict", None)):
+        values = config.to_dict()
+    else:
+        values = {}
+    return out | dict(_plain(values, "config"))
+
+
+def optimizer_state(section: OptimizerSection) -> dict[str, Any]:
+    """See `RunState`."""
+    if section.name == "adamw":
+        return {"name": section.name, "betas": list(section.betas), "eps": section.eps}
+    return {"name": section.name, "momentum": section.momentum}
+
+
+def schedule(recipe: TrainRecipe) -> dict[str, Any]:
+    """See `RunState`."""
+    names = ("lr", "min_lr", "weight_decay", "warmup_steps", "clip")
+    out: dict[str, Any] = {f"optimizer.{name}": getattr(recipe.optimizer, name) for name in names}
+    end = recipe.optimizer.decay_steps or recipe.steps
+    return out | {
+        "optimizer.decay_steps": end,
+        "precision": recipe.precision,
+        "model.attention": recipe.model.attention,
+        "data.document_end": recipe.data.document_end,
+    }
+
+
+def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    names = sorted(mine.keys() | theirs.keys())
+    if mine.get("name") != theirs.get("name"):
+        names = ["name"]  # what else differs follows from that
+    return [
+        f"{name} {_word(theirs, name)}, the recipe has {_word(mine, name)}"
+        for name in names
+        if (name in mine) != (name in theirs) or mine.get(name) != theirs.get(name)
+    ]
+
+
+def _word(values: Mapping[str, Any], name: str) -> str:
+    if name not in values:
+        return "not there"
+    return "as it comes" if values[name] is None else str(values[name])
+
+
+def _plain(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What JSON can hold, by name."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key not in _NOT_IN_A_CONFIG:
+                yield from _plain(inner, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        if all(isinstance(inner, _PLAIN) for inner in value):
+            yield name, list(value)
+    elif isinstance(value, _PLAIN):
+        yield name, value
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return digest_of(json.dumps(values, sort_keys=True).encode())
 
 
 @dataclass(kw_only=True)
@@ -141,7 +289,7 @@ class Checkpoints:
                 self._pending = _Pending(state=state, future=future)
                 return
             dcp.save(dict(tensors), storage_writer=Writer(target), process_group=self._group)
-        except _ERRORS as error:
+        except FILE_ERRORS as error:
             self._give_up(state.step, error)
         else:
             self._commit(state)
@@ -165,7 +313,7 @@ class Checkpoints:
             return
         try:
             pending.future.result()
-        except _ERRORS as error:
+        except FILE_ERRORS as error:
             self._give_up(pending.state.step, error)
         else:
             self._commit(pending.state)

@@ -14,6 +14,7 @@ that it is about to read. The description has its digest in run.json, and that f
 
 from __future__ import annotations
 
+import hashlib
 import io
 import operator
 import pickle
@@ -31,13 +32,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 
 from jettison.errors import UsageError
 from jettison.parallel.parameters import put_whole
-from jettison.train.checkpoint_state import digest_of, new_digest
 from jettison.train.ranks import World, agreed
 
-_FILE_ERRORS: Final = (OSError, RuntimeError, ValueError, dcp.CheckpointException)
+FILE_ERRORS: Final = (OSError, RuntimeError, ValueError, dcp.CheckpointException)
 """What goes wrong with files. CheckpointException is no Exception: it has to be named."""
 DAMAGE: Final = (
-    *_FILE_ERRORS,
+    *FILE_ERRORS,
     EOFError,
     LookupError,
     AttributeError,
@@ -282,3 +282,15 @@ def _unlike(path: Path, how: str) -> UsageError:
         f"checkpoint {path} does not fit this model and optimizer: {how}. "
         "Use the recipe that it was made with, or another checkpoint folder"
     )
+
+
+def digest_of(data: bytes) -> str:
+    """Tells what was written from anything else."""
+    digest = new_digest()
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def new_digest() -> hashlib.blake2b:
+    """An empty digest, for bytes that come in pieces."""
+    return hashlib.blake2b(digest_size=16)

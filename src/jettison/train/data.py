@@ -1,15 +1,21 @@
-"""Tokens by position: text as bytes, files of token numbers, or a data set of the Hugging Face hub."""
+"""Tokens by position: text as bytes, files of token numbers, or a data set of the Hugging Face hub.
+
+NOTE [ Who reads what ]
+A small text is read whole by every rank, so that any difference is found. Of a larger one every rank looks at the
+length, both ends and places between, which are compared; and reads whole blocks of its own share, which together are
+all. So a text that is changed anywhere is another text when a run is resumed, and reading costs a rank its share only.
+"""
 
 from __future__ import annotations
 
 import glob
 import hashlib
 import sysconfig
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -19,8 +25,12 @@ from jettison.errors import UsageError
 from jettison.train.data_order import InOrder, Order
 from jettison.train.recipe import DataSection
 
+if TYPE_CHECKING:
+    from jettison.train.ranks import World
+
 _BLOCK: Final = 1 << 22  # tokens that are looked at in one go
 _PLACES: Final = 1024  # between both ends, that are looked at when a text is not read whole
+_SMALL: Final = 16  # blocks: see NOTE [ Who reads what ]
 _STDLIB_BYTES: Final = 4_000_000
 _BETWEEN: Final = b"\n\n"  # documents of a data set without a tokenizer
 
@@ -108,6 +118,57 @@ class Survey:
                 f"data: got the token {self.highest}; the model has a vocabulary of {vocab}. Use the tokenizer that it "
                 "is for, or a larger vocabulary"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """What some ranks found, the first of them first.
+
+    Args:
+        other: the first of them that has another text than the first, and how many tokens that has.
+    """
+
+    length: int
+    sample: str
+    blocks: Mapping[int, Block]
+    rank: int
+    other: tuple[int, int] | None = None
+
+
+def surveyed(corpus: Corpus, world: World) -> Survey:
+    """See NOTE [ Who reads what ]. All ranks call it.
+
+    Raises:
+        UsageError: on every rank, about the first that has another text than rank 0.
+    """
+    step, first = (1, 0) if corpus.blocks <= _SMALL else (world.size, world.rank)
+
+    def look() -> _Read:
+        blocks = {n: corpus.block(n) for n in range(first, corpus.blocks, step)}
+        return _Read(length=len(corpus.tokens), sample=corpus.sample, blocks=blocks, rank=world.rank)
+
+    found = world.gathered(world.together(look), _both)
+
+    def whole() -> Survey:
+        assert found is not None
+        if found.other is not None:
+            rank, length = found.other
+            raise UsageError(
+                f"data: rank {rank} has another text than rank 0: {length} tokens and {found.length}"
+                f"{', of which some differ' if length == found.length else ''}; expected the same under one name "
+                "on every machine"
+            )
+        return Survey.of([found.blocks[number] for number in range(corpus.blocks)])
+
+    return world.from_leader(whole)
+
+
+def _both(one: _Read, more: _Read) -> _Read:
+    """What ranks found, and others that come after them."""
+    alike = all(one.blocks.get(number, block) == block for number, block in more.blocks.items())
+    differs = (one.length, one.sample) != (more.length, more.sample) or not alike
+    other = one.other or ((more.rank, more.length) if differs else more.other)
+    return replace(one, blocks={**more.blocks, **one.blocks}, other=other)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from jettison.capture.model_trace import LossFn, call_model, loss_of
+from jettison.capture.model_trace import call_model, loss_of
 from jettison.errors import TraceError, UsageError
 from jettison.parallel.fsdp import forget_forwards
 from jettison.train.build_model import Built
@@ -31,65 +31,69 @@ class MicroBatch:
     seed: int
 
 
-class Engine(Protocol):
-    """One layout's way through a step."""
+class Engine(ABC):
+    """One layout's way through a step.
 
-    parts: Sequence[nn.Module]
-    """This rank's share of the model, whose parameters are trained and saved."""
+    Args:
+        parts: this rank's share of the model, whose parameters are trained and saved.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], places: Places, device: torch.device, *, autocast: bool) -> None:
+        self.parts, self._places, self._device, self._autocast = parts, places, device, autocast
 
     @property
     def tied(self) -> Collection[nn.Parameter]:
-        """Parameters of which another stage has a copy."""
-        ...
+        """This rank's copies of parameters that another stage has too."""
+        return ()
 
     def names(self, name: str) -> str:
         """A parameter's name in the whole model, from its name in a part."""
-        ...
+        return name
 
+    @abstractmethod
     def calls(self, rows: Tensor, micro_batches: int) -> Iterator[RankModule]:
         """Each part, called with token rows like these, in a step of so many micro-batches."""
-        ...
 
     def context(self) -> AbstractContextManager[object]:
-        """What a forward runs in."""
-        ...
+        """What a forward runs in: autocast to bf16, if asked for."""
+        return torch.autocast(self._device.type, torch.bfloat16) if self._autocast else nullcontext()
 
+    @abstractmethod
     def start(self, micro_batches: int) -> None:
         """Get ready for steps of so many micro-batches; parts are planned and sharded by now.
 
         Raises:
             UsageError: there can be none.
         """
-        ...
 
+    @abstractmethod
     def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> Engine:
         """The same over fake copies of the parts on fake tensors, where nothing is sent."""
-        ...
 
+    @abstractmethod
     def dry_run_counts(self, micro_batches: int) -> tuple[int, ...]:
         """How many micro-batches show the peak of a step of so many. Two numbers: the peak grows evenly from there."""
-        ...
 
     def micro_batch_bytes(self) -> int:
         """What each further micro-batch adds to the peak beside its rows, where one number is enough."""
-        ...
+        return 0
 
+    @abstractmethod
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor | None:
         """Leave the gradient of the mean loss over all ranks at the parameters; return this rank's mean, detached, if
         this rank knows it.
         """
-        ...
 
+    @abstractmethod
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor | None:
         """The loss of each, if this rank knows it; modules are as for inference, and nothing wants a gradient."""
-        ...
 
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has used the gradients."""
-        ...
+        optimizer.zero_grad(set_to_none=True)
 
 
-class WholeModel:
+class WholeModel(Engine):
     """Every rank runs the model from end to end; gradients are averaged over data-parallel ranks.
 
     Micro-batches are added up on each rank and averaged once, after the last. Only with parameters that are gathered
@@ -97,22 +101,10 @@ class WholeModel:
     Shards of replicas are averaged once in any case.
     """
 
-    def __init__(self, built: Built, places: Places, *, autocast: bool, device: torch.device) -> None:
-        self.parts: Sequence[nn.Module] = (built.model,)
-        self._places = places
+    def __init__(self, built: Built, places: Places, device: torch.device, *, autocast: bool) -> None:
+        super().__init__((built.model,), places, device, autocast=autocast)
         self._built = built
         self._run: nn.Module = built.model
-        self._autocast = autocast
-        self._device = device
-
-    @property
-    def tied(self) -> Collection[nn.Parameter]:
-        """There are no stages."""
-        return ()
-
-    def names(self, name: str) -> str:
-        """The part is the whole."""
-        return name
 
     def calls(self, rows: Tensor, micro_batches: int) -> Iterator[RankModule]:
         """One part."""
@@ -135,15 +127,11 @@ class WholeModel:
     def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> WholeModel:
         """See `Engine`."""
         (fake_model,) = fake_modules
-        return WholeModel(replace(self._built, model=fake_model), places, autocast=self._autocast, device=self._device)
+        return WholeModel(replace(self._built, model=fake_model), places, self._device, autocast=self._autocast)
 
     def dry_run_counts(self, micro_batches: int) -> tuple[int, ...]:
         """In the second one gradients are there already, and it may be the last, after which they are averaged."""
         return (min(micro_batches, 2),)
-
-    def micro_batch_bytes(self) -> int:
-        """Nothing but its rows."""
-        return 0
 
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor:
         """See `Engine`."""
@@ -152,7 +140,7 @@ class WholeModel:
             with self._averaging(last=number == len(batches) - 1):
                 self._places.seed(batch.seed)
                 with phase("forward"), self.context():
-                    loss = self._loss(batch) / len(batches)
+                    loss = self._loss(self._run, batch) / len(batches)
                 with phase("backward"):
                     loss.backward()
             losses.append(loss.detach())
@@ -167,9 +155,7 @@ class WholeModel:
             for batch in batches:
                 self._places.seed(batch.seed)
                 with self.context():
-                    output = call_model(self.parts[0], self._built.call(batch.rows))
-                    losses.append(checked_loss(output, self._built.loss_fn))
-                del output
+                    losses.append(self._loss(self.parts[0], batch))
         finally:
             forget_forwards(self.parts[0])
         found, context = torch.stack(losses), self._places.context
@@ -179,12 +165,17 @@ class WholeModel:
         """Gradients stay where they are places in a bucket: others would be made beside the bucket, and copied."""
         optimizer.zero_grad(set_to_none=not isinstance(self._run, DistributedDataParallel))
 
-    def context(self) -> AbstractContextManager[object]:
-        """Autocast, if asked for."""
-        return forward_context(self._device, autocast=self._autocast)
+    def _loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        """The scalar to minimise.
 
-    def _loss(self, batch: MicroBatch) -> Tensor:
-        return checked_loss(call_model(self._run, self._built.call(batch.rows)), self._built.loss_fn)
+        Raises:
+            UsageError: the model gives none.
+        """
+        output = call_model(model, self._built.call(batch.rows))
+        try:
+            return loss_of(output, self._built.loss_fn)
+        except TraceError as error:
+            raise UsageError(f"model: called with input_ids and labels, it gave {error}") from error
 
     def _averaging(self, *, last: bool) -> AbstractContextManager[object]:
         if isinstance(self._run, DistributedDataParallel) and not last:
@@ -206,23 +197,6 @@ def _fill_buckets(run: DistributedDataParallel) -> None:
         run.reducer._rebuild_buckets()
         run.reducer.prepare_for_backward([])
         torch.autograd.backward(parameters[::-1], [torch.zeros_like(p) for p in parameters[::-1]])
-
-
-def forward_context(device: torch.device, *, autocast: bool) -> AbstractContextManager[object]:
-    """Autocast to bf16, or nothing."""
-    return torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext()
-
-
-def checked_loss(output: object, loss_fn: LossFn | None) -> Tensor:
-    """The scalar to minimise.
-
-    Raises:
-        UsageError: the model gives none.
-    """
-    try:
-        return loss_of(output, loss_fn)
-    except TraceError as error:
-        raise UsageError(f"model: called with input_ids and labels, it gave {error}") from error
 
 
 def named_parameters(engine: Engine) -> Iterator[tuple[str, nn.Parameter]]:

@@ -16,12 +16,11 @@ import torch
 
 from jettison.capture.streams import Streams
 from jettison.errors import UsageError
-from jettison.train.data import Batches, Survey, open_corpus
+from jettison.train.data import Batches, Survey, open_corpus, surveyed
 from jettison.train.data_order import InOrder, derived_seed
 from jettison.train.engine import Engine, MicroBatch
 from jettison.train.ranks import World
 from jettison.train.recipe import TrainRecipe
-from jettison.train.text_survey import surveyed
 
 
 @dataclass(frozen=True, kw_only=True)

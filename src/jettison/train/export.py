@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import operator
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,37 +25,23 @@ from jettison.errors import JettisonError, UsageError
 from jettison.models.hub_form import HubForm
 from jettison.models.pretrained import INDEX, open_weights
 from jettison.parse_units import parse_bytes
+from jettison.progress import Progress, silent
 from jettison.train.checkpoint_reading import DAMAGE, reason
 from jettison.train.engine import Engine, named_parameters
-from jettison.train.ranks import World, agreed
-from jettison.train.recipe import ExportSection
-from jettison.train.run_folder import PARTIAL, remove, sync_folder, write_durably
+from jettison.train.failures import same_everywhere
+from jettison.train.ranks import World, agreed, joined, waiting_for
+from jettison.train.recipe import ExportSection, TrainRecipe
+from jettison.train.run_folder import partial_of, remove, sync_folder, write_durably
+from jettison.train.setup import Session, prepare
 
+_SCHEMA: Final = "jettison.weights/1"
+_PATIENCE_SECONDS: Final = 24 * 3600.0
+"""One rank puts files together while the others wait."""
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ExportFailed(JettisonError, RuntimeError):
     """Weights could not be written."""
-
-
-def require_place(section: ExportSection) -> None:
-    """Can a folder be made there? Nothing is left of the attempt.
-
-    Raises:
-        UsageError: something is there already, or it cannot be written to.
-    """
-    assert section.folder is not None
-    folder = Path(section.folder)
-    if folder.exists() and not section.overwrite and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(
-            f"export.folder: {folder} is there already; name another, or set overwrite = true to have it replaced"
-        )
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _partial(folder).mkdir(exist_ok=True)
-        remove(_partial(folder))
-    except OSError as error:
-        raise UsageError(f"export.folder: cannot write to {folder.parent}: {error.strerror or error}") from error
 
 
 def export(section: ExportSection, form: HubForm, engine: Engine, world: World) -> None:
@@ -64,7 +52,7 @@ def export(section: ExportSection, form: HubForm, engine: Engine, world: World) 
     """
     assert section.folder is not None
     folder = Path(section.folder)
-    partial = _partial(folder)
+    partial = partial_of(folder)
     tensors = _tensors(engine, form, None if section.dtype is None else _DTYPES[section.dtype])
     described = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
     whole = world.merged(described, operator.or_)
@@ -137,5 +125,52 @@ def _complete(partial: Path, folder: Path, form: HubForm, whole: Mapping[str, An
     sync_folder(folder.parent)
 
 
-def _partial(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}{PARTIAL}")
+@dataclass(frozen=True, kw_only=True)
+class ExportResult:
+    """The weights after so many steps, and where they are."""
+
+    step: int
+    export: str
+
+    def document(self) -> dict[str, Any]:
+        """Schema ``jettison.weights/1``."""
+        return {"schema": _SCHEMA, **asdict(self), "request": None}
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        yield f"the weights of step {self.step}: {self.export}"
+
+
+def export_run(make: Callable[[], TrainRecipe], *, say: Progress = silent, warn: Progress = silent) -> ExportResult:
+    """Read the checkpoint that a recipe's run would go on from, and write its weights.
+
+    Args:
+        make: reads the recipe, which has an ``export.folder``.
+
+    Raises:
+        UsageError: there is no checkpoint, or the model has no form that transformers knows.
+        ExportFailed: the weights could not be written.
+    """
+    with joined() as world, ExitStack() as held:
+        if not world.leads:
+            say = warn = silent
+        recipe = world.together(make)
+        same_everywhere(recipe, world)
+        session = prepare(recipe, world, held, must_resume=True, say=say, warn=warn)
+        export_session(session, say)
+        assert recipe.export.folder is not None
+        return ExportResult(step=session.step, export=recipe.export.folder)
+
+
+def export_session(session: Session, say: Progress) -> str | None:
+    """What the recipe says of weights at the end of a run: the folder, if it names one. Every rank calls it.
+
+    Raises:
+        ExportFailed: the weights could not be written.
+    """
+    section = session.recipe.export
+    if session.hub is not None:
+        say(f"writing the weights to {section.folder}")
+        with waiting_for(session.world, _PATIENCE_SECONDS):
+            export(section, session.hub, session.engine, session.world)
+    return section.folder

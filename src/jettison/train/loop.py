@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -9,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from statistics import median
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -22,22 +25,20 @@ from jettison.train.checkpoint import SaveFailed
 from jettison.train.data_order import derived_seed
 from jettison.train.engine import MicroBatch
 from jettison.train.evaluation import Evaluated, EvaluationSet, evaluate
-from jettison.train.export_run import export_session
-from jettison.train.failures import NotFinite, is_loss_of_a_rank, leave, lost, out_of_range, same_everywhere
-from jettison.train.log import SCHEMA, RunLog
-from jettison.train.optim import clip, set_rate, squared_norm
+from jettison.train.export import export_session
+from jettison.train.failures import NotFinite, Watch, is_loss_of_a_rank, leave, lost, out_of_range, same_everywhere
+from jettison.train.log import SCHEMA, RunLog, TrainResult
+from jettison.train.optim import StepTotals, clip, set_rate, squared_norm, step_totals
 from jettison.train.phase_memory import PhasePeaks
-from jettison.train.rank_watch import Watch
 from jettison.train.ranks import World, agreed, joined, waiting_for
-from jettison.train.rates import learning_rate
 from jettison.train.recipe import TrainRecipe
-from jettison.train.result import TrainResult
 from jettison.train.setup import Session, prepare
-from jettison.train.signals import StopRequest
-from jettison.train.step_totals import StepTotals, step_totals
 
 _SKIPPED_IN_A_ROW: Final = 10
 """After so many it is not the batch: the weights are spoilt, and skipping changes nothing."""
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_SAME_SECONDS: Final = 2.0
+"""torchrun hands on the SIGINT that a terminal has already sent to its ranks: so close together, they are one."""
 _NAMED: Final = 8  # ranks, of those whose loss is not finite
 
 
@@ -163,7 +164,7 @@ class _Run:
     def _step(self) -> tuple[StepTotals, PhasePeaks | None, str | None]:
         """Forward, backward, update. Last, which signal asks to stop: see NOTE [ One sum a step ]."""
         session, section = self.session, self.session.recipe.optimizer
-        rate = learning_rate(section, session.step, session.recipe.steps)
+        rate = section.rate(session.step, session.recipe.steps)
         set_rate(session.optimizer, rate)
         checkpoints = session.checkpoints
         with session.meter.step() as measured:
@@ -418,3 +419,28 @@ def _line(step: int, recipe: TrainRecipe, values: Mapping[str, float | None]) ->
     if values["mfu"] is not None:
         parts.append(f"MFU {values['mfu']:.1%}")
     return "  ".join(parts)
+
+
+class StopRequest:
+    """SIGTERM and SIGINT ask a run to stop after its step; asked again, while this is entered, they end it at once."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._asked = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():  # handlers can be set nowhere else
+            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.name is None:
+            self.name, self._asked = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._asked > _SAME_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)

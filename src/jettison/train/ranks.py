@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import os
 import pickle
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import reduce
 from typing import Any, Final, TypeVar
 
 import torch
@@ -29,12 +27,11 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import debug
 
 from jettison.errors import JettisonError
-from jettison.parallel.camps import ranks_in_words
-from jettison.parallel.rank_tree import RankFailed, RanksMissing, RankTree
+from jettison.parallel.ranks import Ranks, Store, ranks_in_words
 
 _T = TypeVar("_T")
 _AGREED: Final = "raised_by_every_rank"
-_SETUP: Final = timedelta(minutes=30)
+_SETUP_SECONDS: Final = 1800.0
 """How long ranks wait for each other before the first step: one plans, or reads, while the others wait."""
 _runs = itertools.count()
 
@@ -43,23 +40,20 @@ class RankLost(JettisonError, RuntimeError):
     """Another rank has gone, or hangs: what was computed since the last checkpoint is lost, the checkpoint is not."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class World:
+class World(Ranks):
     """This process among the others. All ranks call the same methods in the same order.
 
     Each of them raises `RankLost` where a rank fails instead, or does not come in time.
+
+    Args:
+        key: see `Ranks`.
     """
 
-    rank: int
-    size: int
-    device: torch.device
-    tree: RankTree
-    _turns: Iterator[int] = field(default_factory=itertools.count)
-
-    @property
-    def leads(self) -> bool:
-        """Is this the rank that writes and speaks?"""
-        return self.rank == 0
+    def __init__(
+        self, store: Store, *, rank: int, size: int, device: torch.device, key: str, seconds: float = _SETUP_SECONDS
+    ) -> None:
+        super().__init__(store, place=rank, size=size, key=key, seconds=seconds)
+        self.rank, self.device = rank, device
 
     @functools.cached_property
     def host(self) -> dist.ProcessGroup:
@@ -68,42 +62,20 @@ class World:
             made: dist.ProcessGroup = dist.new_group(backend="gloo")
         return made
 
-    def merged(self, own: _T, merge: Callable[[_T, _T], _T]) -> _T:
-        """What every rank has, merged in the order of the ranks, on every rank. ``merge`` is associative."""
-        topic, _ = self.say(own, merge)
-        found: _T = self.hear(topic)
-        return found
+    def lost(self, why: str) -> RankLost:
+        """See `Ranks.lost`."""
+        return RankLost(f"{why}; start again to resume")
 
-    def gathered(self, own: _T, merge: Callable[[_T, _T], _T]) -> _T | None:
-        """As `merged`, for rank 0 alone; the others get None. For what is the larger the more ranks there are."""
-        topic, whole = self.say(own, merge, tell=False)
-        self.hear(topic)
-        return whole
-
-    def say(self, own: Any, merge: Callable[[Any, Any], Any], *, tell: bool = True) -> tuple[str, Any]:
-        """The first half of `merged`, which waits for ranks below in the tree only: the topic of the other half, and on
-        rank 0 the whole.
-        """
-        topic = str(next(self._turns))
-
-        def join(words: Sequence[tuple[int, bytes]]) -> bytes:
-            return _packed(reduce(merge, (_unpacked(word) for _, word in words)))
-
-        with self._words():
-            word = self.tree.say(topic, _packed(own), join)
-        if word is None:
-            return topic, None
-        self.tree.tell(topic, word if tell else _packed(None))
-        return topic, _unpacked(word)
-
-    def hear(self, topic: str) -> Any:
-        """The second half of `merged`."""
-        with self._words():
-            return _unpacked(self.tree.hear(topic))
+    def missing(self, places: Sequence[int]) -> str:
+        """See `Ranks.missing`."""
+        return (
+            f"{ranks_in_words(places)} did not answer within the timeout of {self.seconds:g} s, and the others cannot "
+            "go on without"
+        )
 
     def sum(self, value: float) -> float:
         """Of all ranks' values."""
-        return self.merged(value, lambda a, b: a + b)
+        return self.merged(value, operator.add)
 
     def most(self, value: float) -> float:
         """The largest of all ranks' values."""
@@ -111,68 +83,35 @@ class World:
 
     def first(self, value: _T | None) -> _T | None:
         """That of the first rank which has one; None where none has."""
-
-        def either(one: _T | None, other: _T | None) -> _T | None:
-            return other if one is None else one
-
-        return self.merged(value, either)
-
-    def tell(self, topic: str, value: object) -> None:
-        """Tell all ranks, whichever of them has it to tell. A topic is told once in a run, and is gone once all have
-        said something else: whoever wants it asks first.
-        """
-        self.tree.tell(topic, _packed(value))
-
-    def told(self, topic: str) -> Any:
-        """What some rank tells of a topic. Those that do not ask miss nothing."""
-        with self._words():
-            return _unpacked(self.tree.told(topic))
+        return self.merged(value, lambda one, other: other if one is None else one)
 
     def from_leader(self, make: Callable[[], _T]) -> _T:
         """What ``make`` returns on rank 0, on every rank; what it raises there, every rank raises."""
-        topic = str(next(self._turns))
+        topic = str(next(self.turns))
         if self.leads:
-            value: _T | None = None
-            error: Exception | None = None
-            try:
-                value = make()
-            except Exception as caught:
-                error = caught
-            self.tell(topic, (value, _portable(error)))
-            found: tuple[Any, Exception | None] = (value, error)
+            found = _tried(make)
+            self.tell(topic, (found[0], _portable(found[1])))
         else:
             found = self.told(topic)
-        if found[1] is not None:
-            raise agreed(found[1])
-        return found[0]
+        value, error = found
+        if error is not None:
+            raise agreed(error)
+        return value  # type: ignore[return-value]
 
     def together(self, make: Callable[[], _T]) -> _T:
         """``make`` on every rank. Where it fails on one, every rank raises that error, and none waits for ever."""
-        box: list[_T] = []
-        error: Exception | None = None
-        try:
-            box.append(make())
-        except Exception as caught:
-            error = caught
+        value, error = _tried(make)
         failed = self.first(_portable(error))
         if failed is not None:
             raise agreed(error or failed)
-        return box[0]
+        return value  # type: ignore[return-value]
 
-    @contextmanager
-    def _words(self) -> Iterator[None]:
-        try:
-            yield
-        except RankFailed as error:
-            raise RankLost(f"{error}; start again to resume") from None
-        except RanksMissing as error:
-            text = (
-                f"{ranks_in_words(error.places)} did not answer within the timeout of {self.tree.seconds:g} s, and the "
-                "others cannot go on without"
-            )
-            if self.leads:
-                self.tree.fail(text)
-            raise RankLost(f"{text}; start again to resume") from None
+
+def _tried(make: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
 
 
 def said_by_leader(error: BaseException) -> bool:
@@ -201,20 +140,14 @@ def joined() -> Iterator[World]:
         with sockets_when_used():
             _initialize(device)
     before = list(c10d._world.pg_map)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    tree = RankTree(
-        c10d._get_default_store(),
-        place=rank,
-        size=size,
-        key=f"jettison/run/{next(_runs)}",
-        seconds=_SETUP.total_seconds(),
-    )
+    rank, store = dist.get_rank(), c10d._get_default_store()
+    world = World(store, rank=rank, size=dist.get_world_size(), device=device, key=f"jettison/run/{next(_runs)}")
     try:
-        yield World(rank=rank, size=size, device=device, tree=tree)
+        yield world
     except BaseException as error:
         if not said_by_leader(error) and not isinstance(error, RankLost):
             with suppress(RuntimeError):  # the store may be what is gone
-                tree.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
+                world.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
         raise
     finally:
         if ours:
@@ -246,14 +179,14 @@ def waiting_for(world: World, seconds: float) -> Iterator[None]:
     """For so long at most, in collectives of all groups that there are, and for words; afterwards as long as before."""
     backends = [backend for group in c10d._world.pg_map for backend in _backends(group)]
     before = [backend.options._timeout for backend in backends]
-    words = world.tree.seconds
+    patience = world.seconds
     for backend in backends:
         backend._set_default_timeout(timedelta(seconds=seconds))
-    world.tree.seconds = seconds
+    world.seconds = seconds
     try:
         yield
     finally:
-        world.tree.seconds = words
+        world.seconds = patience
         for backend, timeout in zip(backends, before, strict=True):
             backend._set_default_timeout(timeout)
 
@@ -267,18 +200,18 @@ def _forget_meshes() -> None:
 
 def _initialize(device: torch.device) -> None:
     cuda = device.type == "cuda"
-    backend = "nccl" if cuda else "gloo"
+    backend, timeout = "nccl" if cuda else "gloo", timedelta(seconds=_SETUP_SECONDS)
     if "RANK" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_SETUP)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    store, rank, size = next(rendezvous("env://", timeout=_SETUP))
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
     turn = store.add(f"jettison/joined/{rank}", 1)  # addresses of a job's last run still stand in its store
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"jettison/{turn}", store),
         rank=rank,
         world_size=size,
-        timeout=_SETUP,
+        timeout=timeout,
         device_id=device if cuda else None,
     )
 
@@ -292,18 +225,10 @@ def _backends(group: dist.ProcessGroup) -> Iterator[Any]:
             yield backend
 
 
-def _packed(value: object) -> bytes:
-    return zlib.compress(pickle.dumps(value))
-
-
-def _unpacked(word: bytes) -> Any:
-    return pickle.loads(zlib.decompress(word))
-
-
 def _portable(error: Exception | None) -> Exception | None:
     """An error that other processes can read: itself, or its text."""
     try:
-        _unpacked(_packed(error))
+        pickle.loads(pickle.dumps(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

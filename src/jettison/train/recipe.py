@@ -1,45 +1,433 @@
-"""A training run as it is asked for: frozen sections, each of which checks its own values. No torch.
+"""A training run as it is asked for: a TOML file, or ``module:name`` in Python, becomes frozen sections. No torch.
 
 What a run does is a function of its recipe: the order of the data and every random number follow from ``seed`` and the
 step (NOTE [ Positions ] in train/data_order.py), so a recipe and a step are all that a checkpoint says beside tensors.
+A field declares its smallest value; what hangs on several fields is checked by their section.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+import importlib
+import json
+import os
+import sys
+import tomllib
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from math import cos, isfinite, pi
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal, get_args, get_type_hints
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from jettison.errors import UsageError
-from jettison.parse_units import parse_seconds
-from jettison.train.model_sections import STRICT, BatchSection, LayoutSection, ModelSection, PlanSection, positive
-from jettison.train.run_sections import (
-    CheckpointSection,
-    DataSection,
-    EvalSection,
-    ExportSection,
-    LogSection,
-    OptimizerSection,
-)
+from jettison.parse_units import parse_bytes, parse_seconds
+from jettison.spec.layout import Layout, Schedule
 
-__all__ = [
-    "BatchSection",
-    "CheckpointSection",
-    "DataSection",
-    "EvalSection",
-    "ExportSection",
-    "LayoutSection",
-    "LogSection",
-    "ModelSection",
-    "OptimizerSection",
-    "PlanSection",
-    "TrainRecipe",
-]
+_NUMBER: Final = "a number of 0 or more"
+_EXPECTED: Final = "expected a TOML file, or module:name of a TrainRecipe or of a function that returns one"
+
+
+def at_least(smallest: int, default: Any = MISSING, expected: str = "") -> Any:
+    """A field of a section whose value, where one is given, is no smaller, and finite.
+
+    Args:
+        expected: in words; so much or more where left out.
+    """
+    metadata = {"smallest": smallest, "expected": expected or f"{smallest} or more"}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
+class Section:
+    """A part of a recipe; a key that it does not have is an error."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    def __post_init__(self) -> None:
+        for one in fields(self):  # type: ignore[arg-type]
+            value, smallest = getattr(self, one.name), one.metadata.get("smallest")
+            if smallest is not None and value is not None and not (isfinite(value) and value >= smallest):
+                raise UsageError(f"got {one.name} {value}; expected {one.metadata['expected']}")
+        self.check()
+
+    def check(self) -> None:
+        """Do values go together?
+
+        Raises:
+            UsageError: no.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainRecipe:
+class ModelSection(Section):
+    """What is trained: one of ``architecture`` (with its sizes), ``preset``, ``config``, ``pretrained``, ``factory``.
+
+    Args:
+        architecture: a GPT (learned positions, GELU) or a Llama of the sizes given here.
+        preset: a published model by name, with random weights.
+        config: a Hugging Face config.json, or its folder; random weights.
+        pretrained: a folder with a Hugging Face config.json and weights as safetensors, from which training goes on.
+        factory: ``module:function`` that returns a model, (model, batch) or (model, batch, loss_fn).
+        kv_heads: of a Llama: as many as heads.
+        ffn: width of the feed-forward block: 4 x hidden for a GPT, 8/3 of it, rounded up to 64, for a Llama.
+        tied: one weight for the token embedding and the head: a GPT has one, a Llama two.
+        positions: the longest sequence: that of the batch.
+        code: "reference" (``parallel/reference.py``) or "huggingface" (transformers): whose code runs. Left out, the
+            first for an architecture, the second for all others; the first also knows weights of Llamas.
+        attention: eager or sdpa; as the model's code has it where left out.
+        build: "sharded": without weights, which each rank makes once the model is cut, its own ones only, a tensor at a
+            time; "whole": every rank makes all of them, and lets go of what it does not keep. The weights are the same,
+            to the bit. Left out: sharded where that is possible; a factory's model whole.
+        compile: "blocks": each block runs compiled by Inductor, which keeps for backward what the plan says. In one
+            process, or with data parallelism (FSDP2 too); not with tp or pp.
+    """
+
+    architecture: Literal["gpt", "llama"] | None = None
+    preset: str | None = None
+    config: str | None = None
+    pretrained: str | None = None
+    factory: str | None = None
+    layers: int = at_least(1, 4)
+    hidden: int = at_least(1, 128)
+    heads: int = at_least(1, 4)
+    kv_heads: int | None = at_least(1, None)
+    ffn: int | None = at_least(1, None)
+    vocab: int = at_least(1, 256)
+    positions: int | None = at_least(1, None)
+    dropout: float = 0.0
+    tied: bool | None = None
+    code: Literal["reference", "huggingface"] | None = None
+    attention: Literal["eager", "sdpa"] | None = None
+    build: Literal["sharded", "whole"] | None = None
+    compile: Literal["blocks"] | None = None
+
+    def check(self) -> None:
+        ways = ("architecture", "preset", "config", "pretrained", "factory")
+        given = [way for way in ways if getattr(self, way) is not None]
+        if len(given) != 1:
+            raise UsageError(f"got {' and '.join(given) or 'none'} of {', '.join(ways)}; expected exactly one")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"got dropout {self.dropout}; expected a probability of at least 0 and below 1")
+        if self.hidden % self.heads:
+            raise UsageError(f"got {self.heads} heads, which do not divide the hidden size {self.hidden}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSection(Section):
+    """``global_batch`` sequences of ``seq`` tokens a step, ``micro_batch`` of them at a time on one data-parallel rank:
+    global_batch = micro_batch x accumulation x dp.
+    """
+
+    global_batch: int = at_least(1)
+    micro_batch: int = at_least(1)
+    seq: int = at_least(1)
+
+    def accumulation(self, dp: int) -> int:
+        """Micro-batches in a step on one data-parallel rank.
+
+        Raises:
+            UsageError: the global batch is no multiple of what all ranks take at a time.
+        """
+        at_a_time = self.micro_batch * dp
+        if self.global_batch % at_a_time:
+            raise UsageError(
+                f"batch: a global_batch of {self.global_batch} is no multiple of micro_batch x dp = "
+                f"{self.micro_batch} x {dp} = {at_a_time}; expected global_batch = micro_batch x accumulation x dp"
+            )
+        return self.global_batch // at_a_time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutSection(Section):
+    """How the model is spread; the product of dp, cp, tp and pp is the number of ranks.
+
+    Args:
+        dp: data-parallel ranks: what cp, tp and pp leave.
+        zero: 0: every data-parallel rank has all parameters; 2: FSDP2 that keeps them gathered between forward and
+            backward; 3: FSDP2 that gathers them again.
+        shards: with zero 2 or 3, ranks among which parameters are spread: all of dp x cp. Fewer make HSDP: dp x cp /
+            shards replicas, each spread over so many ranks, such as those of one node.
+        sp: sequence parallelism beside tensor parallelism: on where tp is above 1.
+        cp: context parallelism: ranks among which every sequence is spread, attention included. Not with pp.
+        schedule: gpipe, 1f1b or zero-bubble; the latter two interleave with virtual stages.
+        stage_layers: layers of each stage of each device, in the order of the model; left out, evenly.
+    """
+
+    dp: int | None = at_least(1, None)
+    zero: Literal[0, 2, 3] = 0
+    shards: int | None = at_least(1, None)
+    tp: int = at_least(1, 1)
+    sp: bool | None = None
+    cp: int = at_least(1, 1)
+    pp: int = at_least(1, 1)
+    virtual_stages: int = at_least(1, 1)
+    schedule: Literal["gpipe", "1f1b", "zero-bubble"] = "1f1b"
+    stage_layers: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        if self.cp > 1 and self.pp > 1:
+            raise UsageError(
+                f"got cp {self.cp} with pp {self.pp}; context parallelism and pipelines do not go together"
+            )
+        if self.shards is not None and self.zero == 0:
+            raise UsageError(f"got shards {self.shards} with zero 0, which spreads nothing; expected zero 2 or 3")
+
+    def over(self, ranks: int) -> Layout:
+        """The layout on this many ranks.
+
+        Raises:
+            UsageError: they are not dp x cp x tp x pp, or the choices contradict each other.
+        """
+        inner = self.cp * self.tp * self.pp
+        dp = max(1, ranks // inner) if self.dp is None else self.dp
+        if dp * inner != ranks:
+            raise UsageError(
+                f"layout: {self._product(dp)} = {dp * inner}, but {_counted(ranks)}; start as many "
+                "with torchrun --nproc-per-node, or change the layout"
+            )
+        return Layout(
+            dp=dp,
+            zero=self.zero,
+            tp=self.tp,
+            sp=self.tp > 1 if self.sp is None else self.sp,
+            cp=self.cp,
+            pp=self.pp,
+            virtual_stages=self.virtual_stages,
+            stage_layers=self.stage_layers,
+            schedule=Schedule(self.schedule),
+        )
+
+    def spread(self, dp: int) -> tuple[int, int]:
+        """Over so many data-parallel ranks, each of which are cp ranks: how many replicas there are, and over how many
+        ranks each is spread.
+
+        Raises:
+            UsageError: the shards do not divide them.
+        """
+        ranks = dp * self.cp
+        if not self.zero:
+            return ranks, 1
+        shards = ranks if self.shards is None else self.shards
+        if ranks % shards:
+            kind = "data-parallel" if self.cp == 1 else "data-parallel times context-parallel"
+            raise UsageError(f"layout.shards: got {shards}, which does not divide the {ranks} {kind} ranks")
+        return ranks // shards, shards
+
+    def _product(self, dp: int) -> str:
+        """dp x tp x pp, with its numbers; with cp where there is some."""
+        sizes = {"dp": dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
+        named = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
+        return f"{' x '.join(named)} = {' x '.join(map(str, named.values()))}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSection(Section):
+    """At most one of: a ``budget`` for one rank's peak ("2GiB"), a plan ``file``, a ``policy`` word.
+
+    Args:
+        file: may be the log folder of a run that was planned; where there is a pipeline it has to be.
+        offload: under a budget, tensors may also wait on the host.
+        host_budget: what pinned memory of one rank may take there; left out, its part of what the host has.
+        gpu: with ``offload``, a name or file that states the link to the host; on CUDA it is measured otherwise.
+    """
+
+    budget: str | None = None
+    file: str | None = None
+    policy: str | None = None
+    offload: bool = False
+    host_budget: str | None = None
+    gpu: str | None = None
+
+    def check(self) -> None:
+        if len(self.given) > 1:
+            raise UsageError(f"got {' and '.join(self.given)}; expected at most one of budget, file and policy")
+        for quantity in (self.budget, self.host_budget):
+            if quantity is not None:
+                parse_bytes(quantity)
+        if self.offload and self.budget is None:
+            raise UsageError("plan.offload: what moves to the host is chosen under a budget; give plan.budget as well")
+        if self.gpu is not None and not self.offload:
+            raise UsageError(f"plan.gpu: got {self.gpu!r}, which is for plan.offload = true; leave it away")
+        if self.host_budget is not None and not (self.offload or self.file or self.policy):
+            raise UsageError(f"plan.host_budget: got {self.host_budget!r}, and nothing goes to the host")
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of what is."""
+        return tuple(name for name in ("budget", "file", "policy") if getattr(self, name) is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSection(Section):
+    """Where tokens come from.
+
+    Args:
+        kind: "bytes": text files, one token a byte; "tokens": files of unsigned integers, memory-mapped; "stdlib": the
+            source text of Python's standard library, one token a byte; "huggingface": a data set of the hub.
+        files: paths or globs, read in the order of their names.
+        dtype: of a token file's integers, in this machine's byte order.
+        name, subset, split, column: of the data set, and where its text is.
+        tokenizer: of the hub; without one, a token is a byte.
+        document_end: the token that ends a document: attention then stays within documents, and positions start again
+            after it (train/inputs.py). Left out, a sequence is one text.
+    """
+
+    kind: Literal["bytes", "tokens", "stdlib", "huggingface"] = "stdlib"
+    files: tuple[str, ...] = ()
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    name: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    column: str = "text"
+    tokenizer: str | None = None
+    document_end: int | None = at_least(0, None, "the number of a token, 0 or more")
+
+    def check(self) -> None:
+        if bool(self.files) != (self.kind in ("bytes", "tokens")):
+            verb = "needs" if self.kind in ("bytes", "tokens") else "does not take"
+            raise UsageError(f"kind {self.kind!r} {verb} files")
+        if (self.name is not None) != (self.kind == "huggingface"):
+            verb = "needs" if self.kind == "huggingface" else "does not take"
+            raise UsageError(f"kind {self.kind!r} {verb} a name")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSection(Section):
+    """AdamW or SGD, with a linear warm-up and a cosine down to ``min_lr``.
+
+    Args:
+        betas, eps: AdamW's.
+        momentum: SGD's.
+        weight_decay: of weights with two dimensions or more; norms and biases have none.
+        warmup_steps: steps over which the rate rises to ``lr``.
+        decay_steps: the step at which it has come down to ``min_lr``: the last one.
+        clip: the largest norm of the whole gradient; 0: any.
+    """
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = at_least(0, 3e-4, _NUMBER)
+    min_lr: float = at_least(0, 0.0, _NUMBER)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = at_least(0, 1e-8, _NUMBER)
+    momentum: float = at_least(0, 0.0, _NUMBER)
+    weight_decay: float = at_least(0, 0.1, _NUMBER)
+    warmup_steps: int = at_least(0, 0)
+    decay_steps: int | None = at_least(1, None)
+    clip: float = at_least(0, 1.0, _NUMBER)
+
+    def check(self) -> None:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UsageError(f"got betas {list(self.betas)}; expected two numbers of at least 0 and below 1")
+        if self.min_lr > self.lr:
+            raise UsageError(f"got min_lr {self.min_lr}; expected at most lr, {self.lr}")
+
+    def rate(self, step: int, steps: int) -> float:
+        """The rate of a step, counted from 0: a linear rise over the warm-up, then a cosine down to ``min_lr``.
+
+        Step 0 of a warm-up of w has lr / (w + 1), so that no step is lost on a rate of 0; the last step has nearly
+        ``min_lr``, which later ones have exactly.
+        """
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / (self.warmup_steps + 1)
+        end = self.decay_steps or steps
+        if step >= end:
+            return self.min_lr
+        done = (step - self.warmup_steps) / (end - self.warmup_steps)
+        return self.min_lr + (self.lr - self.min_lr) * (1 + cos(pi * done)) / 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSection(Section):
+    """Where and how often the run is saved; without a ``folder`` it is not.
+
+    Args:
+        every: steps between two saves; 0: only at the end.
+        keep: how many of the last ones stay; and the newest one whose weights gave a finite loss, if it is older.
+        asynchronous: write while training goes on.
+        on_error: what a failed save does: "continue" training with a warning, or "stop" (exit code 1). The last good
+            checkpoint stays in either case. If the last save fails, the run ends with an error.
+    """
+
+    folder: str | None = None
+    every: int = at_least(0, 0)
+    keep: int = at_least(1, 2)
+    asynchronous: bool = True
+    on_error: Literal["continue", "stop"] = "continue"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportSection(Section):
+    """Where the weights go at the end of a run, as a folder that transformers' ``from_pretrained`` loads.
+
+    Args:
+        folder: without one, nowhere.
+        max_file: files hold at most so many bytes ("5GB"), or one tensor that has more.
+        dtype: "fp32", "bf16" or "fp16"; as they are trained where left out.
+        overwrite: replace what is there, once the new one is whole.
+    """
+
+    folder: str | None = None
+    max_file: str = "5GB"
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    overwrite: bool = False
+
+    def check(self) -> None:
+        if parse_bytes(self.max_file) < 1:
+            raise UsageError(f"got max_file {self.max_file}; expected 1B or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalSection(Section):
+    """The loss on another text, at the end of a run and in between.
+
+    Args:
+        data: that text, as ``[data]`` says it; without one nothing is evaluated.
+        every: steps between two evaluations; 0: only at the end.
+        batches: global batches of the text, from its start; all that it has where left out.
+    """
+
+    data: DataSection | None = None
+    every: int = at_least(0, 0)
+    batches: int | None = at_least(1, None)
+
+    def check(self) -> None:
+        if self.data is None and (self.every or self.batches):
+            raise UsageError("got no data; expected a section [eval.data] that names a text")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogSection(Section):
+    """What is written down.
+
+    Args:
+        folder: of log.jsonl, and of TensorBoard's files.
+        every: steps between two lines.
+        tensorboard: write its files too, where the package is installed.
+        gpu: an accelerator by name or TOML file: its peak FLOP/s make FLOPs into MFU and HFU.
+        peak_tflops: that peak for one device, in 10^12 FLOP/s, where no file has it.
+        memory_steps: steps whose memory is measured on a CPU, where that is slow; on a GPU all are.
+        report: leave a page about the run beside the log, report.html.
+    """
+
+    folder: str = "out/train"
+    every: int = at_least(1, 1)
+    tensorboard: bool = False
+    gpu: str | None = None
+    peak_tflops: float | None = None
+    memory_steps: int = at_least(0, 2)
+    report: bool = True
+
+    def check(self) -> None:
+        if self.gpu is not None and self.peak_tflops is not None:
+            raise UsageError("got gpu and peak_tflops; expected at most one of them")
+        if self.peak_tflops is not None and not (isfinite(self.peak_tflops) and self.peak_tflops > 0):
+            raise UsageError(f"got peak_tflops {self.peak_tflops}; expected a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainRecipe(Section):
     """A whole run.
 
     Args:
@@ -52,12 +440,10 @@ class TrainRecipe:
         timeout: how long ranks wait for one that does not move, from the first step on ("120s", "10min").
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
     model: ModelSection
     batch: BatchSection
-    steps: int
-    seed: int = 0
+    steps: int = at_least(1)
+    seed: int = at_least(0, 0)
     precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
     on_nan: Literal["stop", "skip", "continue"] = "stop"
     timeout: str = "10min"
@@ -70,12 +456,9 @@ class TrainRecipe:
     eval: EvalSection = field(default_factory=EvalSection)
     log: LogSection = field(default_factory=LogSection)
 
-    def __post_init__(self) -> None:
-        positive(self, "steps")
+    def check(self) -> None:
         if parse_seconds(self.timeout) < 1:
             raise UsageError(f"got timeout {self.timeout}; expected 1s or more")
-        if self.seed < 0:
-            raise UsageError(f"got seed {self.seed}; expected 0 or more")
         if self.model.compile is not None and max(self.layout.tp, self.layout.cp, self.layout.pp) > 1:
             raise UsageError(
                 f'model.compile: got "{self.model.compile}" with tp {self.layout.tp}, cp {self.layout.cp} and pp '
@@ -89,3 +472,110 @@ class TrainRecipe:
         positions = self.model.positions
         if positions is not None and self.batch.seq > positions:
             raise UsageError(f"batch.seq: got {self.batch.seq}; expected at most model.positions, {positions}")
+
+
+def _counted(ranks: int) -> str:
+    return "there is 1 rank" if ranks == 1 else f"there are {ranks} ranks"
+
+
+# reading one --------------------------------------------------------------------------------------------------------
+
+
+def read_recipe(target: str) -> TrainRecipe:
+    """A recipe by path or by name.
+
+    Raises:
+        UsageError: there is none, or the first wrong key by its section.
+    """
+    path = Path(target)
+    if path.suffix == ".toml" or path.exists():
+        return _from_file(path)
+    module, colon, name = target.partition(":")
+    if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise UsageError(f"got the recipe {target!r}; {_EXPECTED}")
+    return _from_python(target, module, name)
+
+
+def parse_recipe(text: str, *, name: str = "recipe") -> TrainRecipe:
+    """A recipe out of TOML text.
+
+    Raises:
+        UsageError: as `read_recipe`.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{name} is not TOML: {str(error).splitlines()[0]}") from None
+    try:
+        return _adapter().validate_json(json.dumps(table), strict=True)
+    except ValidationError as error:
+        raise UsageError(f"{name}: {_first(error)}") from None
+    except (TypeError, ValueError) as error:  # a date, or a number that JSON has no form for
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{name}: expected numbers, texts, flags and lists only: {error}") from None
+
+
+def _from_file(path: Path) -> TrainRecipe:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"recipe {path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"recipe {path} is not UTF-8 text; expected a TOML file") from None
+    return parse_recipe(text, name=str(path))
+
+
+def _from_python(target: str, module: str, name: str) -> TrainRecipe:
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise UsageError(f"recipe {target!r}: there is no module {error.name!r}; {_EXPECTED}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    value = getattr(found, name, None)
+    value = value() if callable(value) else value
+    if not isinstance(value, TrainRecipe):
+        raise UsageError(f"recipe {target!r} is a {type(value).__name__}; {_EXPECTED}")
+    return value
+
+
+def _first(error: ValidationError) -> str:
+    """One line about the first wrong key."""
+    found = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in found["loc"])
+    got = f"got {json.dumps(found['input'])}; "
+    match found["type"]:
+        case "unexpected_keyword_argument":
+            return f"{where} is not a key; {_closest(found['loc'])}"
+        case "missing":
+            return f"{where} is missing"
+        case "value_error":
+            return f"{where}{': ' if where else ''}{found['ctx']['error']}"
+        case "dataclass_type":
+            return f"{where}: {got}expected a section [{where}]"
+        case "literal_error":
+            return f"{where}: {got}expected {found['ctx']['expected']}"
+    return f"{where}: {got}{found['msg'].replace('Input should be', 'expected', 1)}"
+
+
+def _closest(location: tuple[Any, ...]) -> str:
+    section: Any = TrainRecipe
+    for part in location[:-1]:
+        section = _sections(section)[part]
+    keys = [f.name for f in fields(section)]
+    close = get_close_matches(str(location[-1]), keys, n=3, cutoff=0.6)
+    return f"the closest are {', '.join(close)}" if close else f"expected some of {', '.join(keys)}"
+
+
+def _sections(section: Any) -> dict[str, Any]:
+    kinds = ((name, kind) for name, hint in get_type_hints(section).items() for kind in (hint, *get_args(hint)))
+    return {name: kind for name, kind in kinds if is_dataclass(kind)}
+
+
+@cache
+def _adapter() -> TypeAdapter[TrainRecipe]:
+    return TypeAdapter(TrainRecipe)

@@ -21,6 +21,7 @@ from typing import Final
 
 from jettison.errors import UsageError
 from jettison.progress import Progress
+from jettison.train.recipe import ExportSection
 
 LOCK: Final = "run.lock"
 PARTIAL: Final = ".partial"
@@ -152,3 +153,28 @@ def _whose(text: str) -> str:
         return f"process {values['pid']} on {values['host']}"
     except (ValueError, LookupError, TypeError):
         return "it does not say whose"
+
+
+def require_place(section: ExportSection) -> None:
+    """Can a folder be made there? Nothing is left of the attempt.
+
+    Raises:
+        UsageError: something is there already, or it cannot be written to.
+    """
+    assert section.folder is not None
+    folder = Path(section.folder)
+    if folder.exists() and not section.overwrite and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(
+            f"export.folder: {folder} is there already; name another, or set overwrite = true to have it replaced"
+        )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial_of(folder).mkdir(exist_ok=True)
+        remove(partial_of(folder))
+    except OSError as error:
+        raise UsageError(f"export.folder: cannot write to {folder.parent}: {error.strerror or error}") from error
+
+
+def partial_of(folder: Path) -> Path:
+    """Where what will be a folder is written first."""
+    return folder.with_name(f"{folder.name}{PARTIAL}")

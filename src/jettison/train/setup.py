@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,18 +21,14 @@ from jettison.planner.budget import AskedBudget
 from jettison.planner.kept_plans import Keeping
 from jettison.progress import Progress
 from jettison.spec.layout import Layout, Schedule
-from jettison.train.build_model import Built, build
-from jettison.train.checkpoint import Checkpoints
-from jettison.train.checkpoint_state import RunState, described_model, optimizer_state, schedule
-from jettison.train.context import in_parts
-from jettison.train.data import Batches, Survey, open_corpus
+from jettison.train.build_model import Built, build, fill, vocabulary
+from jettison.train.checkpoint import Checkpoints, RunState, described_model, optimizer_state, schedule
+from jettison.train.data import Batches, Survey, open_corpus, surveyed
 from jettison.train.data_order import Order, derived_seed
-from jettison.train.documents import check_occurs, keep_apart
 from jettison.train.dry_step import LoopStep, alive
 from jettison.train.engine import Engine, WholeModel, named_parameters
 from jettison.train.evaluation import EvaluationSet, evaluation_set
-from jettison.train.export import require_place
-from jettison.train.fill import fill
+from jettison.train.inputs import check_occurs, in_parts, keep_apart
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
 from jettison.train.phase_memory import MemoryMeter
 from jettison.train.pipeline import Pipeline
@@ -39,9 +36,8 @@ from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import Decision, Planned, RankModule, carry_out, decide
 from jettison.train.ranks import World, agreed
 from jettison.train.recipe import PlanSection, TrainRecipe
-from jettison.train.run_folder import claimed
+from jettison.train.run_folder import claimed, require_place
 from jettison.train.step_flops import StepWork, peak_flops_per_second, spec_flops, traced_flops
-from jettison.train.text_survey import surveyed, vocabulary
 
 
 @dataclass(kw_only=True)
@@ -159,16 +155,19 @@ def prepare(
     spread = recipe.layout.spread(layout.dp)
     places = Places.of(layout, world, spread=spread, mixed=recipe.precision == "bf16")
     world.together(lambda: places.split_layers(built.model))
-    if places.context is not None:
-        built = world.together(lambda: _in_parts(recipe, built, places))
+    if (context := places.context) is not None:
+        bf16 = recipe.precision != "fp32"
+        built = world.together(lambda: in_parts(built, context, end=recipe.data.document_end, bf16=bf16))
     engine = world.together(lambda: _engine(recipe, replace(built, weights=None), places, world.device))
     example = batches.rows(0, 0).to(world.device)
     dry_step = None
     if recipe.plan.budget is not None:
-        dry_step = world.together(lambda: _dry_step(recipe, engine, places, example, accumulation))
+        evaluates = recipe.eval.data is not None
+        make = partial(LoopStep, engine, places, recipe.optimizer, example, accumulation, evaluates=evaluates)
+        dry_step = world.together(make)
     for part in engine.parts:
         places.shard(part)
-    fill(engine, built, world, say)
+    fill(engine.parts, dict(named_parameters(engine)), built, world, say)
     calls = world.together(lambda: list(engine.calls(example, accumulation)))
     parts = [
         replace(part, mode=None if dry_step is None else dry_step.mode, compile=recipe.model.compile) for part in calls
@@ -242,18 +241,6 @@ def _apart(recipe: TrainRecipe, built: Built, batches: Batches) -> Built:
     return keep_apart(built, end, bf16=recipe.precision != "fp32")
 
 
-def _in_parts(recipe: TrainRecipe, built: Built, places: Places) -> Built:
-    assert places.context is not None
-    return in_parts(built, places.context, end=recipe.data.document_end, bf16=recipe.precision != "fp32")
-
-
-def _dry_step(
-    recipe: TrainRecipe, engine: Engine, places: Places, example: torch.Tensor, accumulation: int
-) -> LoopStep:
-    evaluates = recipe.eval.data is not None
-    return LoopStep(engine, places, recipe.optimizer, example, accumulation, evaluates=evaluates)
-
-
 def _hub_form(recipe: TrainRecipe, built: Built, world: World) -> HubForm | None:
     """How the weights will be written; tried before they are trained."""
     if recipe.export.folder is None:
@@ -274,7 +261,7 @@ def _engine(recipe: TrainRecipe, built: Built, places: Places, device: torch.dev
     if places.layout.pp > 1:
         end = recipe.data.document_end
         return Pipeline.of(built.model, places, recipe.batch, device, autocast=autocast, document_end=end)
-    return WholeModel(built, places, autocast=autocast, device=device)
+    return WholeModel(built, places, device, autocast=autocast)
 
 
 def _batches(recipe: TrainRecipe) -> Batches:

@@ -1,8 +1,12 @@
-"""Documents that share a row are kept apart: what a model is told of them, and whether it listens.
+"""What a rank's model is called with: documents kept apart, and a part of every sequence.
 
-Rows are windows of one long text, as without this; a token that the recipe names ends a document. Attention then stays
-within documents, and positions are counted from their beginnings. What comes first in a document is still predicted
-from the end of the one before: every token counts in the loss, so that it is the same mean on every layout.
+Rows are windows of one long text; a token that the recipe names may end a document. Attention then stays within
+documents, and positions are counted from their beginnings. What comes first in a document is still predicted from the
+end of the one before: every token counts in the loss, so that it is the same mean on every layout.
+
+With context parallelism labels are shifted before they are cut, so that a token at the end of a rank's piece is asked
+for what follows it on another rank. Every rank's loss is the mean over its tokens, as many as any other's, so that the
+mean over ranks, which data parallelism takes of gradients, is that over all tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +19,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from jettison.errors import UsageError
-from jettison.models.documents import document_mask, document_numbers, positions_within
+from jettison.models.documents import causal_rows_mask, document_mask, document_numbers, positions_within
 from jettison.models.reference import Gpt, Llama
+from jettison.parallel.context import Context
+from jettison.parallel.context_models import asked_kernel
 from jettison.train.build_model import Built
 from jettison.train.data import Corpus
 
@@ -52,7 +59,7 @@ def keep_apart(built: Built, end: int, *, bf16: bool) -> Built:
     if isinstance(model, Gpt | Llama):
         return replace(built, call=lambda rows: (*built.call(rows), document_numbers(rows[:, :-1], end)))
     _check(model)
-    dtype = torch.bfloat16 if bf16 else next(p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = _dtype(model, bf16=bf16)
 
     def call(rows: Tensor) -> dict[str, Any]:
         documents_bs = document_numbers(rows[:, :-1], end)
@@ -107,7 +114,7 @@ def _hears_across(model: nn.Module) -> bool:
     device = next(model.parameters()).device
     documents_bs = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]], device=device)
     ids_bs = torch.tensor([[1, 2, 3, 0, 1, 2, 3, 1], [3, 1, 1, 0, 1, 2, 3, 1]], device=device)
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = _dtype(model, bf16=False)
     told = {"position_ids": positions_within(documents_bs), "attention_mask": document_mask(documents_bs, dtype)}
     trained = {module: module.training for module in model.modules()}
     model.eval()
@@ -124,3 +131,64 @@ def _refused(name: str, what: str) -> UsageError:
         f"data.document_end: documents cannot be kept apart in a {name}: {what}. Use another model, or leave "
         "document_end out, and let attention see the documents before"
     )
+
+
+def in_parts(built: Built, context: Context, *, end: int | None, bf16: bool) -> Built:
+    """The same model, after `apply_context_parallel`, called with this rank's tokens.
+
+    Args:
+        end: the token that ends a document, where documents are kept apart.
+        bf16: attention is computed in bf16, whatever parameters are.
+
+    Raises:
+        UsageError: a factory's loss, of which it is not known over how many tokens it is a mean.
+    """
+    if built.loss_fn is not None:
+        raise UsageError(
+            "layout.cp: the factory has a loss function of its own, which would have to know over how many tokens of "
+            "all ranks it is a mean; expected a model that is given labels and returns its loss"
+        )
+    if isinstance(built.model, Gpt | Llama):
+        return replace(built, call=lambda rows: _for_record(rows, context, end))
+    dtype = _dtype(built.model, bf16=bf16)
+    masked = asked_kernel(built.model) == "eager"
+    return replace(built, call=lambda rows: _for_hub(rows, context, end, dtype if masked or end is not None else None))
+
+
+def _for_record(rows: Tensor, context: Context, end: int | None) -> dict[str, Any]:
+    ids_bs, seq = rows[:, :-1], rows.shape[1] - 1
+    return {
+        "ids_bs": context.take(ids_bs, 1),
+        "labels_bs": context.take(rows[:, 1:], 1),
+        "documents_bs": None if end is None else document_numbers(ids_bs, end),
+        "part": (context.positions(seq, rows.device), seq),
+    }
+
+
+def _for_hub(rows: Tensor, context: Context, end: int | None, masked: torch.dtype | None) -> dict[str, Any]:
+    """transformers' models take labels that are shifted already by name, and the number of tokens to divide by: the
+    last token of a sequence has no label, and its rank one less to count.
+    """
+    ids_bs, seq = rows[:, :-1], rows.shape[1] - 1
+    positions_n = context.positions(seq, rows.device)
+    own = context.take(ids_bs, 1)
+    told: dict[str, Any] = {
+        "input_ids": own,
+        "labels": own,
+        "shift_labels": context.take(functional.pad(ids_bs[:, 1:], (0, 1), value=-100), 1),
+        "num_items_in_batch": rows.shape[0] * (seq - 1) / context.axis.size,
+        "position_ids": positions_n.unsqueeze(0),
+    }
+    if end is not None:
+        assert masked is not None
+        documents_bs = document_numbers(ids_bs, end)
+        told["position_ids"] = positions_within(documents_bs)[:, positions_n]
+        told["attention_mask"] = document_mask(documents_bs, masked, positions_n)
+    elif masked is not None:
+        told["attention_mask"] = causal_rows_mask(positions_n, seq, masked)[None, None]
+    return told
+
+
+def _dtype(model: nn.Module, *, bf16: bool) -> torch.dtype:
+    """In which attention is computed."""
+    return torch.bfloat16 if bf16 else next(p.dtype for p in model.parameters() if p.is_floating_point())

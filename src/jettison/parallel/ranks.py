@@ -1,0 +1,261 @@
+"""Values that the ranks of a group exchange through the key-value store of `torch.distributed`, in a tree.
+
+NOTE [ A tree of ranks ]
+Ranks stand in a row; a *place* is where. The place above another is that with its last digit in base 16 that is not 0
+set to 0. So a branch is a run of places, of which the first is at its top, and 16,384 ranks are four levels. Each rank
+sends one value to the rank above it, once it has heard all that are right below it: what its whole branch comes to.
+Upwards nobody hears more than 15 ranks a level. Downwards the first rank sets one key that all read: the store sends it
+once to each rank in any case, and copies of it for branches would only be written besides.
+
+Keys hold no lists of ranks, and go again: a value once an answer to it has come, what was told once all ranks are known
+to have gone on.
+
+NOTE [ Waiting ]
+A rank that waits asks the store now and then, instead of waiting in it: so it also sees that another rank has failed,
+and learns why; Python handles signals; another thread gets at the store, whose client serves one caller at a time. It
+asks after an eighth of what it has waited already, and so often that all ranks together ask some 8,000 times a second
+at most. The first rank names those that did not come: it looks at the branches that it has not heard from, in which
+every rank that waits for others has left a note that it is there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, reduce
+from typing import Any, Protocol, TypeVar
+
+FAN = 16
+RUNS = 8
+"""Runs of ranks that are named; of those beyond only the number is."""
+_SOONEST_SECONDS = 0.001
+_QUESTIONS_A_SECOND = 8192
+_SHORT = 512  # bytes, below which compressing gains nothing
+
+Value = TypeVar("Value")
+
+
+class Store(Protocol):
+    """What is needed of a `torch.distributed.Store`."""
+
+    def set(self, key: str, value: bytes, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+def parent(place: int) -> int:
+    """The place above one that is not the first. See NOTE [ A tree of ranks ]."""
+    span = FAN
+    while place % span == 0:
+        span *= FAN
+    return place - place % span
+
+
+def children(place: int, size: int) -> list[int]:
+    """The places right below one, of so many."""
+    found: list[int] = []
+    span = 1
+    while span < size and place % (span * FAN) == 0:
+        found += range(place + span, min(place + FAN * span, size), span)
+        span *= FAN
+    return found
+
+
+def branch(place: int, size: int) -> range:
+    """A place and all below it, of so many."""
+    span = 1
+    while span < size and place % (span * FAN) == 0:
+        span *= FAN
+    return range(place, min(place + span, size))
+
+
+class Ranks:
+    """One rank's end of what a group exchanges. All ranks call the same methods in the same order, `tell` aside.
+
+    Each method raises `lost` where another rank has failed, or does not come in time.
+
+    Args:
+        place: of this rank in the group.
+        key: of this group's values; nobody else uses keys that begin so.
+        seconds: how long the first rank waits for the others; they wait a little longer for it.
+    """
+
+    def __init__(self, store: Store, *, place: int, size: int, key: str, seconds: float) -> None:
+        self.store, self.place, self.size, self.key, self.seconds = store, place, size, key, seconds
+        self.turns = itertools.count()
+        self._told: list[str] = []
+
+    @property
+    def leads(self) -> bool:
+        """Is this the first rank?"""
+        return self.place == 0
+
+    def lost(self, why: str) -> Exception:
+        """The error where the others cannot go on."""
+        return RuntimeError(why)
+
+    def missing(self, places: Sequence[int]) -> str:
+        """Why they cannot where these places did not come in time."""
+        return f"{ranks_in_words(places)} did not come within {self.seconds:g} s"
+
+    def merged(self, own: Value, merge: Callable[[Value, Value], Value]) -> Value:
+        """What every rank has, merged in the order of the ranks, on every rank. ``merge`` is associative."""
+        topic, _ = self.say(own, partial(reduce, merge))
+        found: Value = self.hear(topic)
+        return found
+
+    def gathered(self, own: Value, merge: Callable[[Value, Value], Value]) -> Value | None:
+        """As `merged`, for the first rank alone; the others get None. For what grows with the number of ranks."""
+        topic, whole = self.say(own, partial(reduce, merge), lambda _: None)
+        self.hear(topic)
+        return whole
+
+    def say(
+        self, own: Value, merge: Callable[[list[Value]], Value], tell: Callable[[Value], Any] = lambda whole: whole
+    ) -> tuple[str, Value | None]:
+        """The first half of `merged`, which waits for ranks below in the tree only: the topic of the other half, and on
+        the first rank the whole.
+
+        Args:
+            merge: of this rank and the branches right below it, in the order of their places.
+            tell: what all ranks get to `hear` of the whole.
+        """
+        topic = str(next(self.turns))
+        below = children(self.place, self.size)
+        if below:
+            if not self.leads:
+                self.store.set(self._here(topic, self.place), b"")
+            keys = [self._said(topic, child) for child in below]
+            self._wait_for(keys, lambda: list(self._missing(topic, below)) if self.leads else [0])
+            own = merge([own, *map(_unpacked, self.store.multi_get(keys))])
+        if not self.leads:
+            self.store.set(self._said(topic, self.place), _packed(own))
+            return topic, None
+        self._forget()
+        self.tell(topic, tell(own))
+        return topic, own
+
+    def hear(self, topic: str) -> Any:
+        """The second half of `merged`."""
+        found = self.told(topic)
+        if not self.leads:
+            self.store.delete_key(self._said(topic, self.place))
+            if children(self.place, self.size):
+                self.store.delete_key(self._here(topic, self.place))
+            self._forget()
+        return found
+
+    def tell(self, topic: str, value: object) -> None:
+        """Tell all ranks, whichever of them has it to tell. A topic is told once, and is gone once all have said
+        something else: whoever wants it asks first.
+        """
+        self.store.set(f"{self.key}/{topic}", _packed(value))
+        self._told.append(f"{self.key}/{topic}")
+
+    def told(self, topic: str) -> Any:
+        """What some rank tells of a topic. Those that do not ask miss nothing."""
+        key = f"{self.key}/{topic}"
+        self._wait_for([key], lambda: [0], last=True)
+        return _unpacked(self.store.get(key))
+
+    def comes(self, topic: str) -> bool:
+        """Whether a topic is told in time; `told` then has it at once."""
+        return self._wait([f"{self.key}/{topic}"], last=True)
+
+    def fail(self, why: str) -> None:
+        """Tell all ranks that this one will say no more. Those that wait learn it when they next ask."""
+        self.store.set(f"{self.key}/failed", why.encode())
+
+    def _wait_for(self, keys: list[str], absent: Callable[[], list[int]], *, last: bool = False) -> None:
+        if not self._wait(keys, last=last):
+            text = self.missing(absent())
+            if self.leads:
+                self.fail(text)
+            raise self.lost(text)
+
+    def _wait(self, keys: list[str], *, last: bool) -> bool:
+        """Were they set in time? See NOTE [ Waiting ]. The first rank's time comes before that of others, unless it is
+        to be the last as well: it says who is missing.
+        """
+        start, seconds = time.monotonic(), self.seconds if self.leads and not last else self.seconds * 1.1 + 1
+        while not self.store.check(keys):
+            if self.store.check([f"{self.key}/failed"]):
+                raise self.lost(self.store.get(f"{self.key}/failed").decode())
+            waited = time.monotonic() - start
+            if waited >= seconds:
+                return False
+            latest = max(0.1, self.size / _QUESTIONS_A_SECOND)
+            time.sleep(min(max(waited / 8, _SOONEST_SECONDS), latest, seconds - waited))
+        return True
+
+    def _missing(self, topic: str, branches: Sequence[int]) -> Iterator[int]:
+        """Places that never came, in branches of which some have not been heard."""
+        for place in branches:
+            if self.store.check([self._said(topic, place)]):
+                continue
+            below = children(place, self.size)
+            if not below or not self.store.check([self._here(topic, place)]):
+                yield place
+            yield from self._missing(topic, below)
+
+    def _forget(self) -> None:
+        """All ranks have come to a later topic, so they know what was told before."""
+        for key in self._told:
+            self.store.delete_key(key)
+        self._told.clear()
+
+    def _said(self, topic: str, place: int) -> str:
+        return f"{self.key}/{topic}/{place}"
+
+    def _here(self, topic: str, place: int) -> str:
+        return f"{self.key}/{topic}/{place}+"
+
+
+def _packed(value: object) -> bytes:
+    found = pickle.dumps(value, protocol=4)
+    return found if len(found) < _SHORT else zlib.compress(found)
+
+
+def _unpacked(packed: bytes) -> Any:
+    return pickle.loads(packed if packed[:1] == b"\x80" else zlib.decompress(packed))
+
+
+def joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs of numbers, ascending, each by its first and last; those side by side as one."""
+    found: list[tuple[int, int]] = []
+    for first, last in runs:
+        if found and found[-1][1] + 1 == first:
+            found[-1] = found[-1][0], last
+        else:
+            found.append((first, last))
+    return found
+
+
+def listed(ranks: Iterable[int], count: int | None = None) -> str:
+    """Ranks in words, ascending: each, or runs of them; the first few, and how many more.
+
+    Args:
+        count: how many they are, where not all are given.
+    """
+    every = sorted(ranks)
+    parts: list[tuple[int, ...]] = []
+    for first, last in joined((rank, rank) for rank in every):
+        parts += [(first, last)] if last - first > 1 else [(rank,) for rank in range(first, last + 1)]
+    shown = sum(part[-1] - part[0] + 1 for part in parts[:RUNS])
+    more = (len(every) if count is None else count) - shown
+    text = ", ".join(" to ".join(map(str, part)) for part in parts[:RUNS])
+    return f"{text} and {more:,} more" if more else text
+
+
+def ranks_in_words(ranks: Iterable[int], count: int | None = None) -> str:
+    """With the noun."""
+    every = list(ranks)
+    return f"rank{'s' if (count or len(every)) != 1 else ''} {listed(every, count)}"
+
+
+__all__ = ["RUNS", "Ranks", "Store", "branch", "children", "joined", "listed", "parent", "ranks_in_words"]
