@@ -23,8 +23,7 @@ from jettison.families.layers import layers_of, source, stacks
 from jettison.families.left_out import left_out_of
 from jettison.families.readers import read
 from jettison.spec.inputs import Patches
-from jettison.spec.model import Arrangement, DropoutSites, Head, Layer, ModelSpec, Norm
-from jettison.spec.pair import Pair
+from jettison.spec.model import Arrangement, DropoutSites, Head, Layer, ModelSpec, Norm, Pair
 from jettison.spec.waves import Waves
 
 _TRACE_IT: Final = TRACE[0].upper() + TRACE[1:]

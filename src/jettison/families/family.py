@@ -36,9 +36,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.errors import UsageError
-from jettison.spec.biases import Biases
 from jettison.spec.kernels import LIGER, NANOTRON, AttentionKernel, Kernels, kernels
-from jettison.spec.model import Activation, Arrangement, ModelSpec, Norm, NormKind, Pooling, QkNorm, Router
+from jettison.spec.model import Activation, Arrangement, Biases, ModelSpec, Norm, NormKind, Pooling, QkNorm, Router
 
 _HERE: Final = Path(__file__).parent
 

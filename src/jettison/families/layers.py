@@ -12,10 +12,9 @@ from typing import Any, Final
 from jettison.errors import NotDescribed, UsageError
 from jettison.families.family import Family, ScanKind
 from jettison.families.fields import TRACE, ConfigFields
-from jettison.spec.biases import Biases
 from jettison.spec.inputs import Source
 from jettison.spec.mixers import GatedDelta, Mamba1, Mamba2, Scan
-from jettison.spec.model import Attention, LatentAttention, Layer, Mlp, Moe, Norm, QkNorm
+from jettison.spec.model import Attention, Biases, LatentAttention, Layer, Mlp, Moe, Norm, QkNorm
 
 _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
 

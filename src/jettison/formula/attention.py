@@ -29,9 +29,8 @@ from jettison.formula.rotation import rotate
 from jettison.formula.tape import GATHER, SCATTER, Collective, Places, Value
 from jettison.formula.writer import Writer, saved
 from jettison.ledger.program import Anchor
-from jettison.spec.biases import Biases
 from jettison.spec.kernels import AttentionKernel, ContextExchange, Device
-from jettison.spec.model import Attention, Norm, NormKind, QkNorm
+from jettison.spec.model import Attention, Biases, Norm, NormKind, QkNorm
 
 HEADS, ROWS = 1, 2
 """Dims of q, k, v and of the scores."""

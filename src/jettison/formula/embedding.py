@@ -21,8 +21,7 @@ from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.inputs import Patches, Source
 from jettison.spec.kernels import AttentionKernel
-from jettison.spec.model import Activation, Attention, LatentAttention
-from jettison.spec.pair import Pair
+from jettison.spec.model import Activation, Attention, LatentAttention, Pair
 
 POSITIONS, TOKENS = "position ids", "tokens"
 

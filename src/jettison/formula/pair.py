@@ -12,7 +12,7 @@ from jettison.formula.basic import add, batched_product, cast, discrete, linear,
 from jettison.formula.norm import norm
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
-from jettison.spec.pair import Pair
+from jettison.spec.model import Pair
 
 FEATURES = "image features"
 

@@ -28,9 +28,8 @@ from jettison.ledger.timeline import Unit
 from jettison.predict.passes import passes_of, sums_apart, tied_table
 from jettison.predict.stage_buffers import CHECKPOINTS, hidden, input_kept
 from jettison.predict.stages import RegionGroup
-from jettison.spec.biases import Biases
 from jettison.spec.kernels import HUGGINGFACE, Loss
-from jettison.spec.model import AnyLayer, Attention, Layer
+from jettison.spec.model import AnyLayer, Attention, Biases, Layer
 from jettison.spec.run import Run
 
 ROWS = "aten.embedding.default"

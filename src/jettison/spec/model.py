@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING
 
 from jettison.errors import UsageError
 from jettison.one_line import summary
-from jettison.spec.biases import Biases
 from jettison.spec.inputs import Patches, Source
 from jettison.spec.mixers import Scan
 from jettison.spec.sizes import positive
 
 if TYPE_CHECKING:
-    from jettison.spec.pair import Pair
     from jettison.spec.products import Rule
     from jettison.spec.waves import Waves
 
@@ -76,6 +74,20 @@ class Router(StrEnum):
     SIGMOID_GROUPS = "sigmoid, top-k within groups"  # DeepSeek-V3
     TOPK_SIGMOID = "top-k, then sigmoid"  # Llama 4
     SPARSE_MIXER = "one after the other, each drawn from a softmax over those near the best"  # PhiMoE, arXiv 2409.12136
+
+
+class Biases(StrEnum):
+    """Where a layer's attention has learned biases of scores by distance from (arXiv 1910.10683 §2.1)."""
+
+    NONE = "none"
+    OWN = "own"  # each layer makes its own: umT5
+    FIRST = "first"  # this layer makes them and hands them on: the first of each stack of T5
+    GIVEN = "given"  # those of the first layer
+
+    @property
+    def made(self) -> bool:
+        """Are there any?"""
+        return self is not Biases.NONE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -483,3 +495,20 @@ class ModelSpec:
     def depth(self) -> int:
         """L, with what predicts further tokens."""
         return len(self.layers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Images held against texts (arXiv 2103.00020 §2.3): the tower of images, whose layers come first.
+
+    ``width``: of what both become, in which they are compared.
+    """
+
+    images: ModelSpec
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        """Of an image."""
+        assert self.images.patches is not None, "a tower of images without images"
+        return self.images.patches.tokens

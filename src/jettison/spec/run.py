@@ -10,11 +10,10 @@ from typing import Final
 
 from jettison.errors import UsageError
 from jettison.one_line import summary
-from jettison.spec.biases import Biases
 from jettison.spec.frozen_models import FrozenModel
 from jettison.spec.kernels import PYTORCH, Device, Kernels, Loss
 from jettison.spec.layout import Layout
-from jettison.spec.model import Attention, ModelSpec
+from jettison.spec.model import Attention, Biases, ModelSpec
 from jettison.spec.precision import (
     PRECISIONS,
     Adding,
