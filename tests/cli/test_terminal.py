@@ -239,9 +239,9 @@ def test_shells_are_told_all_verbs_and_flags(capsys: pytest.CaptureFixture[str])
 
 
 def test_every_listed_name_is_one_that_commands_take(capsys: pytest.CaptureFixture[str]) -> None:
-    from jettison.export.registry import TARGETS
     from jettison.families.presets import PRESETS, preset
     from jettison.formula.parameters import parameter_count
+    from jettison.spec.frameworks import named
     from jettison.spec.hardware import hardware
     from jettison.spec.precision import PRECISIONS, Optimizer
     from jettison.spec.recompute import Recompute
@@ -255,7 +255,7 @@ def test_every_listed_name_is_one_that_commands_take(capsys: pytest.CaptureFixtu
     assert all(hardware(name).source for name in names["gpus"])
     assert all(row["source"] and row["usable_source"] and row["reached_source"] for row in found["gpus"])
     assert names["precisions"] == list(PRECISIONS) and names["optimizers"] == list(Optimizer)
-    assert names["targets"] == list(TARGETS)
+    assert names["targets"] == list(named("targets"))
     for name in names["policies"]:
         Recompute.parse(name.replace(":K", ":2").replace(":N", ":2").replace("A+B", "core_attn+mlp"), layers=4)
 

@@ -17,16 +17,15 @@ import jettison
 from jettison.cli.main import run
 from jettison.cli.plan import PlanFlags, plan, remade
 from jettison.errors import PlanMismatch, UsageError
-from jettison.export.described import DescribedPricer, decisions_of
-from jettison.export.megatron_text import layout_string
-from jettison.export.modules import by_modules
-from jettison.export.policy import checkpointed, kept_whole
-from jettison.export.registry import TARGETS
-from jettison.export.result import CannotSay, Exported
-from jettison.export.targets.torchtitan import product_of
+from jettison.frameworks.described import DescribedPricer, decisions_of
+from jettison.frameworks.export import CannotSay, Exported
+from jettison.frameworks.megatron.write import by_modules, layout_string
+from jettison.frameworks.policy import checkpointed, kept_whole
+from jettison.frameworks.torchtitan.write import product_of
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
+from jettison.spec.frameworks import named
 from jettison.spec.layout import Layout
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.stage_layers import stage_layers
@@ -250,7 +249,7 @@ def test_what_the_document_shows_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     code = re.search(r"## In Python\n\n```python\n(.*?)```", page, flags=re.DOTALL)
     assert code is not None
     exec(code[1], {})
-    assert re.findall(r"^\| `([a-z_-]+)` \|", page, flags=re.MULTILINE)[1:] == list(TARGETS)
+    assert re.findall(r"^\| `([a-z_-]+)` \|", page, flags=re.MULTILINE)[1:] == list(named("targets"))
 
 
 def test_a_plan_of_a_file_is_the_same_from_any_folder(

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import jettison
-from jettison.cli.export_live import live_export
 from jettison.cli.live_model import PlanReport
 from jettison.errors import DoesNotFit, PlanMismatch, UsageError
-from jettison.export.policy import (
+from jettison.frameworks.export import CannotSay, Exported, exporter
+from jettison.frameworks.live import live_export
+from jettison.frameworks.policy import (
     Action,
     checkpointed,
     checkpointed_on_host,
@@ -26,8 +27,7 @@ from jettison.export.policy import (
     savable,
     writes_in_place,
 )
-from jettison.export.result import CannotSay, Exported
-from jettison.export.targets import fsdp, transformers
+from jettison.frameworks.transformers.write import code as transformers_code
 from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
@@ -270,7 +270,7 @@ def _trainer_takes(found: Exported, model: Any, folder: Path) -> None:
 
     every = tuple(checkpointed(d) if i % 2 == 0 else kept_whole(d) for i, d in enumerate(found.subject.decisions))
     defined: dict[str, Any] = {"__name__": "exported"}
-    exec(transformers.code(found.subject, every), defined)
+    exec(transformers_code(found.subject, every), defined)
     arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, **defined["TRAINING_ARGUMENTS"])
     assert arguments.activation_checkpointing
     given = dict(arguments.activation_checkpointing_kwargs)
@@ -295,10 +295,11 @@ def written(to: Callable[..., Exported], factory: str, budget_bytes: int) -> Exp
     )
 
 
-@pytest.mark.parametrize("to", [fsdp.export_accelerate, fsdp.export_deepspeed])
+@pytest.mark.parametrize("target", ["accelerate", "deepspeed"])
 def test_inputs_of_checkpoints_wait_on_the_host_where_nothing_else_fits(
-    to: Callable[..., Exported], monkeypatch: pytest.MonkeyPatch
+    target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    to = exporter(target)
     here = written(to, "many_rows", 10**9)
     assert here.policies[0].action is Action.KEEP
     full = written(to, "many_rows", document("many_rows", 0.7)["budget_bytes"])
@@ -308,7 +309,7 @@ def test_inputs_of_checkpoints_wait_on_the_host_where_nothing_else_fits(
     assert there.cost.held_bytes == full.cost.held_bytes - inputs * (DEPTH - 1) // DEPTH  # the batch itself stays
     assert there.cost.host_bytes == inputs
     assert there.cost.peak_bytes < full.cost.peak_bytes and there.cost.layer_bytes == 0
-    if to is fsdp.export_deepspeed:
+    if target == "deepspeed":
         assert json.loads(there.files["deepspeed.json"])["activation_checkpointing"]["cpu_checkpointing"] is True
         return
     assert "fsdp_activation_checkpointing_offload: true" in there.files["accelerate.yaml"]

@@ -14,13 +14,11 @@ import pytest
 import torch
 
 import jettison
-from jettison.cli.export_live import live_export
 from jettison.cli.live_model import PlanReport
 from jettison.errors import DoesNotFit
-from jettison.export.policy import Action
-from jettison.export.result import Exported, Pricer
-from jettison.export.subject import Decision, Subject
-from jettison.export.targets import fsdp, plain_torch, torch_remat, transformers
+from jettison.frameworks.export import Exported, Pricer, exporter
+from jettison.frameworks.live import live_export
+from jettison.frameworks.policy import Action, Decision, Subject
 from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
@@ -137,7 +135,7 @@ CASES = {  # the last has all of it; the others are slow tests
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name != "dropout")) for name in CASES])
 def test_plain_torch_moves_what_the_plan_moves(case: str) -> None:
     factory, ways = CASES[case]
-    found = written(plain_torch.export, factory, *ways)
+    found = written(exporter("torch"), factory, *ways)
     there = run(found, factory, away=True)
     here = run(found, factory, away=False)
     assert there == found.cost.held_bytes < here  # on a CPU the file's own host is the device
@@ -148,9 +146,10 @@ def test_plain_torch_moves_what_the_plan_moves(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name != "some")) for name in CASES])
-@pytest.mark.parametrize(("package", "to"), [("lightning", fsdp.export_lightning), ("torch_remat", torch_remat.export)])
-def test_targets_of_whole_layers_move_what_the_plan_moves(package: str, to: Any, case: str) -> None:
-    pytest.importorskip(package)
+@pytest.mark.parametrize("target", ["lightning", "torch_remat"])
+def test_targets_of_whole_layers_move_what_the_plan_moves(target: str, case: str) -> None:
+    pytest.importorskip(target)
+    to = exporter(target)
     factory, ways = CASES[case]
     found = written(to, factory, *ways)
     assert run(found, factory, away=True) == found.cost.held_bytes
@@ -187,9 +186,9 @@ def test_transformers_moves_what_checkpoints_are_given_where_nothing_else_fits(
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA), encoding="utf-8")
     ways = (given,) * 4
-    assert "offload" not in written(transformers.export, str(file), *ways).files["checkpointing.py"]
-    full = written(transformers.export, str(file), *(unmoved,) * 4)
-    found = written(transformers.export, str(file), *ways, budget=full.cost.peak_bytes - 1)
+    assert "offload" not in written(exporter("transformers"), str(file), *ways).files["checkpointing.py"]
+    full = written(exporter("transformers"), str(file), *(unmoved,) * 4)
+    found = written(exporter("transformers"), str(file), *ways, budget=full.cost.peak_bytes - 1)
     hidden = 32 * 64 * 32 * 4
     assert full.cost.held_bytes is not None
     assert found.cost.held_bytes == full.cost.held_bytes - 4 * hidden and found.cost.host_bytes >= 4 * hidden

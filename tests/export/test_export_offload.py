@@ -11,11 +11,10 @@ import pytest
 import jettison
 from jettison.cli.plan import PlanFlags, plan, remade
 from jettison.errors import DoesNotFit
-from jettison.export.described import DescribedPricer, decisions_of
-from jettison.export.modules import by_modules, offloading
-from jettison.export.policy import Action, LayerPolicy, kept_whole
-from jettison.export.result import Exported
-from jettison.export.targets.megatron import _offloaded_sets
+from jettison.frameworks.described import DescribedPricer, decisions_of
+from jettison.frameworks.export import Exported
+from jettison.frameworks.megatron.write import _offloaded_sets, by_modules, offloading
+from jettison.frameworks.policy import Action, LayerPolicy, kept_whole
 from jettison.predict.run_fields import RunRequest
 from jettison.spec.modules import OFFLOADED
 

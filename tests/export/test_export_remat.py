@@ -18,10 +18,9 @@ from jettison import Bytes
 from jettison.cli.live_model import PlanReport
 from jettison.cli.plan import PlanFlags, plan
 from jettison.errors import TraceError
-from jettison.export.policy import kept_whole
-from jettison.export.regions import by_regions, options_of, overwritten, steps_down
-from jettison.export.result import CannotSay, Exported
-from jettison.export.targets import torch_remat
+from jettison.frameworks.export import CannotSay, Exported, exporter
+from jettison.frameworks.policy import kept_whole
+from jettison.frameworks.torch_remat.write import by_regions, options_of, overwritten, steps_down
 from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
@@ -189,10 +188,10 @@ def test_what_it_cannot_say_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
             raise TraceError("RuntimeError: torch_remat checkpoint function must return a Tensor")
 
     with pytest.raises(CannotSay, match="return something else"):
-        torch_remat.export(found.subject, Refusing())  # type: ignore[arg-type]
-    monkeypatch.setattr(torch_remat, "find_spec", lambda name: None)
+        exporter("torch_remat")(found.subject, Refusing())  # type: ignore[arg-type]
+    monkeypatch.setattr("jettison.frameworks.torch_remat.write.find_spec", lambda name: None)
     with pytest.raises(CannotSay, match="pip install torch_remat"):
-        torch_remat.export(found.subject, None)  # type: ignore[arg-type]
+        exporter("torch_remat")(found.subject, None)  # type: ignore[arg-type]
 
 
 def test_a_model_of_transformers(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 import jettison
 from jettison.cli.plan import PlanFlags, plan, remade
-from jettison.export.described import DescribedPricer, subject_of
-from jettison.export.result import Exported, losses
-from jettison.export.targets.megatron import _uniform
+from jettison.frameworks.described import DescribedPricer, subject_of
+from jettison.frameworks.export import Exported, losses
+from jettison.frameworks.megatron.write import _uniform
 from jettison.predict.run_fields import RunRequest
 from jettison.units import format_bytes
 

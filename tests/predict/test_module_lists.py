@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from jettison.errors import UsageError
-from jettison.export.described import DescribedPricer
-from jettison.export.modules import by_modules, offloading
-from jettison.export.subject import Decision
 from jettison.families.config import parse_config
+from jettison.frameworks.described import DescribedPricer
+from jettison.frameworks.megatron.write import by_modules, offloading
+from jettison.frameworks.policy import Decision
 from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest

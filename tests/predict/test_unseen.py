@@ -12,8 +12,8 @@ from benchmarks.unsplit_blocks import unsplit_mib
 
 from jettison.cost.pipeline import schedule_seconds
 from jettison.errors import UsageError
-from jettison.export.megatron_text import layout_settings, overrides_text
 from jettison.families.config import parse_config
+from jettison.frameworks.megatron.write import layout_settings, overrides_text
 from jettison.ledger.occupancies import stage_occupancies
 from jettison.ledger.timeline import Phase
 from jettison.memory.schedule import Work, order

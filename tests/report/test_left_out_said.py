@@ -10,11 +10,11 @@ import pytest
 
 import jettison
 from jettison.cli.main import run
-from jettison.export.registry import TARGETS
 from jettison.families.family import FAMILIES
 from jettison.families.left_out import left_out_of
 from jettison.report.explorer import explorer_page
 from jettison.report.read_subject import read_subject
+from jettison.spec.frameworks import named
 
 INNER = {
     "model_type": "qwen2",
@@ -28,7 +28,7 @@ INNER = {
 }
 OUTER = {"model_type": "internvl", "text_config": INNER, "quantization_config": {"quant_method": "fp8"}}
 SAID = "quantization_config (fp8) is left out: weights are those of --precision"
-DESCRIBED = [target for target in TARGETS if target not in ("torch_remat", "accelerate", "lightning")]
+DESCRIBED = [target for target in named("targets") if target not in ("torch_remat", "accelerate", "lightning")]
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jettison.capture.model_trace import as_call
-from jettison.export.policy import LayerPolicy, checkpointed_on_host
-from jettison.export.result import Exported
-from jettison.export.subject import Decision, Subject
-from jettison.export.targets import torch_remat
+from jettison.frameworks.export import Exported
+from jettison.frameworks.policy import Decision, LayerPolicy, Subject, checkpointed_on_host
+from jettison.frameworks.torch_remat.write import code as torch_remat_code
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from jettison.solve.policy import Full
@@ -86,7 +85,7 @@ def held_bytes(
 def remat_applied(subject: Subject, policies: Sequence[LayerPolicy], model: nn.Module) -> nn.Module:
     """A model after torch_remat's file for these policies was used."""
     defined: dict[str, Any] = {"__name__": "exported"}
-    exec(torch_remat.code(subject, policies), defined)
+    exec(torch_remat_code(subject, policies), defined)
     changed: nn.Module = defined["apply"](model)
     return changed
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jettison
 from jettison.cli.plan import PlanFlags, plan
-from jettison.export.result import Exported
+from jettison.frameworks.export import Exported
 from jettison.predict.run_fields import RunRequest
 
 GPT = {"tp": 8, "micro_batch": 4, "kernels": "megatron"}

@@ -101,9 +101,9 @@ def moving() -> dict[str, Any]:
     import torch
 
     import jettison
-    from jettison.cli.export_live import live_export
     from jettison.cli.live_model import PlanReport
-    from jettison.export.targets import torchtitan
+    from jettison.frameworks.export import exporter
+    from jettison.frameworks.live import live_export
     from jettison.measure import independent_copy
     from jettison.models.request import ModelRequest, load
     from jettison.planner.planner import make_planner
@@ -116,7 +116,7 @@ def moving() -> dict[str, Any]:
 
     def write(subject: Any, pricer: Any) -> Any:
         decisions = tuple(way(decision) for way, decision in zip(MOVING, subject.decisions, strict=True))
-        return torchtitan.export(dataclasses.replace(subject, decisions=decisions), pricer)
+        return exporter("torchtitan")(dataclasses.replace(subject, decisions=decisions), pricer)
 
     document = PlanReport(plan=plan, request=request).document()
     found = live_export(plan, document, write=write, gpu=None, model=None, progress=lambda _: None)

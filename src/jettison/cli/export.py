@@ -13,9 +13,8 @@ from cyclopts import Parameter
 
 from jettison.cli.app import Format, asked
 from jettison.errors import PlanMismatch, UsageError
-from jettison.export.described import DescribedPricer, subject_of
-from jettison.export.registry import exporter
-from jettison.export.result import Exported
+from jettison.frameworks.described import DescribedPricer, subject_of
+from jettison.frameworks.export import Exported, Exporter, exporter
 from jettison.progress import Progress, on_terminal, shown
 from jettison.report.console import hint, show
 from jettison.report.console import progress as on_screen
@@ -97,7 +96,7 @@ def export_plan(
         return _described(document, name, model, write)
     made = Plan.from_json(text)
     progress("loading torch")
-    from jettison.cli.export_live import live_export
+    from jettison.frameworks.live import live_export
 
     return live_export(made, document, write=write, gpu=gpu, model=model, progress=progress)
 
@@ -119,7 +118,7 @@ def _document(plan: Any) -> tuple[Mapping[str, Any], str, str]:
     return found, text, name
 
 
-def _described(document: Mapping[str, Any], name: str, model: str | None, write: Any) -> Exported:
+def _described(document: Mapping[str, Any], name: str, model: str | None, write: Exporter) -> Exported:
     from jettison.cli.plan import remade
 
     if model is not None:
@@ -132,7 +131,7 @@ def _described(document: Mapping[str, Any], name: str, model: str | None, write:
             f"{again.document()['hash']}: it was edited, its model's file was, or another version made it. Plan again"
         )
     subject = subject_of(again.choice, dict(document), again.model)
-    found: Exported = write(subject, DescribedPricer(again.choice))
+    found = write(subject, DescribedPricer(again.choice))
     return replace(found, lost=(*found.lost, *_of_the_loop(again.choice.forecast.run)))
 
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.capture.entries import ledger_of
 from jettison.capture.model_trace import ModelTrace
+from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES
 from jettison.dryrun.step import OneBatch, dry_run_batch, dry_run_events
 from jettison.errors import UsageError
 from jettison.families.left_out import of_another_model
@@ -33,8 +34,6 @@ from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.spec.hardware import Hardware
 from jettison.traces.timeline import MemoryTimeline
-
-MEASURED_BELOW_BYTES = 2**30  # of parameters: such a model's ops can be tried here
 
 
 @dataclass(frozen=True, kw_only=True)

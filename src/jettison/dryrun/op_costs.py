@@ -248,6 +248,10 @@ def _of_one_type(args: tuple[Any, ...]) -> bool:
     return True
 
 
+MEASURED_BELOW_BYTES = 2**30
+"""Of parameters: the ops of such a model can be tried where it is planned."""
+
+
 class Pricing:
     """All prices that were asked for so far, and dry runs that know every workspace.
 

@@ -6,16 +6,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from jettison.capture.model_trace import ModelTrace
-from jettison.cli.live_model import MEASURED_BELOW_BYTES
 from jettison.cost.roofline import op_seconds
 from jettison.dryrun.given import dry_run_given
-from jettison.dryrun.op_costs import Pricing
-from jettison.export.policy import LayerPolicy
-from jettison.export.result import Cost, Exported, Pricer
-from jettison.export.subject import Decision, Subject
+from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES, Pricing
+from jettison.frameworks.export import Cost, Exported, Pricer
+from jettison.frameworks.policy import Decision, LayerPolicy, Subject
 from jettison.measure.tensors import unique_bytes
 from jettison.models.request import ModelRequest, load, optimizer_for
 from jettison.planner.planner import fingerprint
@@ -78,7 +74,7 @@ def _subject(plan: Plan, traced: ModelTrace, request: ModelRequest, prices: Hard
     )
 
 
-def _decision(entry: LayerPlan, program: Any, model: nn.Module, *, inside: bool) -> Decision:
+def _decision(entry: LayerPlan, program: Any, model: Any, *, inside: bool) -> Decision:
     """``inside`` a segment, behind its first layer."""
     module = type(model.get_submodule(entry.layer))
     spared = max(0, program.kept_bytes(frozenset(entry.kept) - frozenset(entry.offloaded)) - entry.kept_bytes)
@@ -101,7 +97,7 @@ def _called(cls: type) -> str:
 
 
 class LivePricer:
-    """Runs what was written on fake tensors; see `jettison.export.result.Pricer`."""
+    """Runs what was written on fake tensors; see `jettison.frameworks.export.Pricer`."""
 
     def __init__(self, plan: Plan, subject: Subject, traced: ModelTrace, optimizer: Any) -> None:
         self._plan, self._subject, self._traced, self._optimizer = plan, subject, traced, optimizer

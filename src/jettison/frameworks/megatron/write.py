@@ -1,32 +1,52 @@
 """Megatron-Core, and NeMo's Megatron-Bridge, which has its words: recompute by module or by number of layers.
 
 What can be said is global: the same modules in all layers, or the same number of layers on every stage; and of which
-modules what they save waits on the host, beside any set of modules that are computed again.
+modules what they save waits on the host, beside any set of modules that are computed again. It is written as flags of
+Megatron-LM, as overrides of a Megatron-Bridge recipe, and as a layout string.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import combinations
 
-from jettison.export.described import DescribedPricer
-from jettison.export.megatron_text import Value, flags_text, layout_settings, overrides_text
-from jettison.export.modules import by_modules, offloading
-from jettison.export.policy import LayerPolicy, checkpointed, checkpointed_together, kept_whole
-from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses, too_much
-from jettison.export.subject import Decision, Subject
-from jettison.export.targets import plain_torch
-from jettison.solve.modules import SMALLEST_OFFLOADED, is_fused, parts_of, saved_by
-from jettison.spec.layout import Schedule
+from jettison.frameworks.described import DescribedPricer
+from jettison.frameworks.export import CannotSay, Cost, Pricer, Written, refuse_images, refuse_stacks, too_much
+from jettison.frameworks.policy import (
+    Action,
+    Decision,
+    LayerPolicy,
+    Subject,
+    checkpointed,
+    checkpointed_together,
+    kept_whole,
+)
+from jettison.solve.modules import SMALLEST_OFFLOADED, computed_again, is_fused, parts_of, saved_by, sent
+from jettison.spec.layout import Layout, Schedule
 from jettison.spec.modules import CORE_ATTENTION, OFFLOADED, RECOMPUTED
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 
-MEGATRON, BRIDGE = "megatron", "megatron-bridge"
 COULD = "the same modules in all layers, computed again or offloaded, or the same number of layers on every stage"
-CHECKED = {MEGATRON: "megatron-core 0.19.2", BRIDGE: "megatron-bridge 0.6.2"}
+Value = str | int | bool | list[str]
+_ELSEWHERE = (
+    "micro_batch_size",
+    "global_batch_size",
+    "use_distributed_optimizer",
+    "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+)
+_RECIPES_OWN = (
+    "pipeline_model_parallel_layout",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "offload_modules",
+)
+"""Of Megatron-Bridge: what its recipes set, to take back where a plan is without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,48 +56,20 @@ class Candidate:
     settings: Mapping[str, Value]
     policies: tuple[LayerPolicy, ...]
     cost: Cost
-    words: str = field(default="")
 
 
-def export(subject: Subject, pricer: Pricer) -> Exported:
-    """Flags for Megatron-LM's own programs, and fields for `TransformerConfig`.
-
-    Raises:
-        CannotSay: the plan is a live model's, or its layout is none of Megatron's.
-        DoesNotFit: nothing that can be said fits the plan's budget.
-    """
-    best, run = _best(subject, pricer, MEGATRON)
-    layout = layout_settings(run)
-    files = {
-        "megatron-flags.txt": flags_text({**layout, **best.settings}),
-        "transformer_config.json": json.dumps(dict(best.settings), indent=2) + "\n",
-    }
-    return _exported(MEGATRON, subject, pricer, best, run, files)
-
-
-def export_bridge(subject: Subject, pricer: Pricer) -> Exported:
-    """Overrides for a Megatron-Bridge or NeMo recipe, one a line.
-
-    Raises:
-        CannotSay, DoesNotFit: see `export`.
-    """
-    best, run = _best(subject, pricer, BRIDGE)
-    return _exported(BRIDGE, subject, pricer, best, run, {"overrides.txt": overrides_text(run, best.settings)})
-
-
-def _exported(
-    target: str, subject: Subject, pricer: Pricer, best: Candidate, run: Run, files: dict[str, str]
-) -> Exported:
-    return Exported(
-        target=target,
-        subject=subject,
-        files=files,
-        policies=best.policies,
-        plan_cost=pricer.plan(),
-        cost=best.cost,
-        lost=(*losses(subject, best.policies, target), *_layout_losses(run)),
-        notes=_notes(best, run, _has_biases(best)),
-        checked_with=CHECKED[target],
+def write(subject: Subject, pricer: Pricer, target: str) -> Written:
+    """Flags for Megatron-LM and fields for `TransformerConfig`; or overrides for a recipe, one a line."""
+    best, run = _best(subject, pricer, target)
+    if target == "megatron-bridge":
+        files = {"overrides.txt": overrides_text(run, best.settings)}
+    else:
+        files = {
+            "megatron-flags.txt": flags_text({**layout_settings(run), **best.settings}),
+            "transformer_config.json": json.dumps(dict(best.settings), indent=2) + "\n",
+        }
+    return Written(
+        files=files, policies=best.policies, cost=best.cost, lost=_layout_losses(run), notes=_notes(best, run)
     )
 
 
@@ -87,8 +79,8 @@ def _best(subject: Subject, pricer: Pricer, target: str) -> tuple[Candidate, Run
             f"{target} builds its own layers, and this plan names tensors of {subject.model} as it is built here; plan "
             "the preset or the config.json with --kernels megatron and a layout, and export that"
         )
-    plain_torch.refuse_stacks(subject, target)
-    plain_torch.refuse_images(subject, target)
+    refuse_stacks(subject, target)
+    refuse_images(subject, target)
     run = subject.described.forecast.run
     if run.recompute.whole:
         raise CannotSay(
@@ -102,18 +94,14 @@ def _best(subject: Subject, pricer: Pricer, target: str) -> tuple[Candidate, Run
     fitting = [one for one in found if one.cost.peak_bytes <= subject.budget_bytes]
     if not fitting:
         raise too_much(min(one.cost.peak_bytes for one in found), subject, target, COULD)
-    return min(fitting, key=_preference), run
-
-
-def _preference(one: Candidate) -> tuple[float, int, int]:
-    """The fastest; of these, what leaves the host alone."""
-    return one.cost.step_seconds or 0.0, one.cost.host_bytes, one.cost.peak_bytes
+    # the fastest; of these, what leaves the host alone
+    return min(fitting, key=lambda one: (one.cost.step_seconds or 0.0, one.cost.host_bytes, one.cost.peak_bytes)), run
 
 
 def _candidates(subject: Subject, pricer: DescribedPricer) -> Iterator[Candidate]:
     """All that is worth saying."""
     for modules in _module_sets(subject):
-        yield from (_by_modules(subject, pricer, modules, sent) for sent in _offloaded_sets(subject, modules))
+        yield from (_by_modules(subject, pricer, modules, moved) for moved in _offloaded_sets(subject, modules))
     longest = max(map(len, _chunks(subject)))
     low, high = 0, longest
     while high - low > 1:  # the fewest layers of a stage that fit; fewer take more bytes
@@ -161,18 +149,42 @@ def _moves_some(decision: Decision, module: str) -> bool:
     return any(slot.buffer in decision.moved and (slot.path, slot.op) in inside for slot in decision.program.slots)
 
 
+def offloading(policy: LayerPolicy, modules: Iterable[str]) -> LayerPolicy:
+    """Offload what these modules save."""
+    chosen = tuple(modules)
+    moved = sent(policy.program, policy.kept, chosen)
+    if not moved:
+        return policy
+    words = f"{policy.words or policy.action} and {', '.join(chosen)} on the host"
+    return replace(policy, moved=moved, words=words)
+
+
+def by_modules(decision: Decision, modules: Iterable[str]) -> LayerPolicy:
+    """A layer whose parts of these names are computed again."""
+    found = computed_again(decision.program, tuple(modules))
+    if not found.modules:
+        return kept_whole(decision)
+    return LayerPolicy(
+        decision=decision,
+        action=Action.SELECT,
+        kept=found.kept,
+        again=tuple(sorted(found.ops)),
+        words=", ".join(found.modules),
+    )
+
+
 def _by_modules(
-    subject: Subject, pricer: DescribedPricer, modules: tuple[str, ...], sent: tuple[str, ...]
+    subject: Subject, pricer: DescribedPricer, modules: tuple[str, ...], moved: tuple[str, ...]
 ) -> Candidate:
     stay = pricer.last_of_chunks()
     recomputed = [by_modules(decision, modules) for decision in subject.decisions]
-    policies = tuple(policy if policy.layer in stay else offloading(policy, sent) for policy in recomputed)
+    policies = tuple(policy if policy.layer in stay else offloading(policy, moved) for policy in recomputed)
     settings: dict[str, Value] = {}
     if modules:
         settings = {"recompute_granularity": "selective", "recompute_modules": list(modules)}
-    if sent:
-        settings |= {"fine_grained_activation_offloading": True, "offload_modules": list(sent)}
-    return Candidate(settings=settings, policies=policies, cost=pricer.cost(policies), words=", ".join(modules))
+    if moved:
+        settings |= {"fine_grained_activation_offloading": True, "offload_modules": list(moved)}
+    return Candidate(settings=settings, policies=policies, cost=pricer.cost(policies))
 
 
 def _block(subject: Subject, pricer: DescribedPricer, number: int) -> Candidate:
@@ -224,14 +236,11 @@ def _layout_losses(run: Run) -> tuple[str, ...]:
     )
 
 
-def _has_biases(best: Candidate) -> bool:
-    """In products of the feed-forward part."""
-    return any(op.path == "mlp.down" and op.name.startswith("aten.addmm") for op in best.policies[0].program.ops)
-
-
-def _notes(best: Candidate, run: Run, biases: bool) -> tuple[str, ...]:
+def _notes(best: Candidate, run: Run) -> tuple[str, ...]:
     found = []
     modules = best.settings.get("recompute_modules")
+    products = best.policies[0].program.ops
+    biases = any(op.path == "mlp.down" and op.name.startswith("aten.addmm") for op in products)
     if isinstance(modules, list) and "mlp" in modules and biases:
         found.append(
             "mlp in recompute_modules: with biases in products a backward of megatron-core 0.19.2 does not end (seen "
@@ -262,3 +271,82 @@ def _notes(best: Candidate, run: Run, biases: bool) -> tuple[str, ...]:
             f"the plan was made for kernels of {run.kernels.name}; with --kernels megatron bytes are Megatron's"
         )
     return tuple(found)
+
+
+def layout_settings(run: Run) -> dict[str, Value]:
+    """The run's layout and batch, by name of Megatron's flags."""
+    layout = run.layout
+    found: dict[str, Value] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "sequence_parallel": layout.sp and layout.tp > 1,
+        "micro_batch_size": run.micro_batch,
+        "global_batch_size": run.micro_batch * run.micro_batches * layout.dp,
+        "seq_length": run.seq,
+        "use_distributed_optimizer": layout.zero > 0,
+        "num_layers": run.model.depth - run.model.further,
+    }
+    if run.model.further:
+        found["mtp_num_layers"] = run.model.further
+    if any(layer.repeats for layer in run.model.described):
+        found["mtp_use_repeated_layer"] = True
+    if layout.stage_layers:
+        found["pipeline_model_parallel_layout"] = layout_string(layout)
+    elif layout.virtual_stages > 1:
+        found["num_virtual_stages_per_pipeline_rank"] = layout.virtual_stages
+    if layout.deferred_head:
+        found |= {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": layout.deferred_head}
+    if layout.micro_batch_group:
+        found["microbatch_group_size_per_virtual_pipeline_stage"] = layout.micro_batch_group
+    return found
+
+
+def layout_string(layout: Layout) -> str:
+    """Stages as Megatron has them, with the embedding on the first and the loss on the last."""
+    stages = [f"t*{count}" if count > 1 else "t" * count for count in layout.stage_layers]
+    return f"E{'|'.join(stages)}{'m' * layout.further}L"
+
+
+def flags_text(settings: Mapping[str, Value]) -> str:
+    """One flag a line, for ``$(cat FILE)``; nothing in it needs quotes but a layout, which has none of the shell's."""
+    lines = []
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            lines.append(flag)
+        elif isinstance(value, list):
+            lines.append(" ".join([flag, *value]))
+        elif value is not False:
+            lines.append(f"{flag} {value}")
+    return "\n".join(lines) + "\n"
+
+
+def overrides_text(run: Run, settings: Mapping[str, Value]) -> str:
+    """Overrides of a recipe's configuration. What the plan does not ask for is said as well: a recipe may have it."""
+    layout = layout_settings(run)
+    found: dict[str, Value | None] = {name: value for name, value in layout.items() if name not in _ELSEWHERE}
+    found["virtual_pipeline_model_parallel_size"] = run.layout.virtual_stages if run.layout.virtual_stages > 1 else None
+    found["microbatch_group_size_per_vp_stage"] = run.layout.micro_batch_group or None
+    found |= dict.fromkeys(_RECIPES_OWN)
+    found |= {"fine_grained_activation_offloading": False, **settings}
+    if run.layout.stage_layers:
+        found["pipeline_model_parallel_layout"] = layout_string(run.layout)
+    beside: dict[str, Value] = {
+        "train.micro_batch_size": run.micro_batch,
+        "train.global_batch_size": run.micro_batch * run.micro_batches * run.layout.dp,
+        "dataset.seq_length": run.seq,
+    }
+    sharded = run.layout.zero > 0
+    for section in ("ddp", "optimizer"):
+        beside[f"{section}.use_distributed_optimizer"] = sharded
+        if not sharded:  # gathers what each rank updated
+            beside[f"{section}.overlap_param_gather"] = False
+    lines = [f"model.{name}={_override(value)}" for name, value in found.items()]
+    lines += [f"{name}={_override(value)}" for name, value in beside.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _override(value: Value | None) -> str:
+    return f"[{','.join(value)}]" if isinstance(value, list) else json.dumps(value)

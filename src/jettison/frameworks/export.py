@@ -1,15 +1,16 @@
-"""Results of an export: files, losses, and its cost next to the plan's."""
+"""Targets of an export by name, what one writes, and what is lost and costs next to the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 from jettison.errors import DoesNotFit, UsageError
-from jettison.export.policy import LayerPolicy
-from jettison.export.subject import Subject
+from jettison.frameworks.policy import LayerPolicy, Subject
+from jettison.spec.frameworks import named
 from jettison.units import format_bytes
 
 SCHEMA = "jettison.export/1"
@@ -64,8 +65,24 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Written:
+    """What a target makes of a plan: files by name, in the order in which they matter.
+
+    Args:
+        lost: beside what `losses` finds; None where nothing at all is lost.
+    """
+
+    files: dict[str, str]
+    policies: tuple[LayerPolicy, ...]
+    cost: Cost
+    lost: tuple[str, ...] | None = ()
+    notes: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Exported:
-    """Files by name, in the order in which they matter."""
+    """What is written beside the plan itself; ``checked_with``: versions whose own parser or class took such output."""
 
     target: str
     subject: Subject
@@ -73,10 +90,10 @@ class Exported:
     policies: tuple[LayerPolicy, ...]
     plan_cost: Cost
     cost: Cost
-    lost: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    alternatives: tuple[Alternative, ...] = field(default=())
-    checked_with: str = ""  # versions whose own parser or class took such output
+    lost: tuple[str, ...]
+    notes: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    checked_with: str
 
     @property
     def exact(self) -> bool:
@@ -96,7 +113,7 @@ class Exported:
             "exact": self.exact,
             "lost": list(self.lost),
             "notes": list(self.notes),
-            "warnings": list(self.subject.left_out),
+            "warnings": list(subject.left_out),
             "cost": {"plan": asdict(self.plan_cost), "exported": asdict(self.cost)},
             "alternatives": [{"words": one.words, **asdict(one.cost)} for one in self.alternatives],
             "hardware": subject.hardware.name,
@@ -116,6 +133,41 @@ class Exported:
             "files": self.files,
             "request": None,
         }
+
+
+Exporter = Callable[[Subject, Pricer], Exported]
+
+
+def exporter(target: str) -> Exporter:
+    """Return the exporter of a target: its framework's ``write``, which is given the target's name.
+
+    An exporter raises:
+        CannotSay: the target has no words for the plan or its model.
+        DoesNotFit: nothing that it can say fits the plan's budget.
+
+    Raises:
+        UsageError: there is no such target.
+    """
+    targets = named("targets")
+    if target not in targets:
+        raise UsageError(f"got --to {target!r}; expected one of {', '.join(targets)}")
+    entry = targets[target]
+    write: Callable[[Subject, Pricer, str], Written] = import_module(
+        f"jettison.frameworks.{entry['folder']}.write"
+    ).write
+
+    def export(subject: Subject, pricer: Pricer) -> Exported:
+        found = write(subject, pricer, target)
+        lost = () if found.lost is None else (*losses(subject, found.policies, target), *found.lost)
+        return Exported(
+            **{**vars(found), "lost": lost},
+            target=target,
+            subject=subject,
+            plan_cost=pricer.plan(),
+            checked_with=entry.get("checked_with", ""),
+        )
+
+    return export
 
 
 def losses(subject: Subject, policies: Sequence[LayerPolicy], target: str) -> tuple[str, ...]:
@@ -191,17 +243,6 @@ def _change(policy: LayerPolicy) -> tuple[str, str, int, int]:
     return before, after, policy.decision.kept_bytes + shared[0], policy.kept_bytes + shared[1]
 
 
-def require_fit(cost: Cost, subject: Subject, target: str, could: str) -> Cost:
-    """A cost that the plan's budget allows.
-
-    Raises:
-        DoesNotFit: it does not.
-    """
-    if cost.peak_bytes > subject.budget_bytes:
-        raise too_much(cost.peak_bytes, subject, target, could)
-    return cost
-
-
 def too_much(peak_bytes: int, subject: Subject, target: str, could: str) -> DoesNotFit:
     """The error for what needs more than the plan's budget, whatever is said."""
     return DoesNotFit(
@@ -210,3 +251,58 @@ def too_much(peak_bytes: int, subject: Subject, target: str, could: str) -> Does
         limit_name="the plan's budget",
         advice=f"{target} can say {could}, which the plan goes beyond. Plan with --budget {peak_bytes}B or more",
     )
+
+
+def refuse_described(subject: Subject, target: str) -> None:
+    """Refuse a plan that names no modules.
+
+    Raises:
+        CannotSay: it is one.
+    """
+    if not subject.live:
+        raise CannotSay(
+            f"{target} wraps modules by name, and this plan of a described run names none; plan the config.json "
+            "without a layout, or module:factory, and export that"
+        )
+
+
+def refuse_stacks(subject: Subject, target: str, *, in_order: bool = False) -> None:
+    """Refuse a described plan whose layers are not the one list in which the target numbers them.
+
+    Args:
+        in_order: layers of several lists are numbered in the order of modules: an encoder's before a decoder's, and a
+            tower of words before one of images, which a description has the other way round.
+
+    Raises:
+        CannotSay: the model is made of two stacks.
+    """
+    if subject.described is None:
+        return
+    model = subject.described.forecast.run.model
+    if model.two_stacks and not (in_order and model.source is not None):
+        raise CannotSay(
+            f"{target} numbers layers in one list, and {subject.model} is {model.two_stacks}; plan the config.json "
+            "without a layout, and export that, which names them"
+        )
+
+
+def refuse_images(subject: Subject, target: str) -> None:
+    """Refuse a described plan of a model that reads no tokens.
+
+    Raises:
+        CannotSay: it is one.
+    """
+    if subject.described is not None and not subject.described.forecast.run.model.words:
+        raise CannotSay(
+            f"{target} is told of models of words, and {subject.model} reads none; export --to transformers"
+        )
+
+
+def strategy_notes(subject: Subject, policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
+    """Notes on settings of the strategy that wraps a live model."""
+    if not subject.live:
+        return ()
+    found = ["the peak is of one rank that holds the whole model, as the plan's is; sharding it takes less"]
+    if any(policy.moved for policy in policies):
+        found.append("copies to the host and back run while nothing is computed; their time is not in these seconds")
+    return tuple(found)

@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import groupby
 
 from jettison.errors import DoesNotFit
-from jettison.export.nearest import fewest_checkpoints
-from jettison.export.policy import LayerPolicy, by_ops
-from jettison.export.result import Cost, Exported, Pricer
-from jettison.export.subject import Decision, Subject
-from jettison.export.targets import plain_torch
+from jettison.frameworks.export import Cost, Pricer, Written
+from jettison.frameworks.nearest import Nearest
+from jettison.frameworks.policy import Decision, LayerPolicy, Subject, by_ops
+from jettison.frameworks.torch.write import code
 from jettison.units import format_bytes, format_flops, format_percent, format_seconds
 
-TARGET = "brief"
 
-
-def export(subject: Subject, pricer: Pricer) -> Exported:
+def write(subject: Subject, pricer: Pricer, target: str) -> Written:
     """The brief. Nothing is lost in it; it carries nothing out, either."""
-    policies = tuple(map(_as_planned, subject.decisions))
     cost = pricer.plan()
-    text = "\n".join(
-        [
-            *_title(subject),
-            *_model(subject),
-            *_accelerator(subject),
-            *_facts(subject, cost),
-            *_table(subject),
-            *_reasons(subject),
-            *_simpler(subject, pricer),
-            *_questions(subject),
-        ]
-    )
-    return Exported(
-        target=TARGET,
+    nearest = Nearest(
         subject=subject,
-        files={"brief.md": text + "\n"},
-        policies=policies,
-        plan_cost=cost,
+        pricer=pricer,
+        target=target,
+        could="which layers are checkpoints",
+        write=partial(code, subject),
+    )
+    sections = (
+        _title(subject),
+        _model(subject),
+        _accelerator(subject),
+        _facts(subject, cost),
+        _table(subject),
+        _reasons(subject),
+        _simpler(nearest),
+        _questions(subject),
+    )
+    return Written(
+        files={"brief.md": "".join(f"{line}\n" for lines in sections for line in lines)},
+        policies=tuple(map(_as_planned, subject.decisions)),
         cost=cost,
+        lost=None,
         notes=("a brief carries nothing out: the costs are the plan's own",),
     )
 
@@ -193,16 +193,10 @@ def _dropped(decision: Decision, dropped: frozenset[int]) -> list[str]:
     return lines
 
 
-def _simpler(subject: Subject, pricer: Pricer) -> list[str]:
+def _simpler(nearest: Nearest) -> list[str]:
     lines = ["## If only whole layers can be checkpoints", ""]
     try:
-        policies, cost = fewest_checkpoints(
-            subject,
-            pricer,
-            lambda chosen: plain_torch.code(subject, chosen),
-            target=TARGET,
-            could="which layers are checkpoints",
-        )
+        policies, cost = nearest.checkpoints()
     except DoesNotFit as error:
         return [*lines, f"It does not fit: with every layer a checkpoint a step needs {_bytes(error.peak_bytes)}.", ""]
     chosen = [policy.layer for policy in policies if str(policy.action) == "full"]

@@ -1,4 +1,4 @@
-"""Policies of a target for a layer, and the buffers that it then keeps.
+"""A plan's decisions by layer, policies of a target for a layer, and the buffers that it then keeps.
 
 NOTE [ What a checkpoint holds ]
 `torch.utils.checkpoint` holds everything that a layer is given and runs the layer's Python again: all ops up to the
@@ -16,13 +16,107 @@ what such an op writes to, its first argument: torch refuses to hand out what ha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from jettison.export.subject import Decision
 from jettison.ledger.program import Op, Program, Source
+from jettison.predict.auto_recompute import AutoForecast
 from jettison.solve.policy import Full
+from jettison.spec.hardware import Hardware
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What a plan does with one layer; ``kept`` and, of these, ``moved`` and ``packed`` are buffers of its program.
+
+    Args:
+        layer: its number's name in a description, or its path in a live model.
+        policy: the plan's word for it.
+        shared_bytes: of what it keeps, what nobody holds: a layer before it in its segment makes it again.
+        packed_bytes: of what it keeps, what is spared by packing.
+        through: backward runs all of it again, for the next layer of its segment.
+        module: class of a live model's block, as ``module:Class``; ``bases`` are those that it is made of, itself too.
+    """
+
+    layer: str
+    policy: str
+    program: Program
+    kept: frozenset[int]
+    moved: frozenset[int] = frozenset()
+    packed: frozenset[int] = frozenset()
+    stage: int = 0
+    module: str = ""
+    bases: tuple[str, ...] = ()
+    shared_bytes: int = 0
+    packed_bytes: int = 0
+    through: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Autograd's own saved tensors stay where they are."""
+        return not self.moved and not self.packed and not self.program.recompute_set(self.kept)
+
+    @property
+    def whole(self) -> bool:
+        """Nothing stays but what the layer is given, and what cannot be computed again."""
+        return not self.moved and not self.packed and self.kept <= Full().kept(self.program)
+
+    @property
+    def only_moves(self) -> bool:
+        """Some of what autograd saves waits on the host, and nothing is computed again."""
+        return bool(self.moved) and not self.packed and not self.program.recompute_set(self.kept)
+
+    @property
+    def kept_bytes(self) -> int:
+        """On the device, between forward and backward."""
+        return self.program.kept_bytes(self.kept - self.moved) - self.shared_bytes - self.packed_bytes
+
+    @property
+    def again(self) -> tuple[int, ...]:
+        """Ops that backward runs a second time."""
+        return tuple(range(len(self.program.ops))) if self.through else self.program.recompute_set(self.kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A plan to export.
+
+    Args:
+        hardware: whose prices seconds are stated at.
+        segments: runs of layers of which only the first holds its input, by the names of the first and the last.
+        root_freed_bytes: what the plan drops of the part around the layers.
+        described: the choice for a described run; None for a live model's plan.
+        predicted: what the plan's document says of it, by key.
+        asked: what it was made from, by flag, as the document has it.
+    """
+
+    model: str
+    plan_hash: str
+    budget_bytes: int
+    minimum_budget_bytes: int
+    decisions: tuple[Decision, ...]
+    hardware: Hardware
+    segments: tuple[tuple[str, str], ...] = ()
+    root_freed_bytes: int = 0
+    described: AutoForecast | None = None
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    asked: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Parts of the model's configuration that the plan's figures leave out."""
+        return () if self.described is None else self.described.forecast.run.model.left_out
+
+    @property
+    def whole_layers(self) -> bool:
+        """Each layer is left alone, or computed again as a whole."""
+        return all(decision.plain or decision.whole for decision in self.decisions)
+
+    @property
+    def live(self) -> bool:
+        """It was made for a module, and not for a description."""
+        return self.described is None
 
 
 class Action(StrEnum):
@@ -106,6 +200,11 @@ def checkpointed_on_host(decision: Decision) -> LayerPolicy:
     return with_input_on_host(checkpointed(decision))
 
 
+def as_the_plan_moves(decision: Decision) -> LayerPolicy:
+    """A checkpoint, with what it is given on the host where the plan moves something of the layer."""
+    return checkpointed_on_host(decision) if decision.moved else checkpointed(decision)
+
+
 def with_input_on_host(policy: LayerPolicy) -> LayerPolicy:
     """A checkpoint, with what it is given on the host."""
     return replace(policy, moved=_inputs(policy), words="full, its input on the host")
@@ -126,7 +225,7 @@ def by_ops(decision: Decision) -> LayerPolicy:
 
 def by_ops_and_host(decision: Decision) -> LayerPolicy:
     """The same, and what the plan moves waits on the host where hooks see it: see NOTE [ What hooks move ] in
-    export/host_text.py.
+    frameworks/text.py.
     """
     if not decision.moved:
         return by_ops(decision)

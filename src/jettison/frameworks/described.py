@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from jettison.cost.execution import execution_of
 from jettison.cost.roofline import op_seconds
-from jettison.export.policy import Action, LayerPolicy
-from jettison.export.result import Cost
-from jettison.export.subject import Decision, Subject
+from jettison.frameworks.export import Cost
+from jettison.frameworks.policy import Action, Decision, LayerPolicy, Subject
 from jettison.ledger.program import Op
 from jettison.predict.auto_recompute import AutoForecast, layer_policies
 from jettison.predict.forecast import Forecast, forecast
@@ -39,7 +38,7 @@ def decisions_of(choice: AutoForecast) -> tuple[Decision, ...]:
 
 
 class DescribedPricer:
-    """Prices a described run; see `jettison.export.result.Pricer`."""
+    """Prices a described run; see `jettison.frameworks.export.Pricer`."""
 
     def __init__(self, choice: AutoForecast) -> None:
         self.choice = choice

@@ -1,4 +1,4 @@
-"""Modules of a layer whose activations stay while the rest of the layer is computed again, as torch_remat has it.
+"""torch_remat: a file with ``apply(model)``, of a checkpoint for each layer and modules in it that are not run again.
 
 NOTE [ What a saved region holds ]
 torch_remat's checkpoint holds what the layer is given and runs the layer again as a whole, to its last op. A region
@@ -11,14 +11,34 @@ is priced. Mostly they stay anyway. After each region the state of the random nu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Final
 
-from jettison.export.policy import Action, LayerPolicy, kept_whole, writes_in_place
-from jettison.export.subject import Decision
+from jettison.cost.roofline import op_seconds
+from jettison.errors import TraceError
+from jettison.frameworks.export import CannotSay, Cost, Pricer, Written, refuse_described
+from jettison.frameworks.nearest import Nearest, Policies, Priced
+from jettison.frameworks.policy import (
+    Action,
+    Decision,
+    LayerPolicy,
+    Subject,
+    kept_whole,
+    with_input_on_host,
+    writes_in_place,
+)
+from jettison.frameworks.text import header, kinds_of, moves_table, names, pieces, rows
+from jettison.frameworks.torch.write import copied
 from jettison.ledger.program import Op, Program, Source
 from jettison.solve.policy import Full
 
+TRIES: Final = 3
+_RETURNS: Final = "checkpoint function must return"  # torch_remat's own words
+USE: Final = """\
+Import this file, and call apply(model) once after the model was built, before fully_shard, DistributedDataParallel and
+torch.compile. It changes the model's layers in place; names in its state_dict stay as they are. A layer has to return a
+tensor, or a tuple or list of them."""
 MOST_MODULES: Final = 40
 """So many modules of a layer are considered: those with the most work. A layer of many experts has hundreds."""
 
@@ -39,6 +59,127 @@ class Step:
     position: int
     policy: LayerPolicy
     seconds_per_byte: float
+
+
+def write(subject: Subject, pricer: Pricer, target: str) -> Written:
+    """The nearest file to the plan, where torch_remat is there to be run."""
+    refuse_described(subject, target)
+    if find_spec("torch_remat") is None:
+        raise CannotSay(
+            "torch_remat is not installed here, and what is exported is run to say what it costs; "
+            "pip install torch_remat, or export --to torch"
+        )
+    try:
+        policies, cost = _chosen(subject, pricer, target)
+    except TraceError as error:
+        if _RETURNS not in str(error):
+            raise
+        raise CannotSay(
+            f"torch_remat's checkpoints take layers that return a tensor, or a tuple or list of tensors; those of "
+            f"{subject.model} return something else. Export --to torch"
+        ) from error
+    files, notes = {"checkpointing.py": code(subject, policies)}, (*_notes(policies), *copied(policies))
+    return Written(files=files, policies=policies, cost=cost, notes=notes)
+
+
+def _chosen(subject: Subject, pricer: Pricer, target: str) -> Priced:
+    """As the plan has it where it treats layers whole; else from all kept as few seconds down as fit."""
+    moves = any(decision.moved for decision in subject.decisions)
+    could = "which layers are checkpoints, and which of their modules keep their activations"
+    if moves:
+        could += ", and what waits on the host of layers that are none, or of what a checkpoint is given"
+
+    def write(policies: Sequence[LayerPolicy]) -> str:
+        stand_in = pieces("host.py.txt")["stand_in"]
+        return code(subject, policies) + (stand_in if any(policy.moved for policy in policies) else "")
+
+    def nearest_of(decision: Decision) -> LayerPolicy:
+        """For a partly recomputed layer: its input offloaded, or regions that keep no more."""
+        if decision.moved:
+            return _as_the_plan_moves(decision)
+        ours = options_of(decision, lambda op: op_seconds(op, subject.hardware))
+        return next((o.policy for o in ours if o.policy.kept_bytes <= decision.kept_bytes), ours[-1].policy)
+
+    nearest = Nearest(subject=subject, pricer=pricer, target=target, could=could, write=write)
+    if moves:
+        return nearest.with_moves(_as_the_plan_moves, nearest_of)
+    if subject.whole_layers:
+        whole, cost = nearest.checkpoints()
+        carried_out = (by_regions(p.decision, ()) if p.action is Action.CHECKPOINT else p for p in whole)
+        return tuple(carried_out), cost
+    options = _options(subject)
+    steps = steps_down(options)
+
+    def made(count: int) -> Policies:
+        found = [ours[0].policy for ours in options]
+        for step in steps[:count]:
+            found[step.layer] = step.policy
+        return tuple(found)
+
+    return _filled(*nearest.least(made, len(steps)), options, nearest)
+
+
+def _filled(chosen: Policies, cost: Cost, options: Sequence[Sequence[Option]], nearest: Nearest) -> Priced:
+    """A step frees more than was asked for: what is left of the budget goes to the one layer that saves most by it."""
+    room = nearest.subject.budget_bytes - cost.peak_bytes
+    found = []
+    for i, ours in enumerate(options):
+        spent = next(option.seconds for option in ours if option.policy is chosen[i])
+        for option in ours:
+            if spent > option.seconds and option.policy.kept_bytes - chosen[i].kept_bytes <= room:
+                found.append((option.seconds - spent, i, option.policy))
+    for _, i, policy in sorted(found, key=lambda one: one[:2])[:TRIES]:
+        filled = nearest.priced((*chosen[:i], policy, *chosen[i + 1 :]))
+        if nearest.fits(filled):
+            return filled
+    return chosen, cost
+
+
+def _options(subject: Subject) -> list[tuple[Option, ...]]:
+    """By layer; layers of one program have the same."""
+    known: dict[int, tuple[Option, ...]] = {}
+    found = []
+    for decision in subject.decisions:
+        key = id(decision.program)
+        if key not in known:
+            known[key] = options_of(decision, lambda op: op_seconds(op, subject.hardware))
+        found.append(tuple(replace(option, policy=replace(option.policy, decision=decision)) for option in known[key]))
+    return found
+
+
+def _as_the_plan_moves(decision: Decision) -> LayerPolicy:
+    policy = by_regions(decision, ())
+    return with_input_on_host(policy) if decision.moved else policy
+
+
+def _notes(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
+    found = []
+    if any(policy.action is not Action.KEEP for policy in policies):
+        found.append("torch_remat runs a layer again to its last op, also what backward asks nothing of")
+    if any(map(draws_in_replay, policies)):
+        found.append(
+            "random states are put back by the file's own hook, since torch_remat does not: one is held for each layer "
+            "that draws and one for each module in it that stays, of the CPU and of the current CUDA device"
+        )
+    return tuple(found)
+
+
+def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
+    """The file."""
+    own, host = pieces("torch_remat/checkpointing.py.txt"), pieces("host.py.txt")
+    checkpoints = [policy for policy in policies if policy.action is not Action.KEEP]
+    kinds = kinds_of(policy.regions for policy in checkpoints)
+    moves = moves_table({policy.layer: policy for policy in policies})
+    text = header(subject, "torch_remat", USE) + own["imports"] + (host["imports"] if moves else "")
+    text += f"LAYERS = {rows({policy.layer: kinds[policy.regions] for policy in checkpoints})}\n"
+    text += "# by kind of layer: modules that keep their activations and are not run again\n"
+    text += f"REGIONS = {rows({kind: regions for regions, kind in kinds.items()})}\n"
+    drawing = names(policy.layer for policy in checkpoints if draws_in_replay(policy))
+    text += f"DRAWING = {drawing}  # layers whose second run draws random numbers\n" + moves
+    wrap = host["wrap"] if moves else ""
+    return (
+        text + own["apply"].replace("    return model\n", f"{wrap}    return model\n", 1) + host["code"] * bool(moves)
+    )
 
 
 def by_regions(decision: Decision, marks: Iterable[str]) -> LayerPolicy:

@@ -1,1 +1,0 @@
-"""The export room: a plan in the words of other people's trainers."""

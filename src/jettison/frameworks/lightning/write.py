@@ -1,0 +1,41 @@
+"""Lightning: a file with ``mark(model)`` and ``strategy()``, which takes a function that can tell layers apart."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from jettison.frameworks.export import Pricer, Written, refuse_described, strategy_notes
+from jettison.frameworks.nearest import Nearest
+from jettison.frameworks.policy import Action, Subject, as_the_plan_moves
+from jettison.frameworks.text import filled, header, moves_table, names, pieces
+from jettison.frameworks.torch.write import priced_code
+
+USE = """    model = mark(model)                    # before the Trainer sets the model up
+    Trainer(strategy=strategy(), ...)      # strategy(**more) hands more on to FSDPStrategy"""
+
+
+def write(subject: Subject, pricer: Pricer, target: str) -> Written:
+    """The file. Its wrapper puts random states back by default."""
+    refuse_described(subject, target)
+    moves = any(decision.moved for decision in subject.decisions)
+    nearest = Nearest(
+        subject=subject,
+        pricer=pricer,
+        target=target,
+        could="which layers are checkpoints, and what waits on the host of those that are none"
+        if moves
+        else "only which layers are checkpoints",
+        write=partial(priced_code, subject, states=True),
+    )
+    policies, cost = nearest.with_moves(as_the_plan_moves, as_the_plan_moves) if moves else nearest.checkpoints()
+    table, host = moves_table({policy.layer: policy for policy in policies}), pieces("host.py.txt")
+    text = header(subject, "Lightning's FSDPStrategy", USE) + (host["imports"] if table else "")
+    text += filled(
+        pieces("lightning/strategy.py.txt")["strategy"],
+        chosen=names(policy.layer for policy in policies if policy.action is Action.CHECKPOINT),
+        moves=f"\n{table}" if table else "",
+        wrap=host["wrap"] if table else "",
+    )
+    text += host["code"] if table else ""
+    files, notes = {"strategy.py": text}, strategy_notes(subject, policies)
+    return Written(files=files, policies=policies, cost=cost, notes=notes)

@@ -1,0 +1,164 @@
+"""The nearest policy to a plan that a target can say: the fastest that still fits the plan's budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from jettison.errors import DoesNotFit
+from jettison.frameworks.described import DescribedPricer
+from jettison.frameworks.export import Cost, Pricer, too_much
+from jettison.frameworks.policy import (
+    Decision,
+    LayerPolicy,
+    Subject,
+    by_ops_and_host,
+    checkpointed,
+    checkpointed_on_host,
+    kept_whole,
+)
+
+Policies = tuple[LayerPolicy, ...]
+Priced = tuple[Policies, Cost]
+Checkpoint = Callable[[Decision], LayerPolicy]
+"""What becomes of a layer that is a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nearest:
+    """Chooses for one plan and one target.
+
+    Args:
+        could: what the target can say.
+        write: policies as Python that defines ``apply(model)``.
+
+    Each choice raises:
+        DoesNotFit: nothing that it tries fits the plan's budget.
+    """
+
+    subject: Subject
+    pricer: Pricer
+    target: str
+    could: str
+    write: Callable[[Sequence[LayerPolicy]], str]
+
+    def priced(self, policies: Policies) -> Priced:
+        """Policies and what a step under them costs."""
+        return policies, self.pricer.cost(policies, self.write(policies))
+
+    def fits(self, found: Priced) -> bool:
+        """Whether a step stays below the plan's budget."""
+        return found[1].peak_bytes <= self.subject.budget_bytes
+
+    def _moves(self) -> bool:
+        return any(decision.moved for decision in self.subject.decisions)
+
+    def all_or_none(self, checkpoint: Checkpoint = checkpointed) -> Priced:
+        """No layer is a checkpoint where that fits, else every one."""
+        decisions = self.subject.decisions
+        plain = self.priced(tuple(map(kept_whole, decisions)))
+        return plain if self.fits(plain) else self._fitting(self.priced(tuple(map(checkpoint, decisions))))
+
+    def checkpoints(self, checkpoint: Checkpoint = checkpointed) -> Priced:
+        """Whole layers as checkpoints: as the plan has it where it treats layers whole, else as few as fit its budget.
+
+        Of layers that free as much the first go first: what a checkpoint makes again in backward then comes when the
+        layers behind it are gone.
+        """
+        decisions = self.subject.decisions
+        if self.subject.whole_layers:
+            asked = self.priced(tuple(kept_whole(d) if d.plain else checkpoint(d) for d in decisions))
+            if self.fits(asked):
+                return asked
+        freed = [kept_whole(d).kept_bytes - checkpointed(d).kept_bytes for d in decisions]
+        order = sorted(range(len(decisions)), key=lambda i: (-freed[i], i))
+
+        def made(count: int) -> Policies:
+            chosen = set(order[:count])
+            return tuple(checkpoint(d) if i in chosen else kept_whole(d) for i, d in enumerate(decisions))
+
+        return self.least(made, len(order))
+
+    def with_host(self, choose: Callable[[Nearest, Checkpoint], Priced]) -> Priced:
+        """Checkpoints, with what they are given on the host where that is faster, or the only way to fit.
+
+        Considered where the plan moves something. A described plan's copies are priced as what nothing is computed
+        beside; of a live plan inputs are offloaded where nothing else fits.
+        """
+        pricer, limit = self.pricer, None
+        tries: list[tuple[Nearest, Checkpoint]] = [(self, checkpointed)]
+        if self._moves() and isinstance(pricer, DescribedPricer):
+            stay, limit = pricer.last_of_chunks(), pricer.choice.host_budget_bytes
+            alone = replace(self, pricer=pricer.without_overlap())
+            tries.append((alone, lambda d: checkpointed(d) if d.layer in stay else checkpointed_on_host(d)))
+        elif self._moves() and self.subject.live:
+            tries.append((self, checkpointed_on_host))
+        found, problem = [], None
+        for nearest, checkpoint in tries:
+            try:
+                found.append(choose(nearest, checkpoint))
+            except DoesNotFit as error:
+                problem = error
+            if found and self.subject.live:
+                break
+        allowed = [one for one in found if limit is None or one[1].host_bytes <= limit]
+        if not allowed:
+            assert problem is not None  # what stays on the device is allowed
+            raise problem
+        return min(allowed, key=lambda one: (one[1].step_seconds or 0.0, one[1].host_bytes))
+
+    def with_moves(self, checkpoint: Checkpoint, partly: Checkpoint) -> Priced:
+        """Whole layers as checkpoints, and what a live plan moves of layers that it leaves alone waits on the host.
+
+        Args:
+            partly: what becomes of a layer of which the plan computes a part again.
+        """
+
+        def wish(decision: Decision) -> LayerPolicy:
+            if decision.plain or decision.only_moves:
+                return by_ops_and_host(decision)
+            return checkpoint(decision) if decision.whole else partly(decision)
+
+        decisions = self.subject.decisions
+        said = all(decision.plain or decision.whole or decision.only_moves for decision in decisions)
+        return self.between(tuple(map(wish, decisions)), as_it_stands=said, checkpoint=checkpoint)
+
+    def between(self, wished: Policies, *, as_it_stands: bool, checkpoint: Checkpoint = checkpointed) -> Priced:
+        """A wish for each layer; where that is above the budget the first layers are checkpoints, as few as fit.
+
+        Args:
+            as_it_stands: else, where the wish leaves room, the last layers keep everything, as many as fit.
+        """
+        depth = len(wished)
+        levels = [
+            [kept_whole(policy.decision) for policy in wished],
+            wished,
+            [checkpoint(policy.decision) for policy in wished],
+        ]
+
+        def made(count: int) -> Policies:
+            return tuple(levels[(i < count) + (i + depth < count)][i] for i in range(depth))
+
+        if as_it_stands:
+            return self.least(lambda count: made(depth + count), depth)
+        return self.least(made, 2 * depth)
+
+    def least(self, made: Callable[[int], Policies], most: int) -> Priced:
+        """The first of ``made(0) .. made(most)`` that fits; more of them take fewer bytes."""
+        first = self.priced(made(0))
+        if self.fits(first):
+            return first
+        low, high, best = 0, most, self._fitting(self.priced(made(most)) if most else first)
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = self.priced(made(middle))
+            if self.fits(tried):
+                high, best = middle, tried
+            else:
+                low = middle
+        return best
+
+    def _fitting(self, found: Priced) -> Priced:
+        if not self.fits(found):
+            raise too_much(found[1].peak_bytes, self.subject, self.target, self.could)
+        return found

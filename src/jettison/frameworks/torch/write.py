@@ -1,0 +1,82 @@
+"""Plain torch: a file with ``apply(model)``, of `checkpoint_wrapper` and selective contexts.
+
+It says all that a live plan says about what is kept and what is computed again, in the measure of NOTE [ What a
+checkpoint holds ] in frameworks/policy.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from jettison.frameworks.export import Pricer, Written, refuse_stacks
+from jettison.frameworks.nearest import Nearest
+from jettison.frameworks.policy import Action, LayerPolicy, Subject, as_the_plan_moves, by_ops_and_host, draws_again
+from jettison.frameworks.text import header, moves_table, names, pieces, selective_tables
+
+USE = """\
+Import this file, and call apply(model) once after the model was built, before fully_shard, DistributedDataParallel and
+torch.compile. It changes the model in place; names in its state_dict stay as they are."""
+
+
+def write(subject: Subject, pricer: Pricer, target: str) -> Written:
+    """The nearest file to the plan. A described plan names no ops of a module."""
+    refuse_stacks(subject, target)
+    could = "which calls of ops stay, and which layers are checkpoints"
+    nearest = Nearest(subject=subject, pricer=pricer, target=target, could=could, write=partial(priced_code, subject))
+    if subject.live:
+        wished = tuple(map(by_ops_and_host, subject.decisions))
+        policies, cost = nearest.between(wished, as_it_stands=True, checkpoint=as_the_plan_moves)
+    else:
+        policies, cost = replace(nearest, could="which layers are checkpoints").with_host(Nearest.checkpoints)
+    files = {"checkpointing.py": code(subject, policies)}
+    return Written(files=files, policies=policies, cost=cost, notes=notes_of(policies))
+
+
+def notes_of(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
+    """Notes on selective contexts, and on what copies cost."""
+    selective = any(policy.action is Action.SELECT for policy in policies)
+    dispatched = (
+        "selective contexts put a dispatch mode around every op of a layer; that costs time on the host beside the ops "
+        "that run again, and is not in these seconds"
+    )
+    return (*((dispatched,) if selective else ()), *copied(policies))
+
+
+def copied(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
+    """A note on what copies cost."""
+    if not any(policy.moved for policy in policies):
+        return ()
+    return ("copies to the host and back run while nothing is computed; a live plan's seconds are without them",)
+
+
+def priced_code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | None = None) -> str:
+    """The file as it is run for its price: what waits on the host has no bytes."""
+    text = code(subject, policies, states=states)
+    return text + (pieces("host.py.txt")["stand_in"] if any(policy.moved for policy in policies) else "")
+
+
+def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | None = None) -> str:
+    """The file.
+
+    Args:
+        states: random states are put back although no layer draws random numbers; None: where one does.
+    """
+    own, host = pieces("torch/checkpointing.py.txt"), pieces("host.py.txt")
+    by_name: dict[object, LayerPolicy] = {p.layer if subject.live else i: p for i, p in enumerate(policies)}
+    selective = {name: policy.saves for name, policy in by_name.items() if policy.action is Action.SELECT}
+    moves = moves_table(by_name)
+    text = header(subject, "plain torch", USE) + own["imports_selective" if selective else "imports"]
+    text += host["imports"] if moves else ""
+    text += f"\nFULL = {names(name for name, policy in by_name.items() if policy.action is Action.CHECKPOINT)}\n"
+    text += selective_tables(selective) if selective else ""
+    keep_states = any(map(draws_again, policies)) if states is None else states
+    text += f"PRESERVE_RNG_STATE = {keep_states}  # whether what runs again draws random numbers\n"
+    body = own["apply"]
+    beside = (own["apply_selective"] if selective else "") + (host["wrap"] if moves else "")
+    if not subject.live:
+        text += f"LAYERS = {len(policies)}\n"
+        body, beside = own["apply_by_number"], own["host_by_number"] if moves else ""
+    text += moves + body.replace("    return model\n", f"{beside}    return model\n", 1)
+    return text + (own["contexts"] if selective else "") + (host["code"] if moves else "")

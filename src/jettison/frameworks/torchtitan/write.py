@@ -1,0 +1,165 @@
+"""torchtitan 0.3: a subclass of its `SelectiveAC` that treats each layer as the plan does.
+
+A live plan of a torchtitan model names calls of ops, and all of that can be said. A described plan's ops are those of a
+formula: of these it says what torchtitan's layers have modules for, products with weights, and attention and what
+reduce-scatters return.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from jettison.errors import DoesNotFit
+from jettison.frameworks.export import Alternative, CannotSay, Pricer, Written, refuse_images, refuse_stacks
+from jettison.frameworks.nearest import Nearest, Policies, Priced
+from jettison.frameworks.policy import (
+    Action,
+    Decision,
+    LayerPolicy,
+    OpCall,
+    Subject,
+    as_the_plan_moves,
+    by_ops_and_host,
+    checkpointed,
+    draws_again,
+    kept_whole,
+    op_calls,
+    saving,
+)
+from jettison.frameworks.text import filled, header, moves_table, names, pieces, selective_tables
+from jettison.frameworks.torch.write import notes_of, priced_code
+from jettison.ledger.program import Op
+from jettison.solve.policy import SelectiveOp
+
+ATTENTION: Final = "attention"
+"""Stands for whichever kernel of attention a model was built with."""
+USE: Final = """    Trainer.Config(activation_checkpoint=PlannedAC.Config(), ...)
+
+torchtitan applies it to a model's layers, layers.0 and so on, before FSDP and not beside a compiled model."""
+_LINEAR: Final = ("aten.mm.default", "aten.addmm.default")
+_PRODUCTS: Final = {
+    **dict.fromkeys(("attention.query", "attention.key", "attention.value", "attention.qkv"), "qkv"),
+    "attention.query_down": "query down",
+    "attention.key_value_down": "key value down",
+    "attention.key_value": "key value",
+    "attention.out": "out",
+    "mlp.gate": "gate",
+    "mlp.up": "up",
+    "mlp.down": "down",
+}
+
+
+def write(subject: Subject, pricer: Pricer, target: str) -> Written:
+    """A file with a policy that torchtitan's configuration takes, beside torchtitan's own policies."""
+    _refuse(subject, target)
+    could = "which calls of ops stay, and which layers are checkpoints"
+    same_calls = partial(priced_code, subject)  # without torchtitan
+    policies, cost = _chosen(Nearest(subject=subject, pricer=pricer, target=target, could=could, write=same_calls))
+    stock = {"FullAC.Config()": checkpointed, "SelectiveAC.Config()": _stock}
+    others = {words: tuple(map(policy, subject.decisions)) for words, policy in stock.items()}
+    return Written(
+        files={"planned_ac.py": code(subject, policies)},
+        policies=policies,
+        cost=cost,
+        notes=notes_of(policies),
+        alternatives=tuple(
+            Alternative(words=words, cost=pricer.cost(found, same_calls(found))) for words, found in others.items()
+        ),
+    )
+
+
+def _refuse(subject: Subject, target: str) -> None:
+    refuse_stacks(subject, target)
+    refuse_images(subject, target)
+    if subject.described is not None and subject.described.forecast.run.recompute.whole:
+        raise CannotSay(
+            "the plan keeps micro-batches whole, and torchtitan treats all alike; plan without --whole-micro-batches"
+        )
+    for decision in subject.decisions if subject.live else ():
+        if not re.fullmatch(r"layers\.\w+", decision.layer):
+            raise CannotSay(
+                f"torchtitan checkpoints what is in a model's layers, and the plan names {decision.layer}; expected "
+                "layers.0 and so on. Export --to torch"
+            )
+
+
+def _chosen(nearest: Nearest) -> Priced:
+    decisions = nearest.subject.decisions
+    if nearest.subject.whole_layers:
+        return nearest.checkpoints()
+    if nearest.subject.live:
+        wished = tuple(map(by_ops_and_host, decisions))
+        return nearest.between(wished, as_it_stands=True, checkpoint=as_the_plan_moves)
+    layers = nearest.with_host(Nearest.checkpoints)
+    try:
+        found = nearest.between(tuple(map(_by_products, decisions)), as_it_stands=False)
+    except DoesNotFit:  # nothing does but inputs that wait on the host
+        return layers
+    return min(found, layers, key=lambda priced: priced[1].step_seconds or 0.0)
+
+
+def _by_products(decision: Decision) -> LayerPolicy:
+    """What of a formula's decisions torchtitan's own layer can be told: by product, the three of query, key and value
+    together, since it may compute them as one. An experts' layer is taken whole.
+    """
+    if decision.plain:
+        return kept_whole(decision)
+    program = decision.program
+    if any(op.path.startswith("mlp.router") for op in program.ops):
+        return checkpointed(decision)
+    products: dict[str, list[Op]] = {}
+    for op in program.ops:
+        if (name := product_of(op)) is not None:
+            products.setdefault(name, []).append(op)
+    calls = op_calls(program)
+    return saving(decision, [calls[op.index] for ops in products.values() if _mostly_kept(decision, ops) for op in ops])
+
+
+def _mostly_kept(decision: Decision, ops: Sequence[Op]) -> bool:
+    outputs = frozenset(b for op in ops for b in op.outputs)
+    return 2 * decision.program.kept_bytes(outputs & decision.kept) >= decision.program.kept_bytes(outputs)
+
+
+def product_of(op: Op) -> str | None:
+    """Return the file's name of a formula's op; None where torchtitan's code may have another."""
+    if op.name.startswith("aten._scaled_dot_product"):
+        return ATTENTION
+    if "reduce_scatter" in op.name:
+        return f"{op.path} summed"
+    return _PRODUCTS.get(op.path) if op.name in _LINEAR else None
+
+
+def _stock(decision: Decision) -> LayerPolicy:
+    """As its `SelectiveAC` does: all that it names is held, asked for or not, but for every second product."""
+    program = decision.program
+    named = SelectiveOp(alternate=True).named(program)
+    calls = zip(program.ops, op_calls(program), strict=True)
+    return saving(decision, [call for op, call in calls if named.intersection(op.outputs)])
+
+
+def code(subject: Subject, policies: Policies) -> str:
+    """The file."""
+    own, host = pieces("torchtitan/planned_ac.py.txt"), pieces("host.py.txt")
+    saves: dict[object, Sequence[OpCall]] = {
+        p.layer: _translated(p, live=subject.live) for p in policies if p.action is Action.SELECT
+    }
+    moves = moves_table({policy.layer: policy for policy in policies})
+    text = header(subject, "torchtitan", USE) + own["imports"] + (host["imports"] if moves else "")
+    text += f"FULL = {names(policy.layer for policy in policies if policy.action is Action.CHECKPOINT)}\n"
+    text += selective_tables(saves) + (moves or "ON_HOST = {}\n")
+    states, waiting = any(map(draws_again, policies)), own["waiting"] if moves else ""
+    text += filled(own["planned"], states=states, depth=len(policies), waiting=waiting)
+    return text + own["by_calls" if subject.live else "by_products"] + (host["code"] if moves else "")
+
+
+def _translated(policy: LayerPolicy, *, live: bool) -> tuple[OpCall, ...]:
+    """A live plan's ops are torchtitan's own; a formula's go by their products' names."""
+    if live:
+        return policy.saves
+    chosen = set(policy.saves)
+    calls = op_calls(policy.program)
+    found = {product_of(op) for op, call in zip(policy.program.ops, calls, strict=True) if call in chosen}
+    return tuple(OpCall(op=name, number=1) for name in sorted(filter(None, found)))
