@@ -43,8 +43,9 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("traces",),
     ("diagnose",),
     ("search", "parallel", "measure"),
-    ("dryrun", "models", "export"),
+    ("dryrun", "models"),
     ("planner",),
+    ("frameworks",),
     ("train", "report", "integrations"),
     ("verify", "server"),
     ("cli",),
@@ -75,7 +76,7 @@ WITHOUT_TORCH = (
     "solve",
     "predict",
     "search",
-    "export",
+    "frameworks",
     "diagnose",
     "traces",
     "report",
@@ -83,7 +84,8 @@ WITHOUT_TORCH = (
     "cli",
 )
 """Rooms that can be imported where torch is not installed."""
-WITH_TORCH = frozenset(f"diagnose/{name}.py" for name in ("calibrate", "fit", "probes"))
+TRAINERS = {f"frameworks/{file.parent.name}/{file.name}" for file in PACKAGE.glob("frameworks/*/integration.py")}
+WITH_TORCH = frozenset(f"diagnose/{name}.py" for name in ("calibrate", "fit", "probes")) | TRAINERS
 """Files of these rooms that need torch: they are imported when they are called."""
 
 
@@ -167,7 +169,7 @@ def test_integrations_are_there_at_once_and_load_nothing_heavy() -> None:
     code = f"import jettison, sys; jettison.integrations; print(*[name for name in {heavy} if name in sys.modules])"
     assert run_python(code).split() == []
     loaded = run_python("import jettison; print(jettison.integrations.transformers.auto_checkpoint_trainer.__module__)")
-    assert loaded.split() == ["jettison.integrations.transformers"]
+    assert loaded.split() == ["jettison.frameworks.transformers.integration"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from jettison.cli.app import Format, asked
+from jettison.cli.app import Format, asked, refuse_to_overwrite
 from jettison.errors import PlanMismatch, UsageError
 from jettison.frameworks.described import DescribedPricer, subject_of
 from jettison.frameworks.export import Exported, Exporter, exporter
@@ -48,7 +48,8 @@ def command(
     Of what the target can say the fastest that fits the plan's budget is chosen; exit code 3 where nothing does.
     Without --out the files' text is printed.
     """
-    check_free(out, force=force)
+    # a folder that is there takes files
+    refuse_to_overwrite(None if out is None or out.is_dir() else out, force=force)
     with on_screen() as say:
         found = export_plan(plan, to=to, gpu=gpu, model=model, progress=say)
     written = () if out is None else write_files(found, out, force=force)
@@ -149,27 +150,12 @@ def _of_the_loop(run: Run) -> Iterator[str]:
         yield "an optimizer that steps within backward: hook it to the parameters yourself"
 
 
-def check_free(out: Path | None, *, force: bool) -> None:
-    """Before long work: may something be written there?
-
-    Raises:
-        UsageError: there is a file already, or no such folder.
-    """
-    if out is None:
-        return
-    if out.is_file() and not force:
-        raise UsageError(f"{out} is there already; give --force to replace it, or another --out")
-    if not out.parent.is_dir():
-        raise UsageError(f"{out.parent} is not a folder; make it first, or give another --out")
-
-
 def write_files(found: Exported, out: Path, *, force: bool) -> tuple[Path, ...]:
     """One file as ``out``, several into the folder ``out``; all of them, or none.
 
     Raises:
         UsageError: something is there already, or ``out`` is a file where there are several.
     """
-    check_free(out, force=force)
     if len(found.files) > 1 and out.is_file():
         raise UsageError(f"{found.target} is {len(found.files)} files, and {out} is one; give a folder")
     if len(found.files) == 1 and not out.is_dir():

@@ -16,7 +16,7 @@ what such an op writes to, its first argument: torch refuses to hand out what ha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -196,7 +196,7 @@ def checkpointed_together(decisions: Sequence[Decision]) -> Iterator[LayerPolicy
 
 
 def checkpointed_on_host(decision: Decision) -> LayerPolicy:
-    """The layer is a checkpoint, and what it is given waits on the host."""
+    """The same, and what it is given waits on the host."""
     return with_input_on_host(checkpointed(decision))
 
 
@@ -219,8 +219,7 @@ def by_ops(decision: Decision) -> LayerPolicy:
     """The nearest to a plan that selective contexts can say: see NOTE [ What a checkpoint holds ]."""
     if decision.plain:
         return kept_whole(decision)
-    calls = zip(decision.program.ops, op_calls(decision.program), strict=True)
-    return saving(decision, [call for op, call in calls if decision.kept.intersection(op.outputs)])
+    return saving(decision, (op.index for op in decision.program.ops if decision.kept.intersection(op.outputs)))
 
 
 def by_ops_and_host(decision: Decision) -> LayerPolicy:
@@ -238,30 +237,29 @@ def by_ops_and_host(decision: Decision) -> LayerPolicy:
     return replace(policy, moved=moved, words=f"{policy.action}, its input on the host" if moved else "")
 
 
-def saving(decision: Decision, wanted: Sequence[OpCall]) -> LayerPolicy:
-    """The layer is a checkpoint that saves the outputs of these calls, but for those that must not be."""
+def saving(decision: Decision, wanted: Iterable[int]) -> LayerPolicy:
+    """The layer is a checkpoint that saves the outputs of these ops, but for those that must not be."""
     program = decision.program
-    calls = savable(program, frozenset(wanted))
-    if not calls:
+    saved = savable(program, frozenset(wanted))
+    if not saved:
         return checkpointed(decision)
-    kept = held_by(program, calls)
+    outputs = frozenset(b for o in saved for b in program.ops[o].outputs if not program.buffers[b].free)
+    given = Full().kept(program) - (random_states(program) if drawing(program) <= saved else frozenset())
+    calls = op_calls(program)
     return LayerPolicy(
-        decision=decision, action=Action.SELECT, kept=kept, again=rerun(program, calls), saves=tuple(sorted(calls))
+        decision=decision,
+        action=Action.SELECT,
+        kept=outputs | given,
+        again=rerun(program, saved),
+        saves=tuple(sorted(calls[o] for o in saved)),
     )
 
 
-def savable(program: Program, wanted: frozenset[OpCall]) -> frozenset[OpCall]:
-    """See NOTE [ What selective contexts must not save ]."""
-    calls = op_calls(program)
+def savable(program: Program, wanted: frozenset[int]) -> frozenset[int]:
+    """Of these ops: see NOTE [ What selective contexts must not save ]."""
     written = {op.inputs[0] for op in program.ops if op.inputs and writes_in_place(op)}
-    outside = {
-        call
-        for op, call in zip(program.ops, calls, strict=True)
-        if writes_in_place(op) or written.intersection(op.outputs)
-    }
-    found = wanted - outside
-    drawing = _drawing(program)
-    return found if drawing <= found else found - drawing
+    found = wanted - {op.index for op in program.ops if writes_in_place(op) or written.intersection(op.outputs)}
+    return found if drawing(program) <= found else found - drawing(program)
 
 
 def writes_in_place(op: Op) -> bool:
@@ -270,28 +268,22 @@ def writes_in_place(op: Op) -> bool:
     return namespace == "jettison" or name.partition(".")[0].endswith("_")
 
 
-def _drawing(program: Program) -> frozenset[OpCall]:
-    """Calls that draw random numbers."""
-    states = {buffer.index for buffer in program.buffers if buffer.source is Source.RANDOM}
-    calls = zip(program.ops, op_calls(program), strict=True)
-    return frozenset(
-        call for op, call in calls if states.intersection(op.inputs) and not op.name.startswith("jettison.")
-    )
+def random_states(program: Program) -> frozenset[int]:
+    """Buffers that are states of random numbers."""
+    return frozenset(buffer.index for buffer in program.buffers if buffer.source is Source.RANDOM)
+
+
+def drawing(program: Program) -> frozenset[int]:
+    """Ops that draw random numbers."""
+    states = random_states(program)
+    ops = (op for op in program.ops if states.intersection(op.inputs))
+    return frozenset(op.index for op in ops if not op.name.startswith("jettison."))
 
 
 def draws_again(policy: LayerPolicy) -> bool:
     """Backward draws random numbers of the layer a second time, from where the forward did."""
-    return policy.action is not Action.KEEP and not _drawing(policy.program) <= set(policy.saves)
-
-
-def held_by(program: Program, saves: frozenset[OpCall]) -> frozenset[int]:
-    """Buffers that stay when the outputs of these calls do."""
-    calls = zip(program.ops, op_calls(program), strict=True)
-    outputs = {b for op, call in calls if call in saves for b in op.outputs}
-    given = Full().kept(program)
-    if _drawing(program) <= saves:
-        given -= {buffer.index for buffer in program.buffers if buffer.source is Source.RANDOM}
-    return frozenset(b for b in outputs if not program.buffers[b].free) | given
+    calls = op_calls(policy.program)
+    return policy.action is not Action.KEEP and not {calls[o] for o in drawing(policy.program)} <= set(policy.saves)
 
 
 def op_calls(program: Program) -> list[OpCall]:
@@ -304,8 +296,7 @@ def op_calls(program: Program) -> list[OpCall]:
     return found
 
 
-def rerun(program: Program, saves: frozenset[OpCall] = frozenset()) -> tuple[int, ...]:
+def rerun(program: Program, saved: frozenset[int] = frozenset()) -> tuple[int, ...]:
     """Ops that a checkpoint runs again, in order."""
     makers = [m for b in program.needed_buffers() if (m := program.buffers[b].producer) is not None]
-    calls = op_calls(program)
-    return tuple(o for o in range(max(makers, default=-1) + 1) if calls[o] not in saves)
+    return tuple(o for o in range(max(makers, default=-1) + 1) if o not in saved)

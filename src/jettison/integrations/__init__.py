@@ -1,18 +1,16 @@
-"""Other people's training loops under a budget, one line each.
+"""Other people's training loops under a budget, one line each: the public way to ``frameworks/NAME/integration.py``.
 
 Each module is imported, with the library it is for, when it is first used: ``jettison.integrations.transformers``.
 """
 
 from importlib import import_module
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jettison.extras import install
 
 if TYPE_CHECKING:
     from jettison.integrations import lightning, torchtitan, transformers
-
-_EXTRA_OF = MappingProxyType({"lightning": "integrations", "torchtitan": "torchtitan", "transformers": "hf"})
 
 __all__ = ["lightning", "torchtitan", "transformers"]
 
@@ -24,8 +22,7 @@ def __getattr__(name: str) -> ModuleType:
         AttributeError: there is none of that name.
         ImportError: the library is not installed.
     """
-    extra = _EXTRA_OF.get(name)
-    if extra is None:
+    if name not in __all__:
         raise AttributeError(f"module 'jettison.integrations' has no attribute {name!r}; it has {', '.join(__all__)}")
     try:
         return import_module(f"jettison.integrations.{name}")
@@ -33,7 +30,9 @@ def __getattr__(name: str) -> ModuleType:
         missing = (error.name or "").partition(".")[0]
         if missing == "jettison":
             raise
-        wanted = "torch" if missing == "torch" else extra
+        from jettison.spec.frameworks import named
+
+        wanted = "torch" if missing == "torch" else named("trainers")[name]["extra"]
         raise ImportError(f"jettison.integrations.{name} needs {missing}: {install(wanted)}") from error
 
 

@@ -1,7 +1,8 @@
 """Training frameworks as data: ``frameworks/NAME/defaults.toml`` has what each sets, writes and calls things.
 
 Its sections: ``presets`` (of ``--like``: fields of a request, ``like`` for another preset's, ``when`` for what a layout
-changes), ``targets`` (of ``export --to``) and ``flags`` (ours by the framework's; braces hold an example).
+changes), ``targets`` (of ``export --to``), ``trainers`` (planned live) and ``flags`` (ours by theirs; braces
+hold an example).
 """
 
 from __future__ import annotations

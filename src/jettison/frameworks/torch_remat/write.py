@@ -24,7 +24,9 @@ from jettison.frameworks.policy import (
     Decision,
     LayerPolicy,
     Subject,
+    drawing,
     kept_whole,
+    random_states,
     with_input_on_host,
     writes_in_place,
 )
@@ -137,14 +139,12 @@ def _filled(chosen: Policies, cost: Cost, options: Sequence[Sequence[Option]], n
 
 def _options(subject: Subject) -> list[tuple[Option, ...]]:
     """By layer; layers of one program have the same."""
-    known: dict[int, tuple[Option, ...]] = {}
-    found = []
-    for decision in subject.decisions:
-        key = id(decision.program)
-        if key not in known:
-            known[key] = options_of(decision, lambda op: op_seconds(op, subject.hardware))
-        found.append(tuple(replace(option, policy=replace(option.policy, decision=decision)) for option in known[key]))
-    return found
+    first = {id(decision.program): decision for decision in reversed(subject.decisions)}
+    known = {key: options_of(decision, lambda op: op_seconds(op, subject.hardware)) for key, decision in first.items()}
+    return [
+        tuple(replace(one, policy=replace(one.policy, decision=decision)) for one in known[id(decision.program)])
+        for decision in subject.decisions
+    ]
 
 
 def _as_the_plan_moves(decision: Decision) -> LayerPolicy:
@@ -174,12 +174,11 @@ def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
     text += f"LAYERS = {rows({policy.layer: kinds[policy.regions] for policy in checkpoints})}\n"
     text += "# by kind of layer: modules that keep their activations and are not run again\n"
     text += f"REGIONS = {rows({kind: regions for regions, kind in kinds.items()})}\n"
-    drawing = names(policy.layer for policy in checkpoints if draws_in_replay(policy))
-    text += f"DRAWING = {drawing}  # layers whose second run draws random numbers\n" + moves
+    draw_again = names(policy.layer for policy in checkpoints if draws_in_replay(policy))
+    text += f"DRAWING = {draw_again}  # layers whose second run draws random numbers\n" + moves
     wrap = host["wrap"] if moves else ""
-    return (
-        text + own["apply"].replace("    return model\n", f"{wrap}    return model\n", 1) + host["code"] * bool(moves)
-    )
+    text += own["apply"].replace("    return model\n", f"{wrap}    return model\n", 1)
+    return text + (host["code"] if moves else "")
 
 
 def by_regions(decision: Decision, marks: Iterable[str]) -> LayerPolicy:
@@ -188,10 +187,8 @@ def by_regions(decision: Decision, marks: Iterable[str]) -> LayerPolicy:
     homes = [_home(op.path, chosen) for op in program.ops]
     again = tuple(op.index for op in program.ops if homes[op.index] is None)
     kept = _saved_inside(program, chosen, homes) | _results(program, homes)
-    states = {b.index for b in program.buffers if b.source is Source.RANDOM}
-    given = Full().kept(program)
-    beside = 0
-    if _draws(program, again, states):
+    states, given, beside = random_states(program), Full().kept(program), 0
+    if drawing(program).intersection(again):
         entry = [b for b in given & states if program.buffers[b].producer is None]
         beside = len(chosen) * sum(program.buffers[b].nbytes for b in entry)
     else:
@@ -209,8 +206,7 @@ def by_regions(decision: Decision, marks: Iterable[str]) -> LayerPolicy:
 
 def draws_in_replay(policy: LayerPolicy) -> bool:
     """Whether recomputation draws random numbers."""
-    states = {b.index for b in policy.program.buffers if b.source is Source.RANDOM}
-    return policy.action is not Action.KEEP and _draws(policy.program, policy.again, states)
+    return policy.action is not Action.KEEP and not drawing(policy.program).isdisjoint(policy.again)
 
 
 def steps_down(options: Sequence[Sequence[Option]]) -> tuple[Step, ...]:
@@ -307,16 +303,13 @@ def _home(path: str, marks: tuple[str, ...]) -> str | None:
 
 def _saved_inside(program: Program, marks: tuple[str, ...], homes: list[str | None]) -> frozenset[int]:
     """What autograd saves in the regions, but for what code that runs again gave them."""
-    found = set()
-    for slot in program.slots:
-        buffer = program.buffers[slot.buffer]
-        if buffer.free or _home(slot.path, marks) is None:
-            continue
-        if (buffer.producer is None and buffer.source is Source.OUTER) or (
-            buffer.producer is not None and homes[buffer.producer] is not None
-        ):
-            found.add(slot.buffer)
-    return frozenset(found)
+    inside = (program.buffers[slot.buffer] for slot in program.slots if _home(slot.path, marks) is not None)
+    return frozenset(
+        buffer.index
+        for buffer in inside
+        if not buffer.free
+        if (buffer.source is Source.OUTER if buffer.producer is None else homes[buffer.producer] is not None)
+    )
 
 
 def _results(program: Program, homes: list[str | None]) -> frozenset[int]:
@@ -329,8 +322,3 @@ def _results(program: Program, homes: list[str | None]) -> frozenset[int]:
         if b in program.outputs or any(b in op.inputs and homes[op.index] != home for op in program.ops):
             found.add(b)
     return frozenset(found)
-
-
-def _draws(program: Program, again: Iterable[int], states: set[int]) -> bool:
-    ops = (program.ops[o] for o in again)
-    return any(states.intersection(op.inputs) and not op.name.startswith("jettison.") for op in ops)

@@ -114,8 +114,7 @@ def _by_products(decision: Decision) -> LayerPolicy:
     for op in program.ops:
         if (name := product_of(op)) is not None:
             products.setdefault(name, []).append(op)
-    calls = op_calls(program)
-    return saving(decision, [calls[op.index] for ops in products.values() if _mostly_kept(decision, ops) for op in ops])
+    return saving(decision, (op.index for ops in products.values() if _mostly_kept(decision, ops) for op in ops))
 
 
 def _mostly_kept(decision: Decision, ops: Sequence[Op]) -> bool:
@@ -134,10 +133,8 @@ def product_of(op: Op) -> str | None:
 
 def _stock(decision: Decision) -> LayerPolicy:
     """As its `SelectiveAC` does: all that it names is held, asked for or not, but for every second product."""
-    program = decision.program
-    named = SelectiveOp(alternate=True).named(program)
-    calls = zip(program.ops, op_calls(program), strict=True)
-    return saving(decision, [call for op, call in calls if named.intersection(op.outputs)])
+    named = SelectiveOp(alternate=True).named(decision.program)
+    return saving(decision, (op.index for op in decision.program.ops if named.intersection(op.outputs)))
 
 
 def code(subject: Subject, policies: Policies) -> str:

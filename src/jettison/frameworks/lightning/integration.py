@@ -1,0 +1,127 @@
+"""Lightning's Trainer: a callback that plans when the first batch comes.
+
+What runs under the plan is the module's ``training_step``, loss included, whatever it calls inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any, SupportsIndex
+
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from jettison.errors import UnsupportedModule
+from jettison.frameworks.trainer import Planned
+from jettison.planner.live import auto_checkpoint
+
+
+class AutoCheckpoint(Planned, Callback):
+    """Make a `lightning.Trainer` train under ``memory_budget``: ``Trainer(callbacks=[AutoCheckpoint("8GiB")])``.
+
+    ``applied`` is there once the first batch was; `report` and `memory` are those of it.
+
+    Args:
+        memory_budget: as in `jettison.auto_checkpoint`.
+        options: of `jettison.auto_checkpoint`: ``check``, ``shapes``, ``progress``, ...
+    """
+
+    def __init__(self, memory_budget: str | SupportsIndex, **options: Any) -> None:
+        super().__init__(memory_budget, options)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """See Lightning's hook.
+
+        Raises:
+            UnsupportedModule: the module runs backward by itself, or its training_step is not that of its class.
+        """
+        if not pl_module.automatic_optimization:
+            raise UnsupportedModule(
+                f"{type(pl_module).__name__} optimizes by hand, so that its training_step has no one backward; use "
+                "jettison.auto_checkpoint(module, batch, budget, step=...) with a function that runs its forwards and "
+                "backwards"
+            )
+        own = vars(pl_module).get("training_step")
+        if own is not None and not isinstance(own, _First | _Following):
+            raise UnsupportedModule(
+                f"training_step was set on this {type(pl_module).__name__} itself (as torch.compile does to a module "
+                "that it is given), and what is planned is that of its class; give the Trainer the module as it is, "
+                "and define training_step in a subclass"
+            )
+        pl_module.training_step = _First(self, trainer, pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """See Lightning's hook: what was interrupted leaves no plan behind, since Lightning ends no training then."""
+        self.on_train_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """See Lightning's hook."""
+        if self.applied is not None:
+            self.applied.remove()
+        if isinstance(vars(pl_module).get("training_step"), _First | _Following):
+            del pl_module.training_step
+
+
+class _First:
+    """Stands for ``training_step`` until it is called."""
+
+    def __init__(self, callback: AutoCheckpoint, trainer: Any, module: Any) -> None:
+        self.callback, self.trainer, self.module = callback, trainer, module
+
+    def __call__(self, *batch: Any) -> Any:
+        callback, module = self.callback, self.module
+        del module.training_step
+        step, optimizers = TrainingStep(module), self.trainer.optimizers
+        with _quiet():
+            callback.applied = auto_checkpoint(
+                step,
+                batch,
+                callback.memory_budget,
+                optimizer=optimizers[0] if len(optimizers) == 1 else None,
+                loss_fn=_loss_of,
+                holds_output=False,
+                gradients_held=True,  # Lightning frees them between a forward and its backward
+                **callback.options,
+            )
+        plans = callback.applied.batches
+        if plans is not None:
+            plans.describe = _quiet()(plans.describe)
+        module.training_step = _Following(step)
+        return step(*batch)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Planning runs a copy, which has no trainer to log to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are trying to `self.log")
+        yield
+
+
+class _Following:
+    """Stands for ``training_step`` from then on; not a module, which a module would take for a part of it."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        self.step = step
+
+    def __call__(self, *batch: Any) -> Any:
+        return self.step(*batch)
+
+
+class TrainingStep(nn.Module):
+    """A Lightning module, called by its ``training_step``."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *batch: Any) -> Any:
+        """The loss, or what has it."""
+        return type(self.module).training_step(self.module, *batch)
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss: Tensor = output["loss"] if isinstance(output, dict) else output
+    return loss

@@ -1,0 +1,174 @@
+"""torchtitan's Trainer: an activation checkpointing policy that its configuration takes.
+
+torchtitan applies such a policy to a model on ``meta``, before FSDP. A plan needs more: real parameters, FSDP's units,
+the loss, the optimizers. So the policy finds the Trainer that is being built, and plans when its first batch comes.
+What is dry-run is the trainer's own ``forward_backward_step``: its loss, chunked or not, its meshes, its units.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from jettison.errors import UnsupportedModule
+from jettison.frameworks.trainer import TrainerPlan, holding
+from jettison.planner.handle import Applied
+from jettison.planner.live import auto_checkpoint
+from jettison.planner.optimizers import as_one
+
+
+class AutoCheckpoint(ActivationCheckpointing):
+    """Make torchtitan train under a budget: ``activation_checkpoint=AutoCheckpoint.Config(budget="8GiB")``.
+
+    The trainer's attribute ``auto_checkpoint`` is its `TrainerPlan`; ``.applied`` is there once the first batch was.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):
+        """What torchtitan's other policies have in theirs (``preserve_rng_state``, ...) means nothing here."""
+
+        budget: str | int
+        """As ``memory_budget`` of `jettison.auto_checkpoint`, on each rank."""
+
+        check: str = "always"
+        """As in `jettison.apply`."""
+
+    def apply(self, model: nn.Module) -> None:
+        """See torchtitan's: called while a Trainer is built.
+
+        Raises:
+            UnsupportedModule: no Trainer is being built; or as `auto_checkpoint_trainer`.
+        """
+        config: Any = self.config
+        _check_model(model)
+        auto_checkpoint_trainer(_being_built(), config.budget, check=config.check)
+
+
+class TorchtitanPlan(TrainerPlan):
+    """See `auto_checkpoint_trainer`."""
+
+    method = "forward_backward_step"
+
+    def plan(self, **given: Any) -> Applied:
+        """See `TrainerPlan`."""
+        trainer = self.trainer
+        (model,) = trainer.model_parts
+        _check_model(model)
+        waiting = trainer.gradient_accumulation_steps - 1
+        inputs = given["input_dict"], given["labels"]
+        # train_step holds those of all its micro-batches
+        batch = {**given, "waiting": [tree_map_only(Tensor, torch.clone, inputs) for _ in range(waiting)]}
+
+        def step(model: Any, batch: dict[str, Any]) -> Any:
+            batch.pop("waiting")
+            chunked = {"lm_head": model.lm_head} if getattr(trainer.loss_fn, "lm_head", None) is not None else {}
+            with holding(trainer, model_parts=[model], ntokens_seen=0), holding(trainer.loss_fn, **chunked):
+                return self.own(**batch)
+
+        return auto_checkpoint(
+            model,
+            batch,
+            self.memory_budget,
+            optimizer=as_one(list(trainer.optimizers)),
+            step=step,
+            gradients_held=waiting > 0,
+            **self.options,
+        )
+
+
+def auto_checkpoint_trainer(trainer: Any, memory_budget: str | SupportsIndex, **options: Any) -> TrainerPlan:
+    """Make a torchtitan `Trainer` train under ``memory_budget``: what `AutoCheckpoint` does, for one that is built.
+
+    Args:
+        trainer: before its ``train()``.
+        memory_budget: as in `jettison.auto_checkpoint`, on each rank.
+        options: of `jettison.auto_checkpoint`: ``check``, ``shapes``, ``progress``, ...
+
+    Raises:
+        UnsupportedModule: the trainer checkpoints, compiles, captures CUDA graphs, or is parallel in more than data.
+    """
+    _check(trainer.config)
+    options.setdefault("progress", lambda text: logger.info(f"Jettison: {text}"))
+    trainer.auto_checkpoint = TorchtitanPlan(trainer, memory_budget, options)
+    found: TrainerPlan = trainer.auto_checkpoint
+    return found
+
+
+def _check(config: Any) -> None:
+    """Whether what torchtitan does beside the plan can be planned.
+
+    Raises:
+        UnsupportedModule: it cannot.
+    """
+    own = config.activation_checkpoint
+    if own is not None and not isinstance(own, AutoCheckpoint.Config):
+        raise UnsupportedModule(
+            f"torchtitan's own {type(own).__qualname__.partition('.')[0]} is switched on; say "
+            "activation_checkpoint=None, or AutoCheckpoint.Config(budget=...) in its place: Jettison would recompute "
+            "inside what is recomputed"
+        )
+    if config.compile.enable:
+        raise UnsupportedModule(
+            f"torchtitan is to compile ({', '.join(config.compile.components)}); say compile.enable=False: under "
+            "torchtitan Jettison plans ops that PyTorch runs one by one. With compile, its MemoryBudgetAC plans in the "
+            "compiler"
+        )
+    if not config.training.disable_cuda_graphs:
+        raise UnsupportedModule(
+            "torchtitan is to capture its steps as CUDA graphs; say training.disable_cuda_graphs=True: what is "
+            "computed again is decided, and checked, in Python"
+        )
+    for axis in ("tensor", "context", "expert"):
+        if getattr(config.parallelism, f"{axis}_parallel_degree") > 1:
+            raise UnsupportedModule(
+                f"torchtitan is to run {axis} parallelism, whose blocks no dry run repeats yet; say "
+                f"parallelism.{axis}_parallel_degree=1: data parallelism (FSDP) is planned"
+            )
+    if config.parallelism.pipeline_parallel_degree > 1:
+        raise UnsupportedModule(
+            "torchtitan is to run a pipeline, which is not handed over; say parallelism.pipeline_parallel_degree=1. In "
+            "a loop of your own jettison.auto_checkpoint plans torch's schedules"
+        )
+
+
+def _check_model(model: nn.Module) -> None:
+    """Whether its attention can be recorded.
+
+    Raises:
+        UnsupportedModule: it cannot.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, FlexAttention):
+            raise UnsupportedModule(
+                f"{name} is FlexAttention, one compiled operator of higher order, which Jettison cannot record. Say "
+                "attn_backend='varlen', or inner_attention=ScaledDotProductAttention.Config() where a batch has no "
+                "documents to keep apart"
+            )
+
+
+def _being_built() -> Trainer:
+    """The Trainer whose ``__init__`` is running: it hands the policy a model, and nothing of itself.
+
+    Raises:
+        UnsupportedModule: there is none.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer):
+            return found
+        frame = frame.f_back
+    raise UnsupportedModule(
+        "AutoCheckpoint plans for a torchtitan Trainer, and none is being built here; in a loop of your own call "
+        "jettison.auto_checkpoint(model, batch, budget, optimizer=..., step=...) once the model is sharded"
+    )

@@ -1,0 +1,100 @@
+"""The Trainer of transformers, and TRL's that are made of it: planned when the first batch comes, as that step is.
+
+What is dry-run is the trainer's own ``training_step``: its loss, its autocast, its scaler, its reference model. So a
+plan holds for whatever a subclass does there. Trainers that write what they train on (GRPO, RLOO) do so before
+the step: a rollout has no gradients, and on fake tensors it would be made up.
+"""
+
+from __future__ import annotations
+
+from typing import Any, SupportsIndex
+
+from torch import nn
+
+from jettison.errors import UnsupportedModule
+from jettison.frameworks.trainer import TrainerPlan, holding, unmoved
+from jettison.planner.handle import Applied
+from jettison.planner.live import auto_checkpoint
+
+_REFERENCES = ("ref_model", "reward_model", "value_model")
+"""Attributes of TRL's trainers that hold models of their own."""
+
+_SWITCHES = ("activation_checkpointing", "gradient_checkpointing")
+"""Arguments that switch checkpointing on; the second is the older name, which follows the first where there are both
+(transformers' ``training_args.py``).
+"""
+
+_ROLLOUT = "_generate_and_score_completions"
+"""Of TRL's trainers that train on what their model writes, as ``_prepare_inputs`` calls it within ``training_step``
+(``grpo_trainer.py``, ``rloo_trainer.py``).
+"""
+
+
+class TransformersPlan(TrainerPlan):
+    """See `auto_checkpoint_trainer`."""
+
+    method = "training_step"
+
+    def _step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self.trainer, _ROLLOUT):
+            return super()._step(model, inputs, *args, **kwargs)
+        model.train()  # as `training_step` has both when it prepares its inputs
+        if callable(switch := getattr(self.trainer.optimizer, "train", None)):
+            switch()
+        written = self.trainer._prepare_inputs(inputs)
+        with holding(self.trainer, _prepare_inputs=lambda batch: batch):
+            return super()._step(model, written, *args, **kwargs)
+
+    def batch_of(self, _model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Any:
+        """See `TrainerPlan`."""
+        return inputs
+
+    def plan(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Applied:
+        """See `TrainerPlan`."""
+        trainer = self.trainer
+        named = {name: getattr(trainer, name, None) for name in _REFERENCES}
+        others = {name: found for name, found in named.items() if isinstance(found, nn.Module)}
+
+        def step(*given: Any) -> Any:
+            *models, batch = given
+            with unmoved(trainer), holding(trainer, **dict(zip(others, models[1:], strict=True))):
+                return self.own(models[0], batch, *args, **kwargs)
+
+        optimizer = trainer.optimizer
+        return auto_checkpoint(
+            model,
+            inputs,
+            self.memory_budget,
+            optimizer=getattr(optimizer, "optimizer", optimizer),  # accelerate's wrapper has it inside
+            step=step,
+            models=(model, *others.values()) if others else (),
+            gradients_held=trainer.args.gradient_accumulation_steps > 1,
+            **self.options,
+        )
+
+
+def auto_checkpoint_trainer(trainer: Any, memory_budget: str | SupportsIndex, **options: Any) -> TrainerPlan:
+    """Make a `transformers.Trainer`, or one of TRL's, train under ``memory_budget``.
+
+    Args:
+        trainer: before its ``train()``.
+        memory_budget: as in `jettison.auto_checkpoint`, on each rank.
+        options: of `jettison.auto_checkpoint`: ``check``, ``shapes``, ``progress``, ...
+
+    Raises:
+        UnsupportedModule: the trainer checkpoints by itself, or compiles its model.
+        UsageError: it is no trainer, or the budget cannot be read.
+    """
+    arguments = getattr(trainer, "args", None)
+    on = next((name for name in _SWITCHES if getattr(arguments, name, False)), None)
+    if on is not None:
+        raise UnsupportedModule(
+            f"the trainer's arguments switch {on.replace('_', ' ')} on (TRL's do by default); say "
+            f"{on}=False: Jettison would recompute inside what is recomputed"
+        )
+    if getattr(arguments, "torch_compile", False):
+        raise UnsupportedModule(
+            "the trainer's arguments compile the whole model; say torch_compile=False, and compile blocks instead: "
+            "auto_checkpoint_trainer(trainer, budget, compile='blocks')"
+        )
+    return TransformersPlan(trainer, memory_budget, options)
