@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from cyclopts import Parameter
@@ -17,39 +19,12 @@ from jettison.report.parts import titled
 from jettison.report.schemas import shaped
 from jettison.spec.frameworks import named
 from jettison.spec.hardware import Hardware, hardware, hardware_names
-from jettison.spec.precision import PRECISIONS, Optimizer, Precision
+from jettison.spec.precision import PRECISIONS, Precision
 from jettison.units import format_bytes, format_count
 
-POLICIES: Final = {
-    "none": "keep everything that backward needs",
-    "selective": "the attention core is computed again (arXiv 2205.05198, section 5)",
-    "selective-op": "outputs of matrix products and of fused attention stay, the rest is computed again",
-    "selective-op-alternate": "the same, and every second product is computed again (torchtitan)",
-    "full": "only a layer's input stays",
-    "parts": "attention, feed-forward block and norms of a layer are a checkpoint each (NeMo AutoModel)",
-    "every:K": "segments of K layers, of which the segment's input stays (arXiv 1604.06174)",
-    "block:N": "the first N layers of a stage are full, the others none (Megatron's block method)",
-    "interval:K": "one layer in K is full, the others none (torchtitan's selective layers)",
-    "modules:A+B": "parts of a layer by Megatron-Core's names, as in --recompute-modules A,B",
-    "sqrt": "every:K, K being the square root of the number of layers",
-    "auto": "what the planner chooses for a budget",
-}
-"""Recompute modes of described runs. Live models take none, selective, selective-op, full and every:K."""
-
-OPTIMIZERS: Final = {
-    Optimizer.ADAMW: "two moments; fused, as trainers have it",
-    Optimizer.ADAMW_FOREACH: "the same as torch runs it by default on CUDA: 4 bytes a parameter more within its step",
-    Optimizer.ADAMW_DEEPSPEED: "the same on copies of gradients, 1e9 elements at a time under ZeRO 3: DeepSpeed",
-    Optimizer.ADAMW_BF16: "two moments in bf16, whatever is updated, as torchtitan's fused_opt_states_bf16",
-    Optimizer.SGD: "no state",
-    Optimizer.SGD_MOMENTUM: "one moment",
-    Optimizer.ADAM8BIT: "two moments of one byte, with a scale for each 256 (arXiv 2110.02861)",
-    Optimizer.ADAFACTOR: "a row and a column of each matrix (arXiv 1804.04235)",
-    Optimizer.MUON: "one moment for matrices of layers, AdamW for the rest",
-    Optimizer.DIST_MUON: "the same over ranks, each of which has whole matrices (Megatron's, its layout by default)",
-    Optimizer.DIST_MUON_PINGPONG: "the same, each rank with whole tensors of every kind (Megatron's older way)",
-    Optimizer.NONE: "no optimizer: a forward and a backward",
-}
+_MEANINGS: Final[dict[str, dict[str, str]]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 
 
 def command(
@@ -158,8 +133,8 @@ def _field(name: str) -> Callable[[dict[str, Any]], str]:
     return lambda row: row[name] or ""
 
 
-def _worded(name: str, title: str, words: dict[Any, str]) -> Section:
-    rows = tuple({"name": str(word), "meaning": meaning} for word, meaning in words.items())
+def _worded(name: str, title: str, words: dict[str, str]) -> Section:
+    rows = tuple({"name": word, "meaning": meaning} for word, meaning in words.items())
     return Section(name=name, title=title, rows=rows, shown=(("meaning", _field("meaning")),))
 
 
@@ -167,8 +142,8 @@ _SECTIONS: Final[dict[str, Callable[[], Section]]] = {
     "models": _models,
     "gpus": _gpus,
     "precisions": _precisions,
-    "policies": lambda: _worded("policies", "Words for --recompute", POLICIES),
-    "optimizers": lambda: _worded("optimizers", "Words for --optimizer", OPTIMIZERS),
+    "policies": lambda: _worded("policies", "Words for --recompute", _MEANINGS["policies"]),
+    "optimizers": lambda: _worded("optimizers", "Words for --optimizer", _MEANINGS["optimizers"]),
     "targets": lambda: _worded(
         "targets", "Words for export --to", {name: entry["says"] for name, entry in named("targets").items()}
     ),
