@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from jettison.errors import HostBudgetExceeded, UsageError
 from jettison.runtime import host_memory
-from jettison.runtime.device import Imagined, Slab, power_of_two, whole_pages
-from jettison.runtime.host_pool import ALIGNMENT_BYTES, PARTS, FirstFit, HostPool, Lifetime, laid_out, usable
+from jettison.runtime.device import Device, Slab, power_of_two, whole_pages
+from jettison.runtime.host_pool import ALIGNMENT_BYTES, PARTS, FirstFit, HostPool, slabs_for, usable
 
 UNIT = ALIGNMENT_BYTES
 
 
-class Rounding(Imagined):
+class Rounding(Device):
     """Pins as torch's allocator does, and remembers."""
 
     def __init__(self) -> None:
@@ -34,21 +34,9 @@ class Rounding(Imagined):
         return Slab(None, self.rounded(nbytes), self.rounded(nbytes))
 
 
-def lives(*triples: tuple[int, int, int]) -> list[Lifetime]:
-    return [Lifetime(nbytes=n, begins=a, ends=b) for n, a, b in triples]
-
-
-def test_a_forward_and_its_backward_are_a_stack() -> None:
-    layout = laid_out(lives((UNIT, 0, 6), (3 * UNIT, 1, 5), (100, 2, 4)))
-    assert layout.offsets == (0, UNIT, 4 * UNIT)
-    assert layout.nbytes == 5 * UNIT
-
-
-def test_what_is_over_makes_room() -> None:
-    """Two micro-batches, one after the other, lie in the same place."""
-    layout = laid_out(lives((UNIT, 0, 2), (2 * UNIT, 2, 3), (UNIT, 3, 4)))
-    assert layout.offsets == (0, 0, 0)
-    assert layout.nbytes == 2 * UNIT
+def test_a_forward_sends_all_before_anything_comes_back() -> None:
+    assert slabs_for([UNIT, 3 * UNIT, 100]) == (5 * UNIT,)
+    assert slabs_for([]) == ()
 
 
 def test_first_fit_takes_the_lowest_hole_that_is_large_enough() -> None:
@@ -61,85 +49,53 @@ def test_first_fit_takes_the_lowest_hole_that_is_large_enough() -> None:
     assert memory.take(1) is None
 
 
-@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20), st.integers(1, 20)), max_size=12))
-def test_no_two_that_live_together_overlap(drawn: list[tuple[int, int, int]]) -> None:
-    asked = lives(*((n, a, a + length) for n, a, length in drawn))
-    layout = laid_out(asked)
-    for i, one in enumerate(asked):
-        assert layout.offsets[i] % UNIT == 0
-        assert layout.offsets[i] + one.nbytes <= layout.nbytes
-        for j, other in enumerate(asked[:i]):
-            if one.begins < other.ends and other.begins < one.ends:
-                apart = (layout.offsets[i] + one.nbytes <= layout.offsets[j]) or (
-                    layout.offsets[j] + other.nbytes <= layout.offsets[i]
-                )
-                assert apart, (i, j)
-
-
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=10))
-def test_a_step_finds_the_places_that_were_laid_out(sizes: list[int]) -> None:
-    count = len(sizes)
-    layout = laid_out(lives(*((n, i, 2 * count - i) for i, n in enumerate(sizes))))
+def test_a_step_finds_room_in_its_slab(sizes: list[int]) -> None:
+    (slab,) = slabs_for(sizes)
     device = Rounding()
     pool = HostPool(device, left=None)
-    pool.reserve(layout.nbytes)
+    pool.reserve(slab)
     for _ in range(2):
         spans = [pool.take(n) for n in sizes]
-        assert tuple(span.offset for span in spans) == layout.offsets
+        assert [span.offset % UNIT for span in spans] == [0] * len(sizes)
+        assert spans[-1].offset + sizes[-1] <= slab
         for span in reversed(spans):
             pool.give(span, None)
-    assert device.pinned == [layout.nbytes]
+    assert device.pinned == [slab]
     assert (pool.live_bytes, pool.peak_bytes) == (0, sum(sizes))
-
-
-def nested(sizes: list[int]) -> list[Lifetime]:
-    """What a forward sends, and its backward has back in reverse."""
-    return lives(*((n, i, 2 * len(sizes) - i) for i, n in enumerate(sizes)))
 
 
 def test_slabs_take_little_more_than_what_lies_in_them() -> None:
     """TRAPS 22: one slab of 33 MiB, or of 48, takes 64."""
     mib = 1 << 20
-    layout = laid_out(nested([mib] * 33), power_of_two)
-    assert layout.slabs == (32 * mib, mib)
-    assert layout.numbers == (0,) * 32 + (1,)
-    assert laid_out(nested([mib] * 48), power_of_two).slabs == (32 * mib, 16 * mib)
-    assert laid_out(nested([3 * mib] * 16), power_of_two).slabs == (32 * mib, 16 * mib, 4 * mib)  # ten, five, one
-    assert laid_out(nested([48 * mib]), power_of_two).slabs == (48 * mib,)  # one tensor has one slab
-    assert laid_out(nested([mib] * 33), whole_pages).slabs == (33 * mib,)
-    assert laid_out(nested([mib] * 64), power_of_two).slabs == (64 * mib,)
-    assert laid_out([], power_of_two).slabs == ()
-
-
-@given(st.lists(st.tuples(st.integers(1, 1 << 16), st.integers(0, 20), st.integers(1, 20)), max_size=12))
-def test_slabs_hold_everything_and_take_no_more_than_one(drawn: list[tuple[int, int, int]]) -> None:
-    asked = lives(*((n, a, a + length) for n, a, length in drawn))
-    layout, one = laid_out(asked, power_of_two), laid_out(asked)
-    assert sum(map(power_of_two, layout.slabs)) <= power_of_two(one.nbytes)
-    for i, life in enumerate(asked):
-        assert layout.offsets[i] + life.nbytes <= layout.slabs[layout.numbers[i]]
-        for j, other in enumerate(asked[:i]):
-            if life.begins < other.ends and other.begins < life.ends and layout.numbers[i] == layout.numbers[j]:
-                first, second = sorted(((layout.offsets[i], life.nbytes), (layout.offsets[j], other.nbytes)))
-                assert first[0] + first[1] <= second[0], (i, j)
+    assert slabs_for([mib] * 33, power_of_two) == (32 * mib, mib)
+    assert slabs_for([mib] * 48, power_of_two) == (32 * mib, 16 * mib)
+    assert slabs_for([3 * mib] * 16, power_of_two) == (32 * mib, 16 * mib, 4 * mib)  # ten, five, one
+    assert slabs_for([48 * mib], power_of_two) == (48 * mib,)  # one tensor has one slab
+    assert slabs_for([mib] * 33, whole_pages) == (33 * mib,)
+    assert slabs_for([mib] * 64, power_of_two) == (64 * mib,)
+    assert slabs_for([], power_of_two) == ()
 
 
 @given(st.lists(st.integers(1, 1 << 16), min_size=1, max_size=12))
-def test_a_step_finds_the_places_in_its_slabs(sizes: list[int]) -> None:
-    layout = laid_out(nested(sizes), power_of_two)
+def test_a_step_finds_room_in_its_slabs(sizes: list[int]) -> None:
+    slabs, (one,) = slabs_for(sizes, power_of_two), slabs_for(sizes)
+    assert sum(map(power_of_two, slabs)) <= power_of_two(one)
     device = Rounding()
-    pool = HostPool(device, sum(map(power_of_two, layout.slabs)), left=None)
-    pool.reserve(*layout.slabs)
-    slabs = [room.slab for room in pool._rooms]
+    pool = HostPool(device, sum(map(power_of_two, slabs)), left=None)
+    pool.reserve(*slabs)
     for _ in range(2):
-        pool.reserve(*layout.slabs)  # are there
+        pool.reserve(*slabs)  # are there
         spans = [pool.take(n) for n in sizes]
-        assert tuple(span.offset for span in spans) == layout.offsets
-        assert [slabs.index(span.slab) for span in spans] == list(layout.numbers)
+        for room in pool._rooms:
+            inside = [span for span in spans if span.slab is room.slab]
+            ends = [span.offset + span.nbytes for span in inside]
+            assert all(end <= after.offset for end, after in zip(ends, inside[1:], strict=False))
+            assert max(ends, default=0) <= room.slab.nbytes
         for span in reversed(spans):
             pool.give(span, None)
-    assert device.pinned == list(layout.slabs)
-    assert pool.real_bytes == sum(map(power_of_two, layout.slabs))
+    assert device.pinned == list(slabs)
+    assert pool.real_bytes == sum(map(power_of_two, slabs))
 
 
 @given(st.integers(0, 1 << 40))
@@ -229,10 +185,6 @@ def test_a_machine_that_does_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_numbers_that_make_no_sense() -> None:
     with pytest.raises(UsageError, match="got a host budget of -1 bytes"):
         HostPool(Rounding(), -1)
-    with pytest.raises(ValueError, match="expected some, for some time"):
-        Lifetime(nbytes=0, begins=0, ends=1)
-    with pytest.raises(ValueError, match="expected some, for some time"):
-        Lifetime(nbytes=1, begins=1, ends=1)
 
 
 def test_whoever_gets_a_place_waits_for_the_copies_that_read_it() -> None:

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def nothing_shared() -> Iterator[None]:
     """Engines of functions do not outlive a test."""
     yield
-    offload_setup._shared.clear()
+    offload_setup.shared_engine.cache_clear()
 
 
 # by the public words --------------------------------------------------------------------------------------------------

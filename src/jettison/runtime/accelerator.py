@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from jettison.errors import UsageError
-from jettison.runtime.device import Device, Event, OnHost, Slab, Stream, power_of_two
+from jettison.runtime.device import Device, Event, OnHost, Slab, Stream
 
 
 def is_capturing() -> bool:
@@ -39,13 +39,12 @@ def refuse_capture(why: str) -> None:
         )
 
 
-class Accelerator:
+class Accelerator(OnHost):
     """One device with two streams of our own, one for each direction."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.sends: Stream = torch.Stream(device)
-        self.fetches: Stream = torch.Stream(device)
+        super().__init__(device)
+        self.sends, self.fetches = torch.Stream(device), torch.Stream(device)
 
     def current_stream(self) -> Stream:
         """See `Device`.
@@ -58,41 +57,24 @@ class Accelerator:
                 "a CUDA graph is being captured under a plan that offloads tensors to the CPU; expected one that only "
                 "keeps and recomputes (offload=False, another policy)"
             )
-        return torch.accelerator.current_stream(self.device)
+        return torch.accelerator.current_stream(self.place)
 
     def record(self, stream: Stream) -> Event:
-        """See `Device`."""
         return stream.record_event()
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """See `Device`."""
         stream.wait_event(event)
 
-    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """See `Device`."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def rounded(self, nbytes: int) -> int:
-        """See `Device`."""
-        return power_of_two(nbytes)
-
-    def pin(self, nbytes: int) -> Slab:
-        """See `Device`. All that rounding takes is used."""
-        real_bytes = self.rounded(nbytes)
-        memory = torch.empty(real_bytes, dtype=torch.uint8, pin_memory=True)
-        return Slab(memory, real_bytes, real_bytes)
+    def _memory(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def send(self, source: Tensor, slab: Slab, offset: int) -> None:
-        """See `Device`."""
-        into = slab.memory[offset : offset + source.numel()]
         with self.sends:
-            into.copy_(source, non_blocking=True)
+            slab.memory[offset : offset + source.numel()].copy_(source, non_blocking=True)
 
     def fetch(self, slab: Slab, offset: int, into: Tensor) -> None:
-        """See `Device`."""
-        source = slab.memory[offset : offset + into.numel()]
         with self.fetches:
-            into.copy_(source, non_blocking=True)
+            into.copy_(slab.memory[offset : offset + into.numel()], non_blocking=True)
 
 
 def device_for(device: torch.device) -> Device:

@@ -24,9 +24,8 @@ from jettison.runtime.checked_run import SequenceCheck
 from jettison.runtime.forward_run import compute_less_again, likely_kind, regions_of, running
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.handles import Box, Diverged, Handle, Held, box_for
-from jettison.runtime.moves import Transit
+from jettison.runtime.moves import Away
 from jettison.runtime.offload import Group, stale
-from jettison.runtime.packing import Packed
 from jettison.runtime.recipe import AWAY, Recipe, SlotAction
 from jettison.runtime.recompute_code import UNWRAPPED
 from jettison.runtime.steps import get_state
@@ -145,7 +144,7 @@ class Frame:
         assert self.boxes is not None
         box = self.boxes[n]
         is_plain = type(box) is Box
-        if type(box) in (Transit, Packed) and storage_of(tensor) in running()[0].given:
+        if isinstance(box, Away) and storage_of(tensor) in running()[0].given:
             box.stay()
         if is_plain or box.is_empty:
             with nullcontext() if self.check is None else self.check.apart():  # no op of the model's

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from jettison.capture.tensor_subclasses import Narrow, version_of
-from jettison.runtime.moves import Transit
+from jettison.runtime.moves import Away, Transit
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.packing import Packed
 from jettison.runtime.recipe import Recipe, SlotAction
@@ -68,7 +68,7 @@ class Box:
         self.version = version_of(tensor)
 
 
-def box_for(recipe: Recipe, buffer: int, group: Group | None) -> Box | Transit | Packed:
+def box_for(recipe: Recipe, buffer: int, group: Group | None) -> Box | Away:
     if buffer in recipe.moved:
         return Transit(recipe.moved[buffer], group)
     return Packed(recipe.packed[buffer]) if buffer in recipe.packed else Box()
@@ -84,6 +84,6 @@ class Handle(tuple[Any, ...]):
 
     frame: Frame = property(itemgetter(0))  # type: ignore[assignment]
     slot: SlotAction = property(itemgetter(1))  # type: ignore[assignment]
-    boxes: tuple[Box | Transit | Packed | Handle, ...] = property(itemgetter(2))  # type: ignore[assignment]
+    boxes: tuple[Box | Away | Handle, ...] = property(itemgetter(2))  # type: ignore[assignment]
     index: int = property(itemgetter(3))  # type: ignore[assignment]
     wrap: Narrow | None = property(itemgetter(4))  # type: ignore[assignment]

@@ -1,10 +1,10 @@
 """Pinned host memory: slabs that are laid out before a step, and who has which part of them.
 
 NOTE [ The layout is the first fit ]
-What a step moves is known: sizes, in which order they go, and in which they come back. `laid_out` gives each the lowest
-place that is free when it goes, in the first slab that has one. The pool does the same when the step runs, so that a
-step which moves what was planned finds exactly these places. A step that moves more (another forward before the first
-one's backward) takes as many slabs once more, within the budget.
+What a step moves is known: sizes, and in which order they go; what comes back does so after the last has gone. Each
+gets the lowest place that is free when it goes, in the first slab that has one, when slabs are chosen (`slabs_for`) and
+when the step runs. A step that moves more (another forward before the first one's backward) takes as many slabs once
+more, within the budget.
 
 NOTE [ Slabs are powers of two ]
 torch's allocator of pinned memory rounds each request up to a power of two. One slab for 33 GiB would take 64; slabs of
@@ -14,7 +14,7 @@ smallest multiple in which the first fit finds room for everything, since no ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -27,41 +27,10 @@ PARTS: Final = 64
 """See NOTE [ Slabs are powers of two ]."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lifetime:
-    """Bytes on the host from one moment to another, counted in whatever the caller counts moments in."""
-
-    nbytes: int
-    begins: int
-    ends: int
-
-    def __post_init__(self) -> None:
-        if self.nbytes < 1 or self.ends <= self.begins:
-            raise ValueError(f"got {self.nbytes} bytes from {self.begins} to {self.ends}; expected some, for some time")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """Where each lies, in the order given: the number of its slab, and its place there.
-
-    Args:
-        slabs: bytes of each.
-    """
-
-    slabs: tuple[int, ...]
-    numbers: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all slabs."""
-        return sum(self.slabs)
-
-
 class FirstFit:
-    """Ranges of a memory of ``size_bytes``; None: as large as it must be."""
+    """Ranges of a memory of ``size_bytes``."""
 
-    def __init__(self, size_bytes: int | None = None) -> None:
+    def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self._taken: list[tuple[int, int]] = []  # begin and end, ascending
 
@@ -72,14 +41,13 @@ class FirstFit:
 
     def take(self, nbytes: int) -> int | None:
         """The lowest free place for so many bytes, aligned; None if there is none."""
-        length = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        begin = 0
+        length, begin = _aligned(nbytes), 0
         for place, (taken, end) in enumerate(self._taken):
             if taken - begin >= length:
                 self._taken.insert(place, (begin, begin + length))
                 return begin
             begin = end
-        if self.size_bytes is not None and begin + length > self.size_bytes:
+        if begin + length > self.size_bytes:
             return None
         self._taken.append((begin, begin + length))
         return begin
@@ -89,25 +57,39 @@ class FirstFit:
         self._taken = [taken for taken in self._taken if taken[0] != begin]
 
 
-def laid_out(lifetimes: Sequence[Lifetime], rounded: Callable[[int], int] = int) -> Layout:
-    """See NOTE [ The layout is the first fit ]. What ends when another begins makes room for it.
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def slabs_for(sizes: Sequence[int], rounded: Callable[[int], int] = int) -> tuple[int, ...]:
+    """Sizes of the slabs for what a step sends. See NOTE [ The layout is the first fit ].
 
     Args:
+        sizes: bytes of each tensor, in the order in which they go.
         rounded: what pinning so many bytes takes; left out, so many.
     """
-    one = _placed(lifetimes, None)
-    assert one is not None  # it has no end
-    whole = rounded(one.nbytes)
+    total = sum(map(_aligned, sizes))
+    whole = rounded(total)
     part = max(ALIGNMENT_BYTES, whole // PARTS)
-    for nbytes in range(-(-one.nbytes // part) * part, whole, part):
-        slabs = _digits(nbytes)
-        if sum(map(rounded, slabs)) < whole and (found := _placed(lifetimes, slabs)) is not None:
-            return found
-    return one
+    for nbytes in range(-(-total // part) * part, whole, part):
+        slabs = tuple(1 << i for i in reversed(range(nbytes.bit_length())) if nbytes >> i & 1)
+        if sum(map(rounded, slabs)) < whole and _have_room(slabs, sizes):
+            return slabs
+    return (total,) if sizes else ()
+
+
+def _have_room(slabs: Iterable[int], sizes: Iterable[int]) -> bool:
+    left = list(slabs)
+    for length in map(_aligned, sizes):
+        slab = next((number for number, nbytes in enumerate(left) if nbytes >= length), None)
+        if slab is None:
+            return False
+        left[slab] -= length
+    return True
 
 
 def usable(budget_bytes: int, rounded: Callable[[int], int]) -> int:
-    """The most that slabs of a `Layout` can have together without taking more than the budget."""
+    """The most that slabs can have together without taking more than the budget."""
     total = first = 0
     left = budget_bytes
     while (slab := _largest(left, rounded)) and slab * PARTS >= 2 * first:
@@ -122,32 +104,6 @@ def _largest(budget_bytes: int, rounded: Callable[[int], int]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if rounded(middle) <= budget_bytes else (low, middle - 1)
     return low
-
-
-def _digits(nbytes: int) -> tuple[int, ...]:
-    """The powers of two that add up to a number, largest first."""
-    return tuple(1 << i for i in reversed(range(nbytes.bit_length())) if nbytes >> i & 1)
-
-
-def _placed(lifetimes: Sequence[Lifetime], slabs: tuple[int, ...] | None) -> Layout | None:
-    """The first fit in these slabs; None: there is no room. Without slabs, in one that is as large as it must be."""
-    memories = [FirstFit()] if slabs is None else [FirstFit(nbytes) for nbytes in slabs]
-    numbers, offsets, total = [0] * len(lifetimes), [0] * len(lifetimes), 0
-    ends = sorted((life.ends, i) for i, life in enumerate(lifetimes))
-    done = 0
-    for _, i in sorted((life.begins, i) for i, life in enumerate(lifetimes)):
-        while done < len(ends) and ends[done][0] <= lifetimes[i].begins:
-            over = ends[done][1]
-            memories[numbers[over]].give(offsets[over])
-            done += 1
-        taken = ((number, memory.take(lifetimes[i].nbytes)) for number, memory in enumerate(memories))
-        number, begin = next((place for place in taken if place[1] is not None), (0, None))
-        if begin is None:
-            return None
-        numbers[i], offsets[i] = number, begin
-        total = max(total, begin + -(-lifetimes[i].nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-    made = slabs if slabs is not None else (total,) if lifetimes else ()
-    return Layout(slabs=made, numbers=tuple(numbers), offsets=tuple(offsets))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -220,7 +176,7 @@ class HostPool:
         span = self._find(nbytes)
         if span is not None:
             return span
-        aligned = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        aligned = _aligned(nbytes)
         wanted = self._planned if max(self._planned, default=0) >= aligned else (aligned,)
         self._grow(wanted if self._allows(wanted) else (aligned,))
         span = self._find(nbytes)

@@ -13,7 +13,7 @@ from jettison.capture.recording import Place, TensorRef
 from jettison.errors import JettisonError
 from jettison.runtime.compiled import RUNS_COMPILED, CompiledRegion, refuse_packing
 from jettison.runtime.device import rounding_of
-from jettison.runtime.offload_setup import engine_for, host_layout, imagined_engine, place_of
+from jettison.runtime.offload_setup import engine_for, host_slabs, place_of
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.segment import SegmentLink
 from jettison.runtime.structure import Structure
@@ -86,14 +86,12 @@ def _have_engine(
 ) -> None:
     """One engine for all regions, with the slabs that a step takes, where anything moves."""
     place = place_of(model)
-    layout = host_layout(traced, {region.name: region for region in installed}, rounding_of(place))
-    opaque = any(r.recordings.moves_without_recipe() for r in installed)
-    if not layout.nbytes and not opaque:
+    slabs = host_slabs(traced, {region.name: region for region in installed}, rounding_of(place))
+    if not slabs and not any(region.recordings.moves_without_recipe() for region in installed):
         return
-    engine = installed[0].offload
-    if engine is None:
-        engine = imagined_engine(place) if installed[0].in_dry_run else engine_for(place, host_budget_bytes)
-    engine.pool.reserve(*layout.slabs)
+    first = installed[0]
+    engine = first.offload or engine_for(place, host_budget_bytes, dry=first.in_dry_run)
+    engine.pool.reserve(*slabs)
     for region in installed:
         region.offload = engine
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import arrived, version_of
 from jettison.ledger.program import Source
 from jettison.runtime.offload import Group, Moved, flat_bytes, stale
+from jettison.runtime.views import Within, view_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,91 +92,110 @@ def _range(seen: TensorRef, refs: list[TensorRef]) -> Move | None:
     only = {(ref.size, ref.stride, ref.offset, ref.dtype, ref.conj, ref.neg) for ref in refs}
     one = refs[0]
     if len(only) == 1 and not (one.conj or one.neg) and 2 * _count(one) * one.dtype.itemsize < move.nbytes:
-        return replace(move, gathered=replace(one, offset=0, wrap=None))
+        return replace(move, gathered=Within(0, one.size, one.stride, 0, one.dtype))
     return move
 
 
 def _count(ref: TensorRef) -> int:
-    count = 1
-    for size in ref.size:
-        count *= size
-    return count
+    return prod(ref.size)
 
 
 def _reach(ref: TensorRef) -> int:
     return sum((n - 1) * s for n, s in zip(ref.size, ref.stride, strict=True)) + 1
 
 
-class Transit:
-    """A box whose value may be on the host. What it gives is flat, and begins where the move does.
+class Away:
+    """A box whose value is elsewhere, or another, until it is asked for. What it gives is flat, and begins where the
+    move does.
+    """
+
+    __slots__ = ("away", "flat", "move", "stays", "version")
+
+    def __init__(self, move: Move, *, stays: bool = False) -> None:
+        self.move, self.stays = move, stays
+        self.flat: Tensor | None = None  # where it stays as it is
+        self.away: Any = None  # what holds it meanwhile
+        self.version = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the forward has not come by it."""
+        return self.flat is None and self.away is None
+
+    @property
+    def on_device(self) -> Tensor | None:
+        """What it holds there at the moment."""
+        return self.flat
+
+    def stay(self) -> None:
+        """It lives anyway: nothing would be gained."""
+        self.stays = True
+
+    def fill(self, tensor: Tensor) -> None:
+        """Take the value.
+
+        Raises:
+            HostBudgetExceeded: there is no room on the host.
+        """
+        part, seen = arrived(tensor), self.move.seen
+        shift = part.storage_offset() * part.element_size() - seen.offset * seen.dtype.itemsize
+        flat = flat_bytes(part, shift + self.move.begin, self.move.nbytes)
+        with torch.no_grad():
+            self.away = None if self.stays else self._send(flat)
+        if self.away is None:
+            self.flat, self.version = flat, version_of(flat)
+
+    def open(self) -> Tensor:
+        """What it was.
+
+        Raises:
+            StaleTensor: it was written to, where it stayed or before it had gone.
+        """
+        if self.flat is None:
+            return self._back()
+        if version_of(self.flat) != self.version:
+            raise stale("a kept tensor", "a planned region", self.version, version_of(self.flat))
+        return self.flat
+
+    def _send(self, flat: Tensor) -> Any:
+        raise NotImplementedError
+
+    def _back(self) -> Tensor:
+        raise NotImplementedError
+
+
+class Transit(Away):
+    """A box whose value may be on the host.
 
     Args:
         group: of the call; None where nothing moves in this one.
     """
 
-    __slots__ = ("flat", "group", "move", "moved", "version")
+    __slots__ = ("group",)
 
     def __init__(self, move: Move, group: Group | None) -> None:
-        self.move, self.group = move, group
-        self.flat: Tensor | None = None  # where it stays
-        self.version = 0
-        self.moved: Moved | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the forward has not come by it."""
-        return self.flat is None and self.moved is None
+        super().__init__(move, stays=group is None)
+        self.group = group
 
     @property
     def on_device(self) -> Tensor | None:
-        """What it holds there at the moment."""
-        return self.flat if self.moved is None else self.moved.on_device
+        """See `Away`."""
+        return self.flat if self.away is None else self.away.on_device
 
-    def stay(self) -> None:
-        """It lives anyway: nothing would be gained."""
-        self.group = None
-
-    def fill(self, tensor: Tensor) -> None:
-        """Send it. A gathered copy is made here, in the stream that made the tensor.
-
-        Raises:
-            HostBudgetExceeded: there is no room on the host.
-        """
-        part, seen, move = arrived(tensor), self.move.seen, self.move
-        shift = part.storage_offset() * part.element_size() - seen.offset * seen.dtype.itemsize
-        flat = flat_bytes(part, shift + move.begin, move.nbytes)
+    def _send(self, flat: Tensor) -> Moved | None:
+        """A gathered copy is made here, in the stream that made the tensor."""
         group, self.group = self.group, None
-        if group is None or part.device != group.engine.place:
-            self.flat, self.version = flat, version_of(flat)
-            return
-        if move.gathered is not None:
-            with torch.no_grad():
-                flat = typed(flat, move.gathered).contiguous().view(-1).view(torch.uint8)
-        self.moved = group.engine.send(flat, group)
+        if group is None or flat.device != group.engine.place:
+            return None
+        if self.move.gathered is not None:
+            flat = view_of(flat, self.move.gathered).contiguous().view(-1).view(torch.uint8)
+        return group.engine.send(flat, group)
 
-    def open(self) -> Tensor:
-        """What it was, from the host where it had gone there.
-
-        Raises:
-            StaleTensor: it was written to before it had gone.
-        """
-        if self.moved is None:
-            assert self.flat is not None
-            if version_of(self.flat) != self.version:
-                raise stale("a kept tensor", "a planned region", self.version, version_of(self.flat))
-            return self.flat
-        found = self.moved.open()
-        if self.move.gathered is None:
+    def _back(self) -> Tensor:
+        found: Tensor = self.away.open()
+        ref = self.move.gathered
+        if ref is None:
             return found
         whole = found.new_empty(self.move.nbytes)
-        ref = self.move.gathered
-        typed(whole, ref).copy_(found.view(ref.dtype).view(ref.size))
+        view_of(whole, ref).copy_(found.view(ref.dtype).view(ref.size))
         return whole
-
-
-def typed(flat: Tensor, ref: TensorRef) -> Tensor:
-    """A view of flat bytes, counted from where they begin."""
-    begin = flat.storage_offset()
-    count = flat.untyped_storage().nbytes() // ref.dtype.itemsize
-    whole = flat.as_strided((count * ref.dtype.itemsize,), (1,), 0).view(ref.dtype)
-    return whole.as_strided(ref.size, ref.stride, begin // ref.dtype.itemsize + ref.offset)

@@ -31,15 +31,17 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from jettison.capture.recording import TensorRef
 from jettison.capture.tensor_subclasses import version_of
 from jettison.errors import StaleTensor
 from jettison.runtime.device import Device, Event, Stream
 from jettison.runtime.host_pool import HostPool, Span
+from jettison.runtime.views import view_of
 
 IN_FLIGHT: Final = 1
 """Groups whose copies may be under way when a group has ended, and that are brought back ahead of being asked for."""
@@ -296,15 +298,7 @@ class OffloadEngine:
 def flat_bytes(tensor: Tensor, begin: int, nbytes: int) -> Tensor:
     """Bytes of the storage that a plain tensor lies in, counted from where the storage begins, without their graph."""
     with torch.no_grad():
-        part: Any = tensor.detach()
-        if part.is_conj():
-            part = part.conj()
-        if part.is_neg():
-            part = torch._neg_view(part)
-        if part.dtype is not torch.uint8:
-            count = part.untyped_storage().nbytes() // part.element_size()
-            part = part.as_strided((count,), (1,), 0).view(torch.uint8)
-        return part.as_strided((nbytes,), (1,), begin)
+        return view_of(tensor.detach(), TensorRef(0, (nbytes,), (1,), begin, torch.uint8))
 
 
 def stale(what: str, where: str, then: int, now: int | None) -> StaleTensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from jettison.capture.recording import TensorRef
 from jettison.capture.tensor_subclasses import arrived, is_dense, storage_of, wrapping
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.handles import Held
-from jettison.runtime.moves import Move, Transit, typed
+from jettison.runtime.moves import Move, Transit
 from jettison.runtime.offload import Group
+from jettison.runtime.views import Within, view_of
 
 
 class _Sent:
@@ -30,7 +30,8 @@ class _Sent:
     def open(self) -> Tensor:
         """The tensor again."""
         self.group.asked()
-        return _seen(self.shared.open(), self.ref)
+        with torch.no_grad():
+            return view_of(self.shared.open(), self.ref)
 
 
 class _Shared:
@@ -109,16 +110,13 @@ class OffloadHooks:
         begin, nbytes = self.range_of(part, nbytes)
         key = (part.untyped_storage()._cdata, part._version, begin, nbytes)
         shared = self.boxes.get(key)
-        ref = TensorRef.of(0, tensor)
-        ref = replace(ref, offset=part.storage_offset() - begin // part.element_size())
         if shared is None:
-            seen = TensorRef.of(0, part)
-            box = Transit(Move(seen=seen, begin=begin, nbytes=nbytes), self.group)
+            box = Transit(Move(seen=TensorRef.of(0, part), begin=begin, nbytes=nbytes), self.group)
             box.fill(part)
             shared = self.boxes[key] = _Shared(box)
         shared.count += 1
         shared.left += 1
-        return _Sent(ref, shared, self.group)
+        return _Sent(Within.since(begin, TensorRef.of(0, tensor)), shared, self.group)
 
     def range_of(self, part: Tensor, reach_bytes: int) -> tuple[int, int]:
         """What of its storage goes for a tensor: where that begins, and bytes."""
@@ -140,14 +138,3 @@ def _parts(tensor: Tensor) -> list[Tensor]:
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _parts(getattr(tensor, name))]
     return [tensor]
-
-
-def _seen(flat: Tensor, ref: TensorRef) -> Tensor:
-    """The tensor, its offset counted from where flat bytes begin."""
-    with torch.no_grad():
-        found = typed(flat, ref)
-        if ref.conj:
-            found = found.conj()
-        if ref.neg:
-            found = torch._neg_view(found)
-        return found if ref.wrap is None else ref.wrap.wrap(found)

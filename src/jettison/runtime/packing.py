@@ -24,9 +24,7 @@ import torch
 from torch import Tensor
 
 from jettison.capture.recording import Call, RegionTrace, TensorRef
-from jettison.capture.tensor_subclasses import arrived, version_of
-from jettison.runtime.moves import Move, moves_of
-from jettison.runtime.offload import flat_bytes, stale
+from jettison.runtime.moves import Away, Move, moves_of
 
 aten = torch.ops.aten
 
@@ -163,55 +161,25 @@ def _bound(call: Call) -> int | None:
     return None if found is None else found(call)
 
 
-class Packed:
-    """A box whose value is packed. What it gives is flat, and begins where the move does."""
+class Packed(Away):
+    """A box whose value is packed."""
 
-    __slots__ = ("flat", "pack", "small", "stays", "version")
+    __slots__ = ("pack",)
 
     def __init__(self, pack: Pack) -> None:
+        super().__init__(pack.move)
         self.pack = pack
-        self.small: Tensor | None = None
-        self.flat: Tensor | None = None  # where it stays as it is
-        self.stays = False
-        self.version = 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the forward has not come by it."""
-        return self.small is None and self.flat is None
 
     @property
     def on_device(self) -> Tensor | None:
-        """What it holds there."""
-        return self.flat if self.small is None else self.small
+        """See `Away`."""
+        return self.flat if self.away is None else self.away
 
-    def stay(self) -> None:
-        """It lives anyway: nothing would be gained."""
-        self.stays = True
+    def _send(self, flat: Tensor) -> Tensor:
+        return narrow(flat, self.pack.form)
 
-    def fill(self, tensor: Tensor) -> None:
-        """Pack it."""
-        part, seen, move = arrived(tensor), self.pack.move.seen, self.pack.move
-        shift = part.storage_offset() * part.element_size() - seen.offset * seen.dtype.itemsize
-        flat = flat_bytes(part, shift + move.begin, move.nbytes)
-        if self.stays:
-            self.flat, self.version = flat, version_of(flat)
-            return
-        with torch.no_grad():
-            self.small = narrow(flat, self.pack.form)
-
-    def open(self) -> Tensor:
-        """What it was.
-
-        Raises:
-            StaleTensor: it stayed, and was written to.
-        """
-        if self.small is None:
-            assert self.flat is not None
-            if version_of(self.flat) != self.version:
-                raise stale("a kept tensor", "a planned region", self.version, version_of(self.flat))
-            return self.flat
-        return widen(self.small, self.pack.form, self.pack.move.nbytes)
+    def _back(self) -> Tensor:
+        return widen(self.away, self.pack.form, self.move.nbytes)
 
 
 def narrow(flat: Tensor, form: Form) -> Tensor:

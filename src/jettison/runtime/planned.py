@@ -43,7 +43,7 @@ from jettison.runtime.graph_fingerprint import bounds_of, graph_print, is_turn, 
 from jettison.runtime.handles import Diverged
 from jettison.runtime.listeners import CallListener, Watched
 from jettison.runtime.offload import Group, OffloadEngine
-from jettison.runtime.offload_setup import imagined_engine, place_of, shared_engine
+from jettison.runtime.offload_setup import engine_for, place_of, shared_engine
 from jettison.runtime.recipe import Recipe
 from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings
 from jettison.runtime.report import Live, RegionReport
@@ -506,8 +506,8 @@ class PlannedForward:
     def begin_group(self, *, moves: bool) -> Group | None:
         """For a call, where it or others around it move what they save."""
         if self.offload is None and moves:
-            engine = imagined_engine if self.in_dry_run else shared_engine
-            self.offload = engine(place_of(self.module))
+            place = place_of(self.module)
+            self.offload = engine_for(place, dry=True) if self.in_dry_run else shared_engine(place)
         return None if self.offload is None else self.offload.begin()
 
     def stays(self) -> bool:

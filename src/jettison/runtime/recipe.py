@@ -352,7 +352,4 @@ def _seen(recipe: Recipe, ref: TensorRef) -> TensorRef:
     """As `within`, and counted from where a move begins if the buffer is one that moves, or is packed."""
     pack = recipe.packed.get(ref.buffer)
     move = recipe.moved.get(ref.buffer) if pack is None else pack.move
-    if move is None:
-        return within(recipe.trace, ref)
-    offset = ref.offset - move.begin // ref.dtype.itemsize
-    return Within(ref.buffer, ref.size, ref.stride, offset, ref.dtype, ref.wrap, ref.conj, ref.neg)
+    return within(recipe.trace, ref) if move is None else Within.since(move.begin, ref)

@@ -14,16 +14,19 @@ from jettison.errors import TraceError
 
 @dataclass(frozen=True, slots=True)
 class Within(TensorRef):
-    """A view of an argument: ``offset`` counts from where the argument begins, which differs from call to call."""
+    """A view of an argument, or of what has moved: ``offset`` counts from where that begins in its storage."""
+
+    @classmethod
+    def since(cls, begin: int, ref: TensorRef) -> Within:
+        """Return a view counted from so many bytes on."""
+        offset = ref.offset - begin // ref.dtype.itemsize
+        return cls(ref.buffer, ref.size, ref.stride, offset, ref.dtype, ref.wrap, ref.conj, ref.neg)
 
 
 def within(trace: RegionTrace, ref: TensorRef) -> TensorRef:
     """The view, counted from where the argument begins if its buffer is one."""
     given = trace.given.get(ref.buffer) if ref.buffer in trace.inputs else None
-    if given is None:
-        return ref
-    start = given.offset * given.dtype.itemsize // ref.dtype.itemsize
-    return Within(ref.buffer, ref.size, ref.stride, ref.offset - start, ref.dtype, ref.wrap, ref.conj, ref.neg)
+    return ref if given is None else Within.since(given.offset * given.dtype.itemsize, ref)
 
 
 def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
