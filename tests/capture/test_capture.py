@@ -17,7 +17,7 @@ from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.region_tracer import trace_region
 from jettison.capture.tracer import trace_model
 from jettison.ledger.program import Anchor, Op, Source
-from jettison.runtime.value_reads import reads_hold
+from jettison.runtime.recordings import reads_hold
 
 N = 6
 

@@ -148,7 +148,7 @@ def test_looks_of_several_threads_meet_at_the_end() -> None:
     seen = torch.arange(100.0)
     waits = witness.Waiting()
     left = Witness(seen, spots_of((100,), (1,)), 0, full=False)
-    waits.append((left, left.again(seen + 1), None, lambda: WrongValue("late")))
+    waits.append((left, left.look(seen + 1), None, lambda: WrongValue("late")))
     raised = []
 
     def settle() -> None:

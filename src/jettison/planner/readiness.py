@@ -20,8 +20,8 @@ from jettison.errors import UnsupportedModule, UsageError
 from jettison.planner.compile_blocks import compiled_modules, refuse_compiled_whole, survey_blocks
 from jettison.planner.optimizers import Together
 from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign
-from jettison.runtime.own_checkpoints import refuse_checkpointing
 from jettison.runtime.planned import PlannedForward
+from jettison.runtime.structure import refuse_checkpointing
 
 _LOCAL_PARTS: Final = "torch.distributed.tensor.parallel.ddp"
 """Its hooks make DTensors of plain parameters as the outermost forward begins."""

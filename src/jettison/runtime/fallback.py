@@ -34,7 +34,7 @@ from jettison.runtime.callers import of_a_region
 from jettison.runtime.frame import is_asked_again
 from jettison.runtime.handles import Held
 from jettison.runtime.steps import OutsideOfVmap
-from jettison.runtime.witness import SALT, Check, Rounded, Witness, compare, is_same, spots_of
+from jettison.runtime.witness import Check, Rounded, Witness, compare, is_same, spots_of
 
 Forward = Callable[..., Any]
 Stale = Callable[[str, int | None, int | None], StaleTensor]
@@ -421,7 +421,7 @@ class Rerun:
         if not is_dense(tensor) or storage_of(tensor) in self.free:
             return Held(tensor)
         unseen = self.how is Check.OFF or index in self.hollow
-        witness = None if unseen else _witness(tensor, self.salt * SALT + index, self.how)
+        witness = None if unseen else _witness(tensor, self.salt + index, self.how)
         self.wanted[index] = witness
         return Dropped(self, index, witness)
 

@@ -30,7 +30,7 @@ from jettison.runtime.recipe import AWAY, Recipe, SlotAction
 from jettison.runtime.recompute_code import UNWRAPPED
 from jettison.runtime.steps import get_state
 from jettison.runtime.views import view_of
-from jettison.runtime.witness import Check, Rounded, Witness, _ndarray, compare, peek
+from jettison.runtime.witness import SALT, Check, Rounded, Witness, _ndarray, compare, peek
 
 FEW_BYTES: Final = 256
 """Of a buffer that a call takes a copy of, if what it computes again reads it."""
@@ -70,8 +70,6 @@ class Frame:
     how = Check.ALWAYS
     share = 1
     """One slot in so many leaves a witness."""
-    salt = 0
-    """Number that moves the places that are looked at; another one in each call."""
     rounded: Rounded
 
     def __init__(
@@ -80,6 +78,7 @@ class Frame:
         self.recipe, self.region, self.moves = recipe, region, moves
         self.name, self.model, self.owners = region.name, region.model, region.recordings.owners
         self.number = region.calls
+        self.salt = region.calls * SALT  # moves the places that are looked at
         if group is not None:
             self.group = group
         goes = group if moves else None
@@ -143,12 +142,13 @@ class Frame:
         """
         assert self.boxes is not None
         box = self.boxes[n]
-        is_plain = type(box) is Box
-        if isinstance(box, Away) and storage_of(tensor) in running()[0].given:
-            box.stay()
-        if is_plain or box.is_empty:
-            with nullcontext() if self.check is None else self.check.apart():  # no op of the model's
-                box.fill(tensor)
+        if type(box) is not Box:
+            if isinstance(box, Away) and storage_of(tensor) in running()[0].given:
+                box.stay()
+            if not box.is_empty:
+                return
+        with nullcontext() if self.check is None else self.check.apart():  # no op of the model's
+            box.fill(tensor)
 
     @of_a_region
     def pack(self, tensor: Tensor) -> Any:

@@ -15,9 +15,8 @@ from jettison.runtime.compiled import RUNS_COMPILED, CompiledRegion, refuse_pack
 from jettison.runtime.device import rounding_of
 from jettison.runtime.offload_setup import engine_for, host_slabs, place_of
 from jettison.runtime.planned import PlannedForward
-from jettison.runtime.segment import SegmentLink
 from jettison.runtime.structure import Structure
-from jettison.runtime.way import Way
+from jettison.runtime.way import SegmentLink, Way
 from jettison.runtime.witness import Check
 from jettison.solve.policy import CheckpointPolicy, KeepAll, OffloadPolicy
 

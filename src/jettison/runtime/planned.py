@@ -11,7 +11,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -41,7 +41,6 @@ from jettison.runtime.forward_run import Listener, ViewsReplayed, current_frame,
 from jettison.runtime.frame import Frame, is_pack_listened_to, unpack
 from jettison.runtime.graph_fingerprint import bounds_of, graph_print, is_turn, next_sequence_number
 from jettison.runtime.handles import Diverged
-from jettison.runtime.listeners import CallListener, Watched
 from jettison.runtime.offload import Group, OffloadEngine
 from jettison.runtime.offload_setup import engine_for, place_of, shared_engine
 from jettison.runtime.recipe import Recipe
@@ -49,10 +48,23 @@ from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings
 from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.way import Way
 from jettison.runtime.without_recipe import run_interrupted, run_without_recipe
-from jettison.runtime.witness import SALT, SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
+from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 
+if TYPE_CHECKING:
+    from jettison.runtime.structure import Structure
+
 _ON_CPU = torch.empty(0, device="cpu")
+
+
+class CallListener(Protocol):
+    """Is told of a region's calls with gradients."""
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before anything of it ran; another plan may be followed from here on."""
+
+    def ends(self, returned: Sequence[Any]) -> None:
+        """The forward has returned these leaves."""
 
 
 class PlannedForward:
@@ -103,7 +115,7 @@ class PlannedForward:
         self.listener: CallListener | None = None
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
         self.assumptions: Assumptions | None = None  # of the plan, where this is the root
-        self.structure: Watched | None = None  # of the model, where this is the root of a plan
+        self.structure: Structure | None = None  # of the model, where this is the root of a plan
         self.offload: OffloadEngine | None = None  # of the plan, where anything in it moves
         self._forward_calls = (0, 0)  # the root's calls so far, and our own in the last of them
         vars(module)["forward"] = self  # Lightning Fabric's wrapper would hand an assignment on to what it wraps
@@ -449,7 +461,7 @@ class PlannedForward:
         self._watch(recipe)
         group = self.begin_group(moves=bool(recipe.moved))
         frame = Frame(recipe, self, group, key[1][AUTOCASTS:], moves=not self.stays())
-        frame.how, frame.rounded, frame.salt = self.how, self.rounded, self.calls * SALT
+        frame.how, frame.rounded = self.how, self.rounded
         if not prepared.checked:
             refuse_capture(f"{self.name or 'the model'} has not run under its plan so far")
         if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER and not is_capturing():

@@ -96,35 +96,14 @@ class RecomputeCode:
             if found is not None:
                 return found
             name = f"recompute_{len(self.sources)}"
-            if slot.ref.buffer in state.at_hand:
-                source, function, left, at_hand = self._taking(name, state, slot, keeps=keeps)
-            else:
-                writer = _Writer(self, state, slot, keeps=keeps)
-                source = writer.source(name)
-                exec(_compiled(source), self.constants)  # of our own text; constants of the program are names in it
-                function, left, at_hand = self.constants[name], writer.left, frozenset(writer.at_hand)
+            writer = _Writer(self, state, slot, keeps=keeps)
+            source = writer.source(name)
+            exec(_compiled(source), self.constants)  # of our own text; constants of the program are names in it
             self.sources.append(f"# {self._asked(slot)}\n{source}")
+            left, at_hand = writer.left, frozenset(writer.at_hand)
             after = self.states.setdefault((tuple(left.values()), at_hand), State(left, at_hand))
-            found = table[slot] = (function, after)
+            found = table[slot] = (self.constants[name], after)
             return found
-
-    def _taking(
-        self, name: str, state: State, slot: SlotAction, *, keeps: bool
-    ) -> tuple[str, Function, dict[int, int], frozenset[int]]:
-        """Source and function for a value that is at hand, as most are, and the uses and values that are left."""
-        buffer, left, at_hand = slot.ref.buffer, dict(state.left), state.at_hand
-        cell, last = self.cells[buffer], not keeps and left[buffer] == 1
-        if not keeps:
-            left[buffer] = left[buffer] - 1 or self.recipe.counts[buffer]
-        if last:
-            at_hand -= {buffer}
-        value = f"frame.values[{cell}]"
-        seen = "value" if slot.view is None else self.view_text(buffer, "value", slot.view)
-        lines = [f"value = taken(frame, {cell})", *([f"{value} = None"] if last else []), f"return {seen}"]
-        text = "\n".join([f"def {name}(frame, handle):", *(INDENT + line for line in lines), ""])
-        ref = None if seen == "value" else slot.view
-        place = None if ref is None else self.place(buffer, ref)
-        return text, _taker(cell, ref, place, last=last), left, at_hand
 
     def _asked(self, slot: SlotAction) -> str:
         """Saved tensor that a function is for, as a comment."""
@@ -216,7 +195,12 @@ class _Writer:
     def source(self, name: str) -> str:
         """Text of the function."""
         slot, buffer = self.slot, self.slot.ref.buffer
-        if (maker := self.recipe.makers.get(buffer)) is not None and buffer not in self.at_hand:
+        maker = self.recipe.makers.get(buffer)
+        if buffer in self.at_hand:
+            value = self.values[buffer] = self._name(buffer)
+            self._line(f"{value} = taken(frame, {self.code.cells[buffer]})")
+            maker = None
+        elif maker is not None:
             self._make(maker)
         value = self._get(buffer)
         before = self.code.cells[buffer] if buffer in self.fresh else None
@@ -224,7 +208,8 @@ class _Writer:
             self._release(buffer, after=value)
         cells = {self.code.cells[fresh]: self.values[fresh] for fresh in sorted(self.fresh)}
         body = list(self._with_deletions())
-        if not any("frame.opened(" in line for line in body):  # which recomputes in the block before, and compares
+        # `opened` recomputes in the block before, and compares
+        if maker is not None and not any("frame.opened(" in line for line in body):
             body = ["with below_autograd():", *(INDENT + line for line in body)]
         if any("values[" in line for line in body):
             body.insert(0, "values = frame.values")
@@ -456,26 +441,6 @@ def _text(value: Any) -> str:
         return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
     inside = ", ".join(map(_text, value))
     return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if value else "()"
-
-
-def _taker(cell: int, ref: TensorRef | None, place: Place | None, *, last: bool) -> Function:
-    """Function whose source `RecomputeCode._taking` writes."""
-
-    def as_it_is(frame: Any, _handle: Any) -> Tensor:
-        found = _taken(frame, cell)
-        if last:
-            frame.values[cell] = None
-        return found
-
-    def placed(frame: Any, handle: Any) -> Tensor:
-        return as_it_is(frame, handle).as_strided(size, stride, offset)
-
-    if ref is None:
-        return as_it_is
-    if place is None:
-        return lambda frame, handle: view_of(as_it_is(frame, handle), ref)
-    size, stride, offset = place
-    return placed
 
 
 # what code calls by name ---------------------------------------------------------------------------------------------

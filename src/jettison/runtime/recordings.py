@@ -27,12 +27,15 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.guard import ModuleGuard, Setting, same_values
-from jettison.capture.recording import Place, RegionTrace
+from jettison.capture.recording import Call, Place, Read, RegionTrace, TensorRef
 from jettison.capture.region_tracer import trace_region
+from jettison.capture.rejected_blocks import VALUES_WANTED
 from jettison.capture.sharded import precision_of
 from jettison.capture.tensor_subclasses import is_stepped_in_backward, plain, stepped_in_backward, version_of
 from jettison.capture.tracer import trace_root
@@ -43,7 +46,7 @@ from jettison.runtime.fallback import Verdict
 from jettison.runtime.frame import owners_of
 from jettison.runtime.graph_fingerprint import Print
 from jettison.runtime.recipe import Recipe, shared_recipe
-from jettison.runtime.value_reads import reads_hold
+from jettison.runtime.views import view_of, whole_copy, within
 from jettison.runtime.way import Way
 from jettison.solve.policy import Offload, offloaded_by, packed_by
 
@@ -422,3 +425,52 @@ class Recordings:
         prepared = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict)
         self.prepared[self.number, key] = prepared
         return prepared
+
+
+def reads_hold(trace: RegionTrace, leaves: list[Any]) -> bool:
+    """Whether the forward would find in these arguments what the recording found in its own.
+
+    False also where that cannot be known before it runs.
+    """
+    if not trace.reads:
+        return True
+    if any(read.calls is None for read in trace.reads):
+        return False
+    values = trace.made | {b: plain(leaves[position]) for b, position in trace.inputs.items()}
+    done: set[int] = set()
+    with torch.no_grad():
+        try:
+            for read in trace.reads:
+                for index in read.calls or ():
+                    if index not in done:
+                        done.add(index)
+                        _call_again(trace, trace.calls[index], values)
+                if not _found_again(trace, read, values):
+                    return False
+        except VALUES_WANTED:  # a dry run has none
+            return False
+    return True
+
+
+def _call_again(trace: RegionTrace, call: Call, values: dict[int, Tensor]) -> None:
+    def value(leaf: Any) -> Any:
+        return view_of(values[leaf.buffer], within(trace, leaf)) if isinstance(leaf, TensorRef) else leaf
+
+    before = {old: values[old] for old, _new in call.written}
+    for old in before:
+        values[old] = whole_copy(values[old])
+    args, kwargs = tree_map(value, (call.args, call.kwargs))
+    out = tree_leaves(call.func(*args, **kwargs))
+    for ref, tensor in zip(call.outputs, out, strict=False):
+        if ref is not None:
+            values[ref.buffer] = tensor
+    for old, new in call.written:
+        values[new] = values[old]
+        values[old] = before[old]
+
+
+def _found_again(trace: RegionTrace, read: Read, values: dict[int, Tensor]) -> bool:
+    tensor = values[read.ref.buffer]
+    if read.shape_only:
+        return tuple(tensor.shape) == tuple(read.found)
+    return torch.equal(view_of(tensor, within(trace, read.ref)), read.found)

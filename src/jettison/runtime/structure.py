@@ -10,16 +10,48 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
-from torch import nn
+from torch import distributed, nn
 
-from jettison.runtime.own_checkpoints import refuse_checkpointing, switches
+from jettison.errors import UnsupportedModule
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.way import Way
 from jettison.units import format_bytes
 
 MOST_WORDS = 4
+SWITCH: Final = "gradient_checkpointing"
+"""As transformers and diffusers name it (`modeling_utils.py`: ``_set_gradient_checkpointing``)."""
+
+_WRAPPERS: tuple[type, ...] = ()
+if distributed.is_available():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+    _WRAPPERS = (ActivationWrapper,)  # of checkpoint_wrapper and offload_wrapper
+
+
+def refuse_checkpointing(name: str, module: Any, when: str = "") -> None:
+    """Whether a module checkpoints, or offloads, by a switch or as a wrapper.
+
+    Args:
+        name: of the module, for the message.
+        when: more words about it.
+
+    Raises:
+        UnsupportedModule: it does.
+    """
+    if getattr(module, SWITCH, False) is True:
+        raise UnsupportedModule(
+            f"{name} has gradient checkpointing switched on{when}; call gradient_checkpointing_disable() on the model "
+            "first (of a trainer's arguments: gradient_checkpointing=False): Jettison would recompute inside what is "
+            "recomputed"
+        )
+    if isinstance(module, _WRAPPERS):
+        raise UnsupportedModule(
+            f"{name} is a {type(module).__name__}{when}; leave apply_activation_checkpointing, checkpoint_wrapper or "
+            "offload_wrapper out (of FSDP's settings: activation_checkpointing=False): what a plan keeps would go "
+            "through their hooks"
+        )
 
 
 class Structure:
@@ -74,7 +106,7 @@ class Structure:
             places[id(module), "forward"] = vars(module), "forward", region
             own = "_compiled_call_impl"
             places[id(module), own] = vars(module), own, vars(module).get(own)
-        self.switches = switches(self.root.module)
+        self.switches = [module for module in self.root.module.modules() if hasattr(module, SWITCH)]
         self.places = tuple(places.values())
         self.sizes = tuple((table, len(table)) for table in tables.values())
 

@@ -21,6 +21,7 @@ from jettison.runtime.fallback import Rerun, Verdict, trial
 from jettison.runtime.forward_run import compute_less_again, named
 from jettison.runtime.offload_hooks import OffloadHooks
 from jettison.runtime.recordings import WRITTEN_LATER, Prepared
+from jettison.runtime.witness import SALT
 from jettison.solve.policy import Offload, keeps_everything
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def _rerun(region: PlannedForward, prepared: Prepared, verdict: Verdict, args: A
         kwargs,
         verdict=verdict,
         how=region.how,
-        salt=region.calls,
+        salt=region.calls * SALT,
         wrong=wrong,
         stale=stale,
         rounded=region.rounded,

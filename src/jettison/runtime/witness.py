@@ -30,10 +30,11 @@ import functools
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil, prod
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -150,7 +151,7 @@ def spots_of(size: tuple[int, ...], stride: tuple[int, ...]) -> Spots:
 
 def _is_dense(dims: Sequence[tuple[int, int]]) -> bool:
     expected = 1
-    for n, step in sorted(dims, key=lambda dim: dim[1]):
+    for n, step in sorted(dims, key=itemgetter(1)):
         if step != expected:
             return False
         expected *= n
@@ -188,9 +189,9 @@ def peek(tensor: Tensor, spots: Spots, salt: int) -> bytes | None:
         return None
     if not address:
         return None
-    kind, word, strides, itemsize, places, step = cut
-    start = salt % places * step if places else _start(spots, salt)
-    found: bytes = _ndarray(spots.size, word, kind.from_address(address + start * itemsize), 0, strides).tobytes()
+    kind, word, strides, itemsize, _, _ = cut
+    address += _start(spots, salt) * itemsize
+    found: bytes = _ndarray(spots.size, word, kind.from_address(address), 0, strides).tobytes()
     return found
 
 
@@ -225,36 +226,25 @@ def digest(tensor: Tensor, spots: Spots) -> Tensor:
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor)
     bits = bits_of(tensor)
-    dims = sorted(((n, step) for n, step in zip(bits.shape, bits.stride(), strict=True) if n != 1 and step), key=_step)
-    ordered = bits.as_strided([n for n, _ in dims[::-1]], [step for _, step in dims[::-1]], bits.storage_offset())
+    dims = [(n, step) for n, step in zip(bits.shape, bits.stride(), strict=True) if n != 1 and step]
+    dims.sort(key=itemgetter(1), reverse=True)
+    ordered = bits.as_strided([n for n, _ in dims], [step for _, step in dims], bits.storage_offset())
     return torch.tensor([_checksum(ordered)]) if on_host else _weighted(ordered.reshape(-1))
-
-
-def _step(dim: tuple[int, int]) -> int:
-    return dim[1]
 
 
 def _checksum(bits: Tensor) -> int:
     """CRC-32 of a tensor in the order of its memory. What is not dense is copied a piece at a time, not by torch."""
     if bits.is_contiguous() or bits.dim() == 1 or bits[0].numel() <= PIECE:
         rows = [bits] if bits.is_contiguous() else bits.split(max(1, PIECE // max(1, bits[0].numel())))
-        found = 0
-        for row in rows:
-            found = zlib.crc32(_buffer(row), found)
-        return found
+        return functools.reduce(lambda found, row: zlib.crc32(_buffer(row), found), rows, 0)
     found = 0
     for part in bits:
         found = found * 0x9E3779B1 + _checksum(part) & 0x7FFFFFFFFFFFFFFF
     return found
 
 
-def _raw(bits: Tensor) -> bytes:
-    """The bytes of a tensor on the CPU, in the order of its elements."""
-    return bits.numpy().tobytes() if numpy is not None else bytes(_buffer(bits))
-
-
 def _buffer(bits: Tensor) -> Any:
-    """The same without a copy, where it is dense."""
+    """The bytes of a tensor on the CPU, in the order of its elements; without a copy, where it is dense."""
     if numpy is not None:
         return numpy.ascontiguousarray(bits.numpy()).data
     dense = bits.contiguous()
@@ -305,7 +295,7 @@ class Witness:
         self.salt = salt
         self.full = full
         self.dtype = tensor.dtype
-        self.seen: Seen = self._bytes(tensor) if is_told_at_once(tensor) else self._look(tensor)
+        self.seen: Seen = self._bytes(tensor) if is_told_at_once(tensor) else self.look(tensor)
 
     @classmethod
     def of_bytes(cls, seen: bytes, spots: Spots, salt: int, dtype: torch.dtype) -> Witness:
@@ -316,13 +306,10 @@ class Witness:
 
     def agrees(self, tensor: Tensor) -> bool:
         """Whether a plain tensor is the one that this was left by, as far as was looked."""
-        return is_same(self.seen, self._bytes(tensor) if isinstance(self.seen, bytes) else self.again(tensor))
+        return is_same(self.seen, self._bytes(tensor) if isinstance(self.seen, bytes) else self.look(tensor))
 
-    def again(self, tensor: Tensor) -> Tensor:
-        """A second look, to be compared later."""
-        return self._look(tensor)
-
-    def _look(self, tensor: Tensor) -> Tensor:
+    def look(self, tensor: Tensor) -> Tensor:
+        """What is compared, perhaps later."""
         return digest(tensor, self.spots) if self.full else look(tensor, self.spots, self.salt)
 
     def _bytes(self, tensor: Tensor) -> bytes:
@@ -331,12 +318,12 @@ class Witness:
             if found is not None:
                 return found
         if self.full or tensor.is_complex() or tensor.is_neg():
-            bits = bits_of(self._look(tensor))
+            bits = bits_of(self.look(tensor))
         elif isinstance(tensor, FakeTensor):
             return b""
         else:
             bits = bits_of(_strided(tensor.detach(), self.spots, self.salt))
-        return b"" if isinstance(bits, FakeTensor) else _raw(bits)
+        return b"" if isinstance(bits, FakeTensor) else bytes(_buffer(bits))
 
     def is_rounding(self, found: Tensor) -> bool:
         """Whether a second look, compared late, differs by what a sum in another order may differ by."""
@@ -391,7 +378,7 @@ def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe:
     task = torch._C._current_graph_task_id()
     if task == -1 or isinstance(witness.seen, bytes):
         if isinstance(tensor, FakeTensor) or isinstance(witness.seen, FakeTensor) or _is_dry():
-            witness.again(tensor)  # only the bytes matter
+            witness.look(tensor)  # only the bytes matter
         elif not witness.agrees(tensor):
             raise describe()
         return
@@ -399,7 +386,7 @@ def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe:
     if waiting is None:
         waiting = _docket.waiting[task] = Waiting()
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(settle, waiting))
-    waiting.append((witness, witness.again(tensor), rounded, describe))
+    waiting.append((witness, witness.look(tensor), rounded, describe))
 
 
 def _is_dry() -> bool:
@@ -445,17 +432,24 @@ _flags: dict[torch.device, _Flag] = {}
 """By device, from the first backward on that is not captured: in a graph a new one would be cleared by each replay."""
 
 
+def _by_kind(
+    looks: list[Look], more: Callable[[Look], tuple[Any, ...]]
+) -> Iterator[tuple[Any, list[Tensor], list[Tensor]]]:
+    """Both looks at tensors, flat, for each device and type, and what else tells them apart."""
+    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for one in looks:
+        witness, found, _, _ = one
+        assert isinstance(witness.seen, Tensor)
+        lists = kinds.setdefault((found.device, found.dtype, *more(one)), ([], []))
+        lists[0].append(witness.seen.reshape(-1))
+        lists[1].append(found.reshape(-1))
+    return ((kind, *both) for kind, both in kinds.items())
+
+
 def _any_difference(looks: list[Look]) -> bool:
     """One read from each device, whatever the number of tensors."""
-    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    for witness, found, _, _ in looks:
-        assert isinstance(witness.seen, Tensor)
-        before, after = witness.seen.reshape(-1), found.reshape(-1)
-        lists = kinds.setdefault((before.dtype, before.device), ([], []))
-        lists[0].append(before)
-        lists[1].append(after)
     differs: dict[torch.device, Tensor] = {}
-    for (_, device), (before_all, after_all) in kinds.items():
+    for (device, _), before_all, after_all in _by_kind(looks, lambda look: ()):
         one = torch.ne(bits_of(torch.cat(before_all)), bits_of(torch.cat(after_all))).any()
         differs[device] = one if device not in differs else differs[device] | one
     real = {device: one for device, one in differs.items() if not isinstance(one, FakeTensor)}
@@ -470,15 +464,8 @@ def _any_difference(looks: list[Look]) -> bool:
 
 def _compare_in_graph(looks: list[Look]) -> None:
     """Compare on the device, in a few ops for tensors of one kind, and set its flag."""
-    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    for witness, found, rounded, _ in looks:
-        assert isinstance(witness.seen, Tensor)
-        before, after = witness.seen.reshape(-1), found.reshape(-1)
-        exact = rounded is None or witness.full
-        lists = kinds.setdefault((before.device, before.dtype, len(before), exact), ([], []))
-        lists[0].append(before)
-        lists[1].append(after)
-    for (device, _, count, exact), (before_all, after_all) in kinds.items():
+    kinds = _by_kind(looks, lambda look: (look[1].numel(), look[2] is None or look[0].full))
+    for (device, _, count, exact), before_all, after_all in kinds:
         flag = _flags.get(device)
         if flag is None:
             accelerator.refuse_capture("no backward of a planned step has run before")
