@@ -21,9 +21,9 @@ from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.dryrun.block import BlockLevels, block_levels, chain_bytes
 from jettison.errors import WrongValue
 from jettison.measure.memory import Workspace, quiet_gc
-from jettison.runtime.fallback import Verdict
 from jettison.runtime.offload import Group, Moved, flat_bytes
 from jettison.runtime.planned import PlannedForward
+from jettison.runtime.recordings import Verdict
 from jettison.solve.policy import Full, KeepAll
 from jettison.solve.problem import RegionOption
 

@@ -43,12 +43,6 @@ def compute_less_again(region: Any, why: str, names: Set[str] = frozenset(), pla
             one.recordings.moves(written)
 
 
-def named(module: nn.Module, name: str) -> str:
-    """A parameter or a buffer, in words."""
-    parameter = any(name == one for one, _ in module.named_parameters(remove_duplicate=False))
-    return f"{'parameter' if parameter else 'buffer'} {name!r}"
-
-
 def likely_kind(recipe: Recipe, slot: int, region: Any) -> str:
     """A guess at what a recording took as fixed and was not."""
     if recipe.slots[slot].kind == "offload":

@@ -14,7 +14,6 @@ one of `GRAPH_SHARE`; where there are none, in each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -33,50 +32,45 @@ _PLAIN = (int, bool, float, str, type(None))
 _SAME = {"ReshapeAliasBackward0": "ViewBackward0"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
     """Where a region's graph ends.
 
-    ``start`` is the sequence number of its first node; ``nested`` are those of the regions inside it, each with the
-    first past its end. ``inputs`` names nodes that made its arguments, ``leaves`` (by id) parameters and leaf
-    arguments.
+    Args:
+        start: sequence number of its first node.
+        nested: those of the regions inside it, each with the first past its end.
+        owners: (table, key) of each parameter and buffer.
+        leaves: of its arguments.
     """
 
-    start: int
-    nested: tuple[tuple[int, int], ...]
-    inputs: dict[Node, Any]
-    leaves: dict[int, Any]
+    __slots__ = ("inputs", "leaves", "nested", "start")
+
+    def __init__(
+        self,
+        start: int,
+        nested: Sequence[tuple[int, int]],
+        owners: Mapping[Any, tuple[Any, Any]],
+        leaves: Sequence[Any],
+    ) -> None:
+        self.start, self.nested = start, nested
+        self.inputs: dict[Node, Any] = {}  # nodes that made its arguments
+        # by id, parameters and leaf arguments
+        self.leaves = {id(t): name for name, (table, leaf) in owners.items() if (t := table[leaf]) is not None}
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                if leaf.grad_fn is None:
+                    self.leaves[id(leaf)] = position
+                else:
+                    self.inputs[leaf.grad_fn] = position
 
     def outside(self, node: Node) -> Any:
         """What to call a node that is not the region's own; None for one that is."""
         sequence = node._sequence_nr()
         if sequence < self.start:
             return self.inputs.get(node, "outside")
-        if self.nested:
-            for call, (first, past) in enumerate(self.nested):
-                if first <= sequence < past:
-                    return "block", call
+        for call, (first, past) in enumerate(self.nested):
+            if first <= sequence < past:
+                return "block", call
         return None
-
-
-def bounds_of(
-    start: int, nested: Sequence[tuple[int, int]], owners: Mapping[Any, tuple[Any, Any]], leaves: Sequence[Any]
-) -> Bounds:
-    """Of a call that began at ``start``.
-
-    Args:
-        owners: (table, key) of each parameter and buffer.
-        leaves: of its arguments.
-    """
-    names: dict[int, Any] = {id(t): name for name, (table, leaf) in owners.items() if (t := table[leaf]) is not None}
-    inputs = {}
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            if leaf.grad_fn is None:
-                names[id(leaf)] = position
-            else:
-                inputs[leaf.grad_fn] = position
-    return Bounds(start=start, nested=tuple(nested), inputs=inputs, leaves=names)
 
 
 def is_turn(run: int, turn: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
@@ -39,6 +39,10 @@ class Held(tuple[Any, Tensor, int]):
         if version_of(tensor) != version:
             raise stale("a kept tensor", "a planned region", version, version_of(tensor))
         return tensor
+
+
+opened: Any = methodcaller("open")
+"""Unpack what knows how to."""
 
 
 class Box:

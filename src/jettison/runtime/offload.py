@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -85,6 +85,7 @@ class Group:
         self.engine.prefetch(self)
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Moved:
     """Some bytes of a storage that were sent to the host. Whoever holds it can have them back, again and again.
 
@@ -92,40 +93,19 @@ class Moved:
     asked for.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "arrived",
-        "begin",
-        "device",
-        "engine",
-        "key",
-        "loaded",
-        "loaded_on",
-        "nbytes",
-        "read",
-        "sent",
-        "source",
-        "span",
-        "storage",
-        "stream",
-        "version",
-        "written",
-    )
-
-    def __init__(self, engine: OffloadEngine, source: Tensor, span: Span, stream: Stream, sent: Event) -> None:
-        self.engine, self.span, self.stream, self.sent = engine, span, stream, sent
-        self.source: Tensor | None = source
-        self.device = source.device
-        self.nbytes = source.numel()
-        self.begin = source.storage_offset()
-        self.key = source.untyped_storage()._cdata
-        self.storage = weakref.ref(source.untyped_storage())
-        self.version = version_of(source)
-        self.written: int | None = None  # the version that was found when the copy had been waited for
-        self.loaded: Tensor | None = None
-        self.loaded_on: Stream = None
-        self.arrived: Event = None
-        self.read: Event = None
+    engine: OffloadEngine
+    source: Tensor | None
+    span: Span
+    stream: Stream
+    sent: Event
+    key: int  # of its storage, with the next three
+    storage: weakref.ref[Any]
+    begin: int
+    version: int | None
+    written: int | None = None  # the version that was found when the copy had been waited for
+    loaded: Tensor | None = None
+    loaded_on: Stream = None
+    arrived: Event = None
 
     @property
     def on_device(self) -> Tensor | None:
@@ -194,8 +174,10 @@ class OffloadEngine:
             for read in span.read_until:
                 device.wait(device.sends, read)  # edge 2
             device.send(source, span.slab, span.offset)
-            moved = Moved(self, source, span, stream, device.record(device.sends))
-            self.transfers.append(Transfer(Direction.OUT, moved.nbytes))
+            sent, storage = device.record(device.sends), source.untyped_storage()
+            at = storage._cdata, weakref.ref(storage), source.storage_offset(), version_of(source)
+            moved = Moved(self, source, span, stream, sent, *at)
+            self.transfers.append(Transfer(Direction.OUT, span.nbytes))
             self._moving[moved.key] = weakref.ref(moved)
             group.moved.append(weakref.ref(moved))
             return moved
@@ -208,7 +190,7 @@ class OffloadEngine:
             moved is None
             or moved.storage() is not source.untyped_storage()
             or (moved.written or moved.version) != version_of(source)
-            or (moved.begin, moved.nbytes) != (source.storage_offset(), source.numel())
+            or (moved.begin, moved.span.nbytes) != (source.storage_offset(), source.numel())
         ):
             return None
         return moved
@@ -258,13 +240,13 @@ class OffloadEngine:
 
     def _load(self, moved: Moved) -> None:
         device, stream = self.device, self.device.current_stream()
-        into = device.allocate(moved.nbytes, moved.device)
+        into = device.allocate(moved.span.nbytes, self.place)
         device.wait(device.fetches, device.record(stream))  # edge 4
         device.wait(device.fetches, moved.sent)  # edge 5
         device.fetch(moved.span.slab, moved.span.offset, into)
         moved.loaded, moved.loaded_on = into, stream
-        moved.arrived = moved.read = device.record(device.fetches)
-        self.transfers.append(Transfer(Direction.BACK, moved.nbytes))
+        moved.arrived = device.record(device.fetches)
+        self.transfers.append(Transfer(Direction.BACK, moved.span.nbytes))
 
     def let_go(self, moved: Moved) -> None:
         """Nobody wants these bytes any more. The cycle collector may say so in the middle of anything."""
@@ -289,7 +271,7 @@ class OffloadEngine:
         if moved.loaded is not None:
             self.device.wait(moved.loaded_on, moved.arrived)  # edge 8, on the way back
             moved.loaded = None
-        self.pool.give(moved.span, moved.read)
+        self.pool.give(moved.span, moved.arrived)
         known = self._moving.get(moved.key)
         if known is not None and known() is None:
             del self._moving[moved.key]
@@ -301,7 +283,7 @@ def flat_bytes(tensor: Tensor, begin: int, nbytes: int) -> Tensor:
         return view_of(tensor.detach(), TensorRef(0, (nbytes,), (1,), begin, torch.uint8))
 
 
-def stale(what: str, where: str, then: int, now: int | None) -> StaleTensor:
+def stale(what: str, where: str, then: int | None, now: int | None) -> StaleTensor:
     """What to raise where autograd would say that a tensor was written to."""
     return StaleTensor(
         f"{what} of {where} was modified by an inplace operation between forward and backward: it is at version {now}; "

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from jettison.capture.recording import TensorRef
 from jettison.capture.tensor_subclasses import arrived, is_dense, storage_of, wrapping
 from jettison.runtime.callers import of_a_region
-from jettison.runtime.handles import Held
+from jettison.runtime.handles import Held, opened
 from jettison.runtime.moves import Move, Transit
 from jettison.runtime.offload import Group
 from jettison.runtime.views import Within, view_of
@@ -126,11 +126,7 @@ class OffloadHooks:
         """The call is over: what it has sent belongs to the graph alone."""
         self.boxes.clear()
 
-    @staticmethod
-    def unpack(packed: Any) -> Tensor:
-        """Autograd wants it back."""
-        found: Tensor = packed.open()
-        return found
+    unpack = opened
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

@@ -39,7 +39,7 @@ from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.copies import COPY, copied_forward, pickled_forward, trains_plainly
 from jettison.runtime.forward_run import Listener, ViewsReplayed, current_frame, running
 from jettison.runtime.frame import Frame, is_pack_listened_to, unpack
-from jettison.runtime.graph_fingerprint import bounds_of, graph_print, is_turn, next_sequence_number
+from jettison.runtime.graph_fingerprint import Bounds, graph_print, is_turn, next_sequence_number
 from jettison.runtime.handles import Diverged
 from jettison.runtime.offload import Group, OffloadEngine
 from jettison.runtime.offload_setup import engine_for, place_of, shared_engine
@@ -509,7 +509,7 @@ class PlannedForward:
 
     def _has_graph_of(self, prepared: Prepared, frame: Frame, output: Any, leaves: list[Any]) -> bool:
         """Whether a run built the graph of the first one, which was compared with the recording call by call."""
-        bounds = bounds_of(frame.start, frame.nested, self.recordings.owners, leaves)
+        bounds = Bounds(frame.start, frame.nested, self.recordings.owners, leaves)
         graph = graph_print(tree_leaves(output), bounds)
         if prepared.graph is None:
             prepared.graph = graph

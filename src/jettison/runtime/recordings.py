@@ -24,7 +24,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.guard import ModuleGuard, Setting, same_values
+from jettison.capture.python_state import Known
 from jettison.capture.recording import Call, Place, Read, RegionTrace, TensorRef
 from jettison.capture.region_tracer import trace_region
 from jettison.capture.rejected_blocks import VALUES_WANTED
@@ -42,7 +43,6 @@ from jettison.capture.tracer import trace_root
 from jettison.errors import RecordingLeft, TraceError, UnsupportedModule
 from jettison.ledger.program import Program
 from jettison.runtime.accelerator import refuse_capture
-from jettison.runtime.fallback import Verdict
 from jettison.runtime.frame import owners_of
 from jettison.runtime.graph_fingerprint import Print
 from jettison.runtime.recipe import Recipe, shared_recipe
@@ -58,6 +58,18 @@ STALE_CASTS = (
 )
 MOST_PREPARED = 256  # signatures of one region that are known at a time
 MOST_ASIDE = 4  # settings under which something is known that do not hold now
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a trial found: whether the forward may run ``again`` in backward, and if not, why."""
+
+    again: bool
+    why: str = ""
+    written: tuple[tuple[int, str], ...] = ()  # buffers that the forward writes to: (number of the module, name)
+    hollow: frozenset[int] = frozenset()  # numbers of saved tensors that no kernel writes
+    interrupt: BaseException | None = None  # left the trial; the run that counts comes first
+    known: Known = field(default_factory=dict)  # large containers that it reaches
 
 
 @dataclass(kw_only=True)
@@ -159,12 +171,13 @@ class Recordings:
         self._planned[self.number, key] = trace.program
         self._store(key, trace).checked = checked
 
-    def give_up(self, key: Any, problem: str, verdict: Verdict | None = None) -> None:
-        """Calls of this signature are known to have no program."""
+    def give_up(self, key: Any, problem: str, verdict: Verdict | None = None, *, told: bool = True) -> Prepared:
+        """Calls of this signature have no program."""
         self.guard = self.guard or ModuleGuard(self.module)
         self.fell_back = True
-        known = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict, told=True)
+        known = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict, told=told)
         self.prepared[self.number, key] = known
+        return known
 
     def most_used(self) -> Prepared | None:
         """Of the signature that was called most."""
@@ -330,7 +343,7 @@ class Recordings:
     def leave(self, key: Any, why: str) -> Prepared:
         """Calls of this signature have no program from this one on."""
         self._distrusted[key] = why
-        return self._fall_back(key, why)
+        return self.give_up(key, why, told=False)
 
     def distrust(self, recipe: Recipe, problem: str) -> None:
         """A tensor came back wrong: calls like that one have no program from now on."""
@@ -343,22 +356,22 @@ class Recordings:
 
     def _prepare(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any]) -> Prepared:
         if self.never:
-            return self._fall_back(key, self.never)
+            return self.give_up(key, self.never, told=False)
         refuse_capture("a planned module is called as it was not called before")
         self.count += 1
         self._precision = precision_of(self.module)
         if key in self._distrusted:
-            return self._fall_back(key, self._distrusted[key])
+            return self.give_up(key, self._distrusted[key], told=False)
         if len(self.prepared) >= MOST_PREPARED:
             del self.prepared[next(iter(self.prepared))]
         try:
             with _uncounted():
                 trace = self._trace(args, kwargs, own)
             if trace.problem:
-                return self._fall_back(key, trace.problem)
+                return self.give_up(key, trace.problem, told=False)
             inside = self.late_inside.get(trace.program.form(), frozenset())
             if self.late_inside and not inside:
-                return self._fall_back(key, WRITTEN_LATER, Verdict(again=False, why=WRITTEN_LATER))
+                return self.give_up(key, WRITTEN_LATER, Verdict(again=False, why=WRITTEN_LATER), told=False)
             trace.anchor(self.late, inside)
             trace.anchor_reads(self.written)
             trace.anchor_detached(stepped_in_backward(self.module))
@@ -367,19 +380,17 @@ class Recordings:
                 self._changed()
             return self._store(key, trace)
         except RecordingLeft as error:  # this time only: a hook that has what it wanted, a batch that was refused
-            return Prepared(
-                recipe=None, problem=str(error), checked=True, told=True, verdict=Verdict(again=False, why=str(error))
-            )
+            verdict = Verdict(again=False, why=str(error))
         except UnsupportedModule:  # what recording has moved cannot be put back: no run of today is a plain one's
             raise
         except (TraceError, ValueError) as error:
-            return self._fall_back(key, str(error))
+            return self.give_up(key, str(error), told=False)
         except Exception:
             raise
         except BaseException as interrupt:  # this time only, too: see NOTE [ Interrupts ]
             why = f"its recording was left ({type(interrupt).__name__})"
             verdict = Verdict(again=False, why=why, interrupt=interrupt)
-            return Prepared(recipe=None, problem=why, checked=True, told=True, verdict=verdict)
+        return Prepared(recipe=None, problem=verdict.why, checked=True, told=True, verdict=verdict)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any]) -> RegionTrace:
         if self.blocks is not None:
@@ -419,12 +430,6 @@ class Recordings:
             offloaded=offloaded_by(policy, trace.program) - trace.buffers_at(self.way.lives),
             packed=packed_by(policy, trace.program) - trace.buffers_at(self.way.lives),
         )
-
-    def _fall_back(self, key: Any, problem: str, verdict: Verdict | None = None) -> Prepared:
-        self.fell_back = True
-        prepared = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict)
-        self.prepared[self.number, key] = prepared
-        return prepared
 
 
 def reads_hold(trace: RegionTrace, leaves: list[Any]) -> bool:

@@ -1,37 +1,64 @@
-"""Runs of a region that has no recipe: as `torch.utils.checkpoint` would, where that gives the same, or plainly."""
+"""Runs of a region that has no recipe: checkpointed by running its Python again, where that gives the same, or plain.
+
+NOTE [ Running Python again ]
+A second run of a forward may differ from the first: its Python may have counted on, drawn numbers, left something in a
+list. So before a region without a program is checkpointed, it is tried: its forward runs twice on copies of what it
+writes to, the second time as backward would run it, and every tensor that autograd saves is compared. If all are equal
+the region is checkpointed; else it is kept as plain autograd keeps it. Later runs leave witnesses as recomputed tensors
+do (NOTE [ The promise ]), so that a run which differs after all stops the step. What the second run does to Python
+state, buffers and random streams is undone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
-from jettison.capture.compiled import CALLS_COMPILED
+from jettison.capture.compiled import CALLS_COMPILED, eagerly
 from jettison.capture.isolation import without_our_hooks
-from jettison.capture.trees import tree_leaves
+from jettison.capture.op_traits import hollow_results
+from jettison.capture.python_state import Reach
+from jettison.capture.signature import as_signed, global_signature
+from jettison.capture.streams import Streams
+from jettison.capture.tensor_subclasses import arrived, desugars, is_dense, plain, storage_of, version_of
+from jettison.capture.trees import op_leaves, tree_flatten, tree_leaves, tree_unflatten
+from jettison.capture.undo import WritesUndone
 from jettison.errors import StaleTensor, UsageError, WrongValue
 from jettison.runtime.accelerator import is_capturing
+from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
-from jettison.runtime.fallback import Rerun, Verdict, trial
-from jettison.runtime.forward_run import compute_less_again, named
+from jettison.runtime.forward_run import compute_less_again
+from jettison.runtime.frame import is_asked_again
+from jettison.runtime.handles import Held, opened
 from jettison.runtime.offload_hooks import OffloadHooks
-from jettison.runtime.recordings import WRITTEN_LATER, Prepared
-from jettison.runtime.witness import SALT
+from jettison.runtime.recordings import WRITTEN_LATER, Prepared, Verdict
+from jettison.runtime.steps import OutsideOfVmap
+from jettison.runtime.witness import SALT, Check, Rounded, Witness, compare, is_same, spots_of
 from jettison.solve.policy import Offload, keeps_everything
 
 if TYPE_CHECKING:
     from jettison.runtime.planned import PlannedForward
 
+Forward = Callable[..., Any]
+Stale = Callable[[str, int | None, int | None], StaleTensor]
+"""Makes the error for a tensor that was written to since the forward, from its name (of an argument none) and both
+versions."""
+MOST_VALUES_A_STEP = 5_000
+RAN_BACKWARD = "its forward runs a backward of its own"
+
 
 def run_without_recipe(
     region: PlannedForward, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """One call. The first one that may be computed again is tried: see `runtime.fallback`."""
+    """One call. The first one that may be computed again is tried: see NOTE [ Running Python again ]."""
     is_kept = region.is_root or keeps_everything(region.way.policy)
     if not is_kept and region.recordings.differs:
         prepared.verdict = Verdict(again=False, why=region.recordings.differs)
@@ -137,7 +164,7 @@ def _rerun(region: PlannedForward, prepared: Prepared, verdict: Verdict, args: A
         )
 
     def stale(written: str, then: int | None, now: int | None) -> StaleTensor:
-        what = named(region.module, written) if written else "an argument"
+        what = _named_in_words(region.module, written) if written else "an argument"
         compute_less_again(region, f"{what} was written to between forward and backward", {written} - {""})
         return StaleTensor(
             f"{what} of {name}, which was checkpointed and ran again for backward, was modified by an inplace "
@@ -157,3 +184,438 @@ def _rerun(region: PlannedForward, prepared: Prepared, verdict: Verdict, args: A
         stale=stale,
         rounded=region.rounded,
     )
+
+
+def _named_in_words(module: nn.Module, name: str) -> str:
+    """A parameter or a buffer, in words."""
+    parameter = any(name == one for one, _ in module.named_parameters(remove_duplicate=False))
+    return f"{'parameter' if parameter else 'buffer'} {name!r}"
+
+
+# a trial ------------------------------------------------------------------------------------------------------------
+
+
+def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
+    """Run a forward twice as its checkpoint would, compare, and leave nothing behind.
+
+    Args:
+        forward: of ``module``, on real tensors.
+    """
+    reach = Reach([module], [forward, *tree_leaves((args, kwargs))], most=MOST_VALUES_A_STEP)
+    if reach.values > MOST_VALUES_A_STEP:
+        return Verdict(
+            again=False,
+            why=f"its code can reach more than {MOST_VALUES_A_STEP} Python objects that may change, so that it takes "
+            "too long to see in each step that a second run leaves them alone",
+        )
+    if reach.has_large_copies:
+        return Verdict(again=False, why="it takes too long to copy, in each step, an array in its reach")
+    elsewhere, originals = WritesUndone(), list(_buffers_of(module).values())
+    streams, signature = Streams.now(), global_signature()
+    looks = _Looks()
+    reach.set_aside()
+    try:
+        # others have an array in them
+        copies = _cloned({key: buffer for key, buffer in _buffers_of(module).items() if not reach.sees(buffer)})
+        with _without_gradients(module), _buffers_as(module, copies):
+            before = {key: (version_of(b), _witness(b, 0, Check.FULL)) for key, b in copies.items()}
+            again = _cloned(copies)
+            given = _copied((args, kwargs))
+            elsewhere.undo.adopt(
+                [*copies.values(), *again.values(), *(t for t in tree_leaves(given) if isinstance(t, Tensor))]
+            )
+            elsewhere.undo.note(originals, handed=True)  # a view of numpy's may write to what the copies stand in for
+            compiled: list[str] = []
+            with eagerly(lambda: compiled.append(CALLS_COMPILED)), elsewhere, looks.hollow:
+                first = _run(forward, given, looks.first, looks.asked)
+                if compiled:
+                    return Verdict(again=False, why=CALLS_COMPILED)
+                if elsewhere.undo.wrote:
+                    return Verdict(again=False, why="its forward writes to tensors that are no buffers of its")
+            now = _tables(module)
+            written = tuple(  # kernels that write statistics do not all tell the version counter
+                (i, name)
+                for (i, name), b in copies.items()
+                if now[i].get(name) is not b or version_of(b) != before[i, name][0] or not before[i, name][1].agrees(b)
+            )
+            streams.restore()
+            with as_signed(signature), _buffers_as(module, again):
+                second = _run(forward, given, looks.second, looks.asked)
+            if looks.ran_backward:
+                return Verdict(again=False, why=RAN_BACKWARD)
+            if looks.at != len(looks.seen):
+                return Verdict(again=False, why="a second run of its forward saves other tensors")
+            if not _same(first, second):
+                return Verdict(again=False, why="a second run of its forward returns something else")
+            return Verdict(again=True, written=written, hollow=looks.skipped)
+    except WrongValue:
+        return Verdict(again=False, why="a second run of its forward gives other values")
+    except Exception as error:  # one of the user's own comes again where the forward runs as it is
+        line = (str(error).splitlines() or [""])[0][:200]
+        why = RAN_BACKWARD if looks.ran_backward else f"a run on copies fails ({type(error).__name__}: {line})"
+        return Verdict(again=False, why=why)
+    except BaseException as interrupt:  # Ctrl-C, say
+        return Verdict(again=False, why=f"its trial was left ({type(interrupt).__name__})", interrupt=interrupt)
+    finally:
+        streams.restore()
+        reach.restore()
+
+
+@dataclass(kw_only=True)
+class _Looks:
+    """Digests of the tensors of a first run, held against those of a second."""
+
+    seen: list[Witness | None] = field(default_factory=list)
+    hollow: _Hollow = field(default_factory=lambda: _Hollow())
+    at: int = 0
+    ran_backward: bool = False
+
+    def asked(self, _packed: None) -> Tensor:
+        """Only a backward inside the forward asks: what it wants is not held, and a checkpoint could not give it."""
+        self.ran_backward = True
+        raise RuntimeError(RAN_BACKWARD)
+
+    @property
+    def skipped(self) -> frozenset[int]:
+        """Numbers of saved tensors that have no values."""
+        return frozenset(number for number, witness in enumerate(self.seen) if witness is None)
+
+    def first(self, tensor: Tensor) -> None:
+        unseen = not is_dense(tensor) or self.hollow.has(tensor)
+        self.seen.append(None if unseen else _witness(tensor, 0, Check.FULL))
+
+    def second(self, tensor: Tensor) -> None:
+        self.at += 1
+        if self.at > len(self.seen):
+            raise WrongValue("a second run saves more")
+        witness, inner = self.seen[self.at - 1], arrived(tensor)
+        if witness is not None and not (_is_like(witness, inner) and witness.agrees(inner)):
+            raise WrongValue("a second run differs")
+
+
+class _Hollow(TorchDispatchMode):
+    """Knows tensors that no kernel writes; see `hollow_results`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: list[Tensor] = []
+
+    def has(self, tensor: Tensor) -> bool:
+        return any(storage_of(tensor) == storage_of(found) for found in self._found)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if desugars(types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        self._found += hollow_results(func, args, kwargs or {}, out)
+        return out
+
+
+def _witness(tensor: Tensor, salt: int, how: Check) -> Witness:
+    inner = arrived(tensor)
+    spots = spots_of(tuple(inner.shape), tuple(inner.stride()))
+    return Witness(inner, spots, salt, full=how is Check.FULL)
+
+
+def _is_like(witness: Witness, tensor: Tensor) -> bool:
+    return witness.dtype is tensor.dtype and witness.spots == spots_of(tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def _run(
+    forward: Forward, call: tuple[Any, Any], saved: Callable[[Tensor], None], asked: Callable[[None], Tensor]
+) -> list[Witness]:
+    """A forward of which only what ``saved`` makes of its saved tensors stays."""
+
+    @of_a_region
+    def pack(tensor: Tensor) -> None:
+        saved(tensor)
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, asked):
+        output = forward(*call[0], **call[1])
+    return [_witness(leaf, 0, Check.FULL) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _same(first: list[Witness], second: list[Witness]) -> bool:
+    return len(first) == len(second) and all(
+        a.spots == b.spots and a.dtype is b.dtype and is_same(a.seen, b.seen)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _copied(call: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Arguments whose tensors may be written to."""
+    leaves, spec = tree_flatten(call)
+    with torch.no_grad():
+        made = [_argument(leaf.clone(), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tree_unflatten(made, spec)
+
+
+def _argument(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor that wants gradients as the other one does, and in a forward is no leaf where that is none."""
+    tensor = tensor.detach()
+    if not like.requires_grad:
+        return tensor
+    tensor.requires_grad_()
+    if like.is_leaf:
+        return tensor
+    with torch.enable_grad():
+        return tensor.view_as(tensor)
+
+
+# buffers --------------------------------------------------------------------------------------------------------------
+
+Buffers = dict[tuple[int, str], Tensor]
+
+
+def _tables(module: nn.Module) -> list[dict[str, Any]]:
+    return [sub._buffers for sub in module.modules()]
+
+
+def _buffers_of(module: nn.Module) -> Buffers:
+    """Dense ones; sparse ones are made once, and not written to."""
+    named = ((i, name, buffer) for i, table in enumerate(_tables(module)) for name, buffer in table.items())
+    return {(i, name): buffer for i, name, buffer in named if buffer is not None and is_dense(buffer)}
+
+
+def _cloned(buffers: Buffers) -> Buffers:
+    with torch.no_grad():
+        return {key: buffer.clone() for key, buffer in buffers.items()}
+
+
+def _is_as_before(buffer: Tensor, before: tuple[Tensor, int | None] | None) -> bool:
+    """Whether a buffer is the same tensor, at the same version. A forward may put another tensor in its place."""
+    return before is not None and before[0] is buffer and before[1] == version_of(buffer)
+
+
+Entries = list[tuple[dict[str, Any], str, Tensor]]
+
+
+@contextlib.contextmanager
+def _replaced(entries: Entries) -> Iterator[None]:
+    """Tables of modules have these tensors meanwhile: what is written to them is gone afterwards."""
+    before = [(table, name, table.get(name)) for table, name, _ in entries]
+    for table, name, tensor in entries:
+        table[name] = tensor
+    try:
+        yield
+    finally:
+        for table, name, own in before:
+            if own is None:
+                del table[name]
+            else:
+                table[name] = own
+
+
+def _buffers_as(module: nn.Module, buffers: Buffers) -> contextlib.AbstractContextManager[None]:
+    tables = _tables(module)
+    return _replaced([(tables[i], name, buffer) for (i, name), buffer in buffers.items()])
+
+
+def _parameters_of(module: nn.Module) -> Entries:
+    tables = [sub._parameters for sub in module.modules()]
+    return [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
+
+
+def _parameters_as(parameters: Entries) -> contextlib.AbstractContextManager[None]:
+    """Where modules have others by now. What FSDP has emptied it fills again by itself."""
+    return _replaced(
+        [
+            (table, name, tensor)
+            for table, name, tensor in parameters
+            if table.get(name) is not tensor and is_dense(tensor) and plain(tensor).untyped_storage().nbytes()
+        ]
+    )
+
+
+def _named(module: nn.Module, without: set[tuple[int, str]]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, but for these buffers."""
+    for i, (path, sub) in enumerate(module.named_modules()):
+        prefix = f"{path}." if path else ""
+        for name, tensor in (*sub._parameters.items(), *sub._buffers.items()):
+            if tensor is not None and (i, name) not in without:
+                yield prefix + name, tensor
+
+
+class _Reads(TorchDispatchMode):
+    """Refuses to read what was written to since the forward.
+
+    Args:
+        moved: by storage, its name, and its version then and now.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, moved: Mapping[int, tuple[str, int | None, int | None]], stale: Stale) -> None:
+        super().__init__()
+        self.moved, self.stale = moved, stale
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if desugars(types):
+            return NotImplemented
+        if isinstance(func, HigherOrderOperator) or not func.is_view:
+            for tensor in op_leaves(args, kwargs or {}):
+                if isinstance(tensor, Tensor) and is_dense(tensor) and storage_of(tensor) in self.moved:
+                    raise self.stale(*self.moved[storage_of(tensor)])
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _without_gradients(module: nn.Module) -> Iterator[None]:
+    """What a forward adds to gradients of the module's parameters is gone afterwards."""
+    before = [(parameter, parameter.grad) for parameter in module.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+# checkpointing --------------------------------------------------------------------------------------------------------
+
+
+class Dropped:
+    """A tensor that autograd saved in a region that will run again."""
+
+    __slots__ = ("index", "rerun")
+
+    def __init__(self, rerun: Rerun, index: int) -> None:
+        self.rerun, self.index = rerun, index
+
+    def open(self) -> Tensor:
+        """See `Held`."""
+        return self.rerun.value(self.index)
+
+
+class Rerun:
+    """One call of a region whose forward runs again when backward asks for what it saved.
+
+    Args:
+        wrong: makes the error for a tensor that came back as another one, from what is wrong with it.
+        stale: see `Stale`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        verdict: Verdict,
+        how: Check,
+        salt: int,
+        wrong: Callable[[str], WrongValue],
+        stale: Stale,
+        rounded: Rounded,
+    ) -> None:
+        self.module = module
+        self.forward = forward
+        self.call = (args, kwargs)
+        self.how = how
+        self.salt = salt
+        self.wrong, self.stale = wrong, stale
+        self.rounded = None if how is Check.EXACT else rounded
+        self.versions = [(leaf, version_of(leaf)) for leaf in tree_leaves(self.call) if isinstance(leaf, Tensor)]
+        self.free = {storage_of(t) for t in (*module.parameters(), *module.buffers()) if is_dense(t)}
+        self.free |= {storage_of(leaf) for leaf, _ in self.versions}
+        self.streams = Streams.now()
+        self.signature = global_signature()
+        self.buffers = _cloned({key: b for key, b in _buffers_of(module).items() if key in verdict.written})
+        self.also: Buffers = {}  # written to as well, this time
+        self.parameters = _parameters_of(module)  # under functional_call others than the module's own
+        self.left: dict[str, tuple[Tensor, int | None]] = {}  # what it read by name, and the versions after the forward
+        self.count = 0
+        self.hollow = verdict.hollow
+        self.known = verdict.known
+        self.wanted: dict[int, Witness | None] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def run(self) -> Any:
+        """The forward itself."""
+        before = {key: (b, version_of(b)) for key, b in _buffers_of(self.module).items()}
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, opened):
+            output = self.forward(*self.call[0], **self.call[1])
+        now = {key: b for key, b in _buffers_of(self.module).items() if key not in self.buffers}
+        self.also = {key: b for key, b in now.items() if not _is_as_before(b, before.get(key))}
+        self.left = {n: (t, version_of(t)) for n, t in _named(self.module, {*self.buffers, *self.also}) if is_dense(t)}
+        return output
+
+    @of_a_region
+    def pack(self, tensor: Tensor) -> Any:
+        """What is there anyway is kept; everything else leaves a witness."""
+        index = self.count
+        self.count += 1
+        if not is_dense(tensor) or storage_of(tensor) in self.free:
+            return Held(tensor)
+        unseen = self.how is Check.OFF or index in self.hollow
+        self.wanted[index] = None if unseen else _witness(tensor, self.salt + index, self.how)
+        return Dropped(self, index)
+
+    def value(self, index: int) -> Tensor:
+        """The tensor of that number, as the forward saved it."""
+        if index not in self.values:
+            self._again()
+        return self.values[index] if is_asked_again() else self.values.pop(index)
+
+    def _again(self) -> None:
+        for leaf, version in self.versions:
+            if version_of(leaf) != version:
+                raise self.stale("", version, version_of(leaf))
+        moved = {storage_of(t): (n, v, version_of(t)) for n, (t, v) in self.left.items() if version_of(t) != v}
+        leaves, spec = tree_flatten(self.call)
+        with torch.no_grad():
+            given = [_argument(leaf, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(given, spec)
+        at = 0
+
+        @of_a_region
+        def pack(tensor: Tensor) -> None:
+            nonlocal at
+            if at in self.wanted:
+                self._take(at, tensor)
+            at += 1
+
+        def unpack(_packed: None) -> Tensor:
+            raise self.wrong(RAN_BACKWARD)
+
+        now, reach = Streams.now(), Reach([self.module], [self.forward, *leaves], known=self.known)
+        # copies, so that another backward finds them as they were when the forward began
+        buffers, also, elsewhere = _cloned(self.buffers), _cloned(self.also), WritesUndone()
+        elsewhere.undo.adopt([*buffers.values(), *also.values()])
+        self.streams.restore()
+        reach.set_aside()
+        try:
+            with (
+                elsewhere,
+                torch.enable_grad(),
+                OutsideOfVmap(),
+                as_signed(self.signature),
+                _buffers_as(self.module, buffers),
+                _buffers_as(self.module, also),
+                _parameters_as(self.parameters),
+                _Reads(moved, self.stale) if moved else contextlib.nullcontext(),
+                torch.autograd.graph.saved_tensors_hooks(pack, unpack),
+            ):
+                self.forward(*args, **kwargs)
+                if any(elsewhere.undo.has_written(value) for value in self.values.values()):
+                    raise self.wrong("it saves a tensor that it writes to as well, and that is no buffer of its")
+            if reach.moved():
+                raise self.wrong("it took from an iterator, which nothing puts back")
+        finally:
+            now.restore()
+            reach.restore()
+        if at != self.count:
+            raise self.wrong(f"its forward saved {at} tensors when it ran again, and {self.count} before")
+
+    def _take(self, index: int, tensor: Tensor) -> None:
+        witness = self.wanted[index]
+        if witness is not None:
+            inner = arrived(tensor)
+            if not _is_like(witness, inner):
+                raise self.wrong(f"saved tensor {index} came back with another shape, {tuple(inner.shape)}")
+            compare(witness, inner, self.rounded, lambda: self.wrong(f"saved tensor {index} is not what forward had"))
+        self.values[index] = tensor.detach() if not plain(tensor).is_leaf or not tensor.requires_grad else tensor
