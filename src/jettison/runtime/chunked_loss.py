@@ -26,6 +26,7 @@ import threading
 import types
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -120,18 +121,9 @@ def whole_losses() -> Iterator[None]:
         _local.whole = before
 
 
-@functools.wraps(_torchs)
-def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = IGNORED,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """See `torch.nn.functional.cross_entropy`."""
+def cross_entropy(input: Tensor, target: Tensor, *more: Any) -> Tensor:
+    """See `torch.nn.functional.cross_entropy`, of which ``more`` are all other arguments."""
+    weight, size_average, ignore_index, reduce, reduction, label_smoothing = more
     if (
         not torch.compiler.is_compiling()
         and weight is None
@@ -145,12 +137,7 @@ def cross_entropy(
         for hold in tuple(_holders):
             hold.used = True
         return _chunked(input, target, ignore_index, reduction)
-    return _torchs(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-
-
-def is_chunking() -> bool:
-    """Whether something is held."""
-    return _replaced.__code__ is not _code
+    return _torchs(input, target, *more)
 
 
 def _handed_on(
@@ -244,21 +231,15 @@ def _same(device: torch.device, dtype: torch.dtype, columns: int) -> bool:
     return torch.equal(loss, chunked) and torch.equal(gradient, of_chunks)
 
 
+@dataclass(slots=True)
 class _Asked:
-    """What a loss is to do.
+    """What a loss is to do."""
 
-    Args:
-        twin: of the logits: their shape and place in the graph without their memory, for derivatives of derivatives.
-        holders: to write down who holds the logits when backward comes to them.
-    """
-
-    __slots__ = ("holders", "ignore_index", "reduction", "rows", "twin")
-
-    def __init__(
-        self, ignore_index: int, reduction: int, rows: int, twin: Tensor, holders: dict[bool, Holders] | None = None
-    ) -> None:
-        self.ignore_index, self.reduction, self.rows, self.twin = ignore_index, reduction, rows, twin
-        self.holders = holders
+    ignore_index: int
+    reduction: int
+    rows: int
+    twin: Tensor  # of the logits: their shape and place in the graph without their memory, for higher derivatives
+    holders: dict[bool, Holders] | None = None  # to note who holds the logits when backward comes to them
 
 
 def _are_more(holders: Holders, than: Holders) -> bool:

@@ -27,36 +27,6 @@ PARTS: Final = 64
 """See NOTE [ Slabs are powers of two ]."""
 
 
-class FirstFit:
-    """Ranges of a memory of ``size_bytes``."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self._taken: list[tuple[int, int]] = []  # begin and end, ascending
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is taken."""
-        return not self._taken
-
-    def take(self, nbytes: int) -> int | None:
-        """The lowest free place for so many bytes, aligned; None if there is none."""
-        length, begin = _aligned(nbytes), 0
-        for place, (taken, end) in enumerate(self._taken):
-            if taken - begin >= length:
-                self._taken.insert(place, (begin, begin + length))
-                return begin
-            begin = end
-        if begin + length > self.size_bytes:
-            return None
-        self._taken.append((begin, begin + length))
-        return begin
-
-    def give(self, begin: int) -> None:
-        """The range that begins there is free."""
-        self._taken = [taken for taken in self._taken if taken[0] != begin]
-
-
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
@@ -117,10 +87,29 @@ class Span:
 
 
 @dataclass(eq=False)
-class _Room:
+class Room:
+    """A slab, of which ranges are taken."""
+
     slab: Slab
-    places: FirstFit
+    taken: list[tuple[int, int]] = field(default_factory=list)  # begin and end, ascending
     reads: list[tuple[int, int, Event]] = field(default_factory=list)  # of what was given back: begin, end, until when
+
+    def take(self, nbytes: int) -> int | None:
+        """The lowest free place for so many bytes, aligned; None if there is none."""
+        length, begin = _aligned(nbytes), 0
+        for place, (taken, end) in enumerate(self.taken):
+            if taken - begin >= length:
+                self.taken.insert(place, (begin, begin + length))
+                return begin
+            begin = end
+        if begin + length > self.slab.nbytes:
+            return None
+        self.taken.append((begin, begin + length))
+        return begin
+
+    def give(self, begin: int) -> None:
+        """The range that begins there is free."""
+        self.taken = [taken for taken in self.taken if taken[0] != begin]
 
 
 class HostPool:
@@ -141,7 +130,7 @@ class HostPool:
         self.live_bytes = 0
         self.peak_bytes = 0
         self._planned: tuple[int, ...] = ()
-        self._rooms: list[_Room] = []
+        self._rooms: list[Room] = []
 
     @property
     def real_bytes(self) -> int:
@@ -161,7 +150,7 @@ class HostPool:
             return
         if tuple(there[: len(slabs)]) == slabs:
             return
-        for room in [room for room in self._rooms if room.places.is_empty]:
+        for room in [room for room in self._rooms if not room.taken]:
             for _, _, event in room.reads:
                 self.device.wait(self.device.current_stream(), event)
             self._rooms.remove(room)
@@ -185,28 +174,25 @@ class HostPool:
 
     def _find(self, nbytes: int) -> Span | None:
         for room in self._rooms:
-            offset = room.places.take(nbytes)
-            if offset is not None:
-                return self._span(room, offset, nbytes)
+            if (offset := room.take(nbytes)) is None:
+                continue
+            end = offset + nbytes
+            meeting = tuple(event for begin, stop, event in room.reads if begin < end and offset < stop)
+            self.live_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            return Span(room.slab, offset, nbytes, meeting)
         return None
 
     def give(self, span: Span, read_until: Event | None) -> None:
         """A span is free, once the copy that read it last is over."""
         room = next(room for room in self._rooms if room.slab is span.slab)
-        room.places.give(span.offset)
+        room.give(span.offset)
         end = span.offset + span.nbytes
         # what was sent here since then, in the stream that sends next, has waited for these
         room.reads = [read for read in room.reads if not (span.offset <= read[0] and read[1] <= end)]
         if read_until is not None:
             room.reads.append((span.offset, end, read_until))
         self.live_bytes -= span.nbytes
-
-    def _span(self, room: _Room, offset: int, nbytes: int) -> Span:
-        end = offset + nbytes
-        meeting = tuple(event for begin, stop, event in room.reads if begin < end and offset < stop)
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return Span(room.slab, offset, nbytes, meeting)
 
     def _grow(self, slabs: Sequence[int]) -> None:
         real_bytes = self._real(slabs)
@@ -216,8 +202,7 @@ class HostPool:
         left = self._left()
         if left is not None and real_bytes > left:
             raise self._exceeded(slabs, self.real_bytes + left, "what this machine has for it")
-        for nbytes in slabs:
-            self._rooms.append(_Room(slab := self.device.pin(nbytes), FirstFit(slab.nbytes)))
+        self._rooms += [Room(self.device.pin(nbytes)) for nbytes in slabs]
 
     def _real(self, slabs: Sequence[int]) -> int:
         return sum(map(self.device.rounded, slabs))

@@ -1,9 +1,8 @@
 """Two more ways to say what may be computed again: around a function call, and on a module's class.
 
 `checkpoint(function, *args)` has the calling convention of `torch.utils.checkpoint.checkpoint`. The modules that the
-function
-reaches (itself, what it is bound to, its closure, its globals) are where its parameters are found again in backward; a
-tensor that it reaches by any other way is kept.
+function reaches (itself, what it is bound to, its closure, its globals) are where its parameters are found again in
+backward; a tensor that it reaches by any other way is kept.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from jettison.runtime.witness import Check, check_of
 from jettison.solve.policy import CheckpointPolicy, policy_named
 
 Class = TypeVar("Class", bound=type[nn.Module])
+Part = TypeVar("Part", nn.Module, nn.Parameter)
 
 
 class _Regions(dict[Any, "_FunctionRegion"]):
@@ -94,8 +94,7 @@ def checkpoint(
     closely = check_of(check)
     if not torch.is_grad_enabled() or is_inside():
         return function(*args, **kwargs)
-    found = tuple(_modules_of(function))
-    parameters = tuple(_parameters_of(function))
+    found, parameters = _parts(function, nn.Module), _parts(function, nn.Parameter)
     numbers = tuple((type(v), v) for v in _flat(_reached(function)) if isinstance(v, bool | int | float | str))
     owner: Any = (*found, *parameters, None)[0]
     regions = regions_of(owner)
@@ -222,17 +221,6 @@ def _numbers(values: Iterable[Any], depth: int) -> Iterator[tuple[type, Any]]:
             yield from _numbers(list(held.values()), depth + 1) if isinstance(held, dict) else ()
 
 
-def _modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:
-    seen: set[int] = set()
-    for value in _flat(_reached(function)):
-        if isinstance(value, nn.Module) and id(value) not in seen:
-            seen.add(id(value))
-            yield value
-
-
-def _parameters_of(function: Callable[..., Any]) -> Iterator[nn.Parameter]:
-    seen: set[int] = set()
-    for value in _flat(_reached(function)):
-        if isinstance(value, nn.Parameter) and id(value) not in seen:
-            seen.add(id(value))
-            yield value
+def _parts(function: Callable[..., Any], kind: type[Part]) -> tuple[Part, ...]:
+    """Modules, or parameters, that a function reaches, each once."""
+    return tuple({id(value): value for value in _flat(_reached(function)) if isinstance(value, kind)}.values())
