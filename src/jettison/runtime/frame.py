@@ -11,8 +11,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from jettison.capture.recording import TensorRef, layout, layout_of
+from jettison.capture.dispatch import CaptureMode
+from jettison.capture.recording import Place, TensorRef, layout, layout_of
 from jettison.capture.sharded import whole_now
 from jettison.capture.signature import Switches, kernel_switches, switched
 from jettison.capture.tensor_subclasses import Narrow, arrived, plain, storage_of, version_of, wrapping
@@ -21,7 +23,6 @@ from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime import witness as witnesses
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck
-from jettison.runtime.forward_run import compute_less_again, likely_kind, regions_of, running
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.handles import Box, Diverged, Handle, Held, box_for
 from jettison.runtime.moves import Away
@@ -30,7 +31,7 @@ from jettison.runtime.recipe import AWAY, Recipe, SlotAction
 from jettison.runtime.recompute_code import UNWRAPPED
 from jettison.runtime.steps import get_state
 from jettison.runtime.views import view_of
-from jettison.runtime.witness import SALT, Check, Rounded, Witness, _ndarray, compare, peek
+from jettison.runtime.witness import SALT, Check, Witness, _ndarray, compare, peek
 
 FEW_BYTES: Final = 256
 """Of a buffer that a call takes a copy of, if what it computes again reads it."""
@@ -47,37 +48,25 @@ class Frame:
     """See the module docstring. Alive as long as one of its handles is."""
 
     # of a call as most are: one attribute less to set in each
-    broken = ""
-    """Reason why the run left the recording."""
+    broken = ""  # reason why the run left the recording
     check: SequenceCheck | None = None
-    fake = False
-    """Its arguments are."""
-    looked = True
-    """Whether its graph was compared."""
-    sees = False
-    """Whether each dropped buffer leaves a witness of some elements."""
-    given: Set[int] = frozenset()
-    """Storages that the outermost of the running calls was given."""
-    group: Group | None = None
-    """Group of offloaded tensors; None where nothing can move."""
+    fake = False  # its arguments are
+    looked = True  # its graph was compared
+    sees = False  # each dropped buffer leaves a witness of some elements
+    given: Set[int] = frozenset()  # storages that the outermost of the running calls was given
+    group: Group | None = None  # of offloaded tensors; None where nothing can move
     handed: Mapping[int, Handle] = MappingProxyType({})
-    block_calls = 0
-    index = 0
-    task = -1
-    """The backward in which the switches were found as they are here."""
-    keeps_graph = True
-    """Whether that one does."""
-    how = Check.ALWAYS
-    share = 1
-    """One slot in so many leaves a witness."""
-    rounded: Rounded
+    block_calls = index = 0
+    task = -1  # the backward in which the switches were found as they are here
+    keeps_graph = True  # whether that one does
+    share = 1  # one slot in so many leaves a witness
 
     def __init__(
         self, recipe: Recipe, region: Any, group: Group | None, switches: Switches, *, moves: bool = True
     ) -> None:
         self.recipe, self.region, self.moves = recipe, region, moves
         self.name, self.model, self.owners = region.name, region.model, region.recordings.owners
-        self.number = region.calls
+        self.number, self.how, self.rounded = region.calls, region.how, region.rounded
         self.salt = region.calls * SALT  # moves the places that are looked at
         if group is not None:
             self.group = group
@@ -266,35 +255,42 @@ class Frame:
         with nullcontext() if self.check is None else self.check.apart():  # no op of the model's
             return Witness(tensor, slot.spots, self.salt + index, full=self.how is Check.FULL)
 
-    def leave(self) -> None:
-        """The forward is over: every slot was met and every box is full. From here on handles own everything."""
-        if self.index != len(self.recipe.slots):
-            raise Diverged(f"{self.index} saved tensors, recorded were {len(self.recipe.slots)}")
+    def leave(self) -> bool:
+        """The forward is over, and handles own everything; whether it was the recorded one.
+
+        Raises:
+            Diverged: it was not, and what was dropped cannot be recomputed from what it came by.
+        """
         assert self.boxes is not None
+        if self.check is not None:
+            self.broken = self.broken or self.check.diverged
+            self.check = None  # it has the arguments, and the frame lives until backward
+        self.broken = self.broken or self._missing()
+        if self.broken:
+            wanted = {n for slot in self.recipe.slots[: self.index] if slot.kind in AWAY for n in slot.boxes}
+            if any(type(box := self.boxes[n]) is not Handle and box.is_empty for n in wanted):
+                raise Diverged(self.broken)
+        else:
+            self.handed = {
+                leaf: Handle((self, slot, self.closures[slot.closure] or self._closure(slot), -1, None))
+                for leaf, slot in self.recipe.handed.items()
+            }
+        self.boxes, self.closures = None, []
+        return not self.broken
+
+    def _missing(self) -> str:
+        """A slot that was not met, or a box that is not full."""
+        assert self.boxes is not None
+        if self.index != len(self.recipe.slots):
+            return f"{self.index} saved tensors, recorded were {len(self.recipe.slots)}"
         for buffer, name in self.recipe.trace.casts.items():
             n = self.recipe.box_of.get(buffer)
             if n is not None and isinstance(box := self.boxes[n], Box) and box.tensor is not None and not self.fake:
                 self.region.recordings.note_cast(name, box.tensor)
         for n, box in enumerate(self.boxes):
             if type(box) is not Handle and box.is_empty:
-                raise Diverged(f"nothing was seen of buffer {self.recipe.boxes[n]}")
-        self.handed = {
-            leaf: Handle((self, slot, self.closures[slot.closure] or self._closure(slot), -1, None))
-            for leaf, slot in self.recipe.handed.items()
-        }
-        self.boxes, self.closures = None, []  # handles alone own what they read
-
-    def leave_broken(self) -> None:
-        """The run has left the recording: what was dropped before must be computable from what it came by.
-
-        Raises:
-            Diverged: it is not.
-        """
-        assert self.boxes is not None
-        wanted = {n for slot in self.recipe.slots[: self.index] if slot.kind in AWAY for n in slot.boxes}
-        if any(type(box := self.boxes[n]) is not Handle and box.is_empty for n in wanted):
-            raise Diverged(self.broken)
-        self.boxes = None
+                return f"nothing was seen of buffer {self.recipe.boxes[n]}"
+        return ""
 
     def tap(self, path: str, is_output: bool, call: int, tree: Any) -> None:
         """A module boundary was crossed; box what recipes want of it."""
@@ -384,10 +380,6 @@ class Frame:
         )
         self.region.recordings.distrust(self.recipe, str(error))
         return error
-
-    def written_to(self, cell: int, now: int) -> StaleTensor:
-        """Return the error for a recomputed value that a node of backward wrote to before another one asked for it."""
-        return stale("a recomputed tensor", self.name, self.versions[cell], now)
 
     def stale(self, buffer: int, then: int, now: int | None) -> StaleTensor:
         """Return the error for a kept tensor, parameter or buffer that was written to before backward. From the next
@@ -531,11 +523,112 @@ def _runs(node: Any) -> bool:
 
 def owners_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     """Where each parameter and buffer of a module lives, so that it is found again when used."""
-    owners: dict[str, tuple[dict[str, Any], str]] = {}
-    for path, sub in module.named_modules():
-        prefix = f"{path}." if path else ""
-        for leaf in sub._parameters:
-            owners[prefix + leaf] = (sub._parameters, leaf)
-        for leaf in sub._buffers:
-            owners[prefix + leaf] = (sub._buffers, leaf)
-    return owners
+    return {
+        f"{path}.{leaf}" if path else leaf: (table, leaf)
+        for path, sub in module.named_modules()
+        for table in (sub._parameters, sub._buffers)
+        for leaf in table
+    }
+
+
+# frames whose forward runs now, on this thread ------------------------------------------------------------------------
+
+_running = threading.local()
+
+
+def current_frame() -> Frame | None:
+    """The innermost region that is running its forward on this thread."""
+    stack = running()
+    return stack[-1] if stack else None
+
+
+def is_inside() -> bool:
+    """Whether a region is running its forward, or being recorded, on this thread."""
+    return bool(running()) or any(isinstance(mode, CaptureMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def running() -> list[Frame]:
+    if not hasattr(_running, "stack"):
+        _running.stack = []
+    return _running.stack
+
+
+class Listener:
+    """A module hook that hands what crosses a boundary to the running frame. In a copy of the module it is deaf."""
+
+    def __init__(self, region: Any, module: nn.Module | None, path: str, is_output: bool) -> None:
+        self.region = region
+        self.module = module
+        self.path = path
+        self.is_output = is_output
+
+    of_a_region = True
+
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
+        frame = current_frame()
+        if frame is None or frame.region is not self.region or module is not self.module:  # a shallow copy has it too
+            return
+        where = (self.path, self.is_output)
+        call = frame.taps_seen.get(where, 0)
+        frame.taps_seen[where] = call + 1
+        frame.tap(self.path, self.is_output, call, result if self.is_output else (args, result))
+
+    def __reduce__(self) -> Any:
+        return Listener, (None, None, self.path, self.is_output)
+
+
+class ViewsReplayed:
+    """Backward goes back through a view that was written to view by view, as it does for the fake tensors that plans
+    are made on. By itself autograd takes one ``as_strided`` for real ones, whose backward fills memory of its own.
+    """
+
+    __slots__ = ("before",)
+
+    def __enter__(self) -> None:
+        self.before = torch._C._is_view_replay_enabled()
+        torch._C._set_view_replay_enabled(True)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_view_replay_enabled(self.before)
+
+
+# after an error -------------------------------------------------------------------------------------------------------
+
+
+def regions_of(region: Any) -> list[Any]:
+    """All regions of its model that are planned now."""
+    found = [vars(module).get("forward") for module in region.model.modules()]
+    return [one for one in found if getattr(one, "recordings", None) is not None]
+
+
+def compute_less_again(region: Any, why: str, names: Set[str] = frozenset(), places: Set[Place] = frozenset()) -> None:
+    """A step has stopped, since what this region computes with in backward is not what its forward had. From now on it
+    and those of its class, which do alike things, keep what is computed of it; without a recording, all that they save.
+
+    Args:
+        names: parameters and buffers of the region that somebody wrote to.
+        places: arguments that somebody wrote to.
+    """
+    for one in regions_of(region):
+        written = {name for frame in one.frames for name in frame.written()}
+        if type(one.module) is type(region.module):
+            one.recordings.differs = why
+            one.recordings.moves(written | names, places=places)
+        else:
+            one.recordings.moves(written)
+
+
+def likely_kind(recipe: Recipe, slot: int, region: Any) -> str:
+    """A guess at what a recording took as fixed and was not."""
+    if recipe.slots[slot].kind == "offload":
+        return "Something wrote to it, past autograd's version counters, before it had arrived there."
+    program = recipe.trace.program
+    changed = region.recordings.guard.words() if region.recordings.guard is not None else ""
+    if changed:
+        return f"Since it was recorded, {changed} changed."
+    closure = program.closure(program.slots[slot].buffer)
+    if any(recipe.trace.calls[i].state_in is not None for i in closure.ops):
+        return "Its values come from a random stream that something moved between forward and its recompute."
+    if recipe.trace.reads:
+        return "Its forward reads numbers out of tensors."
+    return "Its forward hangs on Python state, or on values, that were other ones when it was recorded."

@@ -37,8 +37,7 @@ from jettison.runtime.callers import (
 )
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.copies import COPY, copied_forward, pickled_forward, trains_plainly
-from jettison.runtime.forward_run import Listener, ViewsReplayed, current_frame, running
-from jettison.runtime.frame import Frame, is_pack_listened_to, unpack
+from jettison.runtime.frame import Frame, Listener, ViewsReplayed, current_frame, is_pack_listened_to, running, unpack
 from jettison.runtime.graph_fingerprint import Bounds, graph_print, is_turn, next_sequence_number
 from jettison.runtime.handles import Diverged
 from jettison.runtime.offload import Group, OffloadEngine
@@ -435,24 +434,6 @@ class PlannedForward:
                 "without a recording"
             ) from error
 
-    def _leave(self, frame: Frame) -> bool:
-        """Close a frame; whether the run was the recorded one.
-
-        Raises:
-            Diverged: it was not, and something that was dropped cannot be had again.
-        """
-        if frame.check is not None:
-            frame.broken = frame.broken or frame.check.diverged
-            frame.check = None  # it has the arguments, and the frame lives until backward
-        if not frame.broken:
-            try:
-                frame.leave()
-                return True
-            except Diverged as divergence:
-                frame.broken = str(divergence)
-        frame.leave_broken()
-        return False
-
     def _run_planned(
         self, prepared: Prepared, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -461,7 +442,6 @@ class PlannedForward:
         self._watch(recipe)
         group = self.begin_group(moves=bool(recipe.moved))
         frame = Frame(recipe, self, group, key[1][AUTOCASTS:], moves=not self.stays())
-        frame.how, frame.rounded = self.how, self.rounded
         if not prepared.checked:
             refuse_capture(f"{self.name or 'the model'} has not run under its plan so far")
         if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER and not is_capturing():
@@ -488,7 +468,7 @@ class PlannedForward:
             if group is not None:
                 group.end()
         self.frames.add(frame)
-        if not self._leave(frame):
+        if not frame.leave():
             self.recordings.diverged(prepared, key, frame.broken)
             return output
         unseen = self.how is Check.OFF or frame.share > 1

@@ -32,6 +32,7 @@ from jettison.capture.recording import TensorRef
 from jettison.capture.signature import Switches, switched
 from jettison.capture.tensor_subclasses import plain, version_of
 from jettison.runtime.bindings import binding
+from jettison.runtime.offload import stale
 from jettison.runtime.steps import Drawing, RecipeStep
 from jettison.runtime.views import in_a_copy, view_of
 from jettison.runtime.witness import _ndarray
@@ -454,7 +455,7 @@ def _taken(frame: Any, cell: int) -> Tensor:
     """
     found: Tensor = frame.values[cell]
     if found._version != frame.versions[cell]:
-        raise frame.written_to(cell, found._version)
+        raise stale("a recomputed tensor", frame.name, frame.versions[cell], found._version)
     return found
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from jettison.capture.blocks import REGION_MARK
 from jettison.capture.contents import is_ours
 from jettison.capture.dispatch import refuse_scripted
-from jettison.runtime.forward_run import is_inside
+from jettison.runtime.frame import is_inside
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.policy import CheckpointPolicy, policy_named

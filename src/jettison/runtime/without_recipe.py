@@ -35,8 +35,7 @@ from jettison.errors import StaleTensor, UsageError, WrongValue
 from jettison.runtime.accelerator import is_capturing
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
-from jettison.runtime.forward_run import compute_less_again
-from jettison.runtime.frame import is_asked_again
+from jettison.runtime.frame import compute_less_again, is_asked_again
 from jettison.runtime.handles import Held, opened
 from jettison.runtime.offload_hooks import OffloadHooks
 from jettison.runtime.recordings import WRITTEN_LATER, Prepared, Verdict
