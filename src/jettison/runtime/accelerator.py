@@ -27,11 +27,7 @@ def is_capturing() -> bool:
 
 
 def refuse_capture(why: str) -> None:
-    """Refuse what a replay would not repeat.
-
-    Raises:
-        UsageError: a CUDA graph is being captured.
-    """
+    """Raise `UsageError` where a CUDA graph is being captured: a replay would not repeat what follows."""
     if is_capturing():
         raise UsageError(
             f"a CUDA graph is being captured, and {why}, which a replay would not repeat. Run three training steps on "
@@ -47,11 +43,7 @@ class Accelerator(OnHost):
         self.sends, self.fetches = torch.Stream(device), torch.Stream(device)
 
     def current_stream(self) -> Stream:
-        """See `Device`.
-
-        Raises:
-            UsageError: a graph is being captured, in which the order of host and device would be frozen.
-        """
+        """See `Device`. Raises `UsageError` in a capture, which would freeze the order of host and device."""
         if is_capturing():
             raise UsageError(
                 "a CUDA graph is being captured under a plan that offloads tensors to the CPU; expected one that only "
@@ -78,11 +70,7 @@ class Accelerator(OnHost):
 
 
 def device_for(device: torch.device) -> Device:
-    """What moves tensors of this device.
-
-    Raises:
-        UsageError: it has neither streams nor memory that this process can read.
-    """
+    """What moves tensors of this device. Raises `UsageError` without streams or memory that this process can read."""
     if device.type == "cpu":
         return OnHost(device)
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -86,11 +86,8 @@ class Assumptions:
         return bytes([p.requires_grad for p in self.parameters])
 
     def forward_begins(self, signature: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], graphs: Sized) -> None:
-        """Look at what is there before a step.
-
-        Args:
-            signature: of this call's arguments.
-            graphs: of earlier forwards, that are still alive.
+        """Look at what is there before a step: this call's arguments, and graphs of earlier forwards that are still
+        alive.
         """
         self.looked = False
         if signature not in self.known:
@@ -242,10 +239,8 @@ class Assumptions:
 
 
 def backward_kinds(ends: Iterable[Tensor]) -> set[str]:
-    """What the running backward is like, where it is not one whole backward that frees its graph outside of autocast.
-
-    Args:
-        ends: parameters that a whole one comes by.
+    """What the running backward is like, where it is not one whole backward, which comes by the parameters ``ends`` and
+    frees its graph outside of autocast.
     """
     return {
         kind

@@ -132,11 +132,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def map_tensors(change: Callable[[str, Tensor], Tensor], value: Any, *path: str) -> Any:
-    """The same tree with other tensors.
-
-    Args:
-        change: is given each tensor's name, as in `BatchShape.sizes`, and the tensor.
-    """
+    """The same tree with other tensors, made of each one and its name, as in `BatchShape.sizes`."""
     if isinstance(value, Tensor):
         return change(".".join(path), value)
     changed = {key: map_tensors(change, one, *path, str(key)) for key, one in _inside(value)}

@@ -22,11 +22,8 @@ _LIKE = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.lay
 
 
 def binding(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """Return what calls an op the fastest with such arguments, and calls nothing else.
-
-    Args:
-        func: an overload; other functions are returned as they are.
-        args, kwargs: of a recorded call, with `TensorRef` in the place of tensors.
+    """Return what calls an overload the fastest with the arguments of a recorded call (`TensorRef` in the place of
+    tensors), and calls nothing else. Other functions are returned as they are.
     """
     if not isinstance(func, torch._ops.OpOverload):
         return func

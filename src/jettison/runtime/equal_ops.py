@@ -50,11 +50,8 @@ def costs_like(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
 
 
 def in_place(call: Call, buffers: Sequence[Buffer], spare: Mapping[int, Call]) -> tuple[int, Callable[..., Any]] | None:
-    """Find the argument that a call's result may overwrite, and the function that does so.
-
-    Args:
-        buffers: the program's.
-        spare: the call that made it, by buffer, for recomputed buffers that only this call reads.
+    """Find the argument that a call's result may overwrite, and the function that does so. ``spare`` are calls that
+    made recomputed buffers, by buffer, which only this call reads.
     """
     out = call.outputs[0] if len(call.outputs) == 1 else None
     if out is None or call.written or call.state_in is not None:
@@ -99,11 +96,7 @@ def _is_contiguous(ref: TensorRef) -> bool:
 
 
 def safe_softmax(scores: Tensor, dim: int) -> Tensor:
-    """``_safe_softmax``; see NOTE [ Rows of nothing ].
-
-    Args:
-        scores: of floating-point numbers, on a CPU.
-    """
+    """``_safe_softmax`` of floating-point numbers on a CPU; see NOTE [ Rows of nothing ]."""
     found: Tensor = aten._softmax(scores, dim, False)
     may_have = found.select(dim, 0).isnan().any() if found.shape[dim] else None
     # a dry run cannot know, and counts what may be needed

@@ -98,10 +98,8 @@ class Frame:
     # forward ---------------------------------------------------------------------------------------------------------
 
     def enter(self, leaves: list[Any], before: dict[int, Handle] | None = None) -> None:
-        """Box the inputs and the random state that recipes read.
-
-        Args:
-            before: by leaf position, handles with which the block before computes its output again.
+        """Box the inputs and the random state that recipes read; inputs that the block before recomputes as its
+        handles, by leaf position.
         """
         if FakeTensor in map(type, leaves):
             self.fake = True
@@ -126,9 +124,7 @@ class Frame:
             boxes[n].fill(get_state(device))
 
     def hold(self, n: int, tensor: Tensor) -> None:
-        """Fill a box, if it is not full: what moves has gone by then. What the model was given lives anyway, and does
-        not move.
-        """
+        """Fill a box, if it is not full. What the model was given lives anyway, and does not move."""
         assert self.boxes is not None
         box = self.boxes[n]
         if type(box) is not Box:
@@ -141,10 +137,8 @@ class Frame:
 
     @of_a_region
     def pack(self, tensor: Tensor) -> Any:
-        """Autograd saves a tensor: keep it, or leave a handle. What comes after a run has left the recording is kept.
-
-        A training step comes by here for every tensor that autograd saves, and most of them are kept: those take one
-        look and one tuple.
+        """Autograd saves a tensor: keep it, or leave a handle. Most are kept, at a glance and as one tuple; so is all
+        that comes after a run has left the recording.
         """
         index, expected = self.index, self.expected
         if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
@@ -191,11 +185,7 @@ class Frame:
         return Held(tensor, self)
 
     def _packed(self, tensor: Tensor) -> Any:
-        """Return what `pack` leaves for the next slot.
-
-        Raises:
-            Diverged: it is another tensor than was recorded.
-        """
+        """Return what `pack` leaves for the next slot. Raises `Diverged` for another tensor than was recorded."""
         recipe = self.recipe
         try:
             slot = recipe.slots[self.index]
@@ -228,10 +218,8 @@ class Frame:
         return Held(tensor, self)
 
     def drop(self, slot: SlotAction, tensor: Tensor, index: int, wrap: Any = None) -> Handle:
-        """Return the handle that stands for a dropped tensor.
-
-        Args:
-            wrap: the FP8 or FP4 tensor around it, with the factor that it has in this forward.
+        """Return the handle of a dropped tensor; ``wrap`` is the FP8 or FP4 tensor around it, with its factor in this
+        forward.
         """
         if slot.cast and not self.fake:
             self.region.recordings.note_cast(slot.cast, tensor)
@@ -256,10 +244,8 @@ class Frame:
             return Witness(tensor, slot.spots, self.salt + index, full=self.how is Check.FULL)
 
     def leave(self) -> bool:
-        """The forward is over, and handles own everything; whether it was the recorded one.
-
-        Raises:
-            Diverged: it was not, and what was dropped cannot be recomputed from what it came by.
+        """Hand everything to handles; whether the run was the recorded one. Raises `Diverged` where it was not, and
+        what was dropped cannot be recomputed from what it came by.
         """
         assert self.boxes is not None
         if self.check is not None:
@@ -316,10 +302,8 @@ class Frame:
     # backward --------------------------------------------------------------------------------------------------------
 
     def recompute(self, handle: Handle) -> Tensor:
-        """The tensor of a dropped slot, computed at the precision, and by the kernels, of the forward.
-
-        A step comes by here for every tensor that is recomputed, between kernels that have emptied the caches: what
-        counts is how little is touched.
+        """The tensor of a dropped slot, computed at the precision, and by the kernels, of the forward. Between kernels
+        that have emptied the caches what counts is how little is touched.
         """
         task = _graph_task()  # -1 outside of a backward
         if task != self.task or task == -1:
@@ -351,10 +335,8 @@ class Frame:
         return tensor if wrap is None else wrap.wrap(plain(tensor))
 
     def compare(self, cell: int, tensor: Tensor) -> None:
-        """Hold a recomputed value against the witness of its buffer.
-
-        Raises:
-            WrongValue: they differ, and the device tells so at once.
+        """Hold a recomputed value against the witness of its buffer. Raises `WrongValue` where the device tells so at
+        once.
         """
         index, seen = self.recipe.witnessed[cell], self.seen[cell]
         slot = self.recipe.slots[index]
@@ -383,7 +365,7 @@ class Frame:
 
     def stale(self, buffer: int, then: int, now: int | None) -> StaleTensor:
         """Return the error for a kept tensor, parameter or buffer that was written to before backward. From the next
-        step on nothing that was written to in this one is computed with again.
+        step on it is not computed with again.
         """
         recordings, name = self.region.recordings, self.recipe.parameters.get(buffer)
         what = "a kept tensor"
@@ -405,9 +387,7 @@ class Frame:
         return {name for name, (_, _, tensor, version) in found if version_of(tensor) != version}
 
     def wrong(self, index: int) -> WrongValue:
-        """Return the error for a recomputed tensor, of that slot, that differs from forward's. What this region and
-        others have recorded is not trusted as before.
-        """
+        """Return the error for a recomputed tensor that differs from forward's. Recordings are not trusted as before."""
         slot = self.recipe.trace.program.slots[index]
         where = ".".join(filter(None, (self.name, slot.path))) or "the model"
         came = CAME.get(self.recipe.slots[index].kind, "was computed again for backward")
@@ -427,10 +407,8 @@ class Frame:
     # called by recomputation code ------------------------------------------------------------------------------------
 
     def parameter(self, n: int) -> Tensor:
-        """A parameter or buffer of the module, unsharded and without what is around it.
-
-        Raises:
-            StaleTensor: somebody wrote to it.
+        """A parameter or buffer of the module, unsharded and unwrapped. Raises `StaleTensor` where somebody wrote to
+        it.
         """
         table, leaf, tensor, version = self.parameters[n]
         if version_of(tensor) != version:
@@ -440,11 +418,8 @@ class Frame:
         return tensor
 
     def opened(self, box: Any, buffer: int, handle: Handle) -> Tensor:
-        """The value of a box.
-
-        Raises:
-            StaleTensor: somebody wrote to it.
-            WrongValue: nothing was ever put in.
+        """The value of a box. Raises `StaleTensor` where somebody wrote to it, `WrongValue` where nothing was ever put
+        in.
         """
         if isinstance(box, Handle):
             return plain(box.frame.recompute(box))

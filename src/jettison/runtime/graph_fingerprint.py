@@ -84,10 +84,8 @@ def next_sequence_number() -> int:
 
 
 def graph_print(outputs: Iterable[Any], bounds: Bounds) -> Print:
-    """Equal for two runs that built the same graph.
-
-    Args:
-        outputs: of the region; tensors without a graph and other values are skipped.
+    """Equal for two runs that built the same graph for a region's outputs, other values than tensors with a graph
+    aside.
     """
     numbers: dict[Node, int] = {}
     order: list[Node] = []

@@ -80,8 +80,7 @@ def box_for(recipe: Recipe, buffer: int, group: Group | None) -> Box | Away:
 
 class Handle(tuple[Any, ...]):
     """A slot that is not held: its frame, its action, the boxes that its recipe reads, its number (-1: an output), and
-    how it is wrapped where that differs from call to call. A tuple, since there is one for each tensor that is
-    recomputed.
+    how it is wrapped where that differs from call to call. A tuple, as `Held` is.
     """
 
     __slots__ = ()

@@ -32,11 +32,8 @@ def _aligned(nbytes: int) -> int:
 
 
 def slabs_for(sizes: Sequence[int], rounded: Callable[[int], int] = int) -> tuple[int, ...]:
-    """Sizes of the slabs for what a step sends. See NOTE [ The layout is the first fit ].
-
-    Args:
-        sizes: bytes of each tensor, in the order in which they go.
-        rounded: what pinning so many bytes takes; left out, so many.
+    """Sizes of the slabs for what a step sends, in bytes and in order, where pinning takes as many as ``rounded`` says.
+    See NOTE [ The layout is the first fit ].
     """
     total = sum(map(_aligned, sizes))
     whole = rounded(total)
@@ -113,10 +110,8 @@ class Room:
 
 
 class HostPool:
-    """Slabs, within a budget of what they really take from the host; None: as much as the host has.
-
-    Args:
-        left: says what the host has; None where nothing is really taken.
+    """Slabs, within a budget of what they really take from the host; None: as much as ``left`` says that the host has
+    (None there: nothing is really taken).
     """
 
     def __init__(
@@ -138,10 +133,8 @@ class HostPool:
         return sum(room.slab.real_bytes for room in self._rooms)
 
     def reserve(self, *slabs: int) -> None:
-        """Make the slabs of a step; those that are there and large enough serve, and what is not makes room.
-
-        Raises:
-            HostBudgetExceeded: the host may not give, or has not, so much.
+        """Make the slabs of a step; those that are there and large enough serve, and what is not makes room. Raises
+        `HostBudgetExceeded` where the host may not give, or has not, so much.
         """
         if sum(slabs) >= sum(self._planned):
             self._planned = slabs
@@ -157,11 +150,7 @@ class HostPool:
         self._grow(slabs)
 
     def take(self, nbytes: int) -> Span:
-        """Room for so many bytes.
-
-        Raises:
-            HostBudgetExceeded: there is none, and the host may not give, or has not, so much.
-        """
+        """Room for so many bytes. Raises `HostBudgetExceeded` as `reserve` does."""
         span = self._find(nbytes)
         if span is not None:
             return span

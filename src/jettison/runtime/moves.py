@@ -105,9 +105,7 @@ def _reach(ref: TensorRef) -> int:
 
 
 class Away:
-    """A box whose value is elsewhere, or another, until it is asked for. What it gives is flat, and begins where the
-    move does.
-    """
+    """A box whose value is elsewhere until it is asked for. What it gives is flat, and begins where the move does."""
 
     __slots__ = ("away", "flat", "move", "stays", "version")
 
@@ -132,11 +130,7 @@ class Away:
         self.stays = True
 
     def fill(self, tensor: Tensor) -> None:
-        """Take the value.
-
-        Raises:
-            HostBudgetExceeded: there is no room on the host.
-        """
+        """Take the value. Raises `HostBudgetExceeded` without room on the host."""
         part, seen = arrived(tensor), self.move.seen
         shift = part.storage_offset() * part.element_size() - seen.offset * seen.dtype.itemsize
         flat = flat_bytes(part, shift + self.move.begin, self.move.nbytes)
@@ -146,11 +140,7 @@ class Away:
             self.flat, self.version = flat, version_of(flat)
 
     def open(self) -> Tensor:
-        """What it was.
-
-        Raises:
-            StaleTensor: it was written to, where it stayed or before it had gone.
-        """
+        """What it was. Raises `StaleTensor` where it was written to, staying or before it had gone."""
         if self.flat is None:
             return self._back()
         if version_of(self.flat) != self.version:
@@ -165,11 +155,7 @@ class Away:
 
 
 class Transit(Away):
-    """A box whose value may be on the host.
-
-    Args:
-        group: of the call; None where nothing moves in this one.
-    """
+    """A box whose value may be on the host; without a group nothing moves in this call."""
 
     __slots__ = ("group",)
 

@@ -87,10 +87,8 @@ class Group:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Moved:
-    """Some bytes of a storage that were sent to the host. Whoever holds it can have them back, again and again.
-
-    ``source`` is there until the copy was waited for, ``loaded`` from when they are on their way back until they were
-    asked for.
+    """Bytes of a storage that were sent to the host, for whoever holds it to have back, again and again. ``source`` is
+    there until the copy was waited for, ``loaded`` from when they are on their way back until they were asked for.
     """
 
     engine: OffloadEngine
@@ -113,10 +111,8 @@ class Moved:
         return self.source if self.source is not None else self.loaded
 
     def open(self) -> Tensor:
-        """The bytes, flat, for the current stream.
-
-        Raises:
-            StaleTensor: somebody wrote to them before they had arrived on the host.
+        """The bytes, flat, for the current stream. Raises `StaleTensor` where they were written to before they had
+        arrived.
         """
         return self.engine.open(self)
 
@@ -159,10 +155,8 @@ class OffloadEngine:
                     self._release(moved)
 
     def send(self, source: Tensor, group: Group) -> Moved:
-        """Start to move flat bytes; the same ones of the same storage only once.
-
-        Raises:
-            HostBudgetExceeded: there is no room on the host.
+        """Start to move flat bytes, once for each storage and range. Raises `HostBudgetExceeded` without room on the
+        host.
         """
         with self._working():
             known = self._known(source)

@@ -84,11 +84,7 @@ def packs_of(
 
 
 def packs_into(trace: RegionTrace, b: int, refs: Iterable[TensorRef]) -> Form | None:
-    """How a buffer can be held in fewer bytes; None where nothing is known to.
-
-    Args:
-        refs: how it is seen.
-    """
+    """How a buffer that is seen as ``refs`` can be held in fewer bytes; None where nothing is known to."""
     producer = trace.program.buffers[b].producer
     if producer is None:
         return None
@@ -198,9 +194,7 @@ def widen(small: Tensor, form: Form, nbytes: int) -> Tensor:
 
 
 def bits_of(numbers: Tensor) -> Tensor:
-    """Eight numbers in one byte, the first in its lowest bit, which is set where it is not 0; the last byte is filled
-    up with zeros.
-    """
+    """Eight numbers in one byte, the first in its lowest bit, set where it is not 0; filled up with zeros at the end."""
     count = numbers.numel()
     packed = numbers.new_empty(-(-count // 8), dtype=torch.uint8)
     for begin in range(0, count, CHUNK):

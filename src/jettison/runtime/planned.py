@@ -289,11 +289,7 @@ class PlannedForward:
             return self.forward(*args, **kwargs)
 
     def refuse_fake(self, does: str, leaves: Sequence[Any] = ()) -> None:
-        """A fake tensor has come up; in a dry run, all of them are.
-
-        Raises:
-            TraceError: this is none.
-        """
+        """Raise `TraceError` for a fake tensor that has come up; in a dry run, all of them are fake."""
         if not any(isinstance(plain(t), FakeTensor) for t in (*self.module.parameters(), *leaves)):
             raise TraceError(
                 f"{self.name or 'the model'} {does} a fake tensor, which has a shape and no values: a recording has "
@@ -332,8 +328,8 @@ class PlannedForward:
         self.unwatch()
 
     def live(self) -> Live:
-        """Calls between their forward and their backward now. Of a region that keeps everything, those that begin
-        after the first call of this.
+        """Calls between forward and backward now; of a region that keeps everything, those after the first call of
+        this.
         """
         self.counted = True
         frames = list(self.frames)

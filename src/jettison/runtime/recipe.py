@@ -141,10 +141,7 @@ def _layout(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) 
 
 def shared_recipe(trace: RegionTrace, kept: frozenset[int], **more: frozenset[int]) -> Recipe:
     """One recipe for all regions that follow one recording under one decision, as equal blocks do: a step that touches
-    less code and data waits for memory less often. Arguments are `compile_recipe`'s.
-
-    Raises:
-        ValueError: a saved buffer can be neither kept nor computed.
+    less code and data waits for memory less often. See `compile_recipe`.
     """
     known: WeakValueDictionary[Any, Recipe] = vars(trace).setdefault("_recipes", WeakValueDictionary())
     key = (kept, tuple(sorted(more.items())))
@@ -277,8 +274,8 @@ def _views_read(trace: RegionTrace, again: tuple[int, ...]) -> dict[int, list[Te
 
 
 def _fill(recipe: Recipe, asked: dict[int, TensorRef]) -> None:
-    """What runs again, what becomes of each slot, and what fills each box: what arrives from outside, else the first
-    kept slot on its buffer, else a module boundary.
+    """What runs again, what becomes of each slot, and what fills each box: an input, else the first kept slot on its
+    buffer, else a module boundary.
     """
     trace, initial_states = recipe.trace, {b: device for device, b in recipe.trace.initial_states.items()}
     sources = recipe.sources = _source_refs(trace, recipe.box_of)

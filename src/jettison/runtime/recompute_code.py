@@ -51,8 +51,7 @@ Reading: TypeAlias = tuple[Any, Any, tuple[int, ...], int, int, int, tuple[int, 
 """A `Cut`, the shape of what it reads, bytes from where a buffer begins to where that does, and its slot's number."""
 EMPTY: Final = torch.ops.aten.empty_strided.default
 INDENT: Final = "    "
-LITERALS: Final = (bool, int, str, type(None))
-
+LITERALS: Final = (bool, int, str, type(None), torch.dtype)
 
 _NO_TENSOR: Final = torch.empty(0, device="meta")
 _WRITES: Final = threading.Lock()
@@ -86,15 +85,10 @@ class RecomputeCode:
         self.constants: dict[str, Any] = dict(NAMES)
 
     def function(self, state: State, slot: SlotAction, *, keeps: bool) -> tuple[Function, State]:
-        """The function of a demand, and the state after it.
-
-        Args:
-            keeps: the node asks again, so that the value stays at hand.
-        """
+        """The function of a demand, and the state after it; where the node asks again, with the value still at hand."""
         table = state.kept if keeps else state.next
         with _WRITES:  # regions share this, and a backward may run on several threads
-            found = table.get(slot)
-            if found is not None:
+            if (found := table.get(slot)) is not None:
                 return found
             name = f"recompute_{len(self.sources)}"
             writer = _Writer(self, state, slot, keeps=keeps)
@@ -159,12 +153,9 @@ class RecomputeCode:
         """Source of a constant: a literal, or a name with an underscore in front, as no variable has."""
         if value.__class__ in LITERALS or (value.__class__ is float and math.isfinite(value)):
             return repr(value)
-        if value.__class__ is torch.dtype:
-            return repr(value)
         if isinstance(value, tuple | list) and all(v.__class__ is int for v in value):
             return repr(list(value)) if value.__class__ is list else repr(tuple(value))
-        like = f"_{like}" if like.isidentifier() else "_constant"
-        names = itertools.chain((like,), (f"{like}_{n}" for n in itertools.count(1)))
+        names = _numbered(f"_{like}" if like.isidentifier() else "_constant")
         return next(name for name in names if self.constants.setdefault(name, value) is value)
 
     def op(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> str:
@@ -173,6 +164,10 @@ class RecomputeCode:
         like = str(func).replace(".default", "") if is_op else getattr(func, "__name__", "")
         called = binding(func, args, kwargs)
         return self.named(called if self.through is None else self.through(func, called), like.replace(".", "_"))
+
+
+def _numbered(name: str) -> Iterator[str]:
+    return itertools.chain((name,), (f"{name}_{n}" for n in itertools.count(1)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -243,11 +238,8 @@ class _Writer:
         if not like:
             like = self.recipe.parameters.get(buffer, "input").replace(".", "_")
         like = f"{like.strip('_')}_{buffer}"
-        if not like.isidentifier():
-            like = f"value_{buffer}"
-        found = next(
-            n for n in itertools.chain((like,), (f"{like}_{i}" for i in itertools.count(1))) if n not in self.used
-        )
+        names = _numbered(like if like.isidentifier() else f"value_{buffer}")
+        found = next(name for name in names if name not in self.used)
         self.used.add(found)
         return found
 
@@ -267,8 +259,8 @@ class _Writer:
         return found
 
     def _open(self, name: str, buffer: int) -> None:
-        """Read the value of a box. An input that the block before recomputes, and what has moved or is packed, is
-        counted as a value of our own.
+        """Read a box. An input that the block before recomputes, and what has moved or is packed, counts as a value of
+        ours.
         """
         n = self.slot.boxes.index(self.recipe.box_of[buffer])
         if buffer in self.left:
@@ -448,11 +440,7 @@ def _text(value: Any) -> str:
 
 
 def _taken(frame: Any, cell: int) -> Tensor:
-    """A value at hand.
-
-    Raises:
-        StaleTensor: a node of this backward wrote to it.
-    """
+    """A value at hand. Raises `StaleTensor` where a node of this backward wrote to it."""
     found: Tensor = frame.values[cell]
     if found._version != frame.versions[cell]:
         raise stale("a recomputed tensor", frame.name, frame.versions[cell], found._version)
@@ -468,11 +456,7 @@ def _hold(frame: Any, cells: tuple[int, ...], tensors: tuple[Tensor, ...]) -> No
 
 
 def _compare(frame: Any, cell: int, tensor: Tensor) -> None:
-    """Hold a recomputed value against the witness of its buffer, if it has left one.
-
-    Raises:
-        WrongValue: they differ.
-    """
+    """Hold a recomputed value against the witness of its buffer, if it has left one. Raises `WrongValue`."""
     seen = frame.seen[cell]
     if seen is None:
         return
@@ -505,9 +489,7 @@ def _flat(found: Any) -> list[Any]:
 
 
 def _empty(frame: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Memory that nobody has written to. In a dry run it is made of something fake: a mode above takes bare
-    `empty_strided` for real.
-    """
+    """Memory that nobody has written to; fake in a dry run, where a mode above takes bare `empty_strided` for real."""
     known = frame.parameters  # of the region's; the whole model is seldom gone through
     part = plain(known[0][2] if known else next(frame.model.parameters(), _NO_TENSOR))
     if isinstance(part, FakeTensor):
@@ -522,20 +504,12 @@ def _under(switches: Switches, call: Callable[[], Any]) -> Any:
         return call()
 
 
-NAMES: Final[Mapping[str, Any]] = {
-    "UNWRAPPED": UNWRAPPED,
-    "below_autograd": torch._C._AutoDispatchBelowADInplaceOrView,  # no layers that would only pass ops on
-    "boxed": _boxed,
-    "compare": _compare,
-    "drawing": Drawing,
-    "empty": _empty,
-    "flat": _flat,
-    "hold": _hold,
-    "in_a_copy": in_a_copy,
-    "parameter": _parameter,
-    "taken": _taken,
-    "torch": torch,
-    "under": _under,
-    "view_of": view_of,
-}
+NAMES: Final[Mapping[str, Any]] = (
+    {one.__name__: one for one in (torch, view_of, in_a_copy)}
+    | {
+        "below_autograd": torch._C._AutoDispatchBelowADInplaceOrView,  # no layers that would only pass ops on
+        "drawing": Drawing,
+    }
+    | {one.__name__[1:]: one for one in (_boxed, _compare, _empty, _flat, _hold, _parameter, _taken, _under)}
+)
 """Names that all code may use."""

@@ -109,9 +109,7 @@ def checkpoint(
 
 
 def checkpointable(cls: Class) -> Class:
-    """Class decorator: instances are regions, whatever container they stand in. How they are treated is the plan's
-    choice.
-    """
+    """Class decorator: instances are regions, in whatever container. How they are treated is the plan's choice."""
     setattr(cls, REGION_MARK, True)
     return cls
 

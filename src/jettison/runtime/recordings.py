@@ -156,8 +156,8 @@ class Recordings:
     # known before a run ----------------------------------------------------------------------------------------------
 
     def adopt(self, key: Any, trace: RegionTrace, *, checked: bool = False) -> None:
-        """Use a program recorded elsewhere for calls of this signature; ``checked`` where it ran on these very
-        tensors. One with a problem is not used.
+        """Use a program recorded elsewhere for this signature, on these very tensors if ``checked``; not one with a
+        problem.
         """
         if trace.problem:
             self.give_up(key, trace.problem)
@@ -214,13 +214,8 @@ class Recordings:
         return True
 
     def of(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any]) -> Prepared:
-        """What a call of this signature follows; recorded now where nothing is known of it.
-
-        Args:
-            own: the forward that runs in this call.
-
-        Raises:
-            UnsupportedModule: recording it has moved what cannot be put back.
+        """What a call of this signature follows; recorded now, of the forward ``own``, where nothing is known of it.
+        Raises `UnsupportedModule` where recording has moved what cannot be put back.
         """
         prepared = self.prepared.get((self.number, key))
         if prepared is not None and not prepared.checked and precision_of(self.module) != self._precision:
@@ -316,8 +311,8 @@ class Recordings:
         self.prepared.pop((self.number, key), None)
 
     def note_cast(self, name: str, tensor: Tensor) -> None:
-        """Autocast has cast this parameter. As long as the loop does not leave autocast, its cache has that tensor,
-        whatever becomes of the parameter.
+        """Autocast has cast this parameter: until the loop leaves autocast its cache has that tensor, whatever is
+        written.
         """
         table, leaf = self.owners[name]
         self.casts[name] = weakref.ref(plain(tensor).untyped_storage()), version_of(table[leaf])
@@ -331,8 +326,8 @@ class Recordings:
         return False
 
     def moves(self, names: Set[str], *, places: Set[Place] = frozenset()) -> None:
-        """Somebody wrote to these parameters and buffers, or to arguments at these places, between a forward and its
-        backward: what is computed of them is kept from now on.
+        """Keep what is computed of parameters, buffers and arguments that somebody wrote to between forward and
+        backward.
         """
         if names - self.written or places - self.late:
             self.written |= names
@@ -433,10 +428,7 @@ class Recordings:
 
 
 def reads_hold(trace: RegionTrace, leaves: list[Any]) -> bool:
-    """Whether the forward would find in these arguments what the recording found in its own.
-
-    False also where that cannot be known before it runs.
-    """
+    """Whether the forward would find in these arguments what the recording found; False where a run alone can tell."""
     if not trace.reads:
         return True
     if any(read.calls is None for read in trace.reads):

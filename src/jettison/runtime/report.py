@@ -12,8 +12,8 @@ from jettison.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class SlotReport:
-    """What happened to one tensor that autograd saved: ``keep``, ``drop`` (computed again), ``offload`` (it
-    waits on the host), ``pack`` (it waits in fewer bytes) or ``parameter``.
+    """A tensor that autograd saved: ``keep``, ``drop`` (recomputed), ``offload``, ``pack`` (fewer bytes) or
+    ``parameter``.
     """
 
     index: int
@@ -64,10 +64,8 @@ class RegionReport:
 
     @classmethod
     def of(cls, recipe: Recipe | None, *, stays: bool = False, **known: Any) -> RegionReport:
-        """From the recipe that ran, None where the region fell back, and the fields of which it knows nothing.
-
-        Args:
-            stays: none of its calls moves what it might.
+        """From the recipe that ran (None: it fell back), as where no call moves what it might if it ``stays``, and
+        other fields.
         """
         kinds = [_action(s.kind, stays) for s in recipe.slots] if recipe else []
         ops = recipe.trace.program.ops if recipe else ()

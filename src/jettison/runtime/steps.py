@@ -56,9 +56,7 @@ def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
 
 
 class OutsideOfVmap:
-    """Leave the levels of `vmap` for recomputation: a backward over several gradients (``is_grads_batched``) refuses
-    random ops, and the forward was not batched.
-    """
+    """Leave the levels of `vmap`: a backward over several gradients (``is_grads_batched``) refuses random ops."""
 
     __slots__ = ("levels",)
 
@@ -74,13 +72,8 @@ class OutsideOfVmap:
 
 
 class Drawing(OutsideOfVmap):
-    """The default generator stands at a state meanwhile, and then where it stood.
-
-    Args:
-        leaves: whether ``after`` is wanted, the state in which the op leaves the generator.
-
-    Raises:
-        UsageError: a CUDA graph is being captured, and the state is of another graph.
+    """The default generator stands at a state meanwhile, and then where it stood. With ``leaves``, ``after`` is the
+    state in which the op left it. Raises `UsageError` in a CUDA graph, if the state is of another graph.
     """
 
     __slots__ = ("after", "before", "device", "leaves")

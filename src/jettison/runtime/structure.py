@@ -31,15 +31,7 @@ if distributed.is_available():
 
 
 def refuse_checkpointing(name: str, module: Any, when: str = "") -> None:
-    """Whether a module checkpoints, or offloads, by a switch or as a wrapper.
-
-    Args:
-        name: of the module, for the message.
-        when: more words about it.
-
-    Raises:
-        UnsupportedModule: it does.
-    """
+    """Raise `UnsupportedModule` where a module checkpoints, or offloads, by a switch or as a wrapper."""
     if getattr(module, SWITCH, False) is True:
         raise UnsupportedModule(
             f"{name} has gradient checkpointing switched on{when}; call gradient_checkpointing_disable() on the model "
@@ -55,12 +47,7 @@ def refuse_checkpointing(name: str, module: Any, when: str = "") -> None:
 
 
 class Structure:
-    """See the module docstring. One for the root of a planned model.
-
-    Args:
-        root: stands in the place of the model's forward.
-        regions: of this plan, the root last; new ones are put before it.
-    """
+    """See the module docstring. One for the root of a planned model; ``regions`` are those of the plan, the root last."""
 
     def __init__(self, root: PlannedForward, regions: list[PlannedForward]) -> None:
         self.root = root
@@ -68,10 +55,8 @@ class Structure:
         self._look()
 
     def check(self) -> None:
-        """Put regions where they belong now, if modules are not where they were.
-
-        Raises:
-            UnsupportedModule: checkpointing was switched on, or wrapped around blocks.
+        """Put regions where they belong now, if modules are not where they were. Raises `UnsupportedModule` where
+        checkpointing was switched on, or wrapped around blocks.
         """
         for module in self.switches:
             if module.gradient_checkpointing is True:

@@ -195,11 +195,7 @@ def _named_in_words(module: nn.Module, name: str) -> str:
 
 
 def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
-    """Run a forward twice as its checkpoint would, compare, and leave nothing behind.
-
-    Args:
-        forward: of ``module``, on real tensors.
-    """
+    """Run a forward on real tensors twice as its checkpoint would, compare, and leave nothing behind."""
     reach = Reach([module], [forward, *tree_leaves((args, kwargs))], most=MOST_VALUES_A_STEP)
     if reach.values > MOST_VALUES_A_STEP:
         return Verdict(
@@ -438,11 +434,7 @@ def _named(module: nn.Module, without: set[tuple[int, str]]) -> Iterator[tuple[s
 
 
 class _Reads(TorchDispatchMode):
-    """Refuses to read what was written to since the forward.
-
-    Args:
-        moved: by storage, its name, and its version then and now.
-    """
+    """Refuses to read what was written to since the forward: by storage, its name, and its version then and now."""
 
     supports_higher_order_operators = True
 

@@ -77,11 +77,7 @@ class Check(StrEnum):
 
 
 def check_of(word: str | Check) -> Check:
-    """The check of that name.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The check of that name, or `UsageError`."""
     try:
         return Check(word)
     except ValueError:
@@ -96,10 +92,8 @@ start may move along one line, the number of its places, and elements from one t
 
 @dataclass(frozen=True, slots=True)
 class Spots:
-    """Where a tensor of some layout is looked at.
-
-    ``size`` and ``stride`` pick the elements; ``slack`` says how far their start may move: pairs of a number of places
-    and the elements from one to the next.
+    """Where a tensor of some layout is looked at: ``size`` and ``stride`` pick the elements, ``slack`` says how far
+    their start may move, in pairs of a number of places and the elements from one to the next.
     """
 
     size: tuple[int, ...]
@@ -175,10 +169,8 @@ def look(tensor: Tensor, spots: Spots, salt: int) -> Tensor:
 
 
 def peek(tensor: Tensor, spots: Spots, salt: int) -> bytes | None:
-    """The bytes of the same elements, read where they lie: four calls fewer for each tensor than by way of torch.
-
-    Of a plain tensor on the CPU, or on no device at all, where there is nothing to read. None without NumPy, and for
-    tensors that lie nowhere or hold no words.
+    """The bytes of the same elements, read where they lie, without calls of torch: of a plain tensor on the CPU, or on
+    no device at all. None without NumPy, and for tensors that lie nowhere or hold no words.
     """
     cut = spots.cuts.get(tensor.dtype) or spots.cut(tensor.dtype)
     if cut is None:
@@ -478,10 +470,8 @@ def _compare_in_graph(looks: list[Look]) -> None:
 
 
 def tell_replays() -> None:
-    """Look at the flags that captured steps set; this waits for the device where there are such.
-
-    Raises:
-        WrongValue: a replay has recomputed a wrong value since the last look.
+    """Look at the flags that captured steps set, waiting for the device where there are such. Raises `WrongValue` where
+    a replay has recomputed a wrong value since the last look.
     """
     for flag in _flags.values():
         if flag.captured and not accelerator.is_capturing() and bool(flag.is_wrong):
