@@ -71,7 +71,7 @@ class Frame:
         if group is not None:
             self.group = group
         goes = group if moves else None
-        self.boxes: list[Any] | None = (
+        self.boxes: list[Any] = (
             [box_for(recipe, b, goes) for b in recipe.boxes]
             if recipe.moved or recipe.packed
             else [Box() for _ in recipe.boxes]
@@ -106,7 +106,6 @@ class Frame:
         if self.group is not None and running()[0] is self:
             self.given = {storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_leaf}
         boxes = self.boxes
-        assert boxes is not None
         for buffer, n in self.recipe.links.items():
             position = self.recipe.trace.inputs[buffer]
             handle = before.get(position) if before else None
@@ -125,7 +124,6 @@ class Frame:
 
     def hold(self, n: int, tensor: Tensor) -> None:
         """Fill a box, if it is not full. What the model was given lives anyway, and does not move."""
-        assert self.boxes is not None
         box = self.boxes[n]
         if type(box) is not Box:
             if isinstance(box, Away) and storage_of(tensor) in running()[0].given:
@@ -229,9 +227,7 @@ class Frame:
         return _new_tuple(Handle, (self, slot, boxes, index, wrap))
 
     def _closure(self, slot: SlotAction) -> tuple[Any, ...]:
-        boxes = self.boxes
-        assert boxes is not None
-        found = self.closures[slot.closure] = tuple([boxes[n] for n in slot.boxes])
+        found = self.closures[slot.closure] = tuple([self.boxes[n] for n in slot.boxes])
         return found
 
     def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness | bytes:
@@ -247,7 +243,6 @@ class Frame:
         """Hand everything to handles; whether the run was the recorded one. Raises `Diverged` where it was not, and
         what was dropped cannot be recomputed from what it came by.
         """
-        assert self.boxes is not None
         if self.check is not None:
             self.broken = self.broken or self.check.diverged
             self.check = None  # it has the arguments, and the frame lives until backward
@@ -261,12 +256,11 @@ class Frame:
                 leaf: Handle((self, slot, self.closures[slot.closure] or self._closure(slot), -1, None))
                 for leaf, slot in self.recipe.handed.items()
             }
-        self.boxes, self.closures = None, []
+        self.boxes, self.closures = [], []
         return not self.broken
 
     def _missing(self) -> str:
         """A slot that was not met, or a box that is not full."""
-        assert self.boxes is not None
         if self.index != len(self.recipe.slots):
             return f"{self.index} saved tensors, recorded were {len(self.recipe.slots)}"
         for buffer, name in self.recipe.trace.casts.items():
@@ -280,7 +274,6 @@ class Frame:
 
     def tap(self, path: str, is_output: bool, call: int, tree: Any) -> None:
         """A module boundary was crossed; box what recipes want of it."""
-        assert self.boxes is not None
         leaves: list[Any] | None = None
         for n, tap in self.recipe.from_taps:
             if tap.path == path and tap.is_output is is_output and tap.call == call:
@@ -293,7 +286,7 @@ class Frame:
         call = self.block_calls
         self.block_calls += 1
         wanted = self.recipe.from_blocks
-        if wanted and self.boxes is not None:
+        if wanted and self.boxes:
             for leaf, tensor in enumerate(tree_leaves(output)):
                 n = wanted.get((call, leaf))
                 if n is not None and _is(tensor, self.recipe.trace.given[self.recipe.boxes[n]]):
@@ -387,7 +380,7 @@ class Frame:
         return {name for name, (_, _, tensor, version) in found if version_of(tensor) != version}
 
     def wrong(self, index: int) -> WrongValue:
-        """Return the error for a recomputed tensor that differs from forward's. Recordings are not trusted as before."""
+        """Return the error for a recomputed tensor that differs from forward's. Recordings lose their trust."""
         slot = self.recipe.trace.program.slots[index]
         where = ".".join(filter(None, (self.name, slot.path))) or "the model"
         came = CAME.get(self.recipe.slots[index].kind, "was computed again for backward")

@@ -194,7 +194,7 @@ def widen(small: Tensor, form: Form, nbytes: int) -> Tensor:
 
 
 def bits_of(numbers: Tensor) -> Tensor:
-    """Eight numbers in one byte, the first in its lowest bit, set where it is not 0; filled up with zeros at the end."""
+    """Eight numbers in one byte, the first in its lowest bit, set where it is not 0; the last byte ends in zeros."""
     count = numbers.numel()
     packed = numbers.new_empty(-(-count // 8), dtype=torch.uint8)
     for begin in range(0, count, CHUNK):

@@ -47,7 +47,7 @@ def refuse_checkpointing(name: str, module: Any, when: str = "") -> None:
 
 
 class Structure:
-    """See the module docstring. One for the root of a planned model; ``regions`` are those of the plan, the root last."""
+    """See the module docstring. One for the root of a planned model; ``regions`` are the plan's, the root last."""
 
     def __init__(self, root: PlannedForward, regions: list[PlannedForward]) -> None:
         self.root = root

@@ -40,16 +40,13 @@ from jettison.runtime.handles import Held, opened
 from jettison.runtime.offload_hooks import OffloadHooks
 from jettison.runtime.recordings import WRITTEN_LATER, Prepared, Verdict
 from jettison.runtime.steps import OutsideOfVmap
-from jettison.runtime.witness import SALT, Check, Rounded, Witness, compare, is_same, spots_of
+from jettison.runtime.witness import SALT, Check, Witness, compare, is_same, spots_of
 from jettison.solve.policy import Offload, keeps_everything
 
 if TYPE_CHECKING:
     from jettison.runtime.planned import PlannedForward
 
 Forward = Callable[..., Any]
-Stale = Callable[[str, int | None, int | None], StaleTensor]
-"""Makes the error for a tensor that was written to since the forward, from its name (of an argument none) and both
-versions."""
 MOST_VALUES_A_STEP = 5_000
 RAN_BACKWARD = "its forward runs a backward of its own"
 
@@ -81,7 +78,7 @@ def run_without_recipe(
                 f"a CUDA graph is being captured, and the Python of {region.name or 'the model'} runs again in its "
                 f"backward: {prepared.problem}. Leave it out with regions=[...]"
             )
-        return _rerun(region, prepared, prepared.verdict, args, kwargs).run()
+        return Rerun(region, prepared.verdict, args, kwargs).run()
     policy = region.way.policy
     with without_our_hooks(), _without_checks():  # what it saves is not the surrounding region's
         if isinstance(policy, Offload) and _may_move(region, prepared):
@@ -140,55 +137,16 @@ def _say(region: PlannedForward, prepared: Prepared) -> None:
     what = kept if is_kept else "checkpointed whole"
     why = f" and not checkpointed, because {verdict.why}" if verdict is not None and verdict.why else ""
     text = f"{region.name or 'the model'} cannot be planned tensor by tensor and is {what}{why}: {prepared.problem}"
-    if is_kept and not moves and not keeps_everything(region.way.policy) and _has_budget(region):
+    if (
+        is_kept
+        and not moves
+        and not keeps_everything(region.way.policy)
+        and (region.outer or region).assumptions is not None
+    ):
         text += ". The plan counts on less, so that the peak may be above the budget (gradients are not affected)"
     if not region.quiet and text not in region.said:
         region.said.add(text)
         warnings.warn(text, stacklevel=6)
-
-
-def _has_budget(region: PlannedForward) -> bool:
-    return (region.outer or region).assumptions is not None
-
-
-def _rerun(region: PlannedForward, prepared: Prepared, verdict: Verdict, args: Any, kwargs: Any) -> Rerun:
-    name = region.name or "the model"
-
-    def wrong(what: str) -> WrongValue:
-        compute_less_again(region, what)
-        return WrongValue(
-            f"{name} was checkpointed and ran again for backward, and {what} (call {region.calls} of this region). Its "
-            "forward hangs on state that changed between the two runs. The gradients of this step must not be used; "
-            "from the next step on it is kept as plain autograd keeps it"
-        )
-
-    def stale(written: str, then: int | None, now: int | None) -> StaleTensor:
-        what = _named_in_words(region.module, written) if written else "an argument"
-        compute_less_again(region, f"{what} was written to between forward and backward", {written} - {""})
-        return StaleTensor(
-            f"{what} of {name}, which was checkpointed and ran again for backward, was modified by an inplace "
-            f"operation between forward and backward: it is at version {now}; expected version {then}. From the next "
-            "step on it is kept as plain autograd keeps it"
-        )
-
-    return Rerun(
-        region.module,
-        region.own(),
-        args,
-        kwargs,
-        verdict=verdict,
-        how=region.how,
-        salt=region.calls * SALT,
-        wrong=wrong,
-        stale=stale,
-        rounded=region.rounded,
-    )
-
-
-def _named_in_words(module: nn.Module, name: str) -> str:
-    """A parameter or a buffer, in words."""
-    parameter = any(name == one for one, _ in module.named_parameters(remove_duplicate=False))
-    return f"{'parameter' if parameter else 'buffer'} {name!r}"
 
 
 # a trial ------------------------------------------------------------------------------------------------------------
@@ -438,7 +396,9 @@ class _Reads(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, moved: Mapping[int, tuple[str, int | None, int | None]], stale: Stale) -> None:
+    def __init__(
+        self, moved: Mapping[int, tuple[str, int | None, int | None]], stale: Callable[..., StaleTensor]
+    ) -> None:
         super().__init__()
         self.moved, self.stale = moved, stale
 
@@ -482,34 +442,12 @@ class Dropped:
 
 
 class Rerun:
-    """One call of a region whose forward runs again when backward asks for what it saved.
+    """One call of a region whose forward runs again when backward asks for what it saved."""
 
-    Args:
-        wrong: makes the error for a tensor that came back as another one, from what is wrong with it.
-        stale: see `Stale`.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        verdict: Verdict,
-        how: Check,
-        salt: int,
-        wrong: Callable[[str], WrongValue],
-        stale: Stale,
-        rounded: Rounded,
-    ) -> None:
-        self.module = module
-        self.forward = forward
-        self.call = (args, kwargs)
-        self.how = how
-        self.salt = salt
-        self.wrong, self.stale = wrong, stale
-        self.rounded = None if how is Check.EXACT else rounded
+    def __init__(self, region: PlannedForward, verdict: Verdict, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.region, self.module, self.forward = region, region.module, region.own()
+        self.call, self.number, self.how = (args, kwargs), region.calls, region.how
+        module = region.module
         self.versions = [(leaf, version_of(leaf)) for leaf in tree_leaves(self.call) if isinstance(leaf, Tensor)]
         self.free = {storage_of(t) for t in (*module.parameters(), *module.buffers()) if is_dense(t)}
         self.free |= {storage_of(leaf) for leaf, _ in self.versions}
@@ -520,8 +458,7 @@ class Rerun:
         self.parameters = _parameters_of(module)  # under functional_call others than the module's own
         self.left: dict[str, tuple[Tensor, int | None]] = {}  # what it read by name, and the versions after the forward
         self.count = 0
-        self.hollow = verdict.hollow
-        self.known = verdict.known
+        self.hollow, self.known = verdict.hollow, verdict.known
         self.wanted: dict[int, Witness | None] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -543,7 +480,7 @@ class Rerun:
         if not is_dense(tensor) or storage_of(tensor) in self.free:
             return Held(tensor)
         unseen = self.how is Check.OFF or index in self.hollow
-        self.wanted[index] = None if unseen else _witness(tensor, self.salt + index, self.how)
+        self.wanted[index] = None if unseen else _witness(tensor, self.number * SALT + index, self.how)
         return Dropped(self, index)
 
     def value(self, index: int) -> Tensor:
@@ -602,11 +539,32 @@ class Rerun:
         if at != self.count:
             raise self.wrong(f"its forward saved {at} tensors when it ran again, and {self.count} before")
 
+    def wrong(self, what: str) -> WrongValue:
+        """Return the error for a run that was not like the first."""
+        compute_less_again(self.region, what)
+        return WrongValue(
+            f"{self.region.name or 'the model'} was checkpointed and ran again for backward, and {what} (call "
+            f"{self.number} of this region). Its forward hangs on state that changed between the two runs. The "
+            "gradients of this step must not be used; from the next step on it is kept as plain autograd keeps it"
+        )
+
+    def stale(self, name: str, then: int | None, now: int | None) -> StaleTensor:
+        """Return the error for a parameter, a buffer or, without a name, an argument that was written to."""
+        parameters = (one for one, _ in self.module.named_parameters(remove_duplicate=False))
+        what = f"{'parameter' if name in parameters else 'buffer'} {name!r}" if name else "an argument"
+        compute_less_again(self.region, f"{what} was written to between forward and backward", {name} - {""})
+        return StaleTensor(
+            f"{what} of {self.region.name or 'the model'}, which was checkpointed and ran again for backward, was "
+            f"modified by an inplace operation between forward and backward: it is at version {now}; expected version "
+            f"{then}. From the next step on it is kept as plain autograd keeps it"
+        )
+
     def _take(self, index: int, tensor: Tensor) -> None:
         witness = self.wanted[index]
         if witness is not None:
             inner = arrived(tensor)
             if not _is_like(witness, inner):
                 raise self.wrong(f"saved tensor {index} came back with another shape, {tuple(inner.shape)}")
-            compare(witness, inner, self.rounded, lambda: self.wrong(f"saved tensor {index} is not what forward had"))
+            rounded = None if self.how is Check.EXACT else self.region.rounded
+            compare(witness, inner, rounded, lambda: self.wrong(f"saved tensor {index} is not what forward had"))
         self.values[index] = tensor.detach() if not plain(tensor).is_leaf or not tensor.requires_grad else tensor
