@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import jettison
 from jettison.errors import UsageError, WrongValue
-from jettison.runtime import accelerator, steps, witness
+from jettison.runtime import accelerator, recompute_code, witness
 from silent.kit import rows, stack
 from support.compiled_blocks import QUIET, batch, compiled_copy, model_of
 
@@ -102,7 +102,7 @@ class CompiledGraph(Graph):
 def capture(monkeypatch: pytest.MonkeyPatch, kind: type[Graph] = Graph) -> Iterator[Graph]:
     with monkeypatch.context() as patched, kind() as graph:
         patched.setattr(accelerator, "is_capturing", lambda: True)
-        for module in ("planned", "without_recipe", "steps"):
+        for module in ("planned", "without_recipe", "recompute_code"):
             patched.setattr(f"jettison.runtime.{module}.is_capturing", lambda: True)
         patched.setattr("jettison.planner.batches.is_capturing", lambda: True)
         yield graph
@@ -291,16 +291,16 @@ def test_recomputed_draws_go_back_inside_of_their_graph_only(monkeypatch: pytest
     generator = Philox()
     monkeypatch.setattr(torch.cuda, "get_rng_state", generator.get)
     monkeypatch.setattr(torch.cuda, "set_rng_state", generator.set)
-    first = steps.get_state("cuda")
+    first = recompute_code.get_state("cuda")
     generator.offset = 12  # the forward has drawn
     with capture(monkeypatch):
-        with steps.Drawing("cuda", first):
+        with recompute_code.Drawing("cuda", first):
             generator.offset += 4
         assert generator.set_to == [0, 12]
         generator.offset = 0  # another capture begins: that of a backward alone
         with pytest.raises(UsageError, match=r"one torch\.cuda\.graph"):
-            steps.Drawing("cuda", first)
-    with steps.Drawing("cuda", first):  # eagerly any state will do
+            recompute_code.Drawing("cuda", first)
+    with recompute_code.Drawing("cuda", first):  # eagerly any state will do
         pass
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import jettison
 from jettison.measure import compare_gradients, independent_copy
 from jettison.runtime import witness
-from jettison.runtime.recipe import Recipe, compile_recipe
-from jettison.runtime.steps import RecipeStep
+from jettison.runtime.recipe import Recipe, RecipeStep, compile_recipe
 
 ROWS = WIDTH = 64
 Mutation = Callable[[Recipe], None]

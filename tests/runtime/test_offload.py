@@ -15,7 +15,7 @@ from jettison.ledger.program import Program
 from jettison.measure import compare_gradients, independent_copy
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
-from jettison.runtime import offload_setup
+from jettison.runtime import offload
 from jettison.runtime.accelerator import device_for
 from jettison.runtime.host_pool import HostPool
 from jettison.runtime.offload import Direction, OffloadEngine
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def nothing_shared() -> Iterator[None]:
     """Engines of functions do not outlive a test."""
     yield
-    offload_setup.shared_engine.cache_clear()
+    offload.shared_engine.cache_clear()
 
 
 # by the public words --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jettison.runtime import offload, offload_setup
+from jettison.runtime import offload
 from jettison.runtime.host_pool import HostPool
 from support.offloading import ALL, INPUTS, Line, Pair, Scale, Shuffled, all_orders, seeded
 from support.recorder import Earliest, Latest, Order, Recorder
@@ -79,9 +79,7 @@ class Bench:
     def __init__(self, order: Order) -> None:
         self.recorder = Recorder(order)
         # looked up when it is made: it may be one without a wait
-        self.engine = offload_setup.OffloadEngine(
-            self.recorder, HostPool(self.recorder, left=None), torch.device("cpu")
-        )
+        self.engine = offload.OffloadEngine(self.recorder, HostPool(self.recorder, left=None), torch.device("cpu"))
         self.watch = self.recorder.watching()
         self.wrong: list[str] = []
 
@@ -240,7 +238,7 @@ def test_scenarios_are_sound(scenario: Callable[[Order], list[str]]) -> None:
 
 @pytest.mark.parametrize("number", range(len(WAITS)), ids=lambda n: WAITS[n])
 def test_no_wait_can_be_left_out(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_setup, "OffloadEngine", engine_without(number))
+    monkeypatch.setattr(offload, "OffloadEngine", engine_without(number))
     caught = [scenario.__name__ for scenario in SCENARIOS if scenario(Latest())]
     assert caught, f"nobody misses {WAITS[number]}"
 
@@ -249,7 +247,7 @@ def test_no_wait_can_be_left_out(number: int, monkeypatch: pytest.MonkeyPatch) -
 def test_values_show_what_the_clocks_show(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without waiting for what comes back, backward computes with poison when copies run late; a witness stops it."""
     arrived = next(n for n, wait in enumerate(WAITS) if wait == "self.device.wait(stream, moved.arrived)")
-    monkeypatch.setattr(offload_setup, "OffloadEngine", engine_without(arrived))
+    monkeypatch.setattr(offload, "OffloadEngine", engine_without(arrived))
     pair = mlps(options={"check": check})
     found = pair.step(Latest())
     assert found[-1] == ("gradients differ" if check == "off" else "a witness does not agree")

@@ -40,7 +40,7 @@ from jettison.planner.together import Together, together
 from jettison.progress import Progress, on_terminal, reported, shown
 from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.chunked_loss import Hold
-from jettison.runtime.offload_setup import place_of
+from jettison.runtime.offload import place_of
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware

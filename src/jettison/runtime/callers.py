@@ -62,7 +62,7 @@ FOREIGN_HOOKS: Final = (
 
 
 def are_hooks_foreign() -> bool:
-    """Whether autograd saves tensors here as `FOREIGN_HOOKS` describes it. Our own hooks have a mark: ``of_a_region``."""
+    """Whether autograd saves tensors as `FOREIGN_HOOKS` describes it. Our own hooks have a mark: ``of_a_region``."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():
         return True
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -28,8 +28,7 @@ from jettison.runtime.handles import Box, Diverged, Handle, Held, box_for
 from jettison.runtime.moves import Away
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recipe import AWAY, Recipe, SlotAction
-from jettison.runtime.recompute_code import UNWRAPPED
-from jettison.runtime.steps import get_state
+from jettison.runtime.recompute_code import UNWRAPPED, get_state
 from jettison.runtime.views import view_of
 from jettison.runtime.witness import SALT, Check, Witness, _ndarray, compare, peek
 

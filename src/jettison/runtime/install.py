@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 from torch import nn
 
@@ -13,12 +14,13 @@ from jettison.capture.recording import Place, TensorRef
 from jettison.errors import JettisonError
 from jettison.runtime.compiled import RUNS_COMPILED, CompiledRegion, refuse_packing
 from jettison.runtime.device import rounding_of
-from jettison.runtime.offload_setup import engine_for, host_slabs, place_of
+from jettison.runtime.host_pool import slabs_for
+from jettison.runtime.offload import engine_for, place_of
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.structure import Structure
 from jettison.runtime.way import SegmentLink, Way
 from jettison.runtime.witness import Check
-from jettison.solve.policy import CheckpointPolicy, KeepAll, OffloadPolicy
+from jettison.solve.policy import CheckpointPolicy, KeepAll, Offload, OffloadPolicy, offloaded_by
 
 
 def install(
@@ -93,6 +95,31 @@ def _have_engine(
     engine.pool.reserve(*slabs)
     for region in installed:
         region.offload = engine
+
+
+def host_slabs(
+    traced: ModelTrace, regions: Mapping[str, PlannedForward], rounded: Callable[[int], int]
+) -> tuple[int, ...]:
+    """Slabs for what one forward sends to the host, and its backward has back.
+
+    Args:
+        regions: by block name, with their recordings; the model's own under no name.
+        rounded: what pinning so many bytes takes.
+    """
+    sizes: list[int] = []
+    for call in traced.calls[:-1]:
+        region, made = regions[call.name], traced.classes[call.class_key].compiled
+        if made is None:
+            sizes += _moved_bytes(region, call.signature)
+        elif not isinstance(region.way.policy, Offload):  # sizes of what goes as it comes by show then
+            sizes += [made.program.buffers[b].nbytes for b in sorted(offloaded_by(region.way.policy, made.program))]
+    return slabs_for([*sizes, *_moved_bytes(regions[""], traced.root_signature)], rounded)
+
+
+def _moved_bytes(region: PlannedForward, signature: Any) -> list[int]:
+    prepared = region.recordings.prepared.get((region.recordings.number, signature))
+    recipe = prepared.recipe if prepared is not None else None
+    return [] if recipe is None else [move.host_bytes for move in recipe.moved.values()]
 
 
 def install_beside(

@@ -25,20 +25,22 @@ order in which Python runs, never from time, so that a dry run holds and frees t
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jettison.capture.recording import TensorRef
-from jettison.capture.tensor_subclasses import version_of
+from jettison.capture.tensor_subclasses import plain, version_of
 from jettison.errors import StaleTensor
+from jettison.runtime.accelerator import device_for
 from jettison.runtime.device import Device, Event, Stream
 from jettison.runtime.host_pool import HostPool, Span
 from jettison.runtime.views import view_of
@@ -269,6 +271,32 @@ class OffloadEngine:
         known = self._moving.get(moved.key)
         if known is not None and known() is None:
             del self._moving[moved.key]
+
+
+def engine_for(place: torch.device, budget_bytes: int | None = None, *, dry: bool = False) -> OffloadEngine:
+    """Return an engine for tensors of one device.
+
+    Args:
+        budget_bytes: what pinning may take from the host; None: what the host has.
+        dry: tensors are fake: the same moments, and no copies.
+
+    Raises:
+        UsageError: nothing can be moved from there; or a budget below 0.
+    """
+    device = Device(place) if dry else device_for(place)
+    pool = HostPool(device, None, left=None) if dry else HostPool(device, budget_bytes)
+    return OffloadEngine(device, pool, place)
+
+
+shared_engine = functools.cache(engine_for)
+"""Of regions that belong to no plan of a model: functions."""
+
+
+def place_of(module: nn.Module, values: Iterable[Any] = ()) -> torch.device:
+    """Where a module computes: the accelerator that something of it is on, else the CPU."""
+    tensors = [*module.parameters(), *module.buffers(), *(v for v in values if isinstance(v, Tensor))]
+    places = {plain(tensor).device for tensor in tensors}
+    return min((p for p in places if p.type not in ("cpu", "meta")), key=str, default=torch.device("cpu"))
 
 
 def flat_bytes(tensor: Tensor, begin: int, nbytes: int) -> Tensor:

@@ -40,8 +40,7 @@ from jettison.runtime.copies import COPY, copied_forward, pickled_forward, train
 from jettison.runtime.frame import Frame, Listener, ViewsReplayed, current_frame, is_pack_listened_to, running, unpack
 from jettison.runtime.graph_fingerprint import Bounds, graph_print, is_turn, next_sequence_number
 from jettison.runtime.handles import Diverged
-from jettison.runtime.offload import Group, OffloadEngine
-from jettison.runtime.offload_setup import engine_for, place_of, shared_engine
+from jettison.runtime.offload import Group, OffloadEngine, engine_for, place_of, shared_engine
 from jettison.runtime.recipe import Recipe
 from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings
 from jettison.runtime.report import Live, RegionReport

@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.capture.op_traits import is_collective, sees_modes
 from jettison.capture.randomness import ADVANCE
 from jettison.capture.recording import RegionTrace, Tap, TensorRef
+from jettison.capture.signature import Switches
 from jettison.ledger.program import Program, Source
 from jettison.runtime.equal_ops import in_place, runs_as
 from jettison.runtime.moves import Move, moves_of
 from jettison.runtime.packing import Pack, packs_of
 from jettison.runtime.recompute_code import RecomputeCode
-from jettison.runtime.steps import RecipeStep, arguments_of
 from jettison.runtime.views import Within, within
 from jettison.runtime.witness import Cut, Spots, spots_of
 
@@ -62,6 +63,43 @@ Layout: TypeAlias = tuple[Any, Any, torch.dtype, tuple[int, ...], Cut | None]
 """Shape and strides of a tensor, its type, and where a witness is taken: places, and how they are read on a CPU."""
 Expected: TypeAlias = tuple[Layout, str | None, SlotAction | None, int | None, int | None]
 """Expectation of a slot: layout, parameter name, action where it is dropped, box that it fills, `SlotAction.cell`."""
+
+
+@dataclass(slots=True)
+class RecipeStep:
+    """One op to run again, with its arguments in a list: those of the call, or where tensors lie deeper, all leaves."""
+
+    func: Callable[..., Any]
+    leaves: list[Any]
+    spec: Any  # how leaves become arguments; None where they are the positional ones
+    named: dict[str, Any]  # the others then, which are no tensors
+    tensors: list[tuple[int, int, TensorRef | None]]  # (position, buffer, view to take or None)
+    outputs: list[tuple[int, int]]  # (flat output position, buffer), of those that somebody asks for
+    written: list[tuple[tuple[int, ...], int, int]]  # (positions of the old buffer's views, it, the new buffer)
+    consumes: tuple[int, ...]
+    state_in: int | None
+    state_out: int | None
+    device: str
+    waits: bool = False  # a collective: its results are there after waiting for them
+    under: Switches | None = None  # kernel switches that the forward itself had set
+    into: int | None = None  # position of the argument in whose memory the result is written; nobody else reads that
+    needs: tuple[tuple[int, int], ...] = ()  # (buffer, op that makes it) of what runs before, the random state included
+
+    def arguments(self, leaves: list[Any]) -> tuple[Any, dict[str, Any]]:
+        """Positional ones, and those by name."""
+        if self.spec is None:
+            return leaves, self.named
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any, dict[str, Any]]:
+    """Of a recorded call: ``leaves``, ``spec`` and ``named`` of its step."""
+    nested = [arg for arg in args if isinstance(arg, list | tuple | dict)]
+    if any(isinstance(leaf, TensorRef) for leaf in tree_leaves((nested, kwargs))):
+        leaves, spec = tree_flatten((args, kwargs))
+        return leaves, spec, {}
+    return list(args), None, dict(kwargs)
 
 
 @dataclass(kw_only=True)

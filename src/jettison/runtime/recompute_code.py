@@ -21,7 +21,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +31,15 @@ from torch.utils._pytree import tree_leaves
 from jettison.capture.recording import TensorRef
 from jettison.capture.signature import Switches, switched
 from jettison.capture.tensor_subclasses import plain, version_of
+from jettison.errors import UsageError
+from jettison.runtime.accelerator import is_capturing
 from jettison.runtime.bindings import binding
 from jettison.runtime.offload import stale
-from jettison.runtime.steps import Drawing, RecipeStep
 from jettison.runtime.views import in_a_copy, view_of
 from jettison.runtime.witness import _ndarray
 
 if TYPE_CHECKING:
-    from jettison.runtime.recipe import Recipe, SlotAction
+    from jettison.runtime.recipe import Recipe, RecipeStep, SlotAction
 
 Function: TypeAlias = Callable[[Any, Any], Tensor]
 """Function of a frame and the handle that is asked for; it returns the tensor that backward gets."""
@@ -434,6 +435,73 @@ def _text(value: Any) -> str:
         return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
     inside = ", ".join(map(_text, value))
     return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if value else "()"
+
+
+# random states, and batches of gradients ----------------------------------------------------------------------------
+
+_enter_vmap, _leave_vmap = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
+
+
+class OutsideOfVmap:
+    """Leave the levels of `vmap`: a backward over several gradients (``is_grads_batched``) refuses random ops."""
+
+    __slots__ = ("levels",)
+
+    def __enter__(self) -> Self:
+        self.levels = _enter_vmap() - 1
+        for _ in range(self.levels + 1):
+            _leave_vmap()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for _ in range(self.levels):
+            _enter_vmap()
+
+
+class Drawing(OutsideOfVmap):
+    """The default generator stands at a state meanwhile, and then where it stood. With ``leaves``, ``after`` is the
+    state in which the op left it. Raises `UsageError` in a CUDA graph, if the state is of another graph.
+    """
+
+    __slots__ = ("after", "before", "device", "leaves")
+
+    def __init__(self, device: str, state: Tensor, *, leaves: bool = False) -> None:
+        self.device, self.leaves = device, leaves
+        self.before = get_state(device)
+        if device == "cuda" and is_capturing():
+            _refuse_another_graph(state, self.before)
+        set_state(device, state)
+
+    def __exit__(self, *_error: object) -> None:
+        super().__exit__()
+        if self.leaves:
+            self.after = get_state(self.device)
+        set_state(self.device, self.before)
+
+
+def _refuse_another_graph(state: Tensor, now: Tensor) -> None:
+    """Offsets of a generator count from the start of a capture: the forward of the same one has left it further on."""
+    (seed, offset), (seed_now, offset_now) = state.view(torch.int64).tolist(), now.view(torch.int64).tolist()
+    if seed != seed_now or offset >= offset_now:
+        raise UsageError(
+            "a CUDA graph is being captured of a backward that draws random numbers of its forward again (dropout), "
+            "and that forward is not in the same graph. Capture forward and backward in one torch.cuda.graph, or plan "
+            "with a policy that keeps what is drawn"
+        )
+
+
+def get_state(device: str) -> Tensor:
+    """State of the default generator."""
+    # detach() is an op that a dry run's allocation counter sees; reading the state is not
+    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state().detach()
+
+
+def set_state(device: str, state: Tensor) -> None:
+    """Put a state of the default generator back."""
+    if device == "cuda":
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
 
 
 # what code calls by name ---------------------------------------------------------------------------------------------

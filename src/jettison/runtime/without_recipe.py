@@ -38,8 +38,8 @@ from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.frame import compute_less_again, is_asked_again
 from jettison.runtime.handles import Held, opened
 from jettison.runtime.offload_hooks import OffloadHooks
+from jettison.runtime.recompute_code import OutsideOfVmap
 from jettison.runtime.recordings import WRITTEN_LATER, Prepared, Verdict
-from jettison.runtime.steps import OutsideOfVmap
 from jettison.runtime.witness import SALT, Check, Witness, compare, is_same, spots_of
 from jettison.solve.policy import Offload, keeps_everything
 

@@ -29,7 +29,7 @@ from jettison.planner.plan_facts import bytes_of_state
 from jettison.planner.planner import fingerprint
 from jettison.progress import Progress
 from jettison.runtime.chunked_loss import Hold, holding
-from jettison.runtime.offload_setup import place_of
+from jettison.runtime.offload import place_of
 from jettison.solve.plan import Plan
 from jettison.train.log import plan_name
 from jettison.train.recipe import PlanSection
