@@ -101,9 +101,7 @@ class PlannedForward:
         self.outer: PlannedForward | None = None  # the root of the plan that this is a part of
         self.eagerly = torch.compiler.disable(self._eagerly, reason="it runs under a plan, op by op")
         functools.update_wrapper(self, self.forward, updated=())
-        self.recordings = Recordings(
-            module, self.way, blocks=blocks, fake_model=fake_model, forgotten=self._forgotten, changed=self._say_changed
-        )
+        self.recordings = Recordings(self, blocks=blocks, fake_model=fake_model)
         self.tap_hooks: dict[tuple[str, bool], Any] = {}
         self.said: set[str] = set()
         self.quiet = False  # falls back without a warning

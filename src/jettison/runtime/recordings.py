@@ -25,10 +25,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -49,6 +49,9 @@ from jettison.runtime.recipe import Recipe, shared_recipe
 from jettison.runtime.views import view_of, whole_copy, within
 from jettison.runtime.way import Way
 from jettison.solve.policy import Offload, offloaded_by, packed_by
+
+if TYPE_CHECKING:
+    from jettison.runtime.planned import PlannedForward
 
 GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording
 WRITTEN_LATER = "others write to its arguments or results before backward"
@@ -104,30 +107,16 @@ def _uncounted() -> contextlib.ExitStack:
 
 
 class Recordings:
-    """Of one region.
-
-    Args:
-        blocks: names of the regions inside this one, where it is a model's root.
-        fake_model: record on a fake copy of the module.
-        forgotten: called with the names of submodules that are other ones, when what was recorded may not hold.
-        changed: called where a new recording has other ops than the one that was planned with.
+    """Of one region; recorded on a fake copy of its module where ``fake_model`` is. ``blocks`` are names of the regions
+    inside this one, where it is a model's root.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        way: Way,
-        *,
-        blocks: tuple[str, ...] | None,
-        fake_model: bool,
-        forgotten: Callable[[str], None],
-        changed: Callable[[], None],
-    ) -> None:
-        self.module, self.blocks, self.fake_model = module, blocks, fake_model
-        self.take_way(0, way)
+    def __init__(self, region: PlannedForward, *, blocks: tuple[str, ...] | None, fake_model: bool) -> None:
+        self.region, self.module, self.blocks, self.fake_model = region, region.module, blocks, fake_model
+        self.take_way(0, region.way)
         self.count = 0
         self.prepared: dict[tuple[int, Any], Prepared] = {}  # by way and signature
-        self.owners = owners_of(module)
+        self.owners = owners_of(region.module)
         self.guard: ModuleGuard | None = None
         self.fell_back = False  # some call has no program
         self.never = ""  # why no call is recorded
@@ -137,7 +126,6 @@ class Recordings:
         self.casts: dict[str, tuple[Any, int | None]] = {}  # of parameters, by autocast: see `note_cast`
         self.written: set[str] = set()  # parameters and buffers that somebody wrote to between forward and backward
         self.late_inside: dict[str, frozenset[int]] = {}  # the same of what it leaves behind, by the program's form
-        self._forgotten, self._changed = forgotten, changed
         self._planned: dict[Any, Program] = {}  # by way and signature
         self._precision: tuple[Any, ...] = ()  # what FSDP cast when it was recorded
         self._suspects: frozenset[Setting] = frozenset()
@@ -206,7 +194,7 @@ class Recordings:
         if found is None:
             return False
         self._aside = [known for known in self._aside if known is not found]
-        self._forgotten("")
+        self.region._forgotten("")
         self.guard, prepared = found
         self.prepared = {key: known for key, known in prepared.items() if key[1] not in self._distrusted}
         self.owners = owners_of(self.module)
@@ -221,15 +209,12 @@ class Recordings:
         if prepared is not None and not prepared.checked and precision_of(self.module) != self._precision:
             self.forget()  # FSDP came after the recording, with casts of its own
             prepared = None
-        if prepared is not None and prepared.recipe is not None and self._steps_in_backward(prepared.recipe.trace):
-            self.forget()
-            prepared = None
+        if prepared is not None and prepared.recipe is not None and prepared.recipe.trace.detached:
+            tables = [self.owners[name] for name in prepared.recipe.trace.detached.values()]
+            if any(is_stepped_in_backward(table[leaf]) for table, leaf in tables):
+                self.forget()  # a parameter that is read without its graph has got hooks since
+                prepared = None
         return prepared or self._prepare(key, args, kwargs, own)
-
-    def _steps_in_backward(self, trace: RegionTrace) -> bool:
-        """Whether a parameter that is read without its graph has got hooks since this was recorded."""
-        tables = [self.owners[name] for name in trace.detached.values()]
-        return any(is_stepped_in_backward(table[leaf]) for table, leaf in tables)
 
     def must_check(self, prepared: Prepared, recipe: Recipe, leaves: list[Any]) -> frozenset[Any] | None:
         """What has changed since a run was last checked, although it did not matter then; None if nothing that counts.
@@ -271,7 +256,7 @@ class Recordings:
         names = "" if self.guard is None else self.guard.structure_words()
         if names:  # that is said already
             self._planned = {}
-        self._forgotten(names)
+        self.region._forgotten(names)
         if self.guard is not None:
             self._suspects = self.guard.changed()
             self._outdated = {k: p.recipe.trace.program for k, p in self.prepared.items() if p.recipe is not None}
@@ -372,7 +357,7 @@ class Recordings:
             trace.anchor_detached(stepped_in_backward(self.module))
             self._acquit(key, trace)
             if not self._is_as_planned(key, trace.program):
-                self._changed()
+                self.region._say_changed()
             return self._store(key, trace)
         except RecordingLeft as error:  # this time only: a hook that has what it wanted, a batch that was refused
             verdict = Verdict(again=False, why=str(error))

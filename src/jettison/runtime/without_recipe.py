@@ -137,12 +137,8 @@ def _say(region: PlannedForward, prepared: Prepared) -> None:
     what = kept if is_kept else "checkpointed whole"
     why = f" and not checkpointed, because {verdict.why}" if verdict is not None and verdict.why else ""
     text = f"{region.name or 'the model'} cannot be planned tensor by tensor and is {what}{why}: {prepared.problem}"
-    if (
-        is_kept
-        and not moves
-        and not keeps_everything(region.way.policy)
-        and (region.outer or region).assumptions is not None
-    ):
+    keeps_more = is_kept and not moves and not keeps_everything(region.way.policy)
+    if keeps_more and (region.outer or region).assumptions is not None:
         text += ". The plan counts on less, so that the peak may be above the budget (gradients are not affected)"
     if not region.quiet and text not in region.said:
         region.said.add(text)
@@ -233,10 +229,12 @@ class _Looks:
         """Numbers of saved tensors that have no values."""
         return frozenset(number for number, witness in enumerate(self.seen) if witness is None)
 
+    @of_a_region
     def first(self, tensor: Tensor) -> None:
         unseen = not is_dense(tensor) or self.hollow.has(tensor)
         self.seen.append(None if unseen else _witness(tensor, 0, Check.FULL))
 
+    @of_a_region
     def second(self, tensor: Tensor) -> None:
         self.at += 1
         if self.at > len(self.seen):
@@ -277,14 +275,9 @@ def _is_like(witness: Witness, tensor: Tensor) -> bool:
 
 
 def _run(
-    forward: Forward, call: tuple[Any, Any], saved: Callable[[Tensor], None], asked: Callable[[None], Tensor]
+    forward: Forward, call: tuple[Any, Any], pack: Callable[[Tensor], None], asked: Callable[[None], Tensor]
 ) -> list[Witness]:
-    """A forward of which only what ``saved`` makes of its saved tensors stays."""
-
-    @of_a_region
-    def pack(tensor: Tensor) -> None:
-        saved(tensor)
-
+    """A forward, of which witnesses of its results stay, and what ``pack`` makes of its saved tensors."""
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, asked):
         output = forward(*call[0], **call[1])
     return [_witness(leaf, 0, Check.FULL) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
