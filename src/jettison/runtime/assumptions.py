@@ -86,9 +86,7 @@ class Assumptions:
         return bytes([p.requires_grad for p in self.parameters])
 
     def forward_begins(self, signature: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], graphs: Sized) -> None:
-        """Look at what is there before a step: this call's arguments, and graphs of earlier forwards that are still
-        alive.
-        """
+        """Look at what is there before a step: its arguments, and graphs of earlier forwards that are alive."""
         self.looked = False
         if signature not in self.known:
             self.known.add(signature)
@@ -239,9 +237,7 @@ class Assumptions:
 
 
 def backward_kinds(ends: Iterable[Tensor]) -> set[str]:
-    """What the running backward is like, where it is not one whole backward, which comes by the parameters ``ends`` and
-    frees its graph outside of autocast.
-    """
+    """How the running backward is other than one that comes by all ``ends``, outside of autocast, and frees its graph."""
     return {
         kind
         for kind, holds in (

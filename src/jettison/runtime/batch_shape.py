@@ -45,13 +45,11 @@ class BatchShape:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Any = ()) -> BatchShape:
-        """Of a call's arguments."""
         found = [*_tensors(args, ()), *_tensors(dict(kwargs), ())]
         return cls(tuple((".".join(path), _size(plain(tensor))) for path, tensor in found))
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
         return sum(size.nbytes for _, size in self.sizes)
 
     def covers(self, other: BatchShape) -> bool:
@@ -113,9 +111,7 @@ def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
 
 
 def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
-    """By key: of lists, mappings (a tokenizer's ``BatchEncoding``), trees that torch knows, and the attributes of
-    objects that hold tensors (dataclasses).
-    """
+    """By key, what a list, a mapping, a tree that torch knows, or an object with tensors (a dataclass) holds."""
     if isinstance(value, list | tuple):
         return enumerate(value)
     if isinstance(value, Mapping):

@@ -43,9 +43,7 @@ class SomeMode(TorchDispatchMode):
 
 
 class SequenceCheck(TorchDispatchMode):
-    """Notices the first ATen call that is not the recorded one, casts aside that autocast took from its cache. See NOTE
-    [ What a checked run checks ].
-    """
+    """Notices the first ATen call that is not the recorded one. See NOTE [ What a checked run checks ]."""
 
     def __init__(self, trace: RegionTrace, leaves: list[Any], owners: Owners) -> None:
         super().__init__()

@@ -248,9 +248,7 @@ def _are_more(holders: Holders, than: Holders) -> bool:
 
 @functools.cache
 def _alone() -> dict[bool, Holders]:
-    """Holders of logits that nobody has but the graph, by whether the very tensor was saved. They are tried: what a
-    call holds by itself differs between versions of Python.
-    """
+    """Holders of logits that nobody has but the graph, by whether the very tensor was saved; tried on this Python."""
     found: dict[bool, Holders] = {True: (0, 0, 0), False: (0, 0, 0)}
     swapped = torch.autograd.graph.saved_tensors_hooks(lambda x: None if x.dim() == 2 else x, _given)
     with _apart():

@@ -40,7 +40,6 @@ class CopiedForward:
 
     @property
     def plain(self) -> Any:
-        """The forward of the copy's class."""
         return types.MethodType(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -32,8 +32,7 @@ from jettison.runtime.recompute_code import UNWRAPPED, get_state
 from jettison.runtime.views import view_of
 from jettison.runtime.witness import SALT, Check, Witness, _ndarray, compare, peek
 
-FEW_BYTES: Final = 256
-"""Of a buffer that a call takes a copy of, if what it computes again reads it."""
+FEW_BYTES: Final = 256  # of a buffer that a call takes a copy of, if what it computes again reads it
 _graph_task = torch._C._current_graph_task_id
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _is_grad_enabled = torch.is_grad_enabled
@@ -91,15 +90,12 @@ class Frame:
 
     @property
     def held_bytes(self) -> int:
-        """On the device until its backward."""
         return self.recipe.held_bytes(moves=self.moves)
 
     # forward ---------------------------------------------------------------------------------------------------------
 
     def enter(self, leaves: list[Any], before: dict[int, Handle] | None = None) -> None:
-        """Box the inputs and the random state that recipes read; inputs that the block before recomputes as its
-        handles, by leaf position.
-        """
+        """Box the inputs and random states that recipes read, or handles of the block before, by leaf position."""
         if FakeTensor in map(type, leaves):
             self.fake = True
         if self.group is not None and running()[0] is self:
@@ -134,9 +130,7 @@ class Frame:
 
     @of_a_region
     def pack(self, tensor: Tensor) -> Any:
-        """Autograd saves a tensor: keep it, or leave a handle. Most are kept, at a glance and as one tuple; so is all
-        that comes after a run has left the recording.
-        """
+        """Autograd saves a tensor: keep it, or leave a handle; keep all that comes after a run has left the recording."""
         index, expected = self.index, self.expected
         if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
             (size, stride, dtype, spots, cut), parameter, dropped, fill, cell = wanted
@@ -215,9 +209,7 @@ class Frame:
         return Held(tensor, self)
 
     def drop(self, slot: SlotAction, tensor: Tensor, index: int, wrap: Any = None) -> Handle:
-        """Return the handle of a dropped tensor; ``wrap`` is the FP8 or FP4 tensor around it, with its factor in this
-        forward.
-        """
+        """Return the handle of a dropped tensor; ``wrap`` is the FP8 or FP4 tensor around it, with its factor."""
         if slot.cast and not self.fake:
             self.region.recordings.note_cast(slot.cast, tensor)
         boxes = self.closures[slot.closure] or self._closure(slot)
@@ -230,7 +222,6 @@ class Frame:
         return found
 
     def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness | bytes:
-        """What a dropped tensor leaves behind."""
         is_plain = tensor.__class__ in UNWRAPPED and witnesses.is_told_at_once(tensor) and not tensor.is_neg()
         found = peek(tensor, slot.spots, self.salt + index) if is_plain and self.how is not Check.FULL else None
         if found:
@@ -327,9 +318,7 @@ class Frame:
         return tensor if wrap is None else wrap.wrap(plain(tensor))
 
     def compare(self, cell: int, tensor: Tensor) -> None:
-        """Hold a recomputed value against the witness of its buffer. Raises `WrongValue` where the device tells so at
-        once.
-        """
+        """Hold a recomputed value against the witness of its buffer. Raises `WrongValue`, perhaps later."""
         index, seen = self.recipe.witnessed[cell], self.seen[cell]
         slot = self.recipe.slots[index]
         inner = tensor if slot.view is None else view_of(tensor, slot.view)
@@ -341,7 +330,6 @@ class Frame:
         compare(seen, inner, rounded, lambda: self.wrong(index))  # which may wait: a handle holds tensors
 
     def forget_values(self) -> None:
-        """Later demands begin anew."""
         self.state, self.values = self.recipe.code.start, [None] * len(self.values)
 
     def lost(self, handle: Handle) -> WrongValue:
@@ -356,9 +344,7 @@ class Frame:
         return error
 
     def stale(self, buffer: int, then: int, now: int | None) -> StaleTensor:
-        """Return the error for a kept tensor, parameter or buffer that was written to before backward. From the next
-        step on it is not computed with again.
-        """
+        """Return the error for a tensor that was written to before backward, and do not compute with it any more."""
         recordings, name = self.region.recordings, self.recipe.parameters.get(buffer)
         what = "a kept tensor"
         if name is not None:
@@ -399,9 +385,7 @@ class Frame:
     # called by recomputation code ------------------------------------------------------------------------------------
 
     def parameter(self, n: int) -> Tensor:
-        """A parameter or buffer of the module, unsharded and unwrapped. Raises `StaleTensor` where somebody wrote to
-        it.
-        """
+        """A parameter or buffer, unsharded and unwrapped. Raises `StaleTensor` where somebody wrote to it."""
         table, leaf, tensor, version = self.parameters[n]
         if version_of(tensor) != version:
             raise self.stale(list(self.recipe.parameters)[n], version, version_of(tensor))
@@ -410,9 +394,7 @@ class Frame:
         return tensor
 
     def opened(self, box: Any, buffer: int, handle: Handle) -> Tensor:
-        """The value of a box. Raises `StaleTensor` where somebody wrote to it, `WrongValue` where nothing was ever put
-        in.
-        """
+        """The value of a box. Raises `StaleTensor` after a write, `WrongValue` where nothing was ever put in."""
         if isinstance(box, Handle):
             return plain(box.frame.recompute(box))
         if box.is_empty:

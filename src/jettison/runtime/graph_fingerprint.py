@@ -84,9 +84,7 @@ def next_sequence_number() -> int:
 
 
 def graph_print(outputs: Iterable[Any], bounds: Bounds) -> Print:
-    """Equal for two runs that built the same graph for a region's outputs, other values than tensors with a graph
-    aside.
-    """
+    """Equal for two runs that built the same graph for a region's ``outputs``."""
     numbers: dict[Node, int] = {}
     order: list[Node] = []
 

@@ -58,12 +58,10 @@ class Box:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the forward has not come by it."""
         return self.tensor is None
 
     @property
     def on_device(self) -> Tensor | None:
-        """What it holds there."""
         return self.tensor
 
     def fill(self, tensor: Tensor) -> None:

@@ -23,8 +23,7 @@ from jettison.runtime.device import Device, Event, Slab
 from jettison.runtime.host_memory import left_on_host
 
 ALIGNMENT_BYTES: Final = 512
-PARTS: Final = 64
-"""See NOTE [ Slabs are powers of two ]."""
+PARTS: Final = 64  # see NOTE [ Slabs are powers of two ]
 
 
 def _aligned(nbytes: int) -> int:
@@ -65,7 +64,6 @@ def usable(budget_bytes: int, rounded: Callable[[int], int]) -> int:
 
 
 def _largest(budget_bytes: int, rounded: Callable[[int], int]) -> int:
-    """The most that one slab can have."""
     low, high = 0, budget_bytes
     while low < high:
         middle = (low + high + 1) // 2
@@ -129,7 +127,6 @@ class HostPool:
 
     @property
     def real_bytes(self) -> int:
-        """Taken from the host."""
         return sum(room.slab.real_bytes for room in self._rooms)
 
     def reserve(self, *slabs: int) -> None:

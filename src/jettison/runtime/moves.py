@@ -41,7 +41,6 @@ class Move:
 
     @property
     def host_bytes(self) -> int:
-        """That travel, and lie on the host meanwhile."""
         if self.gathered is None:
             return self.nbytes
         return _count(self.gathered) * self.gathered.dtype.itemsize
@@ -117,7 +116,6 @@ class Away:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the forward has not come by it."""
         return self.flat is None and self.away is None
 
     @property
@@ -165,7 +163,6 @@ class Transit(Away):
 
     @property
     def on_device(self) -> Tensor | None:
-        """See `Away`."""
         return self.flat if self.away is None else self.away.on_device
 
     def _send(self, flat: Tensor) -> Moved | None:

@@ -79,11 +79,9 @@ class Group:
         return (moved for each in self.moved if (moved := each()) is not None)
 
     def end(self) -> None:
-        """The call is over, by whatever way."""
         self.engine.end(self)
 
     def asked(self) -> None:
-        """Backward has reached this call."""
         self.engine.prefetch(self)
 
 
@@ -113,9 +111,7 @@ class Moved:
         return self.source if self.source is not None else self.loaded
 
     def open(self) -> Tensor:
-        """The bytes, flat, for the current stream. Raises `StaleTensor` where they were written to before they had
-        arrived.
-        """
+        """The bytes, flat, for the current stream. Raises `StaleTensor` where they were written to too early."""
         return self.engine.open(self)
 
     def __del__(self) -> None:
@@ -144,7 +140,6 @@ class OffloadEngine:
     # forward ---------------------------------------------------------------------------------------------------------
 
     def begin(self) -> Group:
-        """A region is called."""
         return Group(self)
 
     def end(self, group: Group) -> None:
@@ -157,9 +152,7 @@ class OffloadEngine:
                     self._release(moved)
 
     def send(self, source: Tensor, group: Group) -> Moved:
-        """Start to move flat bytes, once for each storage and range. Raises `HostBudgetExceeded` without room on the
-        host.
-        """
+        """Start to move flat bytes, once for each range. Raises `HostBudgetExceeded` without room on the host."""
         with self._working():
             known = self._known(source)
             if known is not None:
@@ -215,7 +208,6 @@ class OffloadEngine:
                 group = before
 
     def open(self, moved: Moved) -> Tensor:
-        """See `Moved.open`."""
         with self._working():
             now = version_of(moved.source) if moved.source is not None else moved.written
             if now != moved.version:

@@ -28,7 +28,6 @@ class _Sent:
         self.ref, self.shared, self.group = ref, shared, group
 
     def open(self) -> Tensor:
-        """The tensor again."""
         self.group.asked()
         with torch.no_grad():
             return view_of(self.shared.open(), self.ref)
@@ -46,7 +45,6 @@ class _Shared:
         self.lock = threading.Lock()
 
     def open(self) -> Tensor:
-        """The bytes."""
         with self.lock:
             flat = self.box.open() if self.flat is None else self.flat
             self.left -= 1
@@ -67,7 +65,6 @@ class _Wrapped:
         self.size, self.stride = tensor.size(), tensor.stride()
 
     def open(self) -> Tensor:
-        """The wrapper around what came back."""
         inner = {name: packed.open() for name, packed in self.inner.items()}
         found: Tensor = self.cls.__tensor_unflatten__(inner, self.context, self.size, self.stride)
         return found
@@ -90,7 +87,6 @@ class OffloadHooks:
 
     @of_a_region
     def pack(self, tensor: Tensor) -> Any:
-        """Autograd saves a tensor."""
         return self.sent(tensor)
 
     def sent(self, tensor: Tensor) -> Any:

@@ -28,10 +28,8 @@ from jettison.runtime.moves import Away, Move, moves_of
 
 aten = torch.ops.aten
 
-CHUNK: Final = 1 << 20
-"""Numbers that become bits at a time: bytes that packing takes meanwhile, twice."""
-HIGHEST: Final = 7 if sys.byteorder == "little" else 0
-"""Place of the highest of an integer's eight bytes."""
+CHUNK: Final = 1 << 20  # numbers that become bits at a time: bytes that packing takes meanwhile, twice
+HIGHEST: Final = 7 if sys.byteorder == "little" else 0  # place of the highest of an integer's eight bytes
 GATHER: Final = 0x0102040810204080
 """Times eight bytes that are 0 or 1, as one integer: they become its highest byte, the first of them the lowest bit."""
 
@@ -60,7 +58,6 @@ class Pack:
 
     @property
     def nbytes(self) -> int:
-        """That it takes so."""
         count = self.move.nbytes // self.form.of.itemsize
         return -(-count // 8) if self.form.into is None else count * self.form.into.itemsize
 
@@ -168,7 +165,6 @@ class Packed(Away):
 
     @property
     def on_device(self) -> Tensor | None:
-        """See `Away`."""
         return self.flat if self.away is None else self.away
 
     def _send(self, flat: Tensor) -> Tensor:

@@ -325,9 +325,7 @@ class PlannedForward:
         self.unwatch()
 
     def live(self) -> Live:
-        """Calls between forward and backward now; of a region that keeps everything, those after the first call of
-        this.
-        """
+        """Calls between forward and backward now; in a region that keeps everything, from the first look on."""
         self.counted = True
         frames = list(self.frames)
         return Live(calls=len(frames), nbytes=sum(frame.held_bytes for frame in frames))
@@ -503,5 +501,4 @@ class PlannedForward:
         return self.outer is not None and self._forward_calls[1] == self.way.stays
 
     def own(self) -> Callable[..., Any]:
-        """What runs in this call."""
         return self.forward if self.bound is None else self.bound()

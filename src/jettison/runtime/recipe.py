@@ -32,8 +32,7 @@ from jettison.runtime.recompute_code import RecomputeCode
 from jettison.runtime.views import Within, within
 from jettison.runtime.witness import Cut, Spots, spots_of
 
-AWAY: Final = frozenset({"drop", "offload", "pack"})
-"""Kinds of slots that leave a handle in the place of their tensor."""
+AWAY: Final = frozenset({"drop", "offload", "pack"})  # kinds of slots that leave a handle in place of their tensor
 
 
 @dataclass(eq=False)
@@ -55,7 +54,6 @@ class SlotAction:
 
     @cached_property
     def spots(self) -> Spots:
-        """Where a witness of the slot is taken."""
         return spots_of(tuple(self.ref.size), tuple(self.ref.stride))
 
 
@@ -132,7 +130,6 @@ class Recipe:
 
     @cached_property
     def code(self) -> RecomputeCode:
-        """Functions that recompute its dropped slots."""
         return RecomputeCode(self)
 
     def held_bytes(self, *, moves: bool = True) -> int:
@@ -142,7 +139,6 @@ class Recipe:
 
     @cached_property
     def host_bytes(self) -> int:
-        """Bytes that go to the host meanwhile."""
         return sum(move.host_bytes for move in self.moved.values())
 
     @cached_property
@@ -157,7 +153,6 @@ class Recipe:
 
     @cached_property
     def sees_modes(self) -> bool:
-        """See `jettison.capture.op_traits.sees_modes`."""
         return any(sees_modes(call.func) for call in self.trace.calls)
 
 

@@ -44,10 +44,8 @@ if TYPE_CHECKING:
 Function: TypeAlias = Callable[[Any, Any], Tensor]
 """Function of a frame and the handle that is asked for; it returns the tensor that backward gets."""
 
-UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
-"""Classes of most tensors: nothing is inside them."""
-Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Shape, strides, and offset in a storage, in elements."""
+UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})  # classes of most tensors: nothing is inside them
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, and offset in a storage, in elements
 Reading: TypeAlias = tuple[Any, Any, tuple[int, ...], int, int, int, tuple[int, ...], int, int]
 """A `Cut`, the shape of what it reads, bytes from where a buffer begins to where that does, and its slot's number."""
 EMPTY: Final = torch.ops.aten.empty_strided.default
@@ -130,7 +128,6 @@ class RecomputeCode:
         return *cut, self.recipe.slots[index].spots.size, shift, index
 
     def view_text(self, buffer: int, value: str, ref: TensorRef) -> str:
-        """The source of a view of a buffer."""
         place = self.place(buffer, ref)
         if place is None:
             return f"view_of({value}, {self.named(ref, 'view')})"
@@ -190,7 +187,6 @@ class _Writer:
         self.used: set[str] = set()
 
     def source(self, name: str) -> str:
-        """Text of the function."""
         slot, buffer = self.slot, self.slot.ref.buffer
         maker = self.recipe.makers.get(buffer)
         if buffer in self.at_hand:
@@ -247,7 +243,6 @@ class _Writer:
     # values ----------------------------------------------------------------------------------------------------------
 
     def _get(self, buffer: int) -> str:
-        """The variable that has a buffer."""
         found = self.values.get(buffer)
         if found is None:
             found = self.values[buffer] = self._name(buffer)
@@ -260,9 +255,7 @@ class _Writer:
         return found
 
     def _open(self, name: str, buffer: int) -> None:
-        """Read a box. An input that the block before recomputes, and what has moved or is packed, counts as a value of
-        ours.
-        """
+        """Read a box. What the block before recomputes, what has moved or is packed, becomes a value of ours."""
         n = self.slot.boxes.index(self.recipe.box_of[buffer])
         if buffer in self.left:
             self._line(f"{name} = frame.opened(handle.boxes[{n}], {buffer}, handle)")
@@ -271,7 +264,6 @@ class _Writer:
             self._line(f"{name} = boxed(frame, handle, {n}, {buffer})")
 
     def _view(self, buffer: int, ref: TensorRef) -> str:
-        """The variable that has a view of a buffer."""
         views = self.views.setdefault(buffer, [])
         found = next((name for seen, name in views if seen is ref or seen == ref), None)
         if found is None:
@@ -491,13 +483,11 @@ def _refuse_another_graph(state: Tensor, now: Tensor) -> None:
 
 
 def get_state(device: str) -> Tensor:
-    """State of the default generator."""
     # detach() is an op that a dry run's allocation counter sees; reading the state is not
     return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state().detach()
 
 
 def set_state(device: str, state: Tensor) -> None:
-    """Put a state of the default generator back."""
     if device == "cuda":
         torch.cuda.set_rng_state(state)
     else:

@@ -144,9 +144,7 @@ class Recordings:
     # known before a run ----------------------------------------------------------------------------------------------
 
     def adopt(self, key: Any, trace: RegionTrace, *, checked: bool = False) -> None:
-        """Use a program recorded elsewhere for this signature, on these very tensors if ``checked``; not one with a
-        problem.
-        """
+        """Use a program without a problem, recorded elsewhere, or on these very tensors (``checked``)."""
         if trace.problem:
             self.give_up(key, trace.problem)
             return
@@ -296,9 +294,7 @@ class Recordings:
         self.prepared.pop((self.number, key), None)
 
     def note_cast(self, name: str, tensor: Tensor) -> None:
-        """Autocast has cast this parameter: until the loop leaves autocast its cache has that tensor, whatever is
-        written.
-        """
+        """Autocast has cast this parameter, and keeps the cast until the loop leaves it, whatever is written."""
         table, leaf = self.owners[name]
         self.casts[name] = weakref.ref(plain(tensor).untyped_storage()), version_of(table[leaf])
 
@@ -311,9 +307,7 @@ class Recordings:
         return False
 
     def moves(self, names: Set[str], *, places: Set[Place] = frozenset()) -> None:
-        """Keep what is computed of parameters, buffers and arguments that somebody wrote to between forward and
-        backward.
-        """
+        """Keep what is computed of all that somebody wrote to between a forward and its backward."""
         if names - self.written or places - self.late:
             self.written |= names
             self.late |= places

@@ -12,9 +12,7 @@ from jettison.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class SlotReport:
-    """A tensor that autograd saved: ``keep``, ``drop`` (recomputed), ``offload``, ``pack`` (fewer bytes) or
-    ``parameter``.
-    """
+    """A tensor that autograd saved: ``keep``, ``drop`` (recomputed), ``offload``, ``pack`` or ``parameter``."""
 
     index: int
     path: str
@@ -64,9 +62,7 @@ class RegionReport:
 
     @classmethod
     def of(cls, recipe: Recipe | None, *, stays: bool = False, **known: Any) -> RegionReport:
-        """From the recipe that ran (None: it fell back), as where no call moves what it might if it ``stays``, and
-        other fields.
-        """
+        """From the recipe that ran (None: it fell back), where no call moves what it might if it ``stays``."""
         kinds = [_action(s.kind, stays) for s in recipe.slots] if recipe else []
         ops = recipe.trace.program.ops if recipe else ()
         return cls(

@@ -430,7 +430,6 @@ class Dropped:
         self.rerun, self.index = rerun, index
 
     def open(self) -> Tensor:
-        """See `Held`."""
         return self.rerun.value(self.index)
 
 
@@ -456,7 +455,6 @@ class Rerun:
         self.values: dict[int, Tensor] = {}
 
     def run(self) -> Any:
-        """The forward itself."""
         before = {key: (b, version_of(b)) for key, b in _buffers_of(self.module).items()}
         with torch.autograd.graph.saved_tensors_hooks(self.pack, opened):
             output = self.forward(*self.call[0], **self.call[1])

@@ -51,18 +51,12 @@ except ImportError:  # torch comes without it
     numpy = None
 _ndarray: Any = getattr(numpy, "ndarray", None)
 
-WHOLE_BELOW = 64
-"""Elements up to which a tensor is compared whole."""
-LOOKS = 32
-"""Elements that are looked at in a larger one."""
-SAMPLED_SHARE = 8
-"""With ``sampled``, one slot in so many is looked at in a step."""
-SAMPLED_AFTER = 3
-"""With ``sampled``, runs of a recording in which everything is looked at first."""
-ROUNDING = 4.0
-"""Units in the last place, of the largest element looked at, that two runs of one product may differ by."""
-SALT = 7919
-"""From one call of a region to the next, how far the places move that are looked at."""
+WHOLE_BELOW = 64  # elements up to which a tensor is compared whole
+LOOKS = 32  # elements that are looked at in a larger one
+SAMPLED_SHARE = 8  # with `sampled`, one slot in so many is looked at in a step
+SAMPLED_AFTER = 3  # with `sampled`, runs of a recording in which everything is looked at first
+ROUNDING = 4.0  # units in the last place, of the largest element looked at, that two runs of one product may differ by
+SALT = 7919  # from one call of a region to the next, how far the places move that are looked at
 PIECE = 1 << 20  # elements of which a digest is made at a time
 
 
@@ -116,7 +110,6 @@ class Spots:
 
     @property
     def count(self) -> int:
-        """Elements."""
         return prod(self.size)
 
 
