@@ -154,7 +154,7 @@ class Recorder:
     def pin(self, nbytes: int) -> Slab:
         """Not from torch's allocator: where the device is the host, its bytes are counted apart."""
         real_bytes = self.rounded(nbytes)
-        return Slab((ctypes.c_char * real_bytes).from_buffer(mmap.mmap(-1, real_bytes)), real_bytes, real_bytes)
+        return Slab((ctypes.c_char * real_bytes).from_buffer(mmap.mmap(-1, real_bytes)), real_bytes)
 
     def send(self, source: Tensor, slab: Slab, offset: int) -> None:
         """See `Device`."""

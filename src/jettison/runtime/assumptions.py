@@ -26,6 +26,24 @@ Unpack = Callable[[Any], Tensor]
 RETAINED: Final = "retained"
 AUTOCAST: Final = "autocast"
 PARTIAL: Final = "partial"
+_OTHER_BACKWARDS: Final = {
+    RETAINED: (
+        "backward keeps the graph (retain_graph=True, or create_graph=True)",
+        "that backward frees each saved tensor after its last use",
+        "leave retain_graph out, or add the losses and run one backward",
+    ),
+    AUTOCAST: (
+        "backward runs inside autocast",
+        "that it runs outside, where nothing is cast and cached once more",
+        "leave the autocast block before calling backward",
+    ),
+    PARTIAL: (
+        "backward stops before all parameters are reached (backward(inputs=...) or autograd.grad)",
+        "that one backward runs through the whole model",
+        "run one whole backward, or freeze what is not trained before planning",
+    ),
+}
+"""By kind of backward: what it does, what the plan assumed, and advice."""
 
 
 class Assumptions:
@@ -165,28 +183,10 @@ class Assumptions:
                 "the loss that the model makes, and nothing beside it",
                 "plan with the loss as it is: auto_checkpoint(..., loss_fn=...), or step=",
             )
-        kinds = backward_kinds(self.ends)
-        if RETAINED in kinds:
-            self._say(
-                RETAINED,
-                "backward keeps the graph (retain_graph=True, or create_graph=True)",
-                "that backward frees each saved tensor after its last use",
-                "leave retain_graph out, or add the losses and run one backward",
-            )
-        if AUTOCAST in kinds:
-            self._say(
-                AUTOCAST,
-                "backward runs inside autocast",
-                "that it runs outside, where nothing is cast and cached once more",
-                "leave the autocast block before calling backward",
-            )
-        if PARTIAL in kinds - self.said and self._is_partial():
-            self._say(
-                PARTIAL,
-                "backward stops before all parameters are reached (backward(inputs=...) or autograd.grad)",
-                "that one backward runs through the whole model",
-                "run one whole backward, or freeze what is not trained before planning",
-            )
+        kinds = backward_kinds(self.ends) - self.said
+        for kind, words in _OTHER_BACKWARDS.items():
+            if kind in kinds and (kind != PARTIAL or self._is_partial()):
+                self._say(kind, *words)
 
     def _look_at_outputs(self) -> None:
         """Whether what the model returned is still there, logits and all."""
@@ -237,16 +237,13 @@ class Assumptions:
 
 
 def backward_kinds(ends: Iterable[Tensor]) -> set[str]:
-    """How the running backward is other than one that comes by all ``ends``, outside of autocast, and frees its graph."""
-    return {
-        kind
-        for kind, holds in (
-            (RETAINED, torch._C._autograd._get_current_graph_task_keep_graph()),
-            (AUTOCAST, torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")),
-            (PARTIAL, not all(map(_is_reached, ends))),
-        )
-        if holds
+    """How the running backward is other than one that comes by ``ends``, outside of autocast, and frees its graph."""
+    found = {
+        RETAINED: torch._C._autograd._get_current_graph_task_keep_graph(),
+        AUTOCAST: torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
+        PARTIAL: not all(map(_is_reached, ends)),
     }
+    return {kind for kind, holds in found.items() if holds}
 
 
 def _is_reached(parameter: Tensor) -> bool:

@@ -131,17 +131,17 @@ class SequenceCheck(TorchDispatchMode):
         for place, new in expected.writes:
             self._bind(tensors[place], new, 0)
         for tensor, ref in zip((plain(t) for t in made if isinstance(t, Tensor)), expected.makes, strict=True):
-            if self._known(tensor) != ref.buffer:
+            entry = self._entry(tensor)
+            if entry is None or entry[1] != ref.buffer:
                 self._bind(tensor, ref.buffer, 0)
 
     def _is(self, tensor: Tensor, ref: TensorRef) -> bool:
-        entry = self.bound.get(tensor.untyped_storage()._cdata)
-        if entry is None or entry[0]() is None:
+        entry = self._entry(tensor)
+        if entry is None:
             start = self._start(tensor, ref)
             if start is None:
                 return False
-            self._bind(tensor, ref.buffer, start)
-            entry = self.bound[tensor.untyped_storage()._cdata]
+            entry = self._bind(tensor, ref.buffer, start)
         _, buffer, start = entry
         offset = tensor.storage_offset() * tensor.element_size() - start
         return (
@@ -167,16 +167,16 @@ class SequenceCheck(TorchDispatchMode):
             return (there.storage_offset() - trace.named_at[b]) * there.element_size()
         return tensor.storage_offset() * tensor.element_size() - ref.offset * ref.dtype.itemsize
 
-    def _known(self, tensor: Tensor) -> int | None:
+    def _entry(self, tensor: Tensor) -> tuple[Any, int, int] | None:
         entry = self.bound.get(tensor.untyped_storage()._cdata)
-        return None if entry is None or entry[0]() is None else entry[1]
+        return None if entry is None or entry[0]() is None else entry
 
-    def _bind(self, tensor: Tensor, buffer: int, start: int) -> None:
-        storage = tensor.untyped_storage()
-        entry = self.bound.get(storage._cdata)
-        if entry is not None and entry[0]() is storage:
-            start = entry[2]  # a write makes a new buffer of the same memory
-        self.bound[storage._cdata] = (weakref.ref(storage), buffer, start)
+    def _bind(self, tensor: Tensor, buffer: int, start: int) -> tuple[Any, int, int]:
+        storage, before = tensor.untyped_storage(), self._entry(tensor)
+        if before is not None:
+            start = before[2]  # a write makes a new buffer of the same memory
+        entry = self.bound[storage._cdata] = (weakref.ref(storage), buffer, start)
+        return entry
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -22,11 +22,10 @@ Event = Any
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Slab:
-    """Pinned host memory. ``nbytes`` can be written to, ``real_bytes`` were taken from the host for it."""
+    """Pinned host memory: so many bytes, all that pinning has taken from the host."""
 
     memory: Any
     nbytes: int
-    real_bytes: int
 
 
 def whole_pages(nbytes: int) -> int:
@@ -77,7 +76,7 @@ class Device:
 
     def pin(self, nbytes: int) -> Slab:
         """Host memory that copies need not be staged for: all that rounding takes."""
-        return Slab(self._memory(real_bytes := self.rounded(nbytes)), real_bytes, real_bytes)
+        return Slab(self._memory(taken := self.rounded(nbytes)), taken)
 
     def _memory(self, nbytes: int) -> Any:
         return None

@@ -127,7 +127,7 @@ class HostPool:
 
     @property
     def real_bytes(self) -> int:
-        return sum(room.slab.real_bytes for room in self._rooms)
+        return sum(room.slab.nbytes for room in self._rooms)
 
     def reserve(self, *slabs: int) -> None:
         """Make the slabs of a step; those that are there and large enough serve, and what is not makes room. Raises

@@ -399,8 +399,8 @@ class Recordings:
         return shared_recipe(
             trace,
             policy.kept(trace.program),
-            linked=self.way.linked,
-            handed=self.way.handed,
+            linked=frozenset(position for position, _ in self.way.link.inputs),
+            handed=frozenset(self.way.link.outputs),
             offloaded=offloaded_by(policy, trace.program) - trace.buffers_at(self.way.lives),
             packed=packed_by(policy, trace.program) - trace.buffers_at(self.way.lives),
         )

@@ -17,24 +17,15 @@ from jettison.runtime.handles import Handle
 from jettison.solve.policy import CheckpointPolicy
 
 
+@dataclass(eq=False, kw_only=True)
 class SegmentLink:
-    """A region's place in a checkpoint segment.
+    """A region's place in a checkpoint segment."""
 
-    Args:
-        before: the place of the one before.
-        inputs: which of its inputs the one before computes again: (leaf position, output leaf of the one before).
-        outputs: output leaves that it computes again itself, for the next.
-    """
-
-    def __init__(
-        self,
-        *,
-        before: SegmentLink | None = None,
-        inputs: tuple[tuple[int, int], ...] = (),
-        outputs: tuple[int, ...] = (),
-    ) -> None:
-        self.before, self.inputs, self.outputs = before, inputs, outputs
-        self._left: dict[int, tuple[_Seen, Handle]] = {}  # output leaf -> how to know it again, its recipe
+    before: SegmentLink | None = None  # the place of the one before
+    inputs: tuple[tuple[int, int], ...] = ()  # which the one before recomputes: (leaf position, output leaf of that)
+    outputs: tuple[int, ...] = ()  # output leaves that it recomputes itself, for the next
+    # by output leaf: its storage, how that was seen, and how it is recomputed
+    _left: dict[int, tuple[Any, Any, Handle]] = field(default_factory=dict, init=False)
 
     @property
     def is_alone(self) -> bool:
@@ -43,7 +34,10 @@ class SegmentLink:
 
     def leave(self, returned: Sequence[Any], handles: Mapping[int, Handle]) -> None:
         """A call has ended: what the next block may ask for."""
-        self._left = {leaf: (_Seen(returned[leaf]), handle) for leaf, handle in handles.items()}
+        self._left = {
+            leaf: (weakref.ref(plain(returned[leaf]).untyped_storage()), _how(returned[leaf]), handle)
+            for leaf, handle in handles.items()
+        }
 
     def take(self, leaves: Sequence[Any]) -> dict[int, Handle]:
         """By leaf position, how inputs of a call are computed again that are the outputs of the block before."""
@@ -52,9 +46,10 @@ class SegmentLink:
         left, self.before._left = self.before._left, {}
         found = {}
         for position, leaf in self.inputs:
-            if leaf in left:
-                output, handle = left[leaf]
-                if output.is_like(leaves[position]):
+            tensor = leaves[position]
+            if leaf in left and isinstance(tensor, Tensor):
+                storage, how, handle = left[leaf]
+                if storage() is plain(tensor).untyped_storage() and how == _how(tensor):
                     found[position] = handle
         return found
 
@@ -63,25 +58,10 @@ class SegmentLink:
         self._left = {}
 
 
-class _Seen:
-    """A tensor without holding it, to be known again when it comes by as itself or as an alias (FSDP makes one)."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.storage = weakref.ref(plain(tensor).untyped_storage())
-        self.how = self._how(tensor)
-
-    def is_like(self, tensor: Any) -> bool:
-        """Whether this is the same memory, seen in the same way and not written to since."""
-        return (
-            isinstance(tensor, Tensor)
-            and self.storage() is plain(tensor).untyped_storage()
-            and self.how == self._how(tensor)
-        )
-
-    @staticmethod
-    def _how(tensor: Tensor) -> tuple[Any, ...]:
-        inner = plain(tensor)
-        return inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, wrapping(tensor), version_of(tensor)
+def _how(tensor: Tensor) -> tuple[Any, ...]:
+    """How a storage is seen, and its version: what comes by may be an alias of what was left (FSDP makes one)."""
+    inner = plain(tensor)
+    return inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, wrapping(tensor), version_of(tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +78,3 @@ class Way:
     link: SegmentLink = field(default_factory=SegmentLink)
     stays: int = 0
     lives: frozenset[Place] = frozenset()
-
-    @property
-    def linked(self) -> frozenset[int]:
-        """Inputs that the region before computes again."""
-        return frozenset(position for position, _ in self.link.inputs)
-
-    @property
-    def handed(self) -> frozenset[int]:
-        """Outputs that this one computes again for the next."""
-        return frozenset(self.link.outputs)
