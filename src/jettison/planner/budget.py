@@ -15,7 +15,7 @@ from jettison.errors import UsageError
 from jettison.measure.tensors import static_tensors, unique_bytes
 from jettison.parse_units import parse_bytes
 from jettison.predict.allowance import FRAGMENTS
-from jettison.runtime.host_memory import left_on_host
+from jettison.runtime.host_pool import left_on_host
 from jettison.units import format_bytes, format_percent
 
 HOST_MARGIN: Final = Fraction(1, 20)

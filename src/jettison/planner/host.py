@@ -16,8 +16,7 @@ from jettison.errors import UsageError
 from jettison.parse_units import parse_bytes
 from jettison.planner.points import PACK
 from jettison.runtime.device import rounding_of
-from jettison.runtime.host_memory import left_on_host
-from jettison.runtime.host_pool import usable
+from jettison.runtime.host_pool import left_on_host, usable
 from jettison.runtime.install import returned
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.actions import parts_to_send

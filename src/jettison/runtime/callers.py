@@ -19,14 +19,10 @@ _FAR = 8  # frames between a compiled module's call and what is left of it to Py
 
 
 def whose_copy(planned: Any, *, compiled: bool = False) -> nn.Module | None:
-    """The shallow copy of a planned module whose ``__call__`` is at work, if one is.
-
-    A shallow copy has the attributes of the original, and so its planned forward, which knows the original only. The
-    frame that called knows better. A direct ``.forward(...)`` cannot be told apart, and counts as the original's.
-
-    Args:
-        planned: the callable in the place of ``module.forward``; this is called from its ``__call__``.
-        compiled: frames of a compiler may be in between.
+    """The shallow copy of a planned module whose ``__call__`` is at work, if one is; frames of a compiler may be in
+    between. A shallow copy has the attributes of the original, and so its planned forward, which knows the original
+    only. The frame that called that knows better. A direct ``.forward(...)`` cannot be told apart, and counts as the
+    original's.
     """
     frame: types.FrameType | None = sys._getframe(2)
     for _ in range(_FAR if compiled else 1):

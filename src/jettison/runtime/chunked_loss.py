@@ -68,11 +68,8 @@ _same_bits: dict[tuple[str, torch.dtype, int], bool] = {}
 
 
 class Hold:
-    """As long as one of these is not let go, losses are computed in chunks, all over the process:
-    ``torch.nn.functional.cross_entropy`` runs other code meanwhile, which gives the same bits. It stays the same
-    object: models that hold it can be pickled.
-
-    ``used``: a loss was.
+    """Until all of these are let go, ``torch.nn.functional.cross_entropy`` runs other code, all over the process: in
+    chunks, with the same bits. It stays the same object, so that models with it can be pickled. ``used``: a loss was.
     """
 
     __slots__ = ("used",)
@@ -338,14 +335,8 @@ def _taken(logp: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 
 def _unchanged(now: list[Tensor], before: Tensor) -> None:
     """torch saves the log-softmax, which nobody else has; logits may be written to from ``data`` or NumPy, which counts
-    no version. Rows come to the same as in the forward, or the step fails before anybody has its gradient.
-
-    Args:
-        now: by chunk, of each row, what is taken of it.
-        before: of all rows, as a column, negated.
-
-    Raises:
-        RuntimeError: they do not; on CUDA an assertion of the device.
+    no version. What is taken of each row, by chunk, is what it was (a column, negated), or a `RuntimeError` comes
+    before anybody has the gradient; on CUDA an assertion of the device.
     """
     with _unseen():
         rows = torch.cat(now).neg_()

@@ -25,13 +25,8 @@ LOADED: Final = "pickled copy"
 
 
 class CopiedForward:
-    """In the place of a copied module's ``forward`` until that runs with gradients, or is planned.
-
-    Args:
-        module: the copy.
-        name: of the original's region; empty for the whole model.
-        said: what the original's plan has said already. A plan that is removed has nothing more to say.
-        how: it became one.
+    """In the place of a copied module's ``forward`` until that runs with gradients, or is planned. ``said`` is what the
+    original's plan has said already; ``name`` is empty for the whole model.
     """
 
     def __init__(self, module: nn.Module, name: str, said: set[str], how: str = COPY) -> None:

@@ -130,7 +130,8 @@ class Frame:
 
     @of_a_region
     def pack(self, tensor: Tensor) -> Any:
-        """Autograd saves a tensor: keep it, or leave a handle; keep all that comes after a run has left its recording.
+        """Autograd saves a tensor: keep it, or leave a handle; keep all that comes after a run has left the recorded
+        one.
         """
         index, expected = self.index, self.expected
         if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
@@ -552,12 +553,9 @@ def regions_of(region: Any) -> list[Any]:
 
 
 def compute_less_again(region: Any, why: str, names: Set[str] = frozenset(), places: Set[Place] = frozenset()) -> None:
-    """A step has stopped, since what this region computes with in backward is not what its forward had. From now on it
-    and those of its class, which do alike things, keep what is computed of it; without a recording, all that they save.
-
-    Args:
-        names: parameters and buffers of the region that somebody wrote to.
-        places: arguments that somebody wrote to.
+    """A step has stopped, since what this region computes with in backward is not what its forward had: somebody wrote
+    to parameters, buffers or arguments, say. From now on it and those of its class, which do alike things, keep what is
+    computed of them; without a recording, all that they save.
     """
     for one in regions_of(region):
         written = {name for frame in one.frames for name in frame.written()}

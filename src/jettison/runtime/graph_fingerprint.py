@@ -33,13 +33,8 @@ _SAME = {"ReshapeAliasBackward0": "ViewBackward0"}
 
 
 class Bounds:
-    """Where a region's graph ends.
-
-    Args:
-        start: sequence number of its first node.
-        nested: those of the regions inside it, each with the first past its end.
-        owners: (table, key) of each parameter and buffer.
-        leaves: of its arguments.
+    """Where a region's graph ends: the sequence number of its first node; those of the regions inside it, each with the
+    first past its end; (table, key) of each parameter and buffer; leaves of its arguments.
     """
 
     __slots__ = ("inputs", "leaves", "nested", "start")

@@ -14,15 +14,19 @@ smallest multiple in which the first fit finds room for everything, since no ten
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from jettison.errors import HostBudgetExceeded, UsageError
 from jettison.runtime.device import Device, Event, Slab
-from jettison.runtime.host_memory import left_on_host
 
 ALIGNMENT_BYTES: Final = 512
+MEMINFO: Final = Path("/proc/meminfo")  # where Linux says what a machine has left,
+GROUP: Final = Path("/sys/fs/cgroup")  # and a container
 PARTS: Final = 64  # see NOTE [ Slabs are powers of two ]
 
 
@@ -105,6 +109,27 @@ class Room:
     def give(self, begin: int) -> None:
         """The range that begins there is free."""
         self.taken = [taken for taken in self.taken if taken[0] != begin]
+
+
+def left_on_host() -> int:
+    """Bytes that Linux can give without swapping, or the container's limit if that is less; where torchrun started
+    several ranks on a host, the part of each. Raises `UsageError` where nobody says.
+    """
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _read(MEMINFO), re.MULTILINE)
+    if found is None:
+        raise UsageError(f"{MEMINFO} does not say how much memory is available; give the budget in bytes, as in '8GiB'")
+    left = int(found[1]) * 1024
+    most, used = _read(GROUP / "memory.max").strip(), _read(GROUP / "memory.current").strip()
+    if most.isdigit() and used.isdigit():
+        left = min(left, max(0, int(most) - int(used)))
+    return left // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 class HostPool:

@@ -100,11 +100,8 @@ def _have_engine(
 def host_slabs(
     traced: ModelTrace, regions: Mapping[str, PlannedForward], rounded: Callable[[int], int]
 ) -> tuple[int, ...]:
-    """Slabs for what one forward sends to the host, and its backward has back.
-
-    Args:
-        regions: by block name, with their recordings; the model's own under no name.
-        rounded: what pinning so many bytes takes.
+    """Slabs for what one forward sends to the host, and its backward has back; regions are by block name, with their
+    recordings, and the model's own under no name.
     """
     sizes: list[int] = []
     for call in traced.calls[:-1]:

@@ -27,17 +27,12 @@ from jettison.runtime.views import Within, view_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """A range of a buffer, in bytes from where its storage begins in the recording.
+    """A range of a buffer, in bytes from where its storage begins in the recording."""
 
-    Args:
-        seen: how the tensor sees the buffer that is at hand when it goes.
-        gathered: the only view that is asked for, where its elements go alone.
-    """
-
-    seen: TensorRef
+    seen: TensorRef  # how the tensor sees the buffer that is at hand when it goes
     begin: int
     nbytes: int
-    gathered: TensorRef | None = None
+    gathered: TensorRef | None = None  # the only view that is asked for, where its elements go alone
 
     @property
     def host_bytes(self) -> int:

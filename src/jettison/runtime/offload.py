@@ -119,12 +119,7 @@ class Moved:
 
 
 class OffloadEngine:
-    """Moves bytes of one device. ``transfers`` are the copies so far, in order.
-
-    Args:
-        pool: of the same device.
-        place: where the tensors are that move; others stay where they are.
-    """
+    """Moves bytes of the device ``place``; tensors elsewhere stay. ``transfers`` are the copies so far, in order."""
 
     def __init__(self, device: Device, pool: HostPool, place: torch.device) -> None:
         self.device, self.pool, self.place = device, pool, place
@@ -266,14 +261,8 @@ class OffloadEngine:
 
 
 def engine_for(place: torch.device, budget_bytes: int | None = None, *, dry: bool = False) -> OffloadEngine:
-    """Return an engine for tensors of one device.
-
-    Args:
-        budget_bytes: what pinning may take from the host; None: what the host has.
-        dry: tensors are fake: the same moments, and no copies.
-
-    Raises:
-        UsageError: nothing can be moved from there; or a budget below 0.
+    """Return an engine for tensors of one device, with a budget for pinning (None: what the host has), and without
+    copies for a dry run. Raises `UsageError` where nothing can be moved from there.
     """
     device = Device(place) if dry else device_for(place)
     pool = HostPool(device, None, left=None) if dry else HostPool(device, budget_bytes)

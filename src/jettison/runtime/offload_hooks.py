@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ from jettison.runtime.offload import Group
 from jettison.runtime.views import Within, view_of
 
 
+@dataclass(eq=False, slots=True)
 class _Sent:
     """A tensor that may be on the host, for autograd to hold. All on one storage share the box."""
 
-    __slots__ = ("group", "ref", "shared")
-
-    def __init__(self, ref: TensorRef, shared: _Shared, group: Group) -> None:
-        self.ref, self.shared, self.group = ref, shared, group
+    ref: TensorRef
+    shared: _Shared
+    group: Group
 
     def open(self) -> Tensor:
         self.group.asked()
@@ -71,12 +72,8 @@ class _Wrapped:
 
 
 class OffloadHooks:
-    """Of one call.
-
-    Args:
-        lives: tensors that live anyway: parameters, buffers, what the caller holds.
-        group: of the call; None where nothing moves in it.
-        smallest_bytes: of what is worth a copy.
+    """Of one call. ``lives`` are tensors that live anyway: parameters, buffers, what the caller holds. Without a group
+    nothing moves, and nothing below ``smallest_bytes``.
     """
 
     def __init__(self, lives: Iterable[Tensor], group: Group | None, smallest_bytes: int) -> None:
@@ -86,11 +83,8 @@ class OffloadHooks:
         self.boxes: dict[tuple[int, int, int, int], _Shared] = {}
 
     @of_a_region
-    def pack(self, tensor: Tensor) -> Any:
-        return self.sent(tensor)
-
     def sent(self, tensor: Tensor) -> Any:
-        """On its way, if it may go."""
+        """Autograd saves a tensor: it is on its way, if it may go."""
         if self.group is None:
             return Held(tensor)
         if wrapping(tensor) is None and is_traceable_wrapper_subclass(tensor):
@@ -122,7 +116,7 @@ class OffloadHooks:
         """The call is over: what it has sent belongs to the graph alone."""
         self.boxes.clear()
 
-    unpack = opened
+    pack, unpack = sent, opened
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

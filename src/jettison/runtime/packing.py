@@ -36,22 +36,16 @@ GATHER: Final = 0x0102040810204080
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """What a buffer holds and what holds it meanwhile.
+    """What a buffer holds and what holds it meanwhile."""
 
-    Args:
-        of: the type that everybody sees.
-        into: None for bits.
-        divided: zeros and ones were divided by this number after they had been drawn; None where they were not.
-    """
-
-    of: torch.dtype
-    into: torch.dtype | None = None
-    divided: float | None = None
+    of: torch.dtype  # that everybody sees
+    into: torch.dtype | None = None  # None: bits
+    divided: float | None = None  # the number by which zeros and ones were divided after they had been drawn, if any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
-    """How a range of a buffer is packed; ``form.into`` is None for bits."""
+    """How a range of a buffer is packed."""
 
     move: Move
     form: Form
@@ -97,10 +91,8 @@ def packs_into(trace: RegionTrace, b: int, refs: Iterable[TensorRef]) -> Form | 
     bound = _bound(call) if made.dtype is torch.int64 else None
     if bound is None:
         return None
-    for kind in (torch.uint8, torch.int16, torch.int32):
-        if bound <= torch.iinfo(kind).max + 1:
-            return Form(of=torch.int64, into=kind)
-    return None
+    kinds = (torch.uint8, torch.int16, torch.int32)
+    return next((Form(of=torch.int64, into=kind) for kind in kinds if bound <= torch.iinfo(kind).max + 1), None)
 
 
 def _drawn(trace: RegionTrace, call: Call, made: TensorRef) -> Form | None:

@@ -66,15 +66,11 @@ def _how(tensor: Tensor) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """Under one plan: what is kept, and the region's place in a checkpoint segment.
-
-    Args:
-        stays: which of its calls in one forward of the model (1: the first) is the last of all blocks' and moves
-            nothing, since backward begins there at once; 0 where another block's is.
-        lives: arguments and results that the loop holds as the model's output: moving them would gain nothing.
-    """
+    """Under one plan: what is kept, and the region's place in a checkpoint segment."""
 
     policy: CheckpointPolicy
     link: SegmentLink = field(default_factory=SegmentLink)
+    # which of its calls in one forward of the model (1: the first) is the last of all blocks' and moves nothing, since
+    # backward begins there at once; 0 where another block's is
     stays: int = 0
-    lives: frozenset[Place] = frozenset()
+    lives: frozenset[Place] = frozenset()  # arguments and results that the loop holds as the model's output

@@ -351,14 +351,8 @@ _docket = _Docket()
 
 
 def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe: Describe) -> None:
-    """Hold a tensor that was computed again against its witness, now or when backward is over.
-
-    Args:
-        rounded: counts what differs by rounding; None where nothing may.
-        describe: makes the error.
-
-    Raises:
-        WrongValue: they differ.
+    """Hold a recomputed tensor against its witness, now or when backward is over. Raises `WrongValue`, which
+    ``describe`` makes, or where ``rounded`` is given counts what differs by rounding.
     """
     task = torch._C._current_graph_task_id()
     if task == -1 or isinstance(witness.seen, bytes):
@@ -385,11 +379,8 @@ def is_told_at_once(tensor: Tensor) -> bool:
 
 
 def settle(waiting: Waiting) -> None:
-    """Compare everything that a backward has collected, at its end.
-
-    Raises:
-        WrongValue: some tensor came back wrong, and the first one is described; or one did in a replayed graph.
-        UsageError: a graph is being captured, and no backward came before.
+    """Compare everything that a backward has collected, at its end. Raises `WrongValue` for the first tensor that came
+    back wrong, or one in a replayed graph; `UsageError` in a capture without a backward before.
     """
     looks = list(waiting)
     waiting.clear()
