@@ -118,13 +118,8 @@ def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
         return value.items()
     if type(value) in SUPPORTED_NODES:
         return enumerate(SUPPORTED_NODES[type(value)].flatten_fn(value)[0])
-    return vars(value).items() if _holds_tensors(value) else ()
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, type | nn.Module):
-        return False
-    return any(isinstance(one, Tensor) for one in getattr(value, "__dict__", {}).values())
+    held = {} if isinstance(value, type | nn.Module) else getattr(value, "__dict__", {})
+    return held.items() if any(isinstance(one, Tensor) for one in held.values()) else ()
 
 
 def map_tensors(change: Callable[[str, Tensor], Tensor], value: Any, *path: str) -> Any:

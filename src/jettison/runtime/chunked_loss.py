@@ -27,6 +27,7 @@ import types
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import gt
 from typing import Any, Final
 
 import torch
@@ -239,10 +240,6 @@ class _Asked:
     holders: dict[bool, Holders] | None = None  # to note who holds the logits when backward comes to them
 
 
-def _are_more(holders: Holders, than: Holders) -> bool:
-    return any(count > alone for count, alone in zip(holders, than, strict=True))
-
-
 @functools.cache
 def _alone() -> dict[bool, Holders]:
     """Holders of logits that nobody has but the graph, by whether the very tensor was saved; tried on this Python."""
@@ -295,7 +292,7 @@ class _CrossEntropy(Function):
         if asked.holders is not None:
             asked.holders[is_saved] = holders
             found = torch.empty_like(logits)
-        elif again or _are_more(holders, _alone()[is_saved]) or not storage.resizable():
+        elif again or any(map(gt, holders, _alone()[is_saved])) or not storage.resizable():
             found = torch.empty_like(logits)
         else:
             found = logits

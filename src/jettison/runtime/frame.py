@@ -130,9 +130,7 @@ class Frame:
 
     @of_a_region
     def pack(self, tensor: Tensor) -> Any:
-        """Autograd saves a tensor: keep it, or leave a handle; keep all that comes after a run has left the recorded
-        one.
-        """
+        """Autograd saves a tensor: keep it, or leave a handle. All is kept once a run has left the recording."""
         index, expected = self.index, self.expected
         if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
             (size, stride, dtype, spots, cut), parameter, dropped, fill, cell = wanted

@@ -196,7 +196,8 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
                 return Verdict(again=False, why="a second run of its forward saves other tensors")
             if not _same(first, second):
                 return Verdict(again=False, why="a second run of its forward returns something else")
-            return Verdict(again=True, written=written, hollow=looks.skipped)
+            hollow = frozenset(number for number, witness in enumerate(looks.seen) if witness is None)
+            return Verdict(again=True, written=written, hollow=hollow)
     except WrongValue:
         return Verdict(again=False, why="a second run of its forward gives other values")
     except Exception as error:  # one of the user's own comes again where the forward runs as it is
@@ -223,11 +224,6 @@ class _Looks:
         """Only a backward inside the forward asks: what it wants is not held, and a checkpoint could not give it."""
         self.ran_backward = True
         raise RuntimeError(RAN_BACKWARD)
-
-    @property
-    def skipped(self) -> frozenset[int]:
-        """Numbers of saved tensors that have no values."""
-        return frozenset(number for number, witness in enumerate(self.seen) if witness is None)
 
     @of_a_region
     def first(self, tensor: Tensor) -> None:

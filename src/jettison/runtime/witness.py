@@ -310,11 +310,6 @@ class Witness:
             bits = bits_of(_strided(tensor.detach(), self.spots, self.salt))
         return b"" if isinstance(bits, FakeTensor) else bytes(_buffer(bits))
 
-    def is_rounding(self, found: Tensor) -> bool:
-        """Whether a second look, compared late, differs by what a sum in another order may differ by."""
-        assert isinstance(self.seen, Tensor)
-        return not self.full and not bool(exceeds_rounding(self.seen.reshape(1, -1), found.reshape(1, -1)))
-
 
 def is_same(first: Seen, second: Seen) -> bool:
     """Whether two looks saw the same bits."""
@@ -390,7 +385,9 @@ def settle(waiting: Waiting) -> None:
         for witness, found, rounded, describe in looks:
             if is_same(witness.seen, found):
                 continue
-            if rounded is None or not witness.is_rounding(found):
+            assert isinstance(witness.seen, Tensor)
+            rows = witness.seen.reshape(1, -1), found.reshape(1, -1)
+            if rounded is None or witness.full or bool(exceeds_rounding(*rows)):
                 raise describe()
             rounded.tensors += 1
         tell_replays()
