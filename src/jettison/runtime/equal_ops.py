@@ -50,8 +50,8 @@ def costs_like(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
 
 
 def in_place(call: Call, buffers: Sequence[Buffer], spare: Mapping[int, Call]) -> tuple[int, Callable[..., Any]] | None:
-    """Find the argument that a call's result may overwrite, and the function that does so. ``spare`` are calls that
-    made recomputed buffers, by buffer, which only this call reads.
+    """Find the argument that a call's result may overwrite, and the function that does so. ``spare`` has the recomputed
+    buffers that only this call reads, each with the call that made it.
     """
     out = call.outputs[0] if len(call.outputs) == 1 else None
     if out is None or call.written or call.state_in is not None:

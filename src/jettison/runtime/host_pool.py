@@ -25,8 +25,8 @@ from jettison.errors import HostBudgetExceeded, UsageError
 from jettison.runtime.device import Device, Event, Slab
 
 ALIGNMENT_BYTES: Final = 512
-MEMINFO: Final = Path("/proc/meminfo")  # where Linux says what a machine has left,
-GROUP: Final = Path("/sys/fs/cgroup")  # and a container
+MEMINFO: Final = Path("/proc/meminfo")  # where Linux says what a machine has left
+GROUP: Final = Path("/sys/fs/cgroup")  # the same of a container
 PARTS: Final = 64  # see NOTE [ Slabs are powers of two ]
 
 

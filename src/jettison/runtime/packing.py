@@ -57,7 +57,7 @@ class Pack:
 
     @property
     def mask_bytes(self) -> int:
-        """Of the mask that is packed into bits, a byte each; of what goes into narrow integers, its own."""
+        """Bytes of the bools that become bits, or of the integers that become narrower ones."""
         return self.move.nbytes // (self.form.of.itemsize if self.form.into is None else 1)
 
 

@@ -107,9 +107,7 @@ def _uncounted() -> contextlib.ExitStack:
 
 
 class Recordings:
-    """Of one region; recorded on a fake copy of its module where ``fake_model`` is. ``blocks`` are names of the regions
-    inside this one, where it is a model's root.
-    """
+    """Of one region, on a fake copy of its module if ``fake_model``; ``blocks`` are the regions inside of a root."""
 
     def __init__(self, region: PlannedForward, *, blocks: tuple[str, ...] | None, fake_model: bool) -> None:
         self.region, self.module, self.blocks, self.fake_model = region, region.module, blocks, fake_model
@@ -144,7 +142,7 @@ class Recordings:
     # known before a run ----------------------------------------------------------------------------------------------
 
     def adopt(self, key: Any, trace: RegionTrace, *, checked: bool = False) -> None:
-        """Use a program without a problem, recorded elsewhere, or on these very tensors (``checked``)."""
+        """Follow a program that was recorded elsewhere (``checked``: on these tensors), unless it has a problem."""
         if trace.problem:
             self.give_up(key, trace.problem)
             return
@@ -307,7 +305,7 @@ class Recordings:
         return False
 
     def moves(self, names: Set[str], *, places: Set[Place] = frozenset()) -> None:
-        """Keep what is computed of all that somebody wrote to between a forward and its backward."""
+        """Keep what is computed of parameters, buffers and arguments that somebody wrote to too early, from now on."""
         if names - self.written or places - self.late:
             self.written |= names
             self.late |= places
