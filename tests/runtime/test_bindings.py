@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.capture.recording import TensorRef
-from jettison.runtime.bindings import binding
+from jettison.runtime.recompute_code import binding
 
 aten = torch.ops.aten
 T = TensorRef(0, (4, 4), (4, 1), 0, torch.float32)

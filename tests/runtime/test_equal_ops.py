@@ -14,7 +14,7 @@ from jettison.measure import same_bits
 from jettison.measure.gradients import independent_copy
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
-from jettison.runtime.equal_ops import _writes_to, safe_softmax
+from jettison.runtime.recipe import _writes_to, safe_softmax
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

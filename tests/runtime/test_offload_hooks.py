@@ -14,7 +14,7 @@ from jettison.errors import StaleTensor
 from jettison.measure import compare_gradients
 from jettison.runtime.host_pool import HostPool
 from jettison.runtime.offload import Direction, OffloadEngine
-from jettison.runtime.offload_hooks import OffloadHooks
+from jettison.runtime.without_recipe import OffloadHooks
 from support.offloading import ALL, INPUTS, Pair, Scale, Shuffled, line_of, run, seeded
 from support.recorder import Earliest, Latest, Order, Recorder
 

@@ -32,8 +32,7 @@ from jettison.errors import TraceError
 from jettison.measure.memory import quiet_gc
 from jettison.measure.peak import allocation_deltas
 from jettison.progress import Progress
-from jettison.runtime.compiled import compiled, first_lines, one_graph
-from jettison.runtime.compiled_moves import looking, staying
+from jettison.runtime.compiled import compiled, first_lines, looking, one_graph, staying
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.solve.problem import RegionOption, Sent
 

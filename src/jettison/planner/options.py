@@ -29,9 +29,9 @@ from jettison.measure.tape import Tape
 from jettison.planner.host import ALL, MOVE_SECONDS, SEND, Host, movable, with_moves
 from jettison.planner.points import compiled_points, exactly, policy_of, seconds_by_traffic, with_packs
 from jettison.progress import Progress
-from jettison.runtime.equal_ops import costs_like
 from jettison.runtime.install import returned
 from jettison.runtime.packing import Pack
+from jettison.runtime.recipe import costs_like
 from jettison.solve.actions import parts_to_send
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
 from jettison.solve.policy import SMALLEST_BYTES, Full, KeepAll, can_move

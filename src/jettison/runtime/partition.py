@@ -11,28 +11,29 @@ Imported only where something is compiled: it needs Inductor.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy as Mark
 
-from jettison.ledger.program import Program
-from jettison.runtime.joint_graph import JointProgram, joint_program
+from jettison.capture.op_traits import DISCRETE, is_collective, op_cost
+from jettison.dtypes import dtype_name
+from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
 from jettison.solve.policy import CheckpointPolicy
 
-_OWN_CODE = hashlib.sha256(
-    b"".join((Path(__file__).parent / name).read_bytes() for name in ("partition.py", "joint_graph.py"))
-).hexdigest()
+_OWN_CODE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,3 +156,257 @@ def _saved(forward: fx.GraphModule, num_fwd_outputs: int) -> list[str]:
     """Names of what a forward returns beside its outputs."""
     (output,) = forward.graph.find_nodes(op="output")
     return [node.name for node in output.args[0][num_fwd_outputs:] if isinstance(node, fx.Node)]
+
+
+# joint graph ----------------------------------------------------------------------------------------------------------
+#
+# A compiled block's joint graph of forward and backward as a `Program`: what backward asks for, and what it costs
+# NOTE [ What a fused op costs ]
+# Inductor runs elementwise ops where their results are read, so that one which is computed again costs next to nothing
+# beside what it reads, and that something is read in any case. It is charged a small share of the bytes that it makes,
+# and so is a mask that is drawn from its seed: reading it takes longer (GPT-2's, on a CPU). What sums is charged all
+# that it reads; a matmul, its FLOPs. These only rank what is worth recomputing. What a choice takes, in bytes and in
+# seconds, is measured on the compiled block (`dryrun.compiled`).
+
+
+FUSED_SHARE = 8  # a fused op is charged for one in so many of the bytes that it makes
+SIZE_HINT = 4096  # elements of a dim that is known in no run
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointProgram:
+    """A forward as a program, and where its buffers are in the graph.
+
+    Args:
+        makers: by op, its node.
+        buffer_of: every node of the forward that is a tensor.
+    """
+
+    program: Program
+    makers: tuple[fx.Node, ...]
+    buffer_of: Mapping[fx.Node, int]
+
+    def buffers_behind(self, names: Sequence[str]) -> tuple[int | None, ...]:
+        """Of nodes of these names, in order; None for what is no tensor of the forward."""
+        by_name = {node.name: b for node, b in self.buffer_of.items()}
+        return tuple(map(by_name.get, names))
+
+
+def joint_program(graph: fx.Graph, num_fwd_outputs: int, static_inputs: Sequence[int]) -> JointProgram:
+    """Read a joint graph.
+
+    Args:
+        static_inputs: places among the forward's inputs that are parameters and buffers.
+    """
+    reader = _Reader()
+    behind = _behind_tangents(graph)
+    primals = [node for node in graph.nodes if node.op == "placeholder" and _is_primal(node)]
+    static = {node for place, node in enumerate(primals) if place in set(static_inputs)}
+    for node in graph.nodes:
+        if node in behind or node.op == "output":
+            continue
+        if node.op == "placeholder":
+            reader.given(node, free=node in static or node not in primals)
+        else:
+            reader.computed(node)
+    results = _results(graph)
+    forward, backward = results[:num_fwd_outputs], results[num_fwd_outputs:]
+    asked = [node for node in reader.buffer_of if any(user in behind for user in node.users)]
+    asked += [node for node in backward if node in reader.buffer_of and node not in asked]
+    return reader.program(asked, [node for node in forward if node in reader.buffer_of])
+
+
+def _is_primal(node: fx.Node) -> bool:
+    return str(node.target).startswith("primals")
+
+
+def _behind_tangents(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that hang on the gradients of the outputs."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if str(node.target).startswith("tangents") or "bwd" in str(node.target):
+                found.add(node)
+        elif node.op != "output" and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _results(graph: fx.Graph) -> list[Any]:
+    (output,) = graph.find_nodes(op="output")
+    return list(torch.utils._pytree.tree_leaves(output.args[0]))
+
+
+@dataclass(kw_only=True)
+class _Reader:
+    """Collects buffers and ops in the order of the graph."""
+
+    buffers: list[Buffer] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    makers: list[fx.Node] = field(default_factory=list)
+    buffer_of: dict[fx.Node, int] = field(default_factory=dict)
+    op_of: dict[fx.Node, int] = field(default_factory=dict)  # of nodes that return several tensors
+
+    def given(self, node: fx.Node, *, free: bool) -> None:
+        """An argument."""
+        if isinstance(node.meta.get("val"), Tensor):
+            source = Source.PARAMETER if free else Source.INPUT
+            self._buffer(node, source, name=node.name, free=free)
+
+    def computed(self, node: fx.Node) -> None:
+        """A call in the forward."""
+        value = node.meta.get("val")
+        if node.target is operator.getitem:
+            self._part(node)
+        elif _is_view(node):
+            self._same(node, node.all_input_nodes[0])
+        elif isinstance(value, Tensor | tuple | list) and node.op == "call_function":
+            self._op(node, value)
+
+    def program(self, asked: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> JointProgram:
+        """What was read."""
+        slots = tuple(
+            Slot(
+                index=i,
+                buffer=self.buffer_of[node],
+                shape=tuple(map(_hint, node.meta["val"].shape)),
+                dtype=dtype_name(node.meta["val"].dtype),
+                op=str(node.target) if node.op == "call_function" else "",
+            )
+            for i, node in enumerate(asked)
+        )
+        program = Program(
+            buffers=tuple(self.buffers),
+            ops=tuple(self.ops),
+            slots=slots,
+            outputs=tuple(dict.fromkeys(self.buffer_of[node] for node in outputs)),
+        )
+        return JointProgram(program=program, makers=tuple(self.makers), buffer_of=self.buffer_of)
+
+    def _op(self, node: fx.Node, value: Any) -> None:
+        index = len(self.ops)
+        inputs = tuple(dict.fromkeys(self._inputs(node)))
+        made: tuple[int, ...] = ()
+        if isinstance(value, Tensor):
+            made = (self._buffer(node, Source.OP, producer=index),)
+        flops, moved = _cost(node, value)
+        self.op_of[node] = index
+        self.makers.append(node)
+        self.ops.append(
+            Op(
+                index=index,
+                name=str(node.target),
+                inputs=inputs,
+                outputs=made,
+                flops=flops,
+                bytes_moved=moved,
+                anchor=_anchor(node),
+            )
+        )
+
+    def _part(self, node: fx.Node) -> None:
+        """One of several results."""
+        (several,) = node.all_input_nodes
+        if several in self.buffer_of:  # parts of one tensor
+            self._same(node, several)
+        elif several in self.op_of and isinstance(node.meta.get("val"), Tensor):
+            index = self.op_of[several]
+            b = self._buffer(node, Source.OP, producer=index)
+            self.ops[index] = replace(self.ops[index], outputs=(*self.ops[index].outputs, b))
+
+    def _same(self, node: fx.Node, like: fx.Node) -> None:
+        if like in self.buffer_of:
+            self.buffer_of[node] = self.buffer_of[like]
+
+    def _buffer(
+        self, node: fx.Node, source: Source, *, producer: int | None = None, name: str = "", free: bool = False
+    ) -> int:
+        index = self.buffer_of[node] = len(self.buffers)
+        self.buffers.append(
+            Buffer(
+                index=index,
+                nbytes=nbytes_of(node.meta["val"]),
+                source=source,
+                producer=producer,
+                name=name,
+                keepable=True,
+                free=free,
+            )
+        )
+        return index
+
+    def _inputs(self, node: fx.Node) -> Iterator[int]:
+        for given in node.all_input_nodes:
+            if given in self.buffer_of:
+                yield self.buffer_of[given]
+            elif given in self.op_of:
+                yield from self.ops[self.op_of[given]].outputs
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not node.all_input_nodes:
+        return False
+    if str(node.target).startswith(("aten.reshape", "aten._unsafe_view", "prims.broadcast_in_dim")):
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def _anchor(node: fx.Node) -> Anchor | None:
+    """Why a node may not run twice. Masks are drawn from seeds, and only the seeds stay."""
+    func = node.target
+    if not isinstance(func, torch._ops.OpOverload):
+        return Anchor.OPAQUE  # operators of higher order, kernels of the user's
+    if torch.Tag.nondeterministic_seeded in func.tags and _draws(node):
+        return Anchor.GENERATOR
+    if is_collective(func) or func.namespace in ("_c10d_functional", "c10d_functional"):
+        return Anchor.COLLECTIVE
+    if func._schema.is_mutable:
+        return Anchor.MUTATED
+    if str(func.overloadpacket).removeprefix("aten.") in DISCRETE:
+        return Anchor.DISCRETE
+    return None
+
+
+def _draws(node: fx.Node) -> bool:
+    """Fused attention draws nothing where its dropout is none."""
+    named = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+    return bool(named.get("dropout_p", 1.0) != 0.0)
+
+
+def _cost(node: fx.Node, value: Any) -> tuple[int, int]:
+    """FLOPs, and bytes of what is not done in passing. See NOTE [ What a fused op costs ]."""
+    made = sum(nbytes_of(t) for t in _tensors(value))
+    read = sum(nbytes_of(given.meta.get("val")) for given in node.all_input_nodes)
+    flops = 0
+    if isinstance(node.target, torch._ops.OpOverload):
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda given: given.meta.get("val"))
+        try:
+            flops = op_cost(node.target, args, kwargs, value)[0]
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # a formula that wants another call
+            flops = 0
+    if flops or not isinstance(node.target, torch._ops.OpOverload):
+        return flops, read + made
+    if 4 * made < read:
+        return 0, read
+    if node.target.namespace not in ("aten", "prims"):
+        return 0, read + made
+    return 0, made // FUSED_SHARE
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in (value if isinstance(value, tuple | list) else (value,)) if isinstance(t, Tensor)]
+
+
+def nbytes_of(value: Any) -> int:
+    """Of what a node stands for; nothing for what is no tensor."""
+    if not isinstance(value, Tensor):
+        return 0
+    return prod(map(_hint, value.shape)) * value.element_size()
+
+
+def _hint(size: Any) -> int:
+    if isinstance(size, int):
+        return size
+    known = size.node.hint if hasattr(size, "node") else None
+    return int(known) if known is not None else SIZE_HINT
