@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import jettison
 from formula import (
     test_formula_decoders,
     test_formula_encoders,
@@ -35,6 +37,10 @@ SAME = {"camembert": "bert", "roberta": "bert", "xlm-roberta": "bert", "kimi_k2"
 """Other names of a family that has tests of its own, whose code differs at most."""
 IN_WRAPPERS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Text models that are tried with the towers around them."""
+NAMED = {"models/llama_names.py", "train/build_model.py", "train/recipe.py"}
+"""Files about one model: the `Llama` of record by transformers' names, and what a recipe builds."""
+OTHER_WORDS = {"clip"}
+"""Names of families that mean something else, too."""
 OPENED = """
 import sys
 opened = set()
@@ -87,6 +93,16 @@ def test_a_family_of_known_blocks_is_one_file(tmp_path: Path, monkeypatch: pytes
     found = config.parse_config(values, name="m")
     assert found.family == "mine" and found.hidden == values["hidden_size"]
     assert "qk_norm=<QkNorm.HEAD" in repr(found.layers[0])
+
+
+def test_names_of_families_stand_in_their_room_alone() -> None:
+    package, names = Path(jettison.__file__).parent, {*FAMILIES, *WRAPPERS} - OTHER_WORDS
+    found = set()
+    for file in sorted(package.rglob("*.py")):
+        texts = (node.value for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Constant))
+        if any(isinstance(text, str) and text in names for text in texts):
+            found.add(file.relative_to(package).as_posix())
+    assert {name for name in found if not name.startswith("families/")} == NAMED
 
 
 def test_a_file_is_opened_when_it_is_asked_for() -> None:
