@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -76,6 +77,12 @@ def trainer_of(files: Sequence[str]) -> str:
 def in_server(files: Sequence[str]) -> bool:
     """Whether a traceback runs into an inference server."""
     return any(one.serves and _runs(one, files) for one in trainers().values())
+
+
+def names_server(text: str) -> bool:
+    """Whether a text names an inference server."""
+    names = "|".join(one.name for one in trainers().values() if one.serves)
+    return re.search(rf"\b(?:{names})\b", text, re.IGNORECASE) is not None
 
 
 def _runs(trainer: Trainer, files: Sequence[str]) -> bool:
@@ -215,9 +222,8 @@ def _rollout(facts: MemoryFacts) -> tuple[Change, ...]:
 
 
 def _of_server(facts: MemoryFacts) -> tuple[Change, ...]:
-    trainer = trainers().get(facts.trainer or "vLLM")
-    line = trainer.smaller if trainer is not None and trainer.serves else "--gpu-memory-utilization 0.85"
-    return (change("trainer.server", line=line),)
+    trainer = _trainer(facts) if facts.trainer else next(one for one in trainers().values() if one.serves)
+    return (change("trainer.server", line=trainer.smaller if trainer.serves else "--gpu-memory-utilization 0.85"),)
 
 
 # a peak ---------------------------------------------------------------------------------------------------------------

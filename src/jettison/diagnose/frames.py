@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Final
 
+from jettison.diagnose.finding import table
 from jettison.traces.timeline import Label
 
 Frame = tuple[str, str, int]
@@ -22,53 +24,21 @@ UNKNOWN: Final = "unknown"
 OPTIMIZER: Final = "optimizer"
 ZERO_GRAD: Final = "zero_grad"
 
-_TORCH: Final = re.compile(
-    r"(?:site|dist)-packages/(?:torch|functorch)/|/torchinductor_|<eval_with_key>"
-    r"|(?:^|/)torch/(?:(?:nn|optim|autograd|utils|cuda|distributed|amp|fx|jit|_[a-z]\w*)/"
-    r"|(?:functional|serialization|storage|_\w+)\.py$)"
-)
-_LIBRARY: Final = re.compile(r"(?:site|dist)-packages/|unsloth_compiled_cache/")
-_PYTHON: Final = re.compile(
-    r"/lib(?:64)?/python\d|/[Pp]ython3?\d*/[Ll]ib/|<frozen |<string>|<decorator-gen|<attrs |<__array_function__"
-    r"|(?:^|/)s?bin/[^/.]+$"
-)
-"""Python's own library, code that it generated, and launchers."""
 _ANGLED: Final = re.compile(r"<[^<>]*>[.\w]*$")
 _NODE: Final = re.compile(r"\b(?:generated::(\w+Backward\d*)|(AccumulateGrad|CopySlices|CopyBackwards))::apply\b")
 _OP: Final = re.compile(r"\bat::_ops::(\w+)::(?:call|redispatch)\b")
 _ORIGINAL: Final = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
 
-_LOGITS: Final = re.compile(
-    r"cross_entropy|CrossEntropy|log_softmax|LogSoftmax|nll_loss|NllLoss|loss_utils\.py|ForCausalLMLoss|lm_head|convert_to_fp32"
-    r"|(?<![a-z_])logits?(?:_[a-z]+)?\b|compute_loss_func|selective_log_softmax|_get_per_token_logps|entropy_from_logits"
-)
-
-# role, part of a file's name, function: whole, or "" for any
-_ROLES: Final[tuple[tuple[str, str, str], ...]] = (
-    (OPTIMIZER, "torch/optim/", ""),
-    (OPTIMIZER, "optim", "step"),
-    (OPTIMIZER, "deepspeed/runtime/zero/", "step"),
-    ("backward", "", "backward"),
-    ("backward", "torch/autograd/", "grad"),
-    ("backward", "torch/autograd/", "_engine_run_backward"),
-    ("forward", "torch/nn/modules/module.py", "_call_impl"),
-    ("parameters", "torch/nn/modules/module.py", "_apply"),
-    ("parameters", "torch/distributed/fsdp/", "fully_shard"),
-    ("parameters", "torch/serialization.py", "load"),
-    ("parameters", "torch/serialization.py", "_load"),
-    ("parameters", "safetensors/torch.py", ""),
-    ("parameters", "accelerate/utils/modeling.py", ""),
-    ("parameters", "accelerate/big_modeling.py", ""),
-    ("parameters", "transformers/core_model_loading.py", ""),
-    ("parameters", "transformers/modeling_utils.py", "_load_state_dict_into_meta_model"),
-    ("parameters", "transformers/modeling_utils.py", "from_pretrained"),
-    ("forward", "", "forward"),
-    ("parameters", "", "__init__"),
-)
 _RECOMPUTES: Final = ("recompute", "unpack", "backward")
 _ENGINE: Final = ("torch::autograd::Engine", "torch::autograd::python::PythonEngine")
 _OUTER: Final = {"forward": ("recompute", "backward"), "parameters": ("forward", "recompute", "backward", OPTIMIZER)}
 """By what a frame of the outside overrules one of the inside."""
+
+
+@cache
+def pattern_of(name: str) -> re.Pattern[str]:
+    """Return a list of patterns of `frames.toml` as one."""
+    return re.compile("|".join(table("frames")[name]))
 
 
 def label_of_frames(frames: Sequence[Frame]) -> Label:
@@ -109,7 +79,7 @@ def _rank(file: str) -> int:
     """Order files by owner: the user, a library, torch, Python."""
     if is_torch(file):
         return 2
-    return 1 if _LIBRARY.search(file) else 3 if _PYTHON.search(file) else 0
+    return 1 if pattern_of("library").search(file) else 3 if pattern_of("python").search(file) else 0
 
 
 def is_python(frame: Frame) -> bool:
@@ -124,13 +94,13 @@ def is_python(frame: Frame) -> bool:
 
 def is_torch(file: str) -> bool:
     """Whether a file is torch's own, or code that torch generated."""
-    return bool(_TORCH.search(file))
+    return bool(pattern_of("torch").search(file))
 
 
 def is_library(file: str) -> bool:
     """Whether a file is of an installed package or of Python itself."""
     slashed = file.replace("\\", "/")
-    return bool(_LIBRARY.search(slashed) or _PYTHON.search(slashed))
+    return bool(pattern_of("library").search(slashed) or pattern_of("python").search(slashed))
 
 
 def role_of(frames: Sequence[Frame]) -> str:
@@ -165,7 +135,7 @@ def text_of_frame(frame: Frame) -> str:
 
 def speaks_of_logits(*texts: str) -> bool:
     """Whether frames, or lines of code, are those of a head or of a loss over a vocabulary."""
-    return any(_LOGITS.search(text) for text in texts)
+    return any(pattern_of("logits").search(text) for text in texts)
 
 
 def _slashed(frame: Frame) -> Frame:
@@ -182,7 +152,8 @@ def _role(frame: Frame) -> str:
         return "recompute"
     if name.startswith("_") and name.endswith("_forward"):  # convolutions' and attention's own
         name = "forward"
-    return next((role for role, part, whole in _ROLES if part in file and whole in ("", name)), UNKNOWN)
+    roles = table("frames")["roles"]
+    return next((role for role, part, whole in roles if part in file and whole in ("", name)), UNKNOWN)
 
 
 def _node(frames: Sequence[Frame]) -> str:

@@ -15,10 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from jettison.diagnose.advice import in_server, trainer_of
+from jettison.diagnose.advice import in_server, names_server, trainer_of
 from jettison.diagnose.facts import Failure, MemoryFacts, Phase, StepBytes, phase_named
 from jettison.diagnose.finding import table
-from jettison.diagnose.frames import Frame, is_torch, place_of, role_of, speaks_of_logits
+from jettison.diagnose.frames import Frame, is_torch, pattern_of, place_of, role_of, speaks_of_logits
 from jettison.errors import UsageError
 
 Figures = dict[str, Any]
@@ -32,7 +32,7 @@ _ALLOCATED: Final = re.compile(r"(?<!max )(?<!max_)(?<!peak )\ballocated\b[^\d\n
 _UNIT_FIRST: Final = re.compile(
     r"(?<!max )(?<!max_)(?<!peak )(?<!peak_)allocated[ _]?\(?(GiB|GB|MiB|MB)\)?[\"']?\s*[:=]\s*([\d.]+)", re.IGNORECASE
 )
-_MEGATRON: Final = re.compile(r"memory \((MB|GB)\) \| allocated: ([\d.]+)")
+_UNIT_BEFORE: Final = re.compile(r"memory \((MB|GB)\) \| allocated: ([\d.]+)")
 _WRITTEN: Final = {unit.lower(): unit for unit in ("KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")}
 _BEGINS: Final = re.compile(r"Traceback (?:of TorchScript )?\(most recent call last\)")
 _FRAMES: Final = (  # Python's, rich's and IPython's, a notebook's cell, older IPython's
@@ -43,14 +43,8 @@ _FRAMES: Final = (  # Python's, rich's and IPython's, a notebook's cell, older I
     re.compile(r"(?P<file>Cell In ?\[\d+\]), line (?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?"),
     re.compile(r"^(?P<file>\S+\.py|<ipython-input-\S+>) in (?P<function>[\w.<>]+)"),
 )
-_EVALUATES: Final = re.compile(
-    r"^(?:generate|_sample|_greedy_search|_beam_search|evaluate|evaluation_loop|prediction_step|predict_step|validation_step"
-    r"|test_step|prediction_loop|_generate_and_score_completions|run_validation)$"
-)
-_SAVES: Final = re.compile(r"^(?:_?save(?:_\w+)?|(?:_?get_\w*)?state_dict|_\w*state_dict_hook)$")
 _TORCHS_OWN: Final = re.compile(r"torch/(?:optim/(?!optimizer\.py|lr_scheduler\.py)|nn/utils/clip_grad)")
 """Files of torch's optimizers; those of other packages are called by a wrapper of torch's."""
-_SERVER: Final = re.compile(r"\b(?:vllm|sglang)\b", re.IGNORECASE)
 _SHARDS: Final = re.compile(r"Loading (?:safetensors )?(?:checkpoint )?shards:[^\n]*?\|\s*(\d+)/(\d+)")
 
 
@@ -99,7 +93,7 @@ def facts_of_log(text: str, name: str) -> MemoryFacts:
         trainer=trace.trainer,
         evaluating=trace.evaluating,
         own_optimizer=trace.own_optimizer,
-        colocated=trace.evaluating or _SERVER.search(text) is not None,
+        colocated=trace.evaluating or names_server(text),
         steps=_steps(text[: found.start()]),
         notes=tuple(notes),
         **_pinned({"expandable": _expandable(text)} | figures, trace),
@@ -145,7 +139,7 @@ def _traceback(lines: list[str]) -> _Trace:
     files = ["/" + file.replace("\\", "/") for _, file, _ in frames]
     functions = [function.rsplit(".", 1)[-1] for function, _, _ in frames]
     phase = phase_named(role_of(frames))
-    if phase is Phase.UNKNOWN and any(_SAVES.match(function) for function in functions):
+    if phase is Phase.UNKNOWN and any(pattern_of("saves").fullmatch(function) for function in functions):
         phase = Phase.SAVING
     elif phase is Phase.UNKNOWN and any(file.endswith("torch/nn/utils/clip_grad.py") for file in files):
         phase = Phase.OPTIMIZER  # activations are freed by then
@@ -154,7 +148,7 @@ def _traceback(lines: list[str]) -> _Trace:
         place=place_of(frames),
         trainer=trainer_of(files),
         logits=speaks_of_logits(*near),
-        evaluating=(any(_EVALUATES.match(function) for function in functions) or in_server(files))
+        evaluating=(any(pattern_of("evaluates").fullmatch(function) for function in functions) or in_server(files))
         and "backward" not in functions,
         own_optimizer=phase is Phase.OPTIMIZER and not any(_TORCHS_OWN.search(file) for file in files),
         pinned=any("pin_memory" in text for text in (*functions[:3], *files[:3], *near)),
@@ -202,7 +196,7 @@ def _steps(before: str) -> tuple[StepBytes, ...]:
 
 
 def _allocated(line: str) -> int | None:
-    for pattern, number, unit in ((_MEGATRON, 2, 1), (_ALLOCATED, 1, 2), (_UNIT_FIRST, 2, 1)):
+    for pattern, number, unit in ((_UNIT_BEFORE, 2, 1), (_ALLOCATED, 1, 2), (_UNIT_FIRST, 2, 1)):
         found = pattern.search(line)
         if found is not None:
             return size_of(found[number], _WRITTEN.get(found[unit].lower(), found[unit]))

@@ -68,7 +68,7 @@ class _Allocator:
 def _device(timeline: MemoryTimeline, index: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Segments and events."""
     allocator = _Allocator()
-    stacks = _Stacks(timeline)
+    stacks = [frames_of_label(label) for label in timeline.labels]  # one list a label, so that a pickle has it once
     trace: list[dict[str, Any]] = []
     where: dict[int, int] = {}
     for number in np.nonzero(timeline.born < 0)[0].tolist():
@@ -81,7 +81,7 @@ def _device(timeline: MemoryTimeline, index: int) -> tuple[list[dict[str, Any]],
         at = time_ns // 1000
         for text in marks.get(event, ()):
             trace.append(_event("user_defined", 0, 0, [], at) | {"user_metadata": text})
-        nbytes, frames = int(timeline.nbytes[number]), stacks.of(number)
+        nbytes, frames = int(timeline.nbytes[number]), stacks[timeline.label_of[number]]
         if is_birth:
             where[number], is_new = allocator.take(nbytes)
             if is_new:
@@ -93,22 +93,14 @@ def _device(timeline: MemoryTimeline, index: int) -> tuple[list[dict[str, Any]],
             trace += [_event(action, address, nbytes, [], at) for action in ("free_requested", "free_completed")]
             allocator.give(address)
     live = {address: number for number, address in where.items()}
-    segments = [
-        _segment(timeline, index, address, size, live.get(address), stacks) for address, size in allocator.sizes.items()
-    ]
+    segments = []
+    for address, size in allocator.sizes.items():
+        held = live.get(address)
+        nbytes = 0 if held is None else int(timeline.nbytes[held])
+        segments.append(
+            _segment(index, address, size, nbytes, None if held is None else stacks[timeline.label_of[held]])
+        )
     return segments, trace
-
-
-class _Stacks:
-    """One list of frames for each label, so that a pickle has it once."""
-
-    def __init__(self, timeline: MemoryTimeline) -> None:
-        self._labels = timeline.label_of.tolist()
-        self._frames = [frames_of_label(label) for label in timeline.labels]
-
-    def of(self, number: int) -> list[dict[str, str | int]]:
-        """Return the frames of an allocation."""
-        return self._frames[self._labels[number]]
 
 
 def _event(action: str, address: int, nbytes: int, frames: list[Any], time_us: int) -> dict[str, Any]:
@@ -124,18 +116,15 @@ def _event(action: str, address: int, nbytes: int, frames: list[Any], time_us: i
     }
 
 
-def _segment(
-    timeline: MemoryTimeline, device: int, address: int, size: int, number: int | None, stacks: _Stacks
-) -> dict[str, Any]:
-    """A segment of one block."""
-    nbytes = 0 if number is None else int(timeline.nbytes[number])
-    used = 0 if number is None else size
+def _segment(device: int, address: int, size: int, nbytes: int, frames: list[Any] | None) -> dict[str, Any]:
+    """Return a segment of one block; without frames it is free."""
+    used = 0 if frames is None else size
     block = {
         "address": address,
         "size": size,
         "requested_size": nbytes,
-        "state": "inactive" if number is None else "active_allocated",
-        "frames": [] if number is None else stacks.of(number),
+        "state": "inactive" if frames is None else "active_allocated",
+        "frames": frames or [],
     }
     return {
         "device": device,
