@@ -18,8 +18,9 @@ from jettison.cli.main import run
 from jettison.cli.plan import PlanFlags, plan, remade
 from jettison.errors import PlanMismatch, UsageError
 from jettison.frameworks.described import DescribedPricer, decisions_of
-from jettison.frameworks.export import CannotSay, Exported
+from jettison.frameworks.export import Exported
 from jettison.frameworks.megatron.write import by_modules, layout_string
+from jettison.frameworks.nearest import CannotSay
 from jettison.frameworks.policy import checkpointed, kept_whole
 from jettison.frameworks.torchtitan.write import product_of
 from jettison.predict.forecast import forecast

@@ -15,8 +15,9 @@ import torch
 import jettison
 from jettison.cli.live_model import PlanReport
 from jettison.errors import DoesNotFit, PlanMismatch, UsageError
-from jettison.frameworks.export import CannotSay, Exported, exporter
+from jettison.frameworks.export import Exported, exporter
 from jettison.frameworks.live import live_export
+from jettison.frameworks.nearest import CannotSay
 from jettison.frameworks.policy import (
     Action,
     checkpointed,

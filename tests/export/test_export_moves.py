@@ -16,9 +16,9 @@ import torch
 import jettison
 from jettison.cli.live_model import PlanReport
 from jettison.errors import DoesNotFit
-from jettison.frameworks.export import Exported, Pricer, exporter
+from jettison.frameworks.export import Exported, exporter
 from jettison.frameworks.live import live_export
-from jettison.frameworks.policy import Action, Decision, Subject
+from jettison.frameworks.policy import Action, Decision, Pricer, Subject
 from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner

@@ -18,7 +18,8 @@ from jettison import Bytes
 from jettison.cli.live_model import PlanReport
 from jettison.cli.plan import PlanFlags, plan
 from jettison.errors import TraceError
-from jettison.frameworks.export import CannotSay, Exported, exporter
+from jettison.frameworks.export import Exported, exporter
+from jettison.frameworks.nearest import CannotSay
 from jettison.frameworks.policy import kept_whole
 from jettison.frameworks.torch_remat.write import by_regions, options_of, overwritten, steps_down
 from jettison.measure import compare_gradients, independent_copy

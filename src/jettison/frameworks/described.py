@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from jettison.cost.execution import execution_of
 from jettison.cost.roofline import op_seconds
-from jettison.frameworks.export import Cost
-from jettison.frameworks.policy import Action, Decision, LayerPolicy, Subject
+from jettison.frameworks.policy import Action, Cost, Decision, LayerPolicy, Subject
 from jettison.ledger.program import Op
 from jettison.predict.auto_recompute import AutoForecast, layer_policies
 from jettison.predict.forecast import Forecast, forecast
@@ -38,7 +37,7 @@ def decisions_of(choice: AutoForecast) -> tuple[Decision, ...]:
 
 
 class DescribedPricer:
-    """Prices a described run; see `jettison.frameworks.export.Pricer`."""
+    """Prices a described run; see `jettison.frameworks.policy.Pricer`."""
 
     def __init__(self, choice: AutoForecast) -> None:
         self.choice = choice

@@ -6,54 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import groupby, pairwise
-from typing import Any, Protocol
+from typing import Any
 
-from jettison.errors import DoesNotFit, UsageError
-from jettison.frameworks.policy import LayerPolicy, Subject
+from jettison.errors import UsageError
+from jettison.frameworks.nearest import Nearest
+from jettison.frameworks.policy import Cost, LayerPolicy, Pricer, Subject
 from jettison.spec.frameworks import named
 from jettison.units import format_bytes
 
 SCHEMA = "jettison.export/1"
-
-
-class CannotSay(UsageError):
-    """A target has no words for what the plan asks for, or for the model that it was made for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Cost of one step. None where it is not known.
-
-    Args:
-        layer_bytes: kept on the device by all layers, of one micro-batch on one rank.
-        held_bytes: alive between forward and backward beside what was there before, the model's output included.
-        recompute_seconds: at the prices of one accelerator, with nothing else on it.
-        step_seconds: of the whole step, where a described run says what that is.
-    """
-
-    layer_bytes: int
-    peak_bytes: int
-    held_bytes: int | None = None
-    recompute_flops: int = 0
-    recompute_seconds: float = 0.0
-    step_seconds: float | None = None
-    host_bytes: int = 0
-
-
-class Pricer(Protocol):
-    """Says what a step costs. Lives where the plan can be worked out again."""
-
-    def plan(self) -> Cost:
-        """Under the plan itself."""
-        ...
-
-    def cost(self, policies: Sequence[LayerPolicy], code: str = "") -> Cost:
-        """Under what was exported.
-
-        Args:
-            code: Python that defines ``apply(model)``; where there is a module, this is what runs.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +100,7 @@ Exporter = Callable[[Subject, Pricer], Exported]
 
 
 def exporter(target: str) -> Exporter:
-    """Return the exporter of a target: its framework's ``write``, which is given the target's name.
+    """Return the exporter of a target, around its framework's ``write``.
 
     An exporter raises:
         CannotSay: the target has no words for the plan or its model.
@@ -152,12 +113,10 @@ def exporter(target: str) -> Exporter:
     if target not in targets:
         raise UsageError(f"got --to {target!r}; expected one of {', '.join(targets)}")
     entry = targets[target]
-    write: Callable[[Subject, Pricer, str], Written] = import_module(
-        f"jettison.frameworks.{entry['folder']}.write"
-    ).write
+    write: Callable[[Nearest], Written] = import_module(f"jettison.frameworks.{entry['folder']}.write").write
 
     def export(subject: Subject, pricer: Pricer) -> Exported:
-        found = write(subject, pricer, target)
+        found = write(Nearest(subject=subject, pricer=pricer, target=target))
         lost = () if found.lost is None else (*losses(subject, found.policies, target), *found.lost)
         return Exported(
             **{**vars(found), "lost": lost},
@@ -241,61 +200,6 @@ def _change(policy: LayerPolicy) -> tuple[str, str, int, int]:
         after = before  # the same buffers stay; what is run again beside is in the cost
     shared = policy.decision.shared_bytes, policy.shared_bytes
     return before, after, policy.decision.kept_bytes + shared[0], policy.kept_bytes + shared[1]
-
-
-def too_much(peak_bytes: int, subject: Subject, target: str, could: str) -> DoesNotFit:
-    """The error for what needs more than the plan's budget, whatever is said."""
-    return DoesNotFit(
-        peak_bytes=peak_bytes,
-        limit_bytes=subject.budget_bytes,
-        limit_name="the plan's budget",
-        advice=f"{target} can say {could}, which the plan goes beyond. Plan with --budget {peak_bytes}B or more",
-    )
-
-
-def refuse_described(subject: Subject, target: str) -> None:
-    """Refuse a plan that names no modules.
-
-    Raises:
-        CannotSay: it is one.
-    """
-    if not subject.live:
-        raise CannotSay(
-            f"{target} wraps modules by name, and this plan of a described run names none; plan the config.json "
-            "without a layout, or module:factory, and export that"
-        )
-
-
-def refuse_stacks(subject: Subject, target: str, *, in_order: bool = False) -> None:
-    """Refuse a described plan whose layers are not the one list in which the target numbers them.
-
-    Args:
-        in_order: layers of several lists are numbered in the order of modules: an encoder's before a decoder's, and a
-            tower of words before one of images, which a description has the other way round.
-
-    Raises:
-        CannotSay: the model is made of two stacks.
-    """
-    if subject.described is None:
-        return
-    model = subject.described.forecast.run.model
-    if model.two_stacks and not (in_order and model.source is not None):
-        raise CannotSay(
-            f"{target} numbers layers in one list, and {subject.model} is {model.two_stacks}; plan the config.json "
-            "without a layout, and export that, which names them"
-        )
-
-
-def refuse_images(subject: Subject, target: str) -> None:
-    """Refuse a described plan of a model that reads no tokens.
-
-    Raises:
-        CannotSay: it is one.
-    """
-    if subject.described is not None and not subject.described.forecast.run.model.words:
-        raise CannotSay(
-            f"{target} is told of models of words, and {subject.model} reads none; export --to transformers"
-        )
 
 
 def strategy_notes(subject: Subject, policies: Sequence[LayerPolicy]) -> tuple[str, ...]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jettison.capture.model_trace import ModelTrace
 from jettison.cost.roofline import op_seconds
 from jettison.dryrun.given import dry_run_given
 from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES, Pricing
-from jettison.frameworks.export import Cost, Exported, Pricer
-from jettison.frameworks.policy import Decision, LayerPolicy, Subject
+from jettison.frameworks.export import Exported, Exporter
+from jettison.frameworks.policy import Cost, Decision, LayerPolicy, Subject
 from jettison.measure.tensors import unique_bytes
 from jettison.models.request import ModelRequest, load, optimizer_for
 from jettison.planner.planner import fingerprint
@@ -22,13 +22,7 @@ from jettison.spec.kernels import Device
 
 
 def live_export(
-    plan: Plan,
-    document: Mapping[str, Any],
-    *,
-    write: Callable[[Subject, Pricer], Exported],
-    gpu: str | None,
-    model: str | None,
-    progress: Progress,
+    plan: Plan, document: Mapping[str, Any], *, write: Exporter, gpu: str | None, model: str | None, progress: Progress
 ) -> Exported:
     """See `jettison.cli.export.export_plan`."""
     made_by = document.get("made_by")
@@ -97,7 +91,7 @@ def _called(cls: type) -> str:
 
 
 class LivePricer:
-    """Runs what was written on fake tensors; see `jettison.frameworks.export.Pricer`."""
+    """Runs what was written on fake tensors; see `jettison.frameworks.policy.Pricer`."""
 
     def __init__(self, plan: Plan, subject: Subject, traced: ModelTrace, optimizer: Any) -> None:
         self._plan, self._subject, self._traced, self._optimizer = plan, subject, traced, optimizer

@@ -1,16 +1,17 @@
-"""The nearest policy to a plan that a target can say: the fastest that still fits the plan's budget."""
+"""The nearest policy to a plan that a target can say, the fastest that still fits the plan's budget; and refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from jettison.errors import DoesNotFit
+from jettison.errors import DoesNotFit, UsageError
 from jettison.frameworks.described import DescribedPricer
-from jettison.frameworks.export import Cost, Pricer, too_much
 from jettison.frameworks.policy import (
+    Cost,
     Decision,
     LayerPolicy,
+    Pricer,
     Subject,
     by_ops_and_host,
     checkpointed,
@@ -22,6 +23,10 @@ Policies = tuple[LayerPolicy, ...]
 Priced = tuple[Policies, Cost]
 Checkpoint = Callable[[Decision], LayerPolicy]
 """What becomes of a layer that is a checkpoint."""
+
+
+class CannotSay(UsageError):
+    """A target has no words for what the plan asks for, or for the model that it was made for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +44,12 @@ class Nearest:
     subject: Subject
     pricer: Pricer
     target: str
-    could: str
-    write: Callable[[Sequence[LayerPolicy]], str]
+    could: str = ""
+    write: Callable[[Policies], str] = lambda _policies: ""
+
+    def saying(self, could: str, write: Callable[[Policies], str] | None = None) -> Nearest:
+        """The same, where this is what the target can say."""
+        return replace(self, could=could, write=write or self.write)
 
     def priced(self, policies: Policies) -> Priced:
         """Policies and what a step under them costs."""
@@ -49,9 +58,6 @@ class Nearest:
     def fits(self, found: Priced) -> bool:
         """Whether a step stays below the plan's budget."""
         return found[1].peak_bytes <= self.subject.budget_bytes
-
-    def _moves(self) -> bool:
-        return any(decision.moved for decision in self.subject.decisions)
 
     def all_or_none(self, checkpoint: Checkpoint = checkpointed) -> Priced:
         """No layer is a checkpoint where that fits, else every one."""
@@ -87,11 +93,11 @@ class Nearest:
         """
         pricer, limit = self.pricer, None
         tries: list[tuple[Nearest, Checkpoint]] = [(self, checkpointed)]
-        if self._moves() and isinstance(pricer, DescribedPricer):
+        if self.subject.moves and isinstance(pricer, DescribedPricer):
             stay, limit = pricer.last_of_chunks(), pricer.choice.host_budget_bytes
             alone = replace(self, pricer=pricer.without_overlap())
             tries.append((alone, lambda d: checkpointed(d) if d.layer in stay else checkpointed_on_host(d)))
-        elif self._moves() and self.subject.live:
+        elif self.subject.moves and self.subject.live:
             tries.append((self, checkpointed_on_host))
         found, problem = [], None
         for nearest, checkpoint in tries:
@@ -160,5 +166,56 @@ class Nearest:
 
     def _fitting(self, found: Priced) -> Priced:
         if not self.fits(found):
-            raise too_much(found[1].peak_bytes, self.subject, self.target, self.could)
+            raise self.too_much(found[1].peak_bytes)
         return found
+
+    def too_much(self, peak_bytes: int) -> DoesNotFit:
+        """The error for what needs more than the plan's budget, whatever is said."""
+        return DoesNotFit(
+            peak_bytes=peak_bytes,
+            limit_bytes=self.subject.budget_bytes,
+            limit_name="the plan's budget",
+            advice=f"{self.target} can say {self.could}, which the plan goes beyond. "
+            f"Plan with --budget {peak_bytes}B or more",
+        )
+
+    def refuse_described(self) -> None:
+        """Refuse a plan that names no modules.
+
+        Raises:
+            CannotSay: it is one.
+        """
+        if not self.subject.live:
+            raise CannotSay(
+                f"{self.target} wraps modules by name, and this plan of a described run names none; plan the "
+                "config.json without a layout, or module:factory, and export that"
+            )
+
+    def refuse_stacks(self, *, in_order: bool = False) -> None:
+        """Refuse a described plan whose layers are not the one list in which the target numbers them.
+
+        Args:
+            in_order: layers of several lists are numbered in the order of modules: an encoder's before a decoder's, and
+                a tower of words before one of images, which a description has the other way round.
+
+        Raises:
+            CannotSay: the model is made of two stacks.
+        """
+        model = None if self.subject.described is None else self.subject.described.forecast.run.model
+        if model is not None and model.two_stacks and not (in_order and model.source is not None):
+            raise CannotSay(
+                f"{self.target} numbers layers in one list, and {self.subject.model} is {model.two_stacks}; plan the "
+                "config.json without a layout, and export that, which names them"
+            )
+
+    def refuse_images(self) -> None:
+        """Refuse a described plan of a model that reads no tokens.
+
+        Raises:
+            CannotSay: it is one.
+        """
+        if self.subject.described is not None and not self.subject.described.forecast.run.model.words:
+            raise CannotSay(
+                f"{self.target} is told of models of words, and {self.subject.model} reads none; export --to "
+                "transformers"
+            )

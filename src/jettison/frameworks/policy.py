@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Protocol
 
 from jettison.ledger.program import Op, Program, Source
 from jettison.predict.auto_recompute import AutoForecast
@@ -107,6 +108,11 @@ class Subject:
     def left_out(self) -> tuple[str, ...]:
         """Parts of the model's configuration that the plan's figures leave out."""
         return () if self.described is None else self.described.forecast.run.model.left_out
+
+    @property
+    def moves(self) -> bool:
+        """Something of a layer waits on the host."""
+        return any(decision.moved for decision in self.decisions)
 
     @property
     def whole_layers(self) -> bool:
@@ -300,3 +306,39 @@ def rerun(program: Program, saved: frozenset[int] = frozenset()) -> tuple[int, .
     """Ops that a checkpoint runs again, in order."""
     makers = [m for b in program.needed_buffers() if (m := program.buffers[b].producer) is not None]
     return tuple(o for o in range(max(makers, default=-1) + 1) if o not in saved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Cost of one step. None where it is not known.
+
+    Args:
+        layer_bytes: kept on the device by all layers, of one micro-batch on one rank.
+        held_bytes: alive between forward and backward beside what was there before, the model's output included.
+        recompute_seconds: at the prices of one accelerator, with nothing else on it.
+        step_seconds: of the whole step, where a described run says what that is.
+    """
+
+    layer_bytes: int
+    peak_bytes: int
+    held_bytes: int | None = None
+    recompute_flops: int = 0
+    recompute_seconds: float = 0.0
+    step_seconds: float | None = None
+    host_bytes: int = 0
+
+
+class Pricer(Protocol):
+    """Says what a step costs. Lives where the plan can be worked out again."""
+
+    def plan(self) -> Cost:
+        """Under the plan itself."""
+        ...
+
+    def cost(self, policies: Sequence[LayerPolicy], code: str = "") -> Cost:
+        """Under what was exported.
+
+        Args:
+            code: Python that defines ``apply(model)``; where there is a module, this is what runs.
+        """
+        ...

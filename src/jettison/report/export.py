@@ -13,8 +13,8 @@ from jettison.report.parts import exact, facts_table, span, titled
 from jettison.units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
-    from jettison.frameworks.export import Cost, Exported
-    from jettison.frameworks.policy import LayerPolicy
+    from jettison.frameworks.export import Exported
+    from jettison.frameworks.policy import Cost, LayerPolicy
 
 
 def export_table(found: Exported) -> RenderableType:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from functools import partial
 
-from jettison.frameworks.export import CannotSay, Pricer, Written, refuse_described, strategy_notes
-from jettison.frameworks.nearest import Nearest
-from jettison.frameworks.policy import Action, Subject, draws_again
+from jettison.frameworks.export import Written, strategy_notes
+from jettison.frameworks.nearest import CannotSay, Nearest
+from jettison.frameworks.policy import Action, draws_again
 from jettison.frameworks.text import filled, pieces
 from jettison.frameworks.torch.write import priced_code
 from jettison.units import format_bytes
 
 
-def write(subject: Subject, pricer: Pricer, target: str) -> Written:
+def write(nearest: Nearest) -> Written:
     """The file. Layers are wrapped by their class, and random states are not put back."""
-    refuse_described(subject, target)
+    subject = nearest.subject
+    nearest.refuse_described()
     classes = list(dict.fromkeys(d.module.partition(":")[2].rpartition(".")[2] for d in subject.decisions))
     if not classes:
-        raise CannotSay(f"{target} wraps layers by their class, and {subject.model} has no repeated layers")
-    policies, cost = one_switch(subject, pricer, target, states=False).with_host(Nearest.all_or_none)
+        raise CannotSay(f"{nearest.target} wraps layers by their class, and {subject.model} has no repeated layers")
+    policies, cost = one_switch(nearest, states=False).with_host(Nearest.all_or_none)
     if any(map(draws_again, policies)):
         raise CannotSay(
             "accelerate's checkpoints under FSDP2 put no random states back (preserve_rng_state=False), and the layers "
@@ -37,9 +38,7 @@ def write(subject: Subject, pricer: Pricer, target: str) -> Written:
     return Written(files=files, policies=policies, cost=cost, notes=notes)
 
 
-def one_switch(subject: Subject, pricer: Pricer, target: str, *, states: bool) -> Nearest:
-    """Choices where all layers are checkpoints, or none."""
+def one_switch(nearest: Nearest, *, states: bool) -> Nearest:
+    """Where all layers are checkpoints, or none."""
     could = "one switch for all layers: every one a checkpoint, or none"
-    return Nearest(
-        subject=subject, pricer=pricer, target=target, could=could, write=partial(priced_code, subject, states=states)
-    )
+    return nearest.saying(could, partial(priced_code, nearest.subject, states=states))

@@ -7,9 +7,9 @@ from functools import partial
 from itertools import groupby
 
 from jettison.errors import DoesNotFit
-from jettison.frameworks.export import Cost, Pricer, Written
+from jettison.frameworks.export import Written
 from jettison.frameworks.nearest import Nearest
-from jettison.frameworks.policy import Action, Decision, LayerPolicy, Subject, by_ops
+from jettison.frameworks.policy import Action, Cost, Decision, LayerPolicy, Subject, by_ops
 from jettison.frameworks.text import filled, pieces
 from jettison.frameworks.torch.write import code
 from jettison.units import format_bytes, format_flops, format_percent, format_seconds
@@ -18,12 +18,11 @@ MOST_DROPPED = 5
 """So many tensors of a kind of layer are named, the largest."""
 
 
-def write(subject: Subject, pricer: Pricer, target: str) -> Written:
+def write(nearest: Nearest) -> Written:
     """The brief. Nothing is lost in it; it carries nothing out, either."""
-    cost, hardware = pricer.plan(), subject.hardware
+    subject, cost = nearest.subject, nearest.pricer.plan()
+    hardware = subject.hardware
     link = hardware.host_bytes_per_second
-    could = "which layers are checkpoints"
-    nearest = Nearest(subject=subject, pricer=pricer, target=target, could=could, write=partial(code, subject))
     text = filled(
         pieces("brief/brief.md.txt")["brief"],
         model=_plain(subject.model),
@@ -43,7 +42,7 @@ def write(subject: Subject, pricer: Pricer, target: str) -> Written:
         table="".join(f"{line}\n" for line in _table(subject)),
         hash=subject.plan_hash,
         reasons="\n".join(_reasons(subject)) or "- nothing is dropped: what autograd saves fits",
-        simpler=_simpler(nearest),
+        simpler=_simpler(nearest.saying("which layers are checkpoints", partial(code, subject))),
         questions="".join(f"- {line}\n" for line in _questions(subject)),
     )
     return Written(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 
 from jettison.frameworks.accelerate.write import one_switch
-from jettison.frameworks.export import Pricer, Written, strategy_notes
+from jettison.frameworks.export import Written, strategy_notes
 from jettison.frameworks.nearest import Nearest
-from jettison.frameworks.policy import Action, Subject
+from jettison.frameworks.policy import Action
 
 
-def write(subject: Subject, pricer: Pricer, target: str) -> Written:
+def write(nearest: Nearest) -> Written:
     """The configuration."""
-    policies, cost = one_switch(subject, pricer, target, states=True).with_host(Nearest.all_or_none)
+    subject = nearest.subject
+    policies, cost = one_switch(nearest, states=True).with_host(Nearest.all_or_none)
     found: dict[str, object] = {}
     tp = 1
     if subject.described is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from jettison.frameworks.export import Pricer, Written, refuse_described, strategy_notes
+from jettison.frameworks.export import Written, strategy_notes
 from jettison.frameworks.nearest import Nearest
-from jettison.frameworks.policy import Action, Subject, as_the_plan_moves
+from jettison.frameworks.policy import Action, as_the_plan_moves
 from jettison.frameworks.text import filled, header, moves_table, names, pieces
 from jettison.frameworks.torch.write import priced_code
 
@@ -14,20 +14,16 @@ USE = """    model = mark(model)                    # before the Trainer sets th
     Trainer(strategy=strategy(), ...)      # strategy(**more) hands more on to FSDPStrategy"""
 
 
-def write(subject: Subject, pricer: Pricer, target: str) -> Written:
+def write(nearest: Nearest) -> Written:
     """The file. Its wrapper puts random states back by default."""
-    refuse_described(subject, target)
-    moves = any(decision.moved for decision in subject.decisions)
-    nearest = Nearest(
-        subject=subject,
-        pricer=pricer,
-        target=target,
-        could="which layers are checkpoints, and what waits on the host of those that are none"
-        if moves
-        else "only which layers are checkpoints",
-        write=partial(priced_code, subject, states=True),
-    )
-    policies, cost = nearest.with_moves(as_the_plan_moves, as_the_plan_moves) if moves else nearest.checkpoints()
+    subject = nearest.subject
+    nearest.refuse_described()
+    nearest = nearest.saying("only which layers are checkpoints", partial(priced_code, subject, states=True))
+    if subject.moves:
+        nearest = nearest.saying("which layers are checkpoints, and what waits on the host of those that are none")
+        policies, cost = nearest.with_moves(as_the_plan_moves, as_the_plan_moves)
+    else:
+        policies, cost = nearest.checkpoints()
     table, host = moves_table({policy.layer: policy for policy in policies}), pieces("host.py.txt")
     text = header(subject, "Lightning's FSDPStrategy", USE) + (host["imports"] if table else "")
     text += filled(

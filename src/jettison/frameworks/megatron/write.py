@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from jettison.frameworks.described import DescribedPricer
-from jettison.frameworks.export import CannotSay, Cost, Pricer, Written, refuse_images, refuse_stacks, too_much
+from jettison.frameworks.export import Written
+from jettison.frameworks.nearest import CannotSay, Nearest
 from jettison.frameworks.policy import (
     Action,
+    Cost,
     Decision,
     LayerPolicy,
     Subject,
@@ -58,10 +60,10 @@ class Candidate:
     cost: Cost
 
 
-def write(subject: Subject, pricer: Pricer, target: str) -> Written:
+def write(nearest: Nearest) -> Written:
     """Flags for Megatron-LM and fields for `TransformerConfig`; or overrides for a recipe, one a line."""
-    best, run = _best(subject, pricer, target)
-    if target == "megatron-bridge":
+    best, run = _best(nearest)
+    if nearest.target == "megatron-bridge":
         files = {"overrides.txt": overrides_text(run, best.settings)}
     else:
         files = {
@@ -73,14 +75,15 @@ def write(subject: Subject, pricer: Pricer, target: str) -> Written:
     )
 
 
-def _best(subject: Subject, pricer: Pricer, target: str) -> tuple[Candidate, Run]:
+def _best(nearest: Nearest) -> tuple[Candidate, Run]:
+    subject, pricer, target = nearest.subject, nearest.pricer, nearest.target
     if subject.described is None or not isinstance(pricer, DescribedPricer):
         raise CannotSay(
             f"{target} builds its own layers, and this plan names tensors of {subject.model} as it is built here; plan "
             "the preset or the config.json with --kernels megatron and a layout, and export that"
         )
-    refuse_stacks(subject, target)
-    refuse_images(subject, target)
+    nearest.refuse_stacks()
+    nearest.refuse_images()
     run = subject.described.forecast.run
     if run.recompute.whole:
         raise CannotSay(
@@ -93,7 +96,7 @@ def _best(subject: Subject, pricer: Pricer, target: str) -> tuple[Candidate, Run
     found = [one for one in _candidates(subject, pricer) if host is None or one.cost.host_bytes <= host]
     fitting = [one for one in found if one.cost.peak_bytes <= subject.budget_bytes]
     if not fitting:
-        raise too_much(min(one.cost.peak_bytes for one in found), subject, target, COULD)
+        raise nearest.saying(COULD).too_much(min(one.cost.peak_bytes for one in found))
     # the fastest; of these, what leaves the host alone
     return min(fitting, key=lambda one: (one.cost.step_seconds or 0.0, one.cost.host_bytes, one.cost.peak_bytes)), run
 
@@ -257,10 +260,6 @@ def _notes(best: Candidate, run: Run) -> tuple[str, ...]:
             "Of each stage the last layer keeps its own, as in the plan. A tensor that two modules save is counted and "
             "sent once here; Megatron may send it twice. Under Transformer Engine norms that are part of a product's "
             "kernel send nothing"
-        )
-        found.append(
-            "offloading wants --transformer-impl transformer_engine and, with Transformer Engine 2.10 or later, "
-            "NVTE_CPU_OFFLOAD_V1=1 in the environment"
         )
         found.append(
             "offloading wants --transformer-impl transformer_engine and, with Transformer Engine 2.10 or later, "

@@ -7,10 +7,9 @@ checkpoint holds ] in frameworks/policy.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
-from jettison.frameworks.export import Pricer, Written, refuse_stacks
+from jettison.frameworks.export import Written
 from jettison.frameworks.nearest import Nearest
 from jettison.frameworks.policy import Action, LayerPolicy, Subject, as_the_plan_moves, by_ops_and_host, draws_again
 from jettison.frameworks.text import header, moves_table, names, pieces, selective_tables
@@ -20,16 +19,16 @@ Import this file, and call apply(model) once after the model was built, before f
 torch.compile. It changes the model in place; names in its state_dict stay as they are."""
 
 
-def write(subject: Subject, pricer: Pricer, target: str) -> Written:
+def write(nearest: Nearest) -> Written:
     """The nearest file to the plan. A described plan names no ops of a module."""
-    refuse_stacks(subject, target)
-    could = "which calls of ops stay, and which layers are checkpoints"
-    nearest = Nearest(subject=subject, pricer=pricer, target=target, could=could, write=partial(priced_code, subject))
+    subject = nearest.subject
+    nearest.refuse_stacks()
+    nearest = nearest.saying("which calls of ops stay, and which layers are checkpoints", partial(priced_code, subject))
     if subject.live:
         wished = tuple(map(by_ops_and_host, subject.decisions))
         policies, cost = nearest.between(wished, as_it_stands=True, checkpoint=as_the_plan_moves)
     else:
-        policies, cost = replace(nearest, could="which layers are checkpoints").with_host(Nearest.checkpoints)
+        policies, cost = nearest.saying("which layers are checkpoints").with_host(Nearest.checkpoints)
     files = {"checkpointing.py": code(subject, policies)}
     return Written(files=files, policies=policies, cost=cost, notes=notes_of(policies))
 

@@ -17,10 +17,11 @@ from typing import Final
 
 from jettison.cost.roofline import op_seconds
 from jettison.errors import TraceError
-from jettison.frameworks.export import CannotSay, Cost, Pricer, Written, refuse_described
-from jettison.frameworks.nearest import Nearest, Policies, Priced
+from jettison.frameworks.export import Written
+from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import (
     Action,
+    Cost,
     Decision,
     LayerPolicy,
     Subject,
@@ -63,16 +64,17 @@ class Step:
     seconds_per_byte: float
 
 
-def write(subject: Subject, pricer: Pricer, target: str) -> Written:
+def write(nearest: Nearest) -> Written:
     """The nearest file to the plan, where torch_remat is there to be run."""
-    refuse_described(subject, target)
+    subject = nearest.subject
+    nearest.refuse_described()
     if find_spec("torch_remat") is None:
         raise CannotSay(
             "torch_remat is not installed here, and what is exported is run to say what it costs; "
             "pip install torch_remat, or export --to torch"
         )
     try:
-        policies, cost = _chosen(subject, pricer, target)
+        policies, cost = _chosen(nearest)
     except TraceError as error:
         if _RETURNS not in str(error):
             raise
@@ -84,11 +86,11 @@ def write(subject: Subject, pricer: Pricer, target: str) -> Written:
     return Written(files=files, policies=policies, cost=cost, notes=notes)
 
 
-def _chosen(subject: Subject, pricer: Pricer, target: str) -> Priced:
+def _chosen(nearest: Nearest) -> Priced:
     """As the plan has it where it treats layers whole; else from all kept as few seconds down as fit."""
-    moves = any(decision.moved for decision in subject.decisions)
+    subject = nearest.subject
     could = "which layers are checkpoints, and which of their modules keep their activations"
-    if moves:
+    if subject.moves:
         could += ", and what waits on the host of layers that are none, or of what a checkpoint is given"
 
     def write(policies: Sequence[LayerPolicy]) -> str:
@@ -102,8 +104,8 @@ def _chosen(subject: Subject, pricer: Pricer, target: str) -> Priced:
         ours = options_of(decision, lambda op: op_seconds(op, subject.hardware))
         return next((o.policy for o in ours if o.policy.kept_bytes <= decision.kept_bytes), ours[-1].policy)
 
-    nearest = Nearest(subject=subject, pricer=pricer, target=target, could=could, write=write)
-    if moves:
+    nearest = nearest.saying(could, write)
+    if subject.moves:
         return nearest.with_moves(_as_the_plan_moves, nearest_of)
     if subject.whole_layers:
         whole, cost = nearest.checkpoints()

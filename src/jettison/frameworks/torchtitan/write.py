@@ -13,8 +13,8 @@ from functools import partial
 from typing import Final
 
 from jettison.errors import DoesNotFit
-from jettison.frameworks.export import Alternative, CannotSay, Pricer, Written, refuse_images, refuse_stacks
-from jettison.frameworks.nearest import Nearest, Policies, Priced
+from jettison.frameworks.export import Alternative, Written
+from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import (
     Action,
     Decision,
@@ -52,12 +52,13 @@ _PRODUCTS: Final = {
 }
 
 
-def write(subject: Subject, pricer: Pricer, target: str) -> Written:
+def write(nearest: Nearest) -> Written:
     """A file with a policy that torchtitan's configuration takes, beside torchtitan's own policies."""
-    _refuse(subject, target)
-    could = "which calls of ops stay, and which layers are checkpoints"
+    subject = nearest.subject
+    _refuse(nearest)
     same_calls = partial(priced_code, subject)  # without torchtitan
-    policies, cost = _chosen(Nearest(subject=subject, pricer=pricer, target=target, could=could, write=same_calls))
+    nearest = nearest.saying("which calls of ops stay, and which layers are checkpoints", same_calls)
+    policies, cost = _chosen(nearest)
     stock = {"FullAC.Config()": checkpointed, "SelectiveAC.Config()": _stock}
     others = {words: tuple(map(policy, subject.decisions)) for words, policy in stock.items()}
     return Written(
@@ -65,15 +66,14 @@ def write(subject: Subject, pricer: Pricer, target: str) -> Written:
         policies=policies,
         cost=cost,
         notes=notes_of(policies),
-        alternatives=tuple(
-            Alternative(words=words, cost=pricer.cost(found, same_calls(found))) for words, found in others.items()
-        ),
+        alternatives=tuple(Alternative(words=words, cost=nearest.priced(found)[1]) for words, found in others.items()),
     )
 
 
-def _refuse(subject: Subject, target: str) -> None:
-    refuse_stacks(subject, target)
-    refuse_images(subject, target)
+def _refuse(nearest: Nearest) -> None:
+    subject = nearest.subject
+    nearest.refuse_stacks()
+    nearest.refuse_images()
     if subject.described is not None and subject.described.forecast.run.recompute.whole:
         raise CannotSay(
             "the plan keeps micro-batches whole, and torchtitan treats all alike; plan without --whole-micro-batches"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from jettison.errors import DoesNotFit
-from jettison.frameworks.export import Alternative, CannotSay, Pricer, Written, refuse_stacks
-from jettison.frameworks.nearest import Nearest, Policies, Priced
+from jettison.frameworks.export import Alternative, Written
+from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import Action, LayerPolicy, Subject, checkpointed, draws_again, kept_whole
 from jettison.frameworks.text import filled, header, names, pieces
 from jettison.frameworks.torch.write import priced_code
@@ -21,31 +20,25 @@ USE_ARGUMENTS = """\
 Trainer(args=TrainingArguments(**TRAINING_ARGUMENTS, ...)) does all of it; apply(model) does so without a Trainer."""
 
 
-def write(subject: Subject, pricer: Pricer, target: str) -> Written:
+def write(nearest: Nearest) -> Written:
     """The mask that is nearest to the plan. A description has two towers in another order than transformers."""
+    subject = nearest.subject
     for decision in subject.decisions if subject.live else ():
         if LAYER not in decision.bases:
             raise CannotSay(
                 f"transformers switches checkpoints on in its own layers, and {decision.layer} is a "
                 f"{decision.module.partition(':')[2]}, which is no GradientCheckpointingLayer; export --to torch"
             )
-    refuse_stacks(subject, target, in_order=True)
-    nearest = Nearest(
-        subject=subject,
-        pricer=pricer,
-        target=target,
-        could="only which layers are checkpoints",
-        write=partial(_priced_code, subject),
-    )
+    nearest.refuse_stacks(in_order=True)
+    nearest = nearest.saying("only which layers are checkpoints", partial(_priced_code, subject))
     policies, cost = nearest.with_host(Nearest.checkpoints)
     step = step_of(policies)
     alternatives, notes = [], []
     if step is not None:
         notes.append(f"the mask is every_n_layers={step}: TRAINING_ARGUMENTS says all of it")
     elif any(policy.action is Action.CHECKPOINT for policy in policies):
-        spaced = replace(nearest, could="every_n_layers", write=partial(code, subject))
         try:
-            found, spaced_cost = _spaced(spaced)
+            found, spaced_cost = _spaced(nearest.saying("every_n_layers", partial(code, subject)))
             words = f"TrainingArguments alone: every_n_layers={step_of(found)}"
             alternatives.append(Alternative(words=words, cost=spaced_cost))
         except DoesNotFit:
