@@ -24,7 +24,16 @@ from jettison.diagnose import calibrate as session
 from jettison.diagnose import probes
 from jettison.diagnose.calibrate import Calibration, calibrate, hardware_toml
 from jettison.diagnose.fit import LinkFit, Measured, fit
-from jettison.diagnose.probes import Pool, Probe, Sizes, counted, measure_link, sizes_for, step_of_blocks, undisturbed
+from jettison.diagnose.probes import (
+    OperandPool,
+    Probe,
+    Sizes,
+    counted,
+    measure_link,
+    sizes_for,
+    step_of_blocks,
+    undisturbed,
+)
 from jettison.errors import UsageError
 from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Throughput, hardware
 from support.patience import PATIENCE
@@ -271,7 +280,7 @@ def test_the_block_of_ordinary_ops_is_counted_by_its_size() -> None:
 
 
 def test_a_pool_does_not_give_the_same_place_twice_in_a_row() -> None:
-    pool = Pool(4096, torch.float32, torch.device("cpu"))
+    pool = OperandPool(4096, torch.float32, torch.device("cpu"))
     places = [pool.take(16, 16).data_ptr() for _ in range(9)]
     assert len(set(places)) == 4
     assert all(a != b for a, b in pairwise(places))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jettison.cli.main import run
-from jettison.diagnose.facts import MemoryFacts, Phase, StepBytes
-from jettison.diagnose.finding import Finding, Kind
+from jettison.diagnose.facts import MemoryFacts, StepBytes, StepPhase
+from jettison.diagnose.finding import Finding, FindingKind
 from jettison.diagnose.growth import grown_bytes
 from jettison.diagnose.log import facts_of_log
 from jettison.diagnose.memory import diagnose_memory
@@ -46,16 +46,16 @@ def lines(finding: Finding) -> str:
 
 def test_fragmentation_in_a_log() -> None:
     facts, found = in_log(traceback(*FORWARD) + message(**PIECES))
-    assert found.kind is Kind.FRAGMENTATION
+    assert found.kind is FindingKind.FRAGMENTATION
     assert (facts.asked_bytes, facts.free_bytes) == (2 * GIB, round(1.2 * GIB))
-    assert (facts.phase, facts.site) == (Phase.FORWARD, "me/model.py:12 forward")
+    assert (facts.phase, facts.site) == (StepPhase.FORWARD, "me/model.py:12 forward")
     assert EXPANDABLE in lines(found)
 
 
 def test_what_is_set_already_is_not_advised() -> None:
     text = f"PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}\n" + message(**PIECES)
     facts, found = in_log(text)
-    assert found.kind is Kind.FRAGMENTATION
+    assert found.kind is FindingKind.FRAGMENTATION
     assert facts.expandable
     assert EXPANDABLE not in lines(found)
     assert found.changes
@@ -67,7 +67,7 @@ def test_the_hint_of_the_message_is_no_setting() -> None:
 
 def test_a_peak_in_a_log_gets_the_budget_that_there_is() -> None:
     facts, found = in_log(traceback(*FORWARD) + message(**FULL))
-    assert found.kind is Kind.PEAK
+    assert found.kind is FindingKind.PEAK
     assert facts.short_bytes == round(1.5 * GIB)
     budget = (77 * GIB + GIB // 2) // MIB
     assert f'jettison.auto_checkpoint(model, batch, "{budget}MiB"' in lines(found)
@@ -83,15 +83,15 @@ def test_the_older_form_of_the_message() -> None:
     facts, found = in_log(text)
     assert facts.asked_bytes == 20 * MIB
     assert facts.unused_bytes == round(14.28 * GIB) - round(14.26 * GIB)
-    assert found.kind is Kind.FRAGMENTATION  # 20.48 MiB lie in pieces
-    assert in_log(text.replace("14.28", "14.27"))[1].kind is Kind.PEAK
+    assert found.kind is FindingKind.FRAGMENTATION  # 20.48 MiB lie in pieces
+    assert in_log(text.replace("14.28", "14.27"))[1].kind is FindingKind.PEAK
 
 
 def test_a_limit_of_the_process_is_what_is_free() -> None:
     text = message(**FULL).replace("GiB is free. ", "GiB is free. 77.50 GiB allowed; ").replace("0.50 GiB", "9.00 GiB")
     facts, found = in_log(text)
     assert facts.free_bytes == round(77.5 * GIB) - 77 * GIB - GIB // 4
-    assert found.kind is Kind.PEAK
+    assert found.kind is FindingKind.PEAK
 
 
 def test_the_optimizer_is_told_from_activations() -> None:
@@ -101,7 +101,7 @@ def test_the_optimizer_is_told_from_activations() -> None:
         (f"{TORCH}/optim/adamw.py", 220, "_multi_tensor_adamw"),
     )
     facts, found = in_log(traceback(*frames) + message(**FULL))
-    assert (found.kind, facts.phase) == (Kind.PEAK, Phase.OPTIMIZER)
+    assert (found.kind, facts.phase) == (FindingKind.PEAK, StepPhase.OPTIMIZER)
     assert "foreach=False" in lines(found)
     assert "auto_checkpoint" not in lines(found)
 
@@ -112,8 +112,8 @@ def test_recompute_is_told_from_backward() -> None:
         (f"{TORCH}/utils/checkpoint.py", 1130, "unpack_hook"),
         (f"{TORCH}/utils/checkpoint.py", 1500, "recompute_fn"),
     )
-    assert in_log(traceback(*engine) + message(**FULL))[0].phase is Phase.BACKWARD
-    assert in_log(traceback(*engine, *again, *FORWARD) + message(**FULL))[0].phase is Phase.RECOMPUTE
+    assert in_log(traceback(*engine) + message(**FULL))[0].phase is StepPhase.BACKWARD
+    assert in_log(traceback(*engine, *again, *FORWARD) + message(**FULL))[0].phase is StepPhase.RECOMPUTE
 
 
 def grows(by: float, *, count: int = 9, word: str = "allocated") -> str:
@@ -124,42 +124,42 @@ def grows(by: float, *, count: int = 9, word: str = "allocated") -> str:
 
 def test_a_leak_in_a_log() -> None:
     facts, found = in_log(grows(0.75) + message(**FULL))
-    assert found.kind is Kind.LEAK
+    assert found.kind is FindingKind.LEAK
     assert grown_bytes(facts) == round(76 * GIB) - round(71.5 * GIB)
     assert ".item()" in lines(found)
 
 
 def test_highest_levels_and_few_steps_show_no_leak() -> None:
-    assert in_log(grows(0.75, word="max allocated") + message(**FULL))[1].kind is Kind.PEAK
-    assert in_log(grows(0.75, count=6) + message(**FULL))[1].kind is Kind.PEAK
-    assert in_log(grows(0.0) + message(**FULL))[1].kind is Kind.PEAK
+    assert in_log(grows(0.75, word="max allocated") + message(**FULL))[1].kind is FindingKind.PEAK
+    assert in_log(grows(0.75, count=6) + message(**FULL))[1].kind is FindingKind.PEAK
+    assert in_log(grows(0.0) + message(**FULL))[1].kind is FindingKind.PEAK
 
 
 def test_growth_that_is_less_than_what_is_missing_is_said_beside_the_peak() -> None:
     found = in_log(grows(0.125) + message(**FULL))[1]  # 0.75 GiB, and 1.5 are missing
-    assert found.kind is Kind.PEAK
+    assert found.kind is FindingKind.PEAK
     assert any("behind: less than is missing" in line for line in found.evidence)
 
 
 def test_memory_of_other_processes() -> None:
     others = "Process 4242 has 30.00 GiB memory in use. "
     found = in_log(message(**(FULL | {"allocated": "47.00", "used": "48.65"}), others=others))[1]
-    assert found.kind is Kind.OTHERS
+    assert found.kind is FindingKind.OTHERS
     assert "nvidia-smi" in lines(found)
 
 
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", Kind.UNKNOWN),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", FindingKind.UNKNOWN),
         (
             "RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: "
             "you tried to allocate 4096000000 bytes. Error code 12 (Cannot allocate memory)",
-            Kind.HOST,
+            FindingKind.HOST,
         ),
     ],
 )
-def test_a_message_without_figures_is_not_made_more_of(text: str, kind: Kind) -> None:
+def test_a_message_without_figures_is_not_made_more_of(text: str, kind: FindingKind) -> None:
     found = in_log(text)[1]
     assert found.kind is kind
     assert "jettison.watch" in lines(found)
@@ -181,7 +181,7 @@ def test_a_leak_in_a_snapshot_names_the_line_and_the_bytes() -> None:
     tape.alloc(8 * MIB)
     tape.oom(8 * MIB, 2 * MIB)
     facts, found = in_snapshot(tape.content())
-    assert found.kind is Kind.LEAK
+    assert found.kind is FindingKind.LEAK
     (one,) = facts.survivors
     assert one.module == "me/metrics.py:77 track"
     assert (one.bytes_per_step, one.steps) == (3 * MIB, 9)  # eleven steps, without the first two
@@ -189,7 +189,7 @@ def test_a_leak_in_a_snapshot_names_the_line_and_the_bytes() -> None:
 
 
 def test_a_leak_that_has_not_filled_the_memory_yet() -> None:
-    assert in_snapshot(leaking().content())[1].kind is Kind.LEAK
+    assert in_snapshot(leaking().content())[1].kind is FindingKind.LEAK
 
 
 def test_a_leak_that_is_too_small_to_be_the_cause() -> None:
@@ -197,7 +197,7 @@ def test_a_leak_that_is_too_small_to_be_the_cause() -> None:
     tape.oom(100 * MIB, MIB)
     facts, found = in_snapshot(tape.content())
     assert facts.survivors
-    assert found.kind is Kind.PEAK
+    assert found.kind is FindingKind.PEAK
 
 
 def test_fragmentation_in_a_snapshot() -> None:
@@ -209,13 +209,13 @@ def test_fragmentation_in_a_snapshot() -> None:
     tape.alloc(8 * MIB)
     tape.oom(12 * MIB, 2 * MIB)
     facts, found = in_snapshot(tape.content(pieces=[7 * MIB, 6 * MIB]))
-    assert found.kind is Kind.FRAGMENTATION
+    assert found.kind is FindingKind.FRAGMENTATION
     assert (facts.unused_bytes, facts.largest_piece_bytes, facts.short_bytes) == (13 * MIB, 7 * MIB, 10 * MIB)
     assert EXPANDABLE in lines(found)
     again = in_snapshot(tape.content(pieces=[7 * MIB, 6 * MIB], settings={"expandable_segments": True}))[1]
-    assert again.kind is Kind.FRAGMENTATION
+    assert again.kind is FindingKind.FRAGMENTATION
     assert EXPANDABLE not in lines(again)
-    assert in_snapshot(tape.content(pieces=[5 * MIB, 4 * MIB]))[1].kind is Kind.PEAK
+    assert in_snapshot(tape.content(pieces=[5 * MIB, 4 * MIB]))[1].kind is FindingKind.PEAK
 
 
 def test_a_peak_of_a_longer_batch() -> None:
@@ -227,7 +227,7 @@ def test_a_peak_of_a_longer_batch() -> None:
         tape.alloc(24 * MIB)
     tape.oom(24 * MIB, 4 * MIB)
     facts, found = in_snapshot(tape.content())
-    assert (found.kind, facts.phase) == (Kind.PEAK, Phase.FORWARD)
+    assert (found.kind, facts.phase) == (FindingKind.PEAK, StepPhase.FORWARD)
     assert found.claim.endswith("more than each step before")
     assert facts.allocated_bytes == (16 + 32 + 72) * MIB
     assert facts.steps[-1].peak_bytes == (16 + 32 + 96) * MIB
@@ -242,7 +242,7 @@ def test_the_peak_of_the_loss() -> None:
     tape.alloc(64 * MIB, HEAD)
     tape.oom(64 * MIB, 4 * MIB, HEAD)
     found = in_snapshot(tape.content())[1]
-    assert found.kind is Kind.PEAK
+    assert found.kind is FindingKind.PEAK
     assert "hidden.split" in lines(found)
 
 
@@ -252,7 +252,7 @@ def test_the_first_optimizer_step() -> None:
     tape.step()
     tape.oom(64 * MIB, MIB, OPTIMIZER)
     facts, found = in_snapshot(tape.content())
-    assert (found.kind, facts.phase) == (Kind.PEAK, Phase.OPTIMIZER)
+    assert (found.kind, facts.phase) == (FindingKind.PEAK, StepPhase.OPTIMIZER)
 
 
 # healthy --------------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def scalars() -> Tape:
 def test_a_healthy_loop_has_neither_leak_nor_fragments(made: Any) -> None:
     tape = made()
     facts, found = in_snapshot(tape.content())
-    assert found.kind is Kind.PEAK
+    assert found.kind is FindingKind.PEAK
     assert not facts.survivors
     assert grown_bytes(facts) == 0
     assert not found.changes

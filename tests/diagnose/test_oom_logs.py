@@ -12,7 +12,7 @@ import pytest
 import jettison
 from jettison.cli.main import run
 from jettison.diagnose.advice import Trainer, trainer_of, trainers
-from jettison.diagnose.facts import MemoryFacts, Phase
+from jettison.diagnose.facts import MemoryFacts, StepPhase
 from jettison.diagnose.finding import Finding
 from jettison.diagnose.log import decoded, facts_of_log, read_oom_log
 from jettison.diagnose.memory import diagnose_memory
@@ -121,7 +121,7 @@ def test_logs_that_are_cut_and_torn_are_read_or_refused(seed: int) -> None:
 def test_plans_of_trainers_are_calls_that_there_are(trainer: Trainer) -> None:
     called = re.search(r"jettison\.integrations\.(\w+)\.(\w+)\(", trainer.plan)
     assert called is not None and "{budget}" in trainer.plan
-    source = Path(jettison.__file__).parent / "integrations" / f"{called[1]}.py"
+    source = Path(jettison.__file__).parent / "frameworks" / called[1] / "integration.py"
     assert re.search(rf"^(?:def|class) {called[2]}\b", source.read_text(), re.MULTILINE)
 
 
@@ -154,7 +154,7 @@ def test_figures_are_shown_in_gib_with_one_decimal(tmp_path: Path, capsys: pytes
 WATCHED = {
     "AMD's device": traceback(*MODEL) + new("2.00 GiB", "63.9 GiB", "0.50 GiB", "62.0 GiB", "0.1 GiB", device="HIP"),
     "a server in a trainer": next(case.text for case in ELSEWHERE if case.name.startswith("the server in")),
-    "a checkpoint": next(case.text for case in ELSEWHERE if case.phase is Phase.SAVING),
+    "a checkpoint": next(case.text for case in ELSEWHERE if case.phase is StepPhase.SAVING),
     "pinned memory": next(case.text for case in OWN if case.name == "pinned memory"),
 }
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jettison.diagnose.facts import MemoryFacts, Phase
-from jettison.diagnose.finding import Finding, Kind
+from jettison.diagnose.facts import MemoryFacts, StepPhase
+from jettison.diagnose.finding import Finding, FindingKind
 from jettison.diagnose.growth import never_falls
 from jettison.diagnose.log import facts_of_log
 from jettison.diagnose.memory import diagnose_memory
@@ -46,7 +46,7 @@ def lines(found: Finding) -> str:
 def test_what_stands_before_a_line_hides_no_phase(before: str) -> None:
     text = traceback(ME, CALL, ("/home/me/model.py", 12, "forward")) + FULL
     facts, _ = in_log("".join(f"{before}{line}\n" for line in text.splitlines()))
-    assert (facts.phase, facts.site) == (Phase.FORWARD, "me/model.py:12 forward")
+    assert (facts.phase, facts.site) == (StepPhase.FORWARD, "me/model.py:12 forward")
 
 
 @pytest.mark.parametrize(
@@ -58,19 +58,19 @@ def test_what_stands_before_a_line_hides_no_phase(before: str) -> None:
 )
 def test_before_the_first_step_no_plan_of_activations_is_advised(frames: Any) -> None:
     facts, found = in_log(traceback(ME, *frames) + FULL)
-    assert (found.kind, facts.phase) == (Kind.PEAK, Phase.PARAMETERS)
+    assert (found.kind, facts.phase) == (FindingKind.PEAK, StepPhase.PARAMETERS)
     assert "auto_checkpoint" not in lines(found) and "fully_shard" in lines(found)
 
 
 def test_memory_of_the_process_that_is_not_pytorchs() -> None:
     _, found = in_log(message(asked="2.00", free="0.10", allocated="50.00", unused="0.20", used="79.00"))
-    assert (found.kind, "28.8 GiB" in found.claim) == (Kind.OUTSIDE, True)
-    assert in_log(FULL)[1].kind is Kind.PEAK  # 1.4 GiB are a context's
+    assert (found.kind, "28.8 GiB" in found.claim) == (FindingKind.OUTSIDE, True)
+    assert in_log(FULL)[1].kind is FindingKind.PEAK  # 1.4 GiB are a context's
 
 
 def test_a_mac() -> None:
     facts, found = in_log(MPS)
-    assert found.kind is Kind.PEAK
+    assert found.kind is FindingKind.PEAK
     assert (facts.asked_bytes, facts.free_bytes, facts.short_bytes) == (4 * GIB, 5 * GIB // 2, 3 * GIB // 2)
 
 
@@ -102,12 +102,12 @@ STEADY = {
 
 @pytest.mark.parametrize("name", LEAKS)
 def test_leaks_however_they_are_printed(name: str) -> None:
-    assert in_log(LEAKS[name] + FULL)[1].kind is Kind.LEAK
+    assert in_log(LEAKS[name] + FULL)[1].kind is FindingKind.LEAK
 
 
 @pytest.mark.parametrize("name", STEADY)
 def test_what_is_no_leak(name: str) -> None:
-    assert in_log(STEADY[name] + FULL)[1].kind is Kind.PEAK
+    assert in_log(STEADY[name] + FULL)[1].kind is FindingKind.PEAK
 
 
 # snapshots ------------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def keeping(which: Callable[[int], bool], last: int = 99) -> Tape:
 @pytest.mark.parametrize("made", [evaluating, concatenating])
 def test_leaks_that_are_not_in_every_step_are_named(made: Callable[[], Tape]) -> None:
     facts = facts_of_snapshot(snapshot_of(made().content(), "x.pickle"))
-    assert diagnose_memory(facts).kind is Kind.LEAK
+    assert diagnose_memory(facts).kind is FindingKind.LEAK
     assert [one.module for one in facts.survivors] == ["me/metrics.py:77 track"]
 
 
@@ -162,7 +162,7 @@ def test_leaks_that_are_not_in_every_step_are_named(made: Callable[[], Tape]) ->
 )
 def test_what_stops_growing_is_no_leak(tape: Tape) -> None:
     facts = facts_of_snapshot(snapshot_of(tape.content(), "x.pickle"))
-    assert diagnose_memory(facts).kind is Kind.PEAK and not facts.survivors
+    assert diagnose_memory(facts).kind is FindingKind.PEAK and not facts.survivors
 
 
 def test_each_third_adds_its_part() -> None:
@@ -227,18 +227,18 @@ def offloads(trace: Trace, number: int) -> None:
 
 def test_one_long_pause_is_said_to_be_one() -> None:
     (found,) = findings(pauses)
-    assert found.kind is Kind.GAPS and "gc.freeze()" in lines(found)
+    assert found.kind is FindingKind.GAPS and "gc.freeze()" in lines(found)
     assert any("60.0 ms of it are one pause" in line for line in found.evidence)
 
 
 def test_copies_from_the_device_are_not_mended_in_the_loader() -> None:
     (found,) = findings(reads_back)
-    assert found.kind is Kind.BLOCKING_COPIES
+    assert found.kind is FindingKind.BLOCKING_COPIES
     assert "DataLoader" not in lines(found) and "pin_memory=True" in lines(found)
 
 
 def test_memory_that_is_given_back_in_each_step() -> None:
-    found = next(one for one in findings(gives_back) if one.kind is Kind.GAPS)
+    found = next(one for one in findings(gives_back) if one.kind is FindingKind.GAPS)
     assert "empty_cache" in lines(found)
 
 
@@ -269,7 +269,7 @@ def small(*settings: str) -> Callable[[Trace, int], None]:
 )
 def test_nothing_is_advised_that_is_switched_on(settings: tuple[str, ...], advised: list[str]) -> None:
     (found,) = findings(small(*settings))
-    assert found.kind is Kind.SMALL_KERNELS
+    assert found.kind is FindingKind.SMALL_KERNELS
     assert [word in change.line for word, change in zip(advised, found.changes, strict=True)] == [True] * len(advised)
 
 
@@ -281,4 +281,4 @@ def test_who_has_workers_is_told_of_more(name: str, word: str) -> None:
     for event in made.events:
         event["name"] = event["name"].replace("_MultiProcessing", name)
     (found,) = slow_findings(profile_steps(profile_of({"traceEvents": made.events}, "trace.json")))
-    assert found.kind is Kind.DATA_WAIT and word in lines(found)
+    assert found.kind is FindingKind.DATA_WAIT and word in lines(found)

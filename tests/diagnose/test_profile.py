@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from jettison.cli.main import run
 from jettison.cli.profile import profile_files
 from jettison.diagnose.facts import MemoryFacts
-from jettison.diagnose.finding import Finding, Kind
+from jettison.diagnose.finding import Finding, FindingKind
 from jettison.diagnose.profile_file import profile_of, read_profile
 from jettison.diagnose.slow import slow_findings, snapshot_findings
 from jettison.diagnose.snapshot import facts_of_snapshot, snapshot_of
@@ -30,22 +30,22 @@ def found(content: dict[str, Any]) -> tuple[StepProfile, tuple[Finding, ...]]:
     return steps, slow_findings(steps)
 
 
-PLANTED: dict[str, tuple[dict[str, Any], Kind, str]] = {
+PLANTED: dict[str, tuple[dict[str, Any], FindingKind, str]] = {
     "gradients reduced after backward": (
-        {"reduces": True, "exposed": True}, Kind.EXPOSED_COMMUNICATION, "DistributedDataParallel",
+        {"reduces": True, "exposed": True}, FindingKind.EXPOSED_COMMUNICATION, "DistributedDataParallel",
     ),
-    "gathers that nothing hides": ({"gathers": True}, Kind.EXPOSED_COMMUNICATION, "fully_shard"),
-    "a slow data loader": ({"loader_us": 3000}, Kind.DATA_WAIT, "num_workers"),
-    "pageable copies": ({"pageable_us": 1500}, Kind.BLOCKING_COPIES, "pin_memory=True"),
-    "numbers read in forward": ({"reads": 10, "python_us": 60}, Kind.BLOCKING_COPIES, "loss.item()"),
+    "gathers that nothing hides": ({"gathers": True}, FindingKind.EXPOSED_COMMUNICATION, "fully_shard"),
+    "a slow data loader": ({"loader_us": 3000}, FindingKind.DATA_WAIT, "num_workers"),
+    "pageable copies": ({"pageable_us": 1500}, FindingKind.BLOCKING_COPIES, "pin_memory=True"),
+    "numbers read in forward": ({"reads": 10, "python_us": 60}, FindingKind.BLOCKING_COPIES, "loss.item()"),
     "many small kernels": (
-        {"kernel_us": 4, "kernels_a_layer": 20, "python_us": 9}, Kind.SMALL_KERNELS, "fused=True",
+        {"kernel_us": 4, "kernels_a_layer": 20, "python_us": 9}, FindingKind.SMALL_KERNELS, "fused=True",
     ),
-    "a slow host between large kernels": ({"kernel_us": 100, "python_us": 150}, Kind.GAPS, "with_stack"),
-    "memory from the driver in each step": ({"mallocs_us": 300}, Kind.GAPS, "expandable_segments:True"),
-    "a slow first step": ({"first_us": 90_000}, Kind.FIRST_STEP, "schedule"),
-    "the optimizer's state": ({"state_appears": True}, Kind.OPTIMIZER_STATE, "optimizer=optimizer"),
-    "memory that is held and not used": ({"reserved": 1.6}, Kind.FRAGMENTATION, "expandable_segments:True"),
+    "a slow host between large kernels": ({"kernel_us": 100, "python_us": 150}, FindingKind.GAPS, "with_stack"),
+    "memory from the driver in each step": ({"mallocs_us": 300}, FindingKind.GAPS, "expandable_segments:True"),
+    "a slow first step": ({"first_us": 90_000}, FindingKind.FIRST_STEP, "schedule"),
+    "the optimizer's state": ({"state_appears": True}, FindingKind.OPTIMIZER_STATE, "optimizer=optimizer"),
+    "memory that is held and not used": ({"reserved": 1.6}, FindingKind.FRAGMENTATION, "expandable_segments:True"),
 }  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def test_spans() -> None:
 # snapshots ------------------------------------------------------------------------------------------------------------
 
 
-def in_snapshot(tape: Tape, pieces: list[int]) -> tuple[MemoryFacts, list[Kind]]:
+def in_snapshot(tape: Tape, pieces: list[int]) -> tuple[MemoryFacts, list[FindingKind]]:
     snapshot = snapshot_of(tape.content(pieces=pieces), "x")
     facts = facts_of_snapshot(snapshot)
     return facts, [finding.kind for finding in snapshot_findings(facts, snapshot.busiest)]
@@ -162,18 +162,18 @@ def test_a_snapshot_of_a_run_that_goes_on() -> None:
     for _ in range(8):
         tape.step()
     assert in_snapshot(tape, [])[1] == []
-    assert in_snapshot(tape, [128 * MIB])[1] == [Kind.FRAGMENTATION]
+    assert in_snapshot(tape, [128 * MIB])[1] == [FindingKind.FRAGMENTATION]
     assert in_snapshot(tape, [48 * MIB])[1] == []
     tape = Tape()
     tape.begin(state=32 * MIB)
     for _ in range(8):
         tape.step()
-    assert in_snapshot(tape, [])[1] == [Kind.OPTIMIZER_STATE]
+    assert in_snapshot(tape, [])[1] == [FindingKind.OPTIMIZER_STATE]
     tape = Tape()
     tape.alloc(16 * MIB)
     for _ in range(8):
         tape.step(keep=MIB)
-    assert in_snapshot(tape, [])[1] == [Kind.LEAK]
+    assert in_snapshot(tape, [])[1] == [FindingKind.LEAK]
 
 
 # real traces ----------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_recompute_is_found_in_real_traces(name: str, runs: int, real: dict[str,
     assert (steps.steps * forward * runs, steps.steps * forward * (runs - 3)) == (steps.flops, steps.again_flops)
     assert (steps.recompute_ns > 0) == (runs == 4)
     assert all(steps.phase_ns[phase] > 0 for phase in ("forward", "backward", "optimizer"))
-    assert not [finding for finding in slow_findings(steps) if finding.kind is not Kind.FIRST_STEP]
+    assert not [finding for finding in slow_findings(steps) if finding.kind is not FindingKind.FIRST_STEP]
 
 
 def test_a_script_is_run_until_enough_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,7 +241,7 @@ def test_a_script_is_run_until_enough_is_seen(tmp_path: Path, capsys: pytest.Cap
     assert (document["schema"], document["trace"]["steps"]) == ("jettison.profile/1", 2)
     assert document["trace"]["recompute_seconds"] > 0  # a plan's: its operators have no number
     assert len(document["step_seconds"]) == 4
-    assert Kind.DATA_WAIT in [finding["kind"] for finding in document["findings"]]
+    assert FindingKind.DATA_WAIT in [finding["kind"] for finding in document["findings"]]
     assert profile_steps(read_profile(kept)).steps == 2
     script.write_text("import torch\n")
     assert run(["profile", str(script)]) == 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jettison.diagnose.finding import Kind
+from jettison.diagnose.finding import FindingKind
 from jettison.diagnose.profile_file import profile_of, read_profile
 from jettison.diagnose.slow import slow_findings
 from jettison.diagnose.step_profile import profile_steps
@@ -30,7 +30,7 @@ def test_a_published_trace_is_read(path: Path) -> None:
     assert found.median_kernel_ns == pytest.approx(1000 * median(lengths), abs=1)
     assert found.ns >= 1000 * sum(lengths)
     kinds = [finding.kind for finding in slow_findings(found)]
-    assert kinds[-1] is Kind.GAPS and set(kinds) <= {Kind.GAPS, Kind.BLOCKING_COPIES}
+    assert kinds[-1] is FindingKind.GAPS and set(kinds) <= {FindingKind.GAPS, FindingKind.BLOCKING_COPIES}
 
 
 def test_there_are_published_traces() -> None:

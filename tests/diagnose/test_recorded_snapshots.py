@@ -8,7 +8,7 @@ import pytest
 from torch.cuda import _memory_viz
 
 from jettison.cli.main import run
-from jettison.diagnose.finding import Kind
+from jettison.diagnose.finding import FindingKind
 from jettison.diagnose.growth import grown_bytes
 from jettison.diagnose.memory import diagnose_memory
 from jettison.diagnose.snapshot import DeviceSnapshot, facts_of_snapshot, read_snapshot, snapshot_of
@@ -128,7 +128,7 @@ def test_a_leak_in_a_trainer_names_the_librarys_line() -> None:
         recorder.free(held, (trainer, MAIN))
         recorder.free([recorder.alloc(MIB, (*IN_STEP[:3], trainer, MAIN))], (*IN_STEP[:3], trainer, MAIN))
     found = diagnose_memory(facts_of_snapshot(snapshot_of(recorder.content(), "x")))
-    assert found.kind is Kind.LEAK
+    assert found.kind is FindingKind.LEAK
     assert "run/train.py:60 <module>, made at transformers/trainer.py:3001 log, leaves 1.0 MiB" in found.evidence[1]
 
 
@@ -138,7 +138,7 @@ def test_what_an_optimizer_does_elsewhere_ends_no_step(name: str, loop: Loop) ->
     """Steps within backward; memory of the optimizer's that is freed in a forward, where a free may have its stack."""
     facts = facts_of_snapshot(snapshot_of(recorded(EVENTS_HAVE_STACKS[name], loop.record).content(), "x"))
     assert len(facts.steps) == 9
-    assert diagnose_memory(facts).kind is Kind.PEAK
+    assert diagnose_memory(facts).kind is FindingKind.PEAK
 
 
 @pytest.mark.parametrize("name", EVENTS_HAVE_STACKS)
@@ -147,7 +147,7 @@ def test_a_leak_is_found_in_each_mode_that_has_stacks(name: str) -> None:
         snapshot_of(recorded(EVENTS_HAVE_STACKS[name], Loop(keeps=3 * MIB).record).content(), "x")
     )
     found = diagnose_memory(facts)
-    assert found.kind is Kind.LEAK
+    assert found.kind is FindingKind.LEAK
     assert [one.module for one in facts.survivors] == [KEPT]
     assert facts.survivors[0].bytes_per_step == 3 * MIB
 
@@ -166,7 +166,7 @@ HEALTHY: dict[str, Callable[[Recorder], None]] = {
 def test_no_leak_is_invented(name: str, does: str) -> None:
     facts = facts_of_snapshot(snapshot_of(recorded(ALL[name], HEALTHY[does]).content(), "x"))
     found = diagnose_memory(facts)
-    assert found.kind is Kind.PEAK and not found.changes
+    assert found.kind is FindingKind.PEAK and not found.changes
     assert not facts.survivors and grown_bytes(facts) == 0
     if does == "one forward":
         assert facts.steps == ()
@@ -174,7 +174,7 @@ def test_no_leak_is_invented(name: str, does: str) -> None:
 
 def test_without_stacks_a_leak_is_not_told_from_activations() -> None:
     facts = facts_of_snapshot(snapshot_of(recorded(Mode(context=None), Loop(keeps=3 * MIB).record).content(), "x"))
-    assert facts.steps == () and diagnose_memory(facts).kind is Kind.PEAK
+    assert facts.steps == () and diagnose_memory(facts).kind is FindingKind.PEAK
 
 
 def test_annotations_end_steps_where_stacks_do_not() -> None:
@@ -188,7 +188,7 @@ def test_the_last_events_alone_have_steps_too() -> None:
     facts = facts_of_snapshot(
         snapshot_of(recorded(Mode(max_entries=200), Loop(steps=40, keeps=3 * MIB).record).content(), "x")
     )
-    assert diagnose_memory(facts).kind is Kind.LEAK
+    assert diagnose_memory(facts).kind is FindingKind.LEAK
     assert facts.notes == ("the oldest events are missing: what was allocated before them has no stack",)
 
 
@@ -224,12 +224,12 @@ def test_growth_that_is_less_than_what_is_missing_gets_its_advice_too() -> None:
     recorder = recorded(Mode(), Loop(steps=10, keeps=3 * MIB).record)
     recorder.oom(96 * MIB, 5 * MIB, IN_FORWARD)
     found = diagnose_memory(facts_of_snapshot(snapshot_of(recorder.content(), "x")))
-    assert found.kind is Kind.PEAK
+    assert found.kind is FindingKind.PEAK
     assert KEPT in found.changes[-1].why and "loss.item()" in found.changes[-1].line
 
 
 def test_private_pools_are_nobody_elses() -> None:
-    for pool, kind in (((0, 0), Kind.FRAGMENTATION), ((0, 1), Kind.FRAGMENTATION)):
+    for pool, kind in (((0, 0), FindingKind.FRAGMENTATION), ((0, 1), FindingKind.FRAGMENTATION)):
         recorder = recorded(Mode(pool=pool), Loop(steps=4).record)
         recorder.oom(20 * MIB, 2 * MIB, IN_FORWARD)
         facts = facts_of_snapshot(snapshot_of(recorder.content(), "x"))

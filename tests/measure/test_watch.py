@@ -11,7 +11,7 @@ from torch import nn
 
 import jettison
 from jettison.cli.main import run
-from jettison.diagnose.finding import Kind
+from jettison.diagnose.finding import FindingKind
 from jettison.diagnose.memory import diagnose_memory
 from jettison.diagnose.watch_record import read_watch_record
 from support.planted_memory import message
@@ -48,7 +48,7 @@ def test_a_leak_names_the_line_that_makes_what_is_kept(tmp_path: Path) -> None:
     facts = read_watch_record(out)
     assert facts is not None
     found = diagnose_memory(facts)
-    assert found.kind is Kind.LEAK
+    assert found.kind is FindingKind.LEAK
     (one,) = facts.survivors
     assert one.bytes_per_step == 2000
     assert "test_watch.py" in one.module

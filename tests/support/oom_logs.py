@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jettison.diagnose.facts import Phase
-from jettison.diagnose.finding import Kind
+from jettison.diagnose.facts import StepPhase
+from jettison.diagnose.finding import FindingKind
 from support.planted_memory import traceback
 
 SITE = "/opt/env/lib/python3.11/site-packages"
@@ -39,7 +39,7 @@ class Case:
 
     name: str
     text: str | bytes
-    kind: Kind
+    kind: FindingKind
     device: str = "cuda"
     asked: float | None = None
     allocated: float | None = None
@@ -47,7 +47,7 @@ class Case:
     free: float | None = None
     total: float | None = None
     holders: Mapping[str, float] = field(default_factory=dict)
-    phase: Phase | None = None
+    phase: StepPhase | None = None
     site: str | None = None
     trainer: str = ""
     first: str = ""
@@ -142,14 +142,14 @@ REPORTED = (
         "GB). Tried to allocate 375.40 MB on private pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable "
         "upper limit "
         "for memory allocations (may cause system failure).\n",
-        kind=Kind.OUTSIDE,
+        kind=FindingKind.OUTSIDE,
         device="mps",
         asked=375.4 / 1024,
         allocated=11.14,
         total=18.13,
         free=18.13 - 11.14 - 6.65,
         holders={OUTSIDE: 6.65},
-        phase=Phase.BACKWARD,
+        phase=StepPhase.BACKWARD,
         trainer="transformers Trainer",
         says=("TrainingArguments(gradient_checkpointing=True)", "auto_checkpoint_trainer(trainer", "6.7 GiB", "Metal"),
         never=NO_CUDA,
@@ -157,7 +157,7 @@ REPORTED = (
     Case(
         name="XPU, free enough",
         text=traceback(ME) + new("16.00 GiB", "16.48 GiB", "16.07 GiB", "0 bytes", "0 bytes", device="XPU"),
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         device="xpu",
         asked=16.0,
         allocated=0.0,
@@ -173,7 +173,7 @@ REPORTED = (
         "Of the allocated memory 10.10 GiB is allocated by PyTorch, and 3.47 GiB is reserved by PyTorch but "
         "unallocated. "
         "Please use `empty_cache` to release all unoccupied cached memory.\n",
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         device="xpu",
         asked=4.0,
         allocated=10.1,
@@ -186,7 +186,7 @@ REPORTED = (
     Case(
         name="a T4 of which PyTorch has next to nothing",
         text=old("256.00 MiB", "15.56 GiB", "421.00 MiB", "112.00 MiB", "460.00 MiB"),
-        kind=Kind.OTHERS,
+        kind=FindingKind.OTHERS,
         asked=0.25,
         allocated=421 / 1024,
         unused=39 / 1024,
@@ -203,7 +203,7 @@ REPORTED = (
         "11.00 GiB of which 0 bytes is free. Of the allocated memory 16.98 GiB is allocated by PyTorch, and 696.75 "
         "MiB is "
         f"reserved by PyTorch but unallocated.{HINT}\n",
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         asked=30 / 1024,
         allocated=16.98,
         unused=696.75 / 1024,
@@ -217,13 +217,13 @@ REPORTED = (
         name="HIP, of which others have most",
         text=traceback((f"{SITE}/torch/nn/modules/conv.py", 549, "_conv_forward"))
         + new("4.50 GiB", "15.98 GiB", "1.40 GiB", "1.26 GiB", "152.50 MiB", device="HIP"),
-        kind=Kind.OTHERS,
+        kind=FindingKind.OTHERS,
         device="hip",
         asked=4.5,
         allocated=1.26,
         free=1.4,
         total=15.98,
-        phase=Phase.FORWARD,
+        phase=StepPhase.FORWARD,
         holders={UNNAMED: 15.98 - 1.4 - 1.26 - 152.5 / 1024},
         says=("13.2 GiB", "rocm-smi", "HIP_VISIBLE_DEVICES"),
         never=("nvidia-smi", "NCCL_DEBUG", "auto_checkpoint"),
@@ -237,14 +237,14 @@ REPORTED = (
         "memory is "
         ">> allocated memory try setting max_split_size_mb to avoid fragmentation.\n"
         "Loading checkpoint shards:  42%|████      | 16/38 [00:14<00:19,  1.13it/s]\n",
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         device="npu",
         asked=386 / 1024,
         allocated=59.57,
         unused=60.06 - 59.57,
         free=16.54 / 1024,
         total=60.97,
-        phase=Phase.PARAMETERS,
+        phase=StepPhase.PARAMETERS,
         says=("16 of 38 shards", "fully_shard"),
         never=("auto_checkpoint", "nvidia-smi"),
     ),
@@ -257,7 +257,7 @@ REPORTED = (
         "allocated \n"
         "memory try setting max_split_size_mb to avoid fragmentation.  See documentation for Memory Management and \n"
         "PYTORCH_CUDA_ALLOC_CONF\n",
-        kind=Kind.FRAGMENTATION,
+        kind=FindingKind.FRAGMENTATION,
         asked=1.25,
         allocated=76.13,
         unused=77.47 - 76.13,
@@ -271,7 +271,7 @@ REPORTED = (
         "node3:3063028:3066152 [3] include/alloc.h:185 NCCL WARN Failed to CUDA calloc 6291456 bytes\n"
         "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1296, "
         "unhandled cuda error, NCCL version 2.18.1\n",
-        kind=Kind.OUTSIDE,
+        kind=FindingKind.OUTSIDE,
         asked=6 / 1024,
         says=("NCCL found no room", "set_per_process_memory_fraction"),
         never=("auto_checkpoint",),
@@ -279,7 +279,7 @@ REPORTED = (
     Case(
         name="an absurd size",
         text=old("130674.91 GiB", "79.15 GiB", "27.53 GiB", "37.61 GiB", "28.21 GiB"),
-        kind=Kind.SIZE,
+        kind=FindingKind.SIZE,
         asked=130674.91,
         allocated=27.53,
         total=79.15,
@@ -293,7 +293,7 @@ REPORTED = (
         "GiB\n"
         "Free (according to CUDA): 0 bytes\nPyTorch limit (set by user-supplied memory fraction)\n"
         "                        : 17179869184.00 GiB\n",
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         asked=512 / 1024**2,
         allocated=15.16,
         free=0.0,
@@ -317,7 +317,7 @@ ALLOCATORS = (
             "0.12 GiB",
             others="Process 3712345 has 75.68 GiB memory in use. Process 3712811 has 2.50 GiB memory in use. ",
         ),
-        kind=Kind.OTHERS,
+        kind=FindingKind.OTHERS,
         asked=1.5,
         allocated=71.02,
         free=0.9,
@@ -336,7 +336,7 @@ ALLOCATORS = (
             "0.12 GiB",
             others="Process 912 has 75.68 GiB memory in use. ",
         ),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         asked=4.0,
         allocated=71.02,
         holders={OUTSIDE: 75.68 - 71.14},
@@ -354,7 +354,7 @@ ALLOCATORS = (
             others="Process 19066 has 4.99 GiB memory in use. Process 19069 has 514.00 MiB memory in use. "
             "Process 19060 has 4.93 GiB memory in use. Process 19063 has 894.00 MiB memory in use. ",
         ),
-        kind=Kind.OTHERS,
+        kind=FindingKind.OTHERS,
         asked=2.11,
         free=1.65,
         holders={OUTSIDE: 0.23, OTHERS: (514 + 894) / 1024 + 4.99},
@@ -372,10 +372,10 @@ ALLOCATORS = (
             own="52.02 GiB",
             others="Process 7478 has 20.08 GiB memory in use. ",
         ),
-        kind=Kind.OTHERS,
+        kind=FindingKind.OTHERS,
         asked=9.0,
         holders={OTHERS: 20.08, OUTSIDE: 52.02 - 46.9},
-        phase=Phase.FORWARD,
+        phase=StepPhase.FORWARD,
         says=("other processes hold 20.1 GiB", "CUDA_VISIBLE_DEVICES", "54200MiB"),
     ),
     Case(
@@ -390,7 +390,7 @@ ALLOCATORS = (
             own="7.01 GiB",
             others="Process 9500 has 148.91 MiB memory in use. ",
         ),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         asked=20 / 1024,
         allocated=6.81,
         free=40.75 / 1024,
@@ -402,7 +402,7 @@ ALLOCATORS = (
         name="the driver does not say what the process has",
         text=traceback(*MODEL)
         + new("1.95 GiB", "8.00 GiB", "0 bytes", "13.67 GiB", "9.62 MiB", own="17179869184.00 GiB"),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         asked=1.95,
         allocated=13.67,
         total=8.0,
@@ -413,7 +413,7 @@ ALLOCATORS = (
     Case(
         name="an APU calls more free than it has",
         text=new("4.00 GiB", "15.49 GiB", "84.98 GiB", "1.67 GiB", "8.08 GiB", device="HIP"),
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         device="hip",
         asked=4.0,
         free=15.49 - 1.67 - 8.08,
@@ -424,7 +424,7 @@ ALLOCATORS = (
     Case(
         name="one tensor is larger than the device",
         text=traceback(*MODEL) + new("256.00 GiB", "79.15 GiB", "60.00 GiB", "17.50 GiB", "0.40 GiB", own="19.15 GiB"),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         asked=256.0,
         says=("256.0 GiB is larger than the device", "scaled_dot_product_attention"),
         never=("auto_checkpoint", "jettison plan"),
@@ -435,18 +435,18 @@ ALLOCATORS = (
         + new("1.00 GiB", "23.69 GiB", "0.51 GiB", "22.01 GiB", "0.20 GiB", own="23.10 GiB").replace(
             "capacity", "capacty"
         ),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         asked=1.0,
         total=23.69,
         free=0.51,
-        phase=Phase.BACKWARD,
+        phase=StepPhase.BACKWARD,
     ),
     Case(
         name="the same with another letter",
         text=new("1.00 GiB", "23.69 GiB", "0.51 GiB", "22.01 GiB", "0.20 GiB", own="23.10 GiB").replace(
             "capacity", "capactty"
         ),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         total=23.69,
         free=0.51,
     ),
@@ -454,7 +454,7 @@ ALLOCATORS = (
         name="torch 1.1: cached is what is unused",
         text="RuntimeError: CUDA out of memory. Tried to allocate 294.00 MiB (GPU 0; 7.79 GiB total capacity; 6.27 GiB "
         "already allocated; 61.62 MiB free; 617.88 MiB cached)\n",
-        kind=Kind.FRAGMENTATION,
+        kind=FindingKind.FRAGMENTATION,
         asked=294 / 1024,
         allocated=6.27,
         unused=617.88 / 1024,
@@ -464,17 +464,17 @@ ALLOCATORS = (
     Case(
         name="torch 1.8",
         text=traceback(*MODEL) + old("20.00 MiB", "10.76 GiB", "9.61 GiB", "4.44 MiB", "9.62 GiB"),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         asked=20 / 1024,
         allocated=9.61,
         total=10.76,
-        phase=Phase.FORWARD,
+        phase=StepPhase.FORWARD,
     ),
     Case(
         name="more than 1 EB",
         text=traceback(*MODEL)
         + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate more than 1EB memory.\n",
-        kind=Kind.SIZE,
+        kind=FindingKind.SIZE,
         site="run/model.py:31 forward",
         says=("more than 1 EiB", "no plan helps"),
         never=("auto_checkpoint",),
@@ -482,7 +482,7 @@ ALLOCATORS = (
     Case(
         name="more than 1 EB on an NPU",
         text="RuntimeError: NPU out of memory. Tried to allocate more than 1EB memory.\n",
-        kind=Kind.SIZE,
+        kind=FindingKind.SIZE,
         device="npu",
         never=("auto_checkpoint", "CUDA"),
     ),
@@ -491,7 +491,7 @@ ALLOCATORS = (
         text="RuntimeError: [enforce fail at alloc_cpu.cpp:114] data. DefaultCPUAllocator: not enough memory: you "
         "tried to "
         "allocate 281474976710656 bytes.\n",
-        kind=Kind.SIZE,
+        kind=FindingKind.SIZE,
         device="cpu",
         asked=262144.0,
         says=("262144.0 GiB",),
@@ -505,7 +505,7 @@ ALLOCATORS = (
         f"by PyTorch, with 12.03 GiB allocated in private pools (e.g., CUDA Graphs), and 18.59 GiB is reserved by "
         f"PyTorch but "
         f"unallocated.{HINT}\n",
-        kind=Kind.FRAGMENTATION,
+        kind=FindingKind.FRAGMENTATION,
         asked=10.74,
         allocated=24.52,
         unused=18.59 - 12.03,
@@ -518,7 +518,7 @@ ALLOCATORS = (
         text=new("1.00 GiB", "79.15 GiB", "40.00 GiB", "37.90 GiB", "0.30 GiB", own="39.15 GiB")
         .replace("Of the allocated", "39.57 GiB allowed; Of the allocated")
         .replace("1.00 GiB. GPU", "2.00 GiB. GPU"),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         asked=2.0,
         total=39.57,
         free=39.57 - 37.9 - 0.3,
@@ -527,7 +527,7 @@ ALLOCATORS = (
     Case(
         name="an MLU",
         text=old("512.00 MiB", "79.64 GiB", "78.02 GiB", "160.00 MiB", "78.10 GiB", device="MLU"),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         device="mlu",
         asked=0.5,
         never=("nvidia-smi", "CUDA_", "NCCL"),
@@ -544,10 +544,10 @@ ALLOCATORS = (
             active="49.47 GiB current active; ",
             device="NPU",
         ),
-        kind=Kind.FRAGMENTATION,
+        kind=FindingKind.FRAGMENTATION,
         device="npu",
         unused=57.55 - 49.47,
-        phase=Phase.BACKWARD,
+        phase=StepPhase.BACKWARD,
         says=("PYTORCH_NPU_ALLOC_CONF=expandable_segments:True",),
         never=("PYTORCH_CUDA_ALLOC_CONF",),
     ),
@@ -556,7 +556,7 @@ ALLOCATORS = (
         text=old("22.00 MiB", "60.97 GiB", "10.24 GiB", "19.52 MiB", "10.65 GiB", device="NPU").replace(
             "22.00 MiB (", "640.00 MiB ("
         ),
-        kind=Kind.OTHERS,
+        kind=FindingKind.OTHERS,
         device="npu",
         asked=640 / 1024,
         holders={UNNAMED: 60.97 - 10.65 - 19.52 / 1024},
@@ -569,7 +569,7 @@ ALLOCATORS = (
         + "RuntimeError: MPS backend out of memory (MPS allocated: 17.68 GB, other allocations: 3.95 MB, max "
         "allowed: 18.13 "
         "GB). Tried to allocate 1024.00 MB on private pool.\n",
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         device="mps",
         asked=1.0,
         allocated=17.68,
@@ -580,7 +580,7 @@ ALLOCATORS = (
     Case(
         name="an Apple device's single buffer",
         text=traceback(*MODEL) + "RuntimeError: Invalid buffer size: 27.83 GB\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         device="mps",
         asked=27.83,
         says=("single buffer",),
@@ -591,7 +591,7 @@ ALLOCATORS = (
         text="torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory.\nCurrently allocated     "
         ": 22.43 GiB\n"
         "Requested               : 4.07 GiB\nDevice limit            : 16.00 GiB\nFree (according to CUDA): 0 bytes\n",
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         asked=4.07,
         allocated=22.43,
         total=16.0,
@@ -611,24 +611,24 @@ PLACES = (
                 strict=False,
             )
         ),
-        kind=Kind.PEAK,
-        phase=Phase.BACKWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.BACKWARD,
         site="run/zero.py:1 hook",
         **PLAIN_IS,
     ),
     Case(
         name="a rank behind a progress bar",
         text="  3%|▎         | 9/352 [40:55<25:10:16, 264.19s/it]" + each("[rank1]: ", traceback(*MODEL) + PLAIN),
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         site="run/model.py:31 forward",
         **PLAIN_IS,
     ),
     Case(
         name="times and levels of a logger",
         text=each("2026-11-20 10:00:01,123 ERROR trainer - ", traceback(*STEP) + PLAIN),
-        kind=Kind.PEAK,
-        phase=Phase.OPTIMIZER,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.OPTIMIZER,
         says=("foreach=False",),
         never=("auto_checkpoint",),
         **PLAIN_IS,
@@ -636,38 +636,38 @@ PLACES = (
     Case(
         name="journalctl",
         text=each("Nov 20 10:00:01 node7 train.sh[4812]: ", traceback(*MODEL) + PLAIN),
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         **PLAIN_IS,
     ),
     Case(
         name="Ray's workers",
         text=each("(WorkerDict pid=45464, ip=10.1.2.3) ", traceback(*MODEL) + PLAIN),
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         **PLAIN_IS,
     ),
     Case(
         name="docker compose",
         text=each("trainer-1  | ", traceback(*BACKWARD) + PLAIN),
-        kind=Kind.PEAK,
-        phase=Phase.BACKWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.BACKWARD,
         **PLAIN_IS,
     ),
     Case(
         name="srun with labels",
         text=each(" 3: ", traceback(*MODEL) + PLAIN),
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         **PLAIN_IS,
     ),
-    Case(name="pytest", text=each("E       ", PLAIN), kind=Kind.PEAK, **PLAIN_IS),
+    Case(name="pytest", text=each("E       ", PLAIN), kind=FindingKind.PEAK, **PLAIN_IS),
     Case(
         name="colours",
         text=f"\x1b[31m{traceback(*MODEL)}\x1b[1;35mtorch.OutOfMemoryError\x1b[0m: \x1b[35m"
         + PLAIN.split(": ", 1)[1].replace("CUDA", "CUDA\x1b[0m", 1),
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         **PLAIN_IS,
     ),
     Case(
@@ -683,21 +683,21 @@ PLACES = (
         )
         .replace("\n", "\r\n")
         .encode("utf-16-le"),
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         site="run/model.py:31 forward",
         **PLAIN_IS,
     ),
     Case(
         name="a terminal of 80 columns cuts figures in two",
         text="\n".join(PLAIN[at : at + 80] for at in range(0, len(PLAIN), 80)),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         **PLAIN_IS,
     ),
     Case(
         name="a box around the message",
         text="".join(f"│ {' '.join(PLAIN.split())[at : at + 70]:<70} │\n" for at in range(0, len(PLAIN), 70)),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         **PLAIN_IS,
     ),
     Case(
@@ -706,8 +706,8 @@ PLACES = (
         + PLAIN
         + traceback(*BACKWARD)
         + new("9.00 GiB", "9.50 GiB", "0.10 GiB", "9.20 GiB", "0 bytes"),
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         says=("memory ran out 2 times",),
         **PLAIN_IS,
     ),
@@ -717,7 +717,7 @@ PLACES = (
         + PLAIN
         + "E1120 10:00:07.1 4812 torch/distributed/elastic/multiprocessing/api.py:882] failed "
         "(exitcode: -9) local_rank: 3 (pid: 4817) of binary: /opt/env/bin/python\n",
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         **PLAIN_IS,
     ),
     Case(
@@ -725,8 +725,8 @@ PLACES = (
         text="RuntimeError: The following operation failed in the TorchScript interpreter.\n"
         'Traceback of TorchScript (most recent call last):\n  File "/work/run/model.py", line 31, in forward\n    x\n'
         + PLAIN.replace("torch.OutOfMemoryError", "RuntimeError"),
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         site="run/model.py:31 forward",
         **PLAIN_IS,
     ),
@@ -738,16 +738,16 @@ PLACES = (
         f"File {SITE}/torch/nn/modules/module.py:1751, in Module._call_impl(self, *args, **kwargs)\n\n"
         "File /work/run/model.py:31, in Block.forward(self, x)\n---> 31 return self.down(x)\n\n"
         + PLAIN.split(".", 1)[1],
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         site="run/model.py:31 Block.forward",
         **PLAIN_IS,
     ),
     Case(
         name="a compiled function",
         text=traceback(*MODEL, ("/tmp/torchinductor_me/ab/cabc.py", 210, "call")) + PLAIN,
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         site="run/model.py:31 forward",
         **PLAIN_IS,
     ),
@@ -757,8 +757,8 @@ TRAINERS = (
     Case(
         name="logits of a Trainer, made fp32",
         text=traceback(*LOSS) + "    logits = logits.float()\n" + PLAIN,
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         trainer="transformers Trainer",
         first="TrainingArguments(use_liger_kernel=True)",
         says=("auto_checkpoint_trainer(trainer, ", "gradient_checkpointing=True", "per_device_train_batch_size=1"),
@@ -767,7 +767,7 @@ TRAINERS = (
     Case(
         name="logits of one's own loop",
         text=traceback(*MODEL, (f"{SITE}/torch/nn/functional.py", 3494, "cross_entropy")) + PLAIN,
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         first="LigerFusedLinearCrossEntropyLoss",
         says=("hidden.split", "auto_checkpoint(model"),
         **PLAIN_IS,
@@ -778,7 +778,7 @@ TRAINERS = (
         + "RuntimeError: MPS backend out of memory (MPS allocated: 17.68 GB, other allocations: 3.95 MB, max "
         "allowed: 18.13 "
         "GB). Tried to allocate 1024.00 MB on private pool.\n",
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         device="mps",
         first="hidden.split",
         never=("Liger",),
@@ -786,8 +786,8 @@ TRAINERS = (
     Case(
         name="TRL",
         text=traceback(ME, (f"{SITE}/trl/trainer/sft_trainer.py", 1150, "training_step"), *TRAINER[1:], CALL) + PLAIN,
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         trainer="TRL",
         says=("SFTConfig(gradient_checkpointing=True)", "auto_checkpoint_trainer"),
         **PLAIN_IS,
@@ -795,7 +795,7 @@ TRAINERS = (
     Case(
         name="Axolotl",
         text=traceback((f"{SITE}/axolotl/train.py", 210, "train"), *LOSS[1:]) + "    logits = logits.float()\n" + PLAIN,
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         trainer="Axolotl",
         first="CutCrossEntropyPlugin",
         says=("gradient_checkpointing: true", "micro_batch_size: 1"),
@@ -808,7 +808,7 @@ TRAINERS = (
             traceback(("/root/LLaMA-Factory/src/llamafactory/train/tuner.py", 110, "run_exp"), *TRAINER[1:], CALL)
             + PLAIN,
         ),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         trainer="LLaMA-Factory",
         says=("per_device_train_batch_size: 1",),
         **PLAIN_IS,
@@ -825,8 +825,8 @@ TRAINERS = (
             ("/work/run/model.py", 31, "forward"),
         )
         + PLAIN,
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         trainer="Lightning",
         says=("jettison.integrations.lightning.AutoCheckpoint(", "accumulate_grad_batches"),
         never=("foreach",),
@@ -835,8 +835,8 @@ TRAINERS = (
     Case(
         name="DeepSpeed's optimizer",
         text=traceback(ME, (f"{SITE}/deepspeed/runtime/engine.py", 2137, "step"), *STEP[1:]) + PLAIN,
-        kind=Kind.PEAK,
-        phase=Phase.OPTIMIZER,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.OPTIMIZER,
         trainer="DeepSpeed",
         says=('"offload_optimizer"',),
         never=("auto_checkpoint",),
@@ -846,7 +846,7 @@ TRAINERS = (
         name="an evaluation of a Trainer",
         text=traceback(ME, (HF, 4150, "evaluate"), (HF, 4340, "evaluation_loop"), (HF, 4560, "prediction_step"), CALL)
         + PLAIN,
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         trainer="transformers Trainer",
         says=("eval_accumulation_steps", "torch.inference_mode"),
         never=("auto_checkpoint", "gradient_checkpointing"),
@@ -858,7 +858,7 @@ TRAINERS = (
             "(EngineCore_DP0 pid=812) ERROR 11-20 10:00:01 [core.py:708] ",
             traceback((f"{SITE}/vllm/v1/worker/gpu_model_runner.py", 2890, "profile_run"), CALL) + PLAIN,
         ),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         trainer="vLLM",
         says=("--gpu-memory-utilization",),
         never=("auto_checkpoint",),
@@ -869,7 +869,7 @@ TRAINERS = (
         text="ValueError: Free memory on device cuda:0 (9.30/79.15 GiB) on startup is less than desired GPU memory "
         "utilization "
         "(0.9, 71.23 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.\n",
-        kind=Kind.OTHERS,
+        kind=FindingKind.OTHERS,
         free=9.3,
         total=79.15,
         holders={UNNAMED: 79.15 - 9.3},
@@ -881,7 +881,7 @@ TRAINERS = (
         text="ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
         "initializing "
         "the engine.\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         says=("cache of keys and values",),
         never=("auto_checkpoint",),
     ),
@@ -893,7 +893,7 @@ HOST = (
         text="E1120 10:00:07.1 4812 torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: -9) "
         "local_rank: 0 "
         "(pid: 4817) of binary: /opt/env/bin/python\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("killed with SIGKILL", "dmesg"),
         never=("auto_checkpoint(model", "nvidia-smi"),
@@ -903,7 +903,7 @@ HOST = (
         text="Root Cause (first observed failure):\n[0]:\n  time      : 2026-11-20_10:00:07\n  rank      : 0 "
         "(local_rank: 0)\n"
         "  exitcode  : -9 (pid: 4817)\n  error_file: <N/A>\n  traceback : Signal 9 (SIGKILL) received by PID 4817\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
     ),
     Case(
@@ -911,20 +911,20 @@ HOST = (
         text="[2026-11-20 10:00:07,120] [ERROR] [launch.py:325:sigkill_handler] ['/opt/env/bin/python', '-u', "
         "'train.py'] "
         "exits with return code = -9\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
     ),
     Case(
         name="accelerate's launcher",
         text="subprocess.CalledProcessError: Command '['/opt/env/bin/python', 'train.py']' died with "
         "<Signals.SIGKILL: 9>.\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
     ),
     Case(
         name="the kernel's log",
         text=KILL,
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         allocated=100.0,
         total=128.0,
@@ -934,7 +934,7 @@ HOST = (
         name="dmesg",
         text="[812345.120011] Out of memory: Killed process 4817 (python) total-vm:98566144kB, anon-rss:62914560kB, "
         "file-rss:4kB, shmem-rss:0kB\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         allocated=60.0,
     ),
@@ -943,41 +943,41 @@ HOST = (
         text="slurmstepd: error: Detected 1 oom_kill event in StepId=4812.0. Some of the step tasks have been OOM "
         "Killed.\n"
         "srun: error: node7: task 3: Out Of Memory\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("#SBATCH --mem",),
     ),
     Case(
         name="an older Slurm",
         text="slurmstepd: error: Detected 1 oom-kill event(s) in step 370626.batch cgroup.\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("#SBATCH --mem",),
     ),
     Case(
         name="Kubernetes",
         text="    Last State:     Terminated\n      Reason:       OOMKilled\n      Exit Code:    137\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("limits",),
     ),
     Case(
         name="a container's exit code",
         text="Process completed with exit code 137.\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("SIGKILL",),
     ),
     Case(
         name="a shell",
         text="Loading checkpoint shards:   0%|          | 0/30 [00:00<?, ?it/s]\nKilled\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
     ),
     Case(
         name="a worker of the data loader",
         text="RuntimeError: DataLoader worker (pid 4817) is killed by signal: Killed. \n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("num_workers",),
     ),
@@ -985,7 +985,7 @@ HOST = (
         name="/dev/shm",
         text="ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory "
         "(shm).\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("/dev/shm", "--shm-size"),
     ),
@@ -995,10 +995,10 @@ HOST = (
         + "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
         "you tried to "
         "allocate 67108864 bytes. Error code 12 (Cannot allocate memory)\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         asked=64 / 1024,
-        phase=Phase.FORWARD,
+        phase=StepPhase.FORWARD,
         says=("64.0 MiB", "the host's memory"),
     ),
     Case(
@@ -1006,7 +1006,7 @@ HOST = (
         text="numpy.core._exceptions._ArrayMemoryError: Unable to allocate 12.5 GiB for an array with shape "
         "(1677721600,) and "
         "data type float64\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         asked=12.5,
     ),
@@ -1015,7 +1015,7 @@ HOST = (
         text=traceback(ME, (f"{SITE}/torch/utils/data/_utils/pin_memory.py", 98, "pin_memory"))
         + "RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some "
         "other API call.\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("pinned memory", "pin_memory=False"),
     ),
@@ -1023,21 +1023,21 @@ HOST = (
         name="the driver",
         text=traceback(ME, (f"{SITE}/torch/cuda/__init__.py", 319, "_lazy_init"))
         + "RuntimeError: CUDA error: out of memory\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         says=("the driver found no room", "nvidia-smi"),
     ),
     Case(
         name="cuBLAS",
         text=traceback(*MODEL)
         + "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`\n",
-        kind=Kind.UNKNOWN,
-        phase=Phase.FORWARD,
+        kind=FindingKind.UNKNOWN,
+        phase=StepPhase.FORWARD,
         says=("cuBLAS found no room", "set_per_process_memory_fraction"),
     ),
     Case(
         name="a caught error without figures",
         text="WARNING: CUDA out of memory, skipping this batch\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         says=("jettison.watch",),
     ),
 )
@@ -1048,21 +1048,21 @@ TRAPS = (
         text='{"ts": "2026-11-20T10:00:01Z", "level": "error", "msg": "'
         + (traceback(*BACKWARD) + PLAIN).replace('"', '\\"').replace("\n", "\\n")
         + '"}\n',
-        kind=Kind.PEAK,
-        phase=Phase.BACKWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.BACKWARD,
         **PLAIN_IS,
     ),
     Case(
         name="a line of the traceback names another error",
         text=traceback(*MODEL) + "    except (MemoryError, RuntimeError):\n" + PLAIN,
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         **PLAIN_IS,
     ),
     Case(
         name="a file that could not be opened before it",
         text="WARNING: unable to open file /work/cache/index.json\n" + traceback(*MODEL) + PLAIN,
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         **PLAIN_IS,
     ),
     Case(
@@ -1071,49 +1071,49 @@ TRAPS = (
         "    logits = model(batch)\n"
         + traceback(CALL, ("/work/run/model.py", 31, "forward")).split("\n", 1)[1]
         + PLAIN,
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         never=("Liger", "hidden.split"),
         **PLAIN_IS,
     ),
     Case(
         name="only the message has its rank",
         text=traceback(*MODEL) + "[rank0]: " + PLAIN,
-        kind=Kind.PEAK,
-        phase=Phase.FORWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
         **PLAIN_IS,
     ),
     Case(
         name="NCCL's last error",
         text="ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async "
         "4194304 bytes\n",
-        kind=Kind.OUTSIDE,
+        kind=FindingKind.OUTSIDE,
         asked=4 / 1024,
     ),
     Case(
         name="THC",
         text="RuntimeError: cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/generic/THCStorage.cu:58\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
     ),
     Case(
         name="others have two thirds, and expandable segments are on",
         text="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
         + new("0.50 GiB", "79.15 GiB", "0.20 GiB", "24.00 GiB", "0.10 GiB", own="25.00 GiB"),
-        kind=Kind.OTHERS,
+        kind=FindingKind.OTHERS,
         holders={UNNAMED: 79.15 - 0.2 - 25.0, OUTSIDE: 0.9},
         says=("54.0 GiB",),
     ),
     Case(
         name="holes in a device that is all but full",
         text=traceback(*BACKWARD) + old("20.00 MiB", "23.70 GiB", "22.06 GiB", "3.31 MiB", "22.32 GiB"),
-        kind=Kind.FRAGMENTATION,
+        kind=FindingKind.FRAGMENTATION,
         unused=0.26,
         says=("1.1 % of the device", "expandable_segments:True", "auto_checkpoint"),
     ),
     Case(
         name="outputs that Accelerate makes fp32",
         text=traceback(*TRAINER, CALL, (f"{SITE}/accelerate/utils/operations.py", 781, "_convert_to_fp32")) + PLAIN,
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         trainer="transformers Trainer",
         first="use_liger_kernel=True",
         **PLAIN_IS,
@@ -1128,7 +1128,7 @@ TRAPS = (
             "0 bytes",
             others="Process 77 has 78.40 GiB memory in use. ",
         ).replace("20.00 MiB", "512.00 MiB"),
-        kind=Kind.OTHERS,
+        kind=FindingKind.OTHERS,
         asked=0.5,
         holders={OTHERS: 78.4},
         says=("other processes hold 78.4 GiB", "nvidia-smi"),
@@ -1137,7 +1137,7 @@ TRAPS = (
     Case(
         name="srun's task",
         text="srun: error: node7: task 3: Out Of Memory\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("the host's memory ran out",),
         never=("nvidia-smi", "auto_checkpoint"),
@@ -1145,7 +1145,7 @@ TRAPS = (
     Case(
         name="sacct's state",
         text="4812.batch  train  OUT_OF_ME+  0:125\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("the host's memory ran out",),
         never=("nvidia-smi", "auto_checkpoint"),
@@ -1153,7 +1153,7 @@ TRAPS = (
     Case(
         name="LSF",
         text="TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("the host's memory ran out",),
         never=("nvidia-smi", "auto_checkpoint"),
@@ -1161,7 +1161,7 @@ TRAPS = (
     Case(
         name="PBS",
         text="=>> PBS: job killed: mem 67109864kb exceeded limit 67108864kb\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("the host's memory ran out",),
         never=("nvidia-smi", "auto_checkpoint"),
@@ -1169,7 +1169,7 @@ TRAPS = (
     Case(
         name="systemd",
         text="train.service: Main process exited, code=killed, status=9/KILL\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("SIGKILL",),
         never=("nvidia-smi", "auto_checkpoint"),
@@ -1177,7 +1177,7 @@ TRAPS = (
     Case(
         name="a shell on a Mac",
         text="zsh: killed     python train.py\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("SIGKILL",),
         never=("nvidia-smi", "auto_checkpoint"),
@@ -1185,7 +1185,7 @@ TRAPS = (
     Case(
         name="a device of no bytes",
         text=traceback(*MODEL) + new("2.00 GiB", "0 bytes", "0 bytes", "1.00 GiB", "0 bytes", device="HIP"),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         device="hip",
         asked=2.0,
         allocated=1.0,
@@ -1200,8 +1200,8 @@ TRAPS = (
             (f"{SITE}/safetensors/torch.py", 315, "load_file"),
         )
         + PLAIN,
-        kind=Kind.PEAK,
-        phase=Phase.PARAMETERS,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.PARAMETERS,
         trainer="vLLM",
         says=("3 of 7 shards",),
         never=("auto_checkpoint",),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from jettison.diagnose.facts import Phase
-from jettison.diagnose.finding import Kind
+from jettison.diagnose.facts import StepPhase
+from jettison.diagnose.finding import FindingKind
 from support.oom_logs import (
     BACKWARD,
     CALL,
@@ -51,23 +51,23 @@ DRIVERS = (
         name="Level Zero",
         text=traceback(*MODEL)
         + "RuntimeError: level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         device="xpu",
-        phase=Phase.FORWARD,
+        phase=StepPhase.FORWARD,
         says=("the driver found no room", "torch.xpu.set_per_process_memory_fraction", "torch.xpu.memory_allocated()"),
         never=(*NO_CUDA, RECORDS),
     ),
     Case(
         name="an older Level Zero",
         text="RuntimeError: Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES) -5\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         device="xpu",
         never=NO_CUDA,
     ),
     Case(
         name="Level Zero on the host",
         text="RuntimeError: Native API failed. Native API returns: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         never=NO_DEVICE,
     ),
@@ -79,7 +79,7 @@ DRIVERS = (
         "2026-11-20-10:00:01.827.496 Failed to allocate memory.\n        Possible Cause: Available memory is "
         "insufficient.\n        Failed to allocate resource[DeviceMemory] with info [size:2147483648]. Reason: Memory "
         "resources are exhausted.\n",
-        kind=Kind.OUTSIDE,
+        kind=FindingKind.OUTSIDE,
         device="npu",
         asked=2.0,
         says=("CANN found no room", "npu-smi", "torch.npu.memory_allocated()"),
@@ -91,7 +91,7 @@ DRIVERS = (
         + "RuntimeError: Bad StatusOr access: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 21.50G "
         "of "
         "15.50G hbm. Exceeded hbm capacity by 6.00G.\n\nTotal hbm usage >= 22.00G:\n    reserved        530.00M\n",
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         device="tpu",
         asked=21.5,
         total=15.5,
@@ -104,7 +104,7 @@ DRIVERS = (
         "at the "
         "bottom of memory. That was not possible. There are 1.50G free, 0B reserved, and 1.50G reservable.; \nHBM "
         "capacity 8.00G:\n",
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         device="tpu",
         asked=3.5,
         free=1.5,
@@ -117,7 +117,7 @@ DRIVERS = (
         text="W external/xla/xla/tsl/framework/bfc_allocator.cc:501] Allocator (GPU_0_bfc) ran out of memory trying to "
         "allocate 14.00GiB (rounded to 15032385536)requested by op \njaxlib.xla_extension.XlaRuntimeError: "
         "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 15032385536 bytes.\n",
-        kind=Kind.OUTSIDE,
+        kind=FindingKind.OUTSIDE,
         asked=14.0,
         says=("XLA_PYTHON_CLIENT_MEM_FRACTION",),
         never=("torch.cuda", RECORDS, *NO_PLAN),
@@ -127,7 +127,7 @@ DRIVERS = (
         text="W external/xla/xla/service/platform_util.cc: XLA service initialized\n"
         + traceback(*MODEL)
         + new("2.00 GiB", "79.15 GiB", "0.75 GiB", "12.50 GiB", "0.40 GiB", own="78.39 GiB"),
-        kind=Kind.OUTSIDE,
+        kind=FindingKind.OUTSIDE,
         asked=2.0,
         holders={OUTSIDE: 78.39 - 12.9},
         says=("65.5 GiB of this process are not PyTorch's", "XLA_PYTHON_CLIENT_PREALLOCATE=false"),
@@ -139,7 +139,7 @@ DRIVERS = (
         "allocating "
         "tensor with shape[64,512,4096] and type float on /job:localhost/replica:0/task:0/device:GPU:0 by allocator "
         "GPU_0_bfc\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         says=("TensorFlow found no room", "TF_FORCE_GPU_ALLOW_GROWTH"),
         never=("torch.cuda", *NO_PLAN),
     ),
@@ -147,10 +147,10 @@ DRIVERS = (
         name="a Gaudi",
         text=traceback(*MODEL)
         + "RuntimeError: [Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::4294967296 (4096)MB\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         device="hpu",
         asked=4.0,
-        phase=Phase.FORWARD,
+        phase=StepPhase.FORWARD,
         says=("torch.hpu.memory_allocated()",),
         never=(*NO_CUDA, RECORDS),
     ),
@@ -159,7 +159,7 @@ DRIVERS = (
         text=traceback(*MODEL)
         + "2026-Nov-20 10:00:01.123456  812:4812  ERROR  TDRV:log_dev_mem  Failed to allocate 1.500GB (usage: shared "
         "scratchpad) on ND 0:NC 0, current utilization:\n",
-        kind=Kind.OUTSIDE,
+        kind=FindingKind.OUTSIDE,
         device="neuron",
         asked=1.5e9 / 2**30,
         says=("the Neuron runtime found no room", "neuron-top"),
@@ -170,7 +170,7 @@ DRIVERS = (
         text=traceback(*MODEL)
         + "RuntimeError: Could not allocate tensor with 4294967296 bytes. There is not enough GPU video memory "
         "available!\n",
-        kind=Kind.OUTSIDE,
+        kind=FindingKind.OUTSIDE,
         device="dml",
         asked=4.0,
         says=("DirectML found no room",),
@@ -182,7 +182,7 @@ DRIVERS = (
         "it may "
         "not have completed.\n\tError: \n\t(null)\n\tInsufficient Memory "
         "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         device="mps",
         says=("torch.mps.empty_cache()", "torch.mps.current_allocated_memory()"),
         never=(*NO_CUDA, "torch.cuda", RECORDS),
@@ -191,7 +191,7 @@ DRIVERS = (
         name="bitsandbytes",
         text="CUDA SETUP: Loading binary libbitsandbytes_cuda124.so\nError out of memory at line 380 in file "
         "/src/csrc/pythonInterface.cpp\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         says=("bitsandbytes found no room", "nvidia-smi"),
         never=NO_PLAN,
     ),
@@ -199,7 +199,7 @@ DRIVERS = (
         name="CuPy",
         text="cupy.cuda.memory.OutOfMemoryError: Out of memory allocating 8,589,934,592 bytes (allocated so far: "
         "12,884,901,888 bytes).\n",
-        kind=Kind.OUTSIDE,
+        kind=FindingKind.OUTSIDE,
         asked=8.0,
         says=("CuPy found no room",),
     ),
@@ -207,14 +207,14 @@ DRIVERS = (
         name="cuBLAS's handle",
         text=traceback(*MODEL)
         + "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`\n",
-        kind=Kind.UNKNOWN,
-        phase=Phase.FORWARD,
+        kind=FindingKind.UNKNOWN,
+        phase=StepPhase.FORWARD,
         says=("cuBLAS found no room", "fails in the same way"),
     ),
     Case(
         name="vLLM's allocator",
         text="CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         says=("the driver found no room", "nvidia-smi"),
         never=NO_PLAN,
     ),
@@ -222,15 +222,15 @@ DRIVERS = (
         name="figures of a slice of a GPU",
         text=traceback(*MODEL) + "RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED at "
         '"/pytorch/c10/cuda/CUDACachingAllocator.cpp":1016, please report a bug to PyTorch. \n',
-        kind=Kind.UNKNOWN,
-        phase=Phase.FORWARD,
+        kind=FindingKind.UNKNOWN,
+        phase=StepPhase.FORWARD,
         says=("no figures from NVML",),
         never=NO_PLAN,
     ),
     Case(
         name="a slice of a GPU",
         text=traceback(*MODEL) + new("512.00 MiB", "9.50 GiB", "256.00 MiB", "8.75 GiB", "192.00 MiB", own="9.25 GiB"),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         asked=0.5,
         total=9.5,
         free=0.25,
@@ -241,7 +241,7 @@ DRIVERS = (
         name="NCCL's pinned memory",
         text="node3:101:202 [0] include/alloc.h:49 NCCL WARN Cuda failure 2 'out of memory'\n"
         "node3:101:202 [0] include/alloc.h:51 NCCL WARN Failed to CUDA host alloc 8388608 bytes\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         asked=8 / 1024,
         says=("pinned memory", "ulimit -l"),
@@ -250,7 +250,7 @@ DRIVERS = (
     Case(
         name="RCCL",
         text="node3:101:202 [0] include/alloc.h:49 NCCL WARN HIP failure 'out of memory'\n",
-        kind=Kind.OUTSIDE,
+        kind=FindingKind.OUTSIDE,
         device="hip",
         says=("found no room",),
     ),
@@ -262,7 +262,7 @@ DRIVERS = (
         "of which 0.10 GiB is free. Of the allocated memory 14.90 GiB is allocated by PyTorch, and 0.30 GiB is "
         "reserved "
         "by PyTorch but unallocated.\n",
-        kind=Kind.LEAK,
+        kind=FindingKind.LEAK,
         device="xpu",
         says=("0.8 GiB more stay allocated after each step",),
         never=(*NO_CUDA, RECORDS),
@@ -274,7 +274,7 @@ HOSTS = (
         text="RuntimeError: DataLoader worker (pid 4817) is killed by signal: Bus error. It is possible that "
         "dataloader's "
         "workers are out of shared memory. Please try to raise your shared memory limit.\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("/dev/shm", "--shm-size", "set_sharing_strategy"),
         never=NO_DEVICE,
@@ -283,7 +283,7 @@ HOSTS = (
         name="torchrun's bus error",
         text="torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n  exitcode  : -7 (pid: 4817)\n"
         "  traceback : Signal 7 (SIGBUS) received by PID 4817\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("/dev/shm",),
         never=NO_DEVICE,
@@ -292,7 +292,7 @@ HOSTS = (
         name="no space for a tensor of a worker",
         text="RuntimeError: unable to allocate shared memory(shm) for file </torch_4817_12>: No space left on device "
         "(28)\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("workers of the data loader",),
         never=NO_DEVICE,
@@ -301,7 +301,7 @@ HOSTS = (
         name="NCCL's shared memory",
         text="node3:101:202 [0] misc/shmutils.cc:87 NCCL WARN Error: failed to extend /dev/shm/nccl-Tq0Z3a to 9637892 "
         "bytes\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("ranks exchange data by NCCL", "NCCL_SHM_DISABLE=1", "--shm-size"),
         never=("set_sharing_strategy", *NO_DEVICE),
@@ -309,7 +309,7 @@ HOSTS = (
     Case(
         name="a tensor that is handed over on Windows",
         text="RuntimeError: Couldn't open shared file mapping: <torch_4321_123>, error code: <1455>\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         never=NO_DEVICE,
     ),
@@ -317,7 +317,7 @@ HOSTS = (
         name="a checkpoint that is mapped",
         text="RuntimeError: unable to mmap 9663676416 bytes from file <pytorch_model.bin>: Cannot allocate memory "
         "(12)\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         asked=9.0,
         never=NO_DEVICE,
@@ -326,7 +326,7 @@ HOSTS = (
         name="cudaHostAlloc",
         text=traceback(*MODEL)
         + "RuntimeError: CUDA error: out of memory (cudaHostAlloc failed to allocate 17179869184 bytes)\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         asked=16.0,
         says=("pinned memory",),
@@ -335,14 +335,14 @@ HOSTS = (
     Case(
         name="cuDNN on the host",
         text="RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         never=NO_DEVICE,
     ),
     Case(
         name="Docker's state",
         text='"State": {\n    "Status": "exited",\n    "OOMKilled": true,\n    "ExitCode": 137\n}\n',
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("the host's memory ran out",),
         never=("256", *NO_DEVICE),
@@ -350,7 +350,7 @@ HOSTS = (
     Case(
         name="Docker's state of a container that another ended",
         text='"State": {\n    "OOMKilled": false,\n    "ExitCode": 137\n}\ncontainer exited with code 137\n',
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("no device said so",),
         never=("limits", *NO_DEVICE),
@@ -360,7 +360,7 @@ HOSTS = (
         text="0s Warning Evicted pod/train-0 The node was low on resource: memory. Threshold quantity: 100Mi, "
         "available: "
         "52Mi. Container trainer was using 61Gi, request is 32Gi.\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         never=NO_DEVICE,
     ),
@@ -369,7 +369,7 @@ HOSTS = (
         text="[Fri Nov 20 10:00:00 2026] oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=docker-4c.scope,"
         "mems_allowed=0-1,task=python,pid=7899,uid=0\n[Fri Nov 20 10:00:00 2026] Memory cgroup out of memory: Killed "
         "process 7899 (python) total-vm:26184840kB, anon-rss:15728640kB, file-rss:4kB, shmem-rss:8388608kB, UID:0\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         allocated=15.0 + 8.0,
         says=("held 23.0 GiB", "docker run --memory"),
@@ -381,7 +381,7 @@ HOSTS = (
         "node "
         "(IP: 10.1.2.3, ID: fc2b) where the task (actor ID: f9cc, name=Trainer, pid=4331, memory used=42.25GB) was "
         "running was 59.50GB / 62.50GB (0.950744), which exceeds the memory usage threshold of 0.95.\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         allocated=42.25,
         total=62.5,
@@ -391,7 +391,7 @@ HOSTS = (
     Case(
         name="a managed job",
         text="AlgorithmError: ExecuteUserScriptError: ExitCode -9\n",
-        kind=Kind.HOST,
+        kind=FindingKind.HOST,
         device="cpu",
         says=("SIGKILL",),
         never=NO_DEVICE,
@@ -408,7 +408,7 @@ OUTSIDE_OF_STEPS = (
             (f"{SITE}/vllm/device_allocator/cumem.py", 190, "wake_up"),
         )
         + PLAIN,
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         trainer="TRL",
         first="GRPOConfig(vllm_gpu_memory_utilization=",
         never=("--gpu-memory-utilization", "inference_mode", *NO_PLAN),
@@ -419,8 +419,8 @@ OUTSIDE_OF_STEPS = (
         text="INFO 11-20 10:00:01 [gpu_worker.py:144] vLLM sleep mode freed 0.43 GiB memory\n"
         + traceback(ME, (GRPO, 1150, "training_step"), (f"{SITE}/accelerate/accelerator.py", 1964, "backward"), TENSOR)
         + new("2.00 GiB", "79.15 GiB", "0.75 GiB", "36.50 GiB", "0.40 GiB", own="78.39 GiB"),
-        kind=Kind.OUTSIDE,
-        phase=Phase.BACKWARD,
+        kind=FindingKind.OUTSIDE,
+        phase=StepPhase.BACKWARD,
         trainer="TRL",
         first="vllm_enable_sleep_mode=True",
         holders={OUTSIDE: 78.39 - 36.9},
@@ -429,8 +429,8 @@ OUTSIDE_OF_STEPS = (
         name="a checkpoint of FSDP is saved",
         text=traceback(ME, (HF, 3000, "_save_checkpoint"), (f"{SITE}/torch/distributed/fsdp/api.py", 700, "state_dict"))
         + PLAIN,
-        kind=Kind.PEAK,
-        phase=Phase.SAVING,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.SAVING,
         trainer="transformers Trainer",
         first="torch.distributed.checkpoint.save",
         says=("cpu_offload=True",),
@@ -440,16 +440,16 @@ OUTSIDE_OF_STEPS = (
     Case(
         name="a model is sharded",
         text=traceback(ME, (f"{SITE}/torch/distributed/fsdp/_fully_shard/_fully_shard.py", 200, "fully_shard")) + PLAIN,
-        kind=Kind.PEAK,
-        phase=Phase.PARAMETERS,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.PARAMETERS,
         never=NO_PLAN,
         **PLAIN_IS,
     ),
     Case(
         name="gradients are clipped",
         text=traceback(ME, (f"{SITE}/torch/nn/utils/clip_grad.py", 200, "clip_grad_norm_")) + PLAIN,
-        kind=Kind.PEAK,
-        phase=Phase.OPTIMIZER,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.OPTIMIZER,
         says=("foreach=False", "clip_grad_norm_"),
         never=NO_PLAN,
         **PLAIN_IS,
@@ -464,8 +464,8 @@ OUTSIDE_OF_STEPS = (
                 (f"{SITE}/{file}", 490, "init_state"),
             )
             + PLAIN,
-            kind=Kind.PEAK,
-            phase=Phase.OPTIMIZER,
+            kind=FindingKind.PEAK,
+            phase=StepPhase.OPTIMIZER,
             trainer="DeepSpeed" if "deepspeed" in file else "Megatron-LM" if "megatron" in file else "",
             first=line,
             never=("foreach", *NO_PLAN),
@@ -481,16 +481,16 @@ OUTSIDE_OF_STEPS = (
     Case(
         name="a model is spread over devices",
         text=traceback(ME, (f"{SITE}/accelerate/big_modeling.py", 500, "dispatch_model")) + PLAIN,
-        kind=Kind.PEAK,
-        phase=Phase.PARAMETERS,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.PARAMETERS,
         never=NO_PLAN,
         **PLAIN_IS,
     ),
     Case(
         name="Lightning Fabric has no Trainer",
         text=traceback(ME, (f"{SITE}/lightning/fabric/fabric.py", 450, "backward"), TENSOR) + PLAIN,
-        kind=Kind.PEAK,
-        phase=Phase.BACKWARD,
+        kind=FindingKind.PEAK,
+        phase=StepPhase.BACKWARD,
         trainer="Lightning Fabric",
         first="jettison.auto_checkpoint(model",
         never=("Trainer(callbacks",),
@@ -501,7 +501,7 @@ OUTSIDE_OF_STEPS = (
         text="ValueError: To serve at least one request with the models's max seq len (131072), (16.00 GiB KV cache is "
         "needed, which is larger than the available KV cache memory (7.50 GiB). Based on the available memory, the "
         "estimated maximum model length is 61424.\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         asked=16.0,
         free=7.5,
         says=("it needs 16.0 GiB, and 7.5 GiB are left", "--max-model-len"),
@@ -511,7 +511,7 @@ OUTSIDE_OF_STEPS = (
         name="SGLang's cache",
         text=traceback((f"{SITE}/sglang/srt/model_executor/model_runner.py", 900, "init_memory_pool"))
         + "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         trainer="SGLang",
         says=("cache of keys and values", "--mem-fraction-static"),
         never=NO_PLAN,
@@ -520,7 +520,7 @@ OUTSIDE_OF_STEPS = (
         name="no batch size fits",
         text=traceback(ME, (HF, 2237, "train"), (f"{SITE}/accelerate/utils/memory.py", 170, "decorator"))
         + "RuntimeError: No executable batch size found, reached zero.\n",
-        kind=Kind.UNKNOWN,
+        kind=FindingKind.UNKNOWN,
         trainer="transformers Trainer",
         says=("each batch size down to 1", "gradient_checkpointing=True"),
         never=("nvidia-smi",),
@@ -531,7 +531,7 @@ OUTSIDE_OF_STEPS = (
             "(VllmWorker rank=0 pid=812) ERROR 11-20 10:00:01 [multiproc_executor.py:470] ",
             traceback((f"{SITE}/vllm/v1/worker/gpu_model_runner.py", 2890, "profile_run"), CALL) + PLAIN,
         ),
-        kind=Kind.PEAK,
+        kind=FindingKind.PEAK,
         trainer="vLLM",
         first="--gpu-memory-utilization",
         never=NO_PLAN,
@@ -541,8 +541,8 @@ OUTSIDE_OF_STEPS = (
         Case(
             name=f"two that are interleaved: {first.strip()}",
             text=interleaved(first, second),
-            kind=Kind.PEAK,
-            phase=Phase.FORWARD,
+            kind=FindingKind.PEAK,
+            phase=StepPhase.FORWARD,
             site="run/model.py:31 forward",
             **PLAIN_IS,
         )

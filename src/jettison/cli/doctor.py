@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from jettison.cli.app import Force, Format, Switch, asked, deliver, refuse_to_overwrite
 from jettison.cli.snapshots import is_snapshot
-from jettison.diagnose.facts import MemoryFacts, Phase
+from jettison.diagnose.facts import MemoryFacts, StepPhase
 from jettison.diagnose.finding import Finding
 from jettison.diagnose.log import read_oom_log
 from jettison.diagnose.memory import diagnose_memory
@@ -205,7 +205,7 @@ def diagnose_oom(path: Path) -> FindingsReport:
 
 def _rows(facts: MemoryFacts, found: Finding) -> list[tuple[str, str]]:
     rows = [("read", facts.source), ("it was", str(found.kind))]
-    if facts.phase is not Phase.UNKNOWN:
+    if facts.phase is not StepPhase.UNKNOWN:
         rows.append(("phase", str(facts.phase)))
     sizes = (
         ("asked for", facts.asked_bytes),

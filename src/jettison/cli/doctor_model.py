@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from itertools import groupby
 from typing import Any, Final
 
-from jettison.diagnose.finding import Change, Finding, Kind
+from jettison.diagnose.finding import Change, Finding, FindingKind
 from jettison.measure.gradients import independent_copy
 from jettison.measure.hazards import Hazard, Sighting, look_for_hazards
 from jettison.models.request import ModelRequest, load
@@ -75,7 +75,7 @@ def _findings(seen: Sequence[Sighting], model: str) -> tuple[Finding, ...]:
         claim = f"{hazard}: {where}" if late else f"{hazard}, and it runs again in backward: {where}"
         verify = Change(line=_VERIFY.line.format(model=model), why=_VERIFY.why)
         changes = (_CHANGES[hazard],) if late else (_CHANGES[hazard], verify)
-        kind = Kind.AT_RISK_IF_RUN_AGAIN if late else Kind.AT_RISK_NOW
+        kind = FindingKind.AT_RISK_IF_RUN_AGAIN if late else FindingKind.AT_RISK_NOW
         evidence = what if not late else f"{what} (nothing runs it again in this step)"
         found.append(Finding(kind=kind, claim=claim, evidence=(evidence,), changes=changes))
     return tuple(found)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from jettison.diagnose.facts import CPU_ALLOCATOR, Failure, MemoryFacts, Phase
+from jettison.diagnose.facts import CPU_ALLOCATOR, Failure, MemoryFacts, StepPhase
 from jettison.diagnose.finding import Change, change, changes, table
 from jettison.diagnose.frames import speaks_of_logits
 from jettison.units import GIB, MIB, format_gib
@@ -16,12 +16,12 @@ from jettison.units import GIB, MIB, format_gib
 HEADROOM: Final = 0.9
 """Share of a device whose memory is exceeded: the rest is for the context, whose size the source does not tell."""
 _TRITON: Final = ("cuda", "hip", "xpu")
-_NO_STEP: Final = {Phase.PARAMETERS: "loading", Phase.SAVING: "saving"}
+_NO_STEP: Final = {StepPhase.PARAMETERS: "loading", StepPhase.SAVING: "saving"}
 """Phases in which nothing of activations helps, and the section of what does."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class DeviceTools:
     """Tools and settings of one type of device, as `devices.toml` says; "" where there is none."""
 
     name: str
@@ -36,10 +36,10 @@ class Device:
     checkpoint: str = ""
 
 
-def device_of(name: str) -> Device:
+def device_of(name: str) -> DeviceTools:
     """Return a type of device; one without tools where it is not known."""
     known = table("devices").get(name)
-    return Device(**(known or {"name": name.upper(), "allocated": "torch.accelerator.memory_allocated()"}))
+    return DeviceTools(**(known or {"name": name.upper(), "allocated": "torch.accelerator.memory_allocated()"}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +241,7 @@ def against_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple
     if trainer.serves:
         return _of_server(facts)
     found: list[Change] = []
-    if facts.phase is Phase.OPTIMIZER:
+    if facts.phase is StepPhase.OPTIMIZER:
         if not facts.own_optimizer:
             found.append(change("peak.foreach"))
         elif facts.device in _TRITON and not trainer.optimizer:
@@ -249,7 +249,7 @@ def against_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple
         found += trainer.change("optimizer")
     if facts.logits or speaks_of_logits(facts.site, *(text for p in facts.parts[:2] for text in (p.module, p.site))):
         found += _fused_loss(facts)
-    held = sum(part.nbytes for part in facts.parts if part.role in (Phase.FORWARD, Phase.RECOMPUTE))
+    held = sum(part.nbytes for part in facts.parts if part.role in (StepPhase.FORWARD, StepPhase.RECOMPUTE))
     wanted = held + (facts.asked_bytes or 0)
     if short and wanted > short and held:
         share, bytes_held, missing = f"{1 - short / wanted:.2f}", format_gib(held), format_gib(short)
@@ -260,7 +260,7 @@ def against_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple
         found.append(change("peak.batches", line=line))
     if facts.evaluating:
         return (*found, *_smaller_evaluation(facts))
-    if facts.phase is not Phase.OPTIMIZER:
+    if facts.phase is not StepPhase.OPTIMIZER:
         found += [*_plan(facts), *of_trainer(facts)]
     return tuple(found)
 

@@ -16,7 +16,7 @@ from jettison.diagnose.fit import NEVER, Calibration, LinkFit, Measured, fit
 from jettison.diagnose.probes import (
     GIVE_UP_SECONDS,
     Clock,
-    Pool,
+    OperandPool,
     Probe,
     Sizes,
     attention_probes,
@@ -85,7 +85,7 @@ def _measured(device: torch.device, sizes: Sizes, seconds: float, ranks: int, sa
     on_gpu = device.type == "cuda"
     products = {}
     for dtype in ("bfloat16", "float32") if on_gpu else ("float32", "bfloat16"):
-        pool = Pool(sizes.pool_bytes, getattr(torch, dtype), device)
+        pool = OperandPool(sizes.pool_bytes, getattr(torch, dtype), device)
         listed = list(product_probes(sizes, pool, dtype))
         budget = seconds * _SHARES["products"] / 2
         took = undisturbed([probe for _, probe in listed], clock, seconds=budget, say=say)
@@ -95,7 +95,9 @@ def _measured(device: torch.device, sizes: Sizes, seconds: float, ranks: int, sa
     if not products:
         raise UsageError(f"no matrix product took less than {GIVE_UP_SECONDS} s: the machine is too slow, or too busy")
     ordinary = torch.bfloat16 if on_gpu else torch.float32
-    attention = _attention(sizes, Pool(sizes.pool_bytes, ordinary, device), clock, seconds * _SHARES["attention"], say)
+    attention = _attention(
+        sizes, OperandPool(sizes.pool_bytes, ordinary, device), clock, seconds * _SHARES["attention"], say
+    )
     stream_bytes, stream = stream_probe(sizes, device)
     (_, small), large = step_of_layers(8, 16, 2, device, ordinary), step_of_blocks(*sizes.block, device, ordinary)
     (_, plain), (slots, hooked) = (step_of_layers(*sizes.layer, device, ordinary, hooked=on) for on in (False, True))
@@ -117,7 +119,7 @@ def _measured(device: torch.device, sizes: Sizes, seconds: float, ranks: int, sa
 
 
 def _attention(
-    sizes: Sizes, pool: Pool, clock: Clock, seconds: float, say: Progress
+    sizes: Sizes, pool: OperandPool, clock: Clock, seconds: float, say: Progress
 ) -> tuple[tuple[float, float, float], ...]:
     listed = list(attention_probes(sizes, pool))
     took = undisturbed([probe for *_, one, both in listed for probe in (one, both)], clock, seconds=seconds, say=say)

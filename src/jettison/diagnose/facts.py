@@ -15,7 +15,7 @@ CPU_ALLOCATOR: Final = "the CPU's allocator"
 """`MemoryFacts.what` of a request of PyTorch's on the host."""
 
 
-class Phase(StrEnum):
+class StepPhase(StrEnum):
     """Phases of a training step, by the words that stacks give (traces/frames.py)."""
 
     FORWARD = "forward"
@@ -45,13 +45,13 @@ class Failure(StrEnum):
     """An inference server found no room for its cache, and asked for nothing."""
 
 
-def phase_named(word: str) -> Phase:
+def phase_named(word: str) -> StepPhase:
     """Return the phase of a stack's role; unknown where it is the ledger's word for a tensor."""
-    return Phase(word) if word in set(Phase) else Phase.UNKNOWN
+    return StepPhase(word) if word in set(StepPhase) else StepPhase.UNKNOWN
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class MemoryPart:
     """Bytes that one line of the program holds at the moment in question."""
 
     module: str
@@ -145,14 +145,14 @@ class MemoryFacts:
     shared_bytes: int = 0
     expandable: bool | None = None
     failure: Failure = Failure.REQUEST
-    phase: Phase = Phase.UNKNOWN
+    phase: StepPhase = StepPhase.UNKNOWN
     site: str = ""
     logits: bool = False
     trainer: str = ""
     evaluating: bool = False
     colocated: bool = False
     own_optimizer: bool = False
-    parts: tuple[Part, ...] = ()
+    parts: tuple[MemoryPart, ...] = ()
     steps: tuple[StepBytes, ...] = ()
     survivors: tuple[Survivor, ...] = ()
     places_known: bool = False

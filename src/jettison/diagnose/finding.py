@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Kind(StrEnum):
+class FindingKind(StrEnum):
     """Kinds of findings; stable words for programs."""
 
     PEAK = "peak"
@@ -44,7 +44,7 @@ class Change:
 class Finding:
     """One finding."""
 
-    kind: Kind
+    kind: FindingKind
     claim: str
     evidence: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()

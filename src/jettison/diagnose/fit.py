@@ -73,7 +73,7 @@ class LinkFit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class MatmulComparison:
     """One product: what it took, and what an estimate with the calibrated figures would say."""
 
     product: Product
@@ -86,7 +86,7 @@ class Calibration:
     """A machine's figures, and how well they describe what was measured."""
 
     hardware: Hardware
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[MatmulComparison, ...]
     took_seconds: float = 0.0
 
     @property
@@ -228,9 +228,9 @@ def _attention(measured: Measured, rate: float, kernel: float) -> tuple[float, f
     return min(1.0, statistics.median(forward) / rate), min(1.0, statistics.median(backward) / rate)
 
 
-def _compared(measured: Measured, found: Hardware) -> tuple[Comparison, ...]:
+def _compared(measured: Measured, found: Hardware) -> tuple[MatmulComparison, ...]:
     return tuple(
-        Comparison(product=product, seconds=seconds, estimated_seconds=product_seconds(product, found))
+        MatmulComparison(product=product, seconds=seconds, estimated_seconds=product_seconds(product, found))
         for samples in measured.products.values()
         for product, seconds in samples
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.diagnose.advice import in_server, names_server, trainer_of
-from jettison.diagnose.facts import Failure, MemoryFacts, Phase, StepBytes, phase_named
+from jettison.diagnose.facts import Failure, MemoryFacts, StepBytes, StepPhase, phase_named
 from jettison.diagnose.finding import table
 from jettison.diagnose.frames import Frame, is_torch, pattern_of, place_of, role_of, speaks_of_logits
 from jettison.errors import UsageError
@@ -83,7 +83,7 @@ def facts_of_log(text: str, name: str) -> MemoryFacts:
     times = count_messages(text)
     if times > 1:
         notes.append(f"memory ran out {times} times in this log: this is the first")
-    notes += _loaded(text, found.start()) if trace.phase is Phase.PARAMETERS else []
+    notes += _loaded(text, found.start()) if trace.phase is StepPhase.PARAMETERS else []
     return MemoryFacts(
         source=name,
         failed=True,
@@ -118,7 +118,7 @@ def _loaded(text: str, at: int) -> list[str]:
 class _Trace:
     """Facts of one traceback."""
 
-    phase: Phase = Phase.UNKNOWN
+    phase: StepPhase = StepPhase.UNKNOWN
     place: str = ""
     trainer: str = ""
     logits: bool = False
@@ -139,10 +139,10 @@ def _traceback(lines: list[str]) -> _Trace:
     files = ["/" + file.replace("\\", "/") for _, file, _ in frames]
     functions = [function.rsplit(".", 1)[-1] for function, _, _ in frames]
     phase = phase_named(role_of(frames))
-    if phase is Phase.UNKNOWN and any(pattern_of("saves").fullmatch(function) for function in functions):
-        phase = Phase.SAVING
-    elif phase is Phase.UNKNOWN and any(file.endswith("torch/nn/utils/clip_grad.py") for file in files):
-        phase = Phase.OPTIMIZER  # activations are freed by then
+    if phase is StepPhase.UNKNOWN and any(pattern_of("saves").fullmatch(function) for function in functions):
+        phase = StepPhase.SAVING
+    elif phase is StepPhase.UNKNOWN and any(file.endswith("torch/nn/utils/clip_grad.py") for file in files):
+        phase = StepPhase.OPTIMIZER  # activations are freed by then
     return _Trace(
         phase=phase,
         place=place_of(frames),
@@ -150,7 +150,7 @@ def _traceback(lines: list[str]) -> _Trace:
         logits=speaks_of_logits(*near),
         evaluating=(any(pattern_of("evaluates").fullmatch(function) for function in functions) or in_server(files))
         and "backward" not in functions,
-        own_optimizer=phase is Phase.OPTIMIZER and not any(_TORCHS_OWN.search(file) for file in files),
+        own_optimizer=phase is StepPhase.OPTIMIZER and not any(_TORCHS_OWN.search(file) for file in files),
         pinned=any("pin_memory" in text for text in (*functions[:3], *files[:3], *near)),
     )
 
@@ -220,7 +220,7 @@ _NO_FIGURES: Final = "the message has no figures"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class MessageForm:
     """One form of a message: a row of `log_forms.toml`, with defaults of what it leaves out.
 
     Args:
@@ -265,15 +265,14 @@ class Form:
 
 
 @cache
-def forms() -> tuple[Form, ...]:
+def forms() -> tuple[MessageForm, ...]:
     """Return all forms, in the order in which they count."""
     data, found = table("log_forms"), []
     for row in data["form"]:
         begins = re.compile(_filled("|".join(row["begins"])), re.MULTILINE)
         figures = row.get("figures", {})
-        found.append(
-            Form(**row | {"begins": begins, "figures": data["figures"]["pytorch"] if figures == "pytorch" else figures})
-        )
+        figures = data["figures"][figures] if isinstance(figures, str) else figures
+        found.append(MessageForm(**row | {"begins": begins, "figures": figures}))
     return tuple(found)
 
 
@@ -281,7 +280,7 @@ def _filled(pattern: str) -> str:
     return pattern.replace("{SIZE}", _SIZE).replace("{W}", _W)
 
 
-def first_form(text: str) -> tuple[Form, re.Match[str]] | None:
+def first_form(text: str) -> tuple[MessageForm, re.Match[str]] | None:
     """Find the first message in a text and its form; None where no memory ran out."""
     found = [(form, match) for form in forms() if (match := form.search(text))]
     return min(found, key=lambda one: (one[0].fallback, one[1].start()), default=None)
@@ -324,7 +323,7 @@ def _known(nbytes: int | None) -> int | None:
 # allocators -----------------------------------------------------------------------------------------------------------
 
 
-def _allocator(form: Form, text: str, found: re.Match[str]) -> Figures:
+def _allocator(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     """PyTorch's caching allocator; without a request's size it says nothing else."""
     figures = _accounted(form, text, found)
     if figures["asked_bytes"] is None:
@@ -332,7 +331,7 @@ def _allocator(form: Form, text: str, found: re.Match[str]) -> Figures:
     return figures
 
 
-def _accounted(form: Form, text: str, found: re.Match[str]) -> Figures:
+def _accounted(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     """An allocator that says who holds the device."""
     sizes = form.sizes(text)
     allocated, reserved = sizes["allocated"], sizes["reserved"]
@@ -360,7 +359,7 @@ def _limited(figures: Figures, allowed: int | None) -> Figures:
     return figures | none | {"total_bytes": allowed, "free_bytes": max(0, allowed - held), "notes": notes}
 
 
-def _mps(form: Form, text: str, found: re.Match[str]) -> Figures:
+def _mps(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     """Apple's: what is allowed is a share of the machine's memory; other allocations are Metal's, of this process."""
     sizes = form.sizes(text)
     total, allocated, outside = sizes["total"], sizes["allocated"], sizes["outside"] or 0
@@ -369,7 +368,7 @@ def _mps(form: Form, text: str, found: re.Match[str]) -> Figures:
     return {"device": "mps", "outside_bytes": outside, **figures}
 
 
-def _named(form: Form, text: str, found: re.Match[str]) -> Figures:
+def _named(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     """A message that names its program, and at most what was asked for."""
     asked = form.sizes(text)["asked"]
     told: Figures = {"notes": form.notes} | ({"device": form.device} if form.device else {})
@@ -382,7 +381,7 @@ def _named(form: Form, text: str, found: re.Match[str]) -> Figures:
     return told | {"device": device, "failure": Failure(form.failure), "what": form.what, "notes": notes}
 
 
-def _killed(form: Form, text: str, found: re.Match[str]) -> Figures:
+def _killed(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     """Read a report of the kernel, a scheduler or Ray: the process and the limit, where it names them."""
     used = [int(kib) for kib in re.findall(r"\b(?:anon|shmem)-rss:(\d+) ?kB", text)[:2]]
     limit = re.search(r"memory: usage \d+ ?kB, limit (\d+) ?kB", text)
@@ -397,18 +396,18 @@ def _killed(form: Form, text: str, found: re.Match[str]) -> Figures:
     }
 
 
-def _shared(form: Form, text: str, found: re.Match[str]) -> Figures:
+def _shared(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     return {"device": "cpu", "failure": Failure.SHARED, "what": "NCCL" if "nccl" in found[0] else ""}
 
 
-def _nccl(form: Form, text: str, found: re.Match[str]) -> Figures:
+def _nccl(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     told = {"failure": Failure.LIBRARY, "what": "NCCL", "device": "hip" if found[0].startswith("HIP") else "cuda"}
     if "Failed to CUDA host alloc" in text:
         told = {"failure": Failure.HOST, "what": "pinned memory", "device": "cpu"}
     return told | {"asked_bytes": form.sizes(text)["asked"]}
 
 
-def _driver(form: Form, text: str, found: re.Match[str]) -> Figures:
+def _driver(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     asked = form.sizes(text)["pinned"]
     if asked is not None:
         return {"device": "cpu", "failure": Failure.HOST, "what": "pinned memory", "asked_bytes": asked}
@@ -419,7 +418,7 @@ def _driver(form: Form, text: str, found: re.Match[str]) -> Figures:
     return {"device": device, "failure": Failure.LIBRARY, "what": what, "notes": notes}
 
 
-def _xla(form: Form, text: str, found: re.Match[str]) -> Figures:
+def _xla(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     """XLA on a GPU names a request; on a TPU it names what the compiled program needs, and the device."""
     sizes = form.sizes(text)
     needs, total, free = sizes["needs"], sizes["total"], sizes["free"]
@@ -430,7 +429,7 @@ def _xla(form: Form, text: str, found: re.Match[str]) -> Figures:
     return {"device": "tpu", "failure": Failure.LIBRARY, "what": "XLA", **figures}
 
 
-def _server(form: Form, text: str, found: re.Match[str]) -> Figures:
+def _server(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     sizes = form.sizes(text)
     if sizes["asked"] is not None:
         return {"failure": Failure.SERVER, "asked_bytes": sizes["asked"], "free_bytes": sizes["cache"]}
@@ -441,7 +440,7 @@ def _server(form: Form, text: str, found: re.Match[str]) -> Figures:
     return {"failure": Failure.SERVER, **held}
 
 
-_READERS: Final[Mapping[str, Callable[[Form, str, re.Match[str]], Figures]]] = {
+_READERS: Final[Mapping[str, Callable[[MessageForm, str, re.Match[str]], Figures]]] = {
     reader.__name__.removeprefix("_"): reader
     for reader in (_allocator, _accounted, _mps, _named, _killed, _shared, _nccl, _driver, _xla, _server)
 }

@@ -20,8 +20,8 @@ from typing import Final
 
 from jettison.diagnose import advice
 from jettison.diagnose.advice import device_of
-from jettison.diagnose.facts import Failure, MemoryFacts, Phase, StepBytes
-from jettison.diagnose.finding import Change, Finding, Kind, changes
+from jettison.diagnose.facts import Failure, MemoryFacts, StepBytes, StepPhase
+from jettison.diagnose.finding import Change, Finding, FindingKind, changes
 from jettison.diagnose.growth import FIRST_STEPS, grown_bytes
 from jettison.units import MIB, format_gib, format_percent
 
@@ -66,7 +66,7 @@ def diagnose_memory(facts: MemoryFacts) -> Finding:
 def _held_elsewhere(facts: MemoryFacts, short: int) -> Finding | None:
     """Find memory that is there and not free: in pieces, in private pools, in other processes, outside of PyTorch."""
     unused, total = facts.unused_bytes or 0, facts.total_bytes or 0
-    loading, much = facts.phase is Phase.PARAMETERS, max(short, MUCH * total, MUCH_BYTES)
+    loading, much = facts.phase is StepPhase.PARAMETERS, max(short, MUCH * total, MUCH_BYTES)
     if unused >= short and (not loading or unused >= MUCH * total):  # weights that are read in leave no holes
         return _fragmentation(facts, short)
     if facts.private_bytes and unused + facts.private_bytes >= short:
@@ -84,7 +84,7 @@ def _held_elsewhere(facts: MemoryFacts, short: int) -> Finding | None:
 
 
 def _finding(
-    kind: Kind, claim: str, facts: MemoryFacts, advised: tuple[Change, ...] = (), evidence: tuple[str, ...] = ()
+    kind: FindingKind, claim: str, facts: MemoryFacts, advised: tuple[Change, ...] = (), evidence: tuple[str, ...] = ()
 ) -> Finding:
     """Return a finding whose evidence ends with the moment."""
     return Finding(kind=kind, claim=claim, evidence=(*evidence, *_moment(facts)), changes=advised)
@@ -107,7 +107,7 @@ def _leak(facts: MemoryFacts, growth: int) -> Finding:
     if not facts.survivors:
         evidence.append(_levels(facts.steps))
     claim = f"a leak: {format_gib(growth // steps)} more stay allocated after each step"
-    return _finding(Kind.LEAK, claim, facts, advice.against_leak(facts), tuple(evidence))
+    return _finding(FindingKind.LEAK, claim, facts, advice.against_leak(facts), tuple(evidence))
 
 
 def _fragmentation(facts: MemoryFacts, short: int) -> Finding:
@@ -126,13 +126,13 @@ def _fragmentation(facts: MemoryFacts, short: int) -> Finding:
         evidence.append(f"the pieces are {share} of the device: it is all but full, and the next request fails as well")
         advised += advice.against_peak(facts, short, shape=False)
     claim = f"fragmentation: {format_gib(short)} beyond what is free are there, in pieces"
-    return _finding(Kind.FRAGMENTATION, claim, facts, advised, tuple(evidence))
+    return _finding(FindingKind.FRAGMENTATION, claim, facts, advised, tuple(evidence))
 
 
 def _private(facts: MemoryFacts, short: int) -> Finding:
     held = format_gib(facts.private_bytes)
     claim = f"private pools (CUDA graphs) hold {held} unused, for nobody else; {format_gib(short)} are missing"
-    return _finding(Kind.FRAGMENTATION, claim, facts, changes("private_pools"))
+    return _finding(FindingKind.FRAGMENTATION, claim, facts, changes("private_pools"))
 
 
 def _others(facts: MemoryFacts, short: int) -> Finding:
@@ -144,7 +144,7 @@ def _others(facts: MemoryFacts, short: int) -> Finding:
             f"this one outside of PyTorch ({device_of(facts.device).outside})"
         )
     claim += f"; {format_gib(short)} are missing"
-    return _finding(Kind.OTHERS, claim, facts, advice.against_others(facts))
+    return _finding(FindingKind.OTHERS, claim, facts, advice.against_others(facts))
 
 
 def _outside(facts: MemoryFacts, short: int) -> Finding:
@@ -152,14 +152,14 @@ def _outside(facts: MemoryFacts, short: int) -> Finding:
         f"{format_gib(facts.outside_bytes)} of this process are not PyTorch's ({device_of(facts.device).outside}); "
         f"{format_gib(short)} are missing"
     )
-    return _finding(Kind.OUTSIDE, claim, facts, advice.against_outside(facts))
+    return _finding(FindingKind.OUTSIDE, claim, facts, advice.against_outside(facts))
 
 
 def _size_error(facts: MemoryFacts, asked: int) -> Finding:
     size = "more than 1 EiB" if asked >= 1 << 60 else format_gib(asked)
     times = f", {asked // facts.total_bytes:,} times the device" if facts.total_bytes and asked < 1 << 60 else ""
     claim = f"a size error: {size} were asked for at once{times}; no device has that, and no plan helps"
-    return _finding(Kind.SIZE, claim, facts, advice.against_size(facts))
+    return _finding(FindingKind.SIZE, claim, facts, advice.against_size(facts))
 
 
 def _elsewhere(facts: MemoryFacts) -> Finding:
@@ -168,43 +168,43 @@ def _elsewhere(facts: MemoryFacts) -> Finding:
     return _finding(kind, claim, facts, advice.against_elsewhere(facts))
 
 
-def _killed(facts: MemoryFacts) -> tuple[Kind, str]:
+def _killed(facts: MemoryFacts) -> tuple[FindingKind, str]:
     if not _SAYS_MEMORY.search(facts.what):
         return (
-            Kind.HOST,
+            FindingKind.HOST,
             "the process was killed with SIGKILL, as it is when the host's memory runs out; no device said so",
         )
     used = "" if facts.allocated_bytes is None else f"; the process held {format_gib(facts.allocated_bytes)} of it"
     limit = "" if facts.total_bytes is None else f", of {format_gib(facts.total_bytes)} that were allowed"
-    return Kind.HOST, f"the process was killed: the host's memory ran out, not a device's{used}{limit}"
+    return FindingKind.HOST, f"the process was killed: the host's memory ran out, not a device's{used}{limit}"
 
 
-def _host(facts: MemoryFacts) -> tuple[Kind, str]:
+def _host(facts: MemoryFacts) -> tuple[FindingKind, str]:
     what = f": {facts.what}" if facts.what else ""
-    return Kind.HOST, f"the host's memory ran out, not a device's{_asked(facts)}{what}"
+    return FindingKind.HOST, f"the host's memory ran out, not a device's{_asked(facts)}{what}"
 
 
-def _shared(facts: MemoryFacts) -> tuple[Kind, str]:
+def _shared(facts: MemoryFacts) -> tuple[FindingKind, str]:
     users = "ranks exchange data by NCCL" if facts.what == "NCCL" else "workers of the data loader hand over batches"
-    return Kind.HOST, f"/dev/shm is full: {users} in it"
+    return FindingKind.HOST, f"/dev/shm is full: {users} in it"
 
 
-def _server(facts: MemoryFacts) -> tuple[Kind, str]:
+def _server(facts: MemoryFacts) -> tuple[FindingKind, str]:
     others, held = facts.unaccounted_bytes, ""
     if facts.asked_bytes is not None and facts.free_bytes is not None:
         held = f": it needs {format_gib(facts.asked_bytes)}, and {format_gib(facts.free_bytes)} are left for it"
     elif others:
         held = f": {format_gib(others)} of {format_gib(facts.total_bytes or 0)} are taken when it starts"
     claim = f"the server found no room for its cache of keys and values{held}"
-    return Kind.OTHERS if others else Kind.UNKNOWN, claim
+    return FindingKind.OTHERS if others else FindingKind.UNKNOWN, claim
 
 
-def _library(facts: MemoryFacts) -> tuple[Kind, str]:
+def _library(facts: MemoryFacts) -> tuple[FindingKind, str]:
     if facts.asked_bytes is not None and facts.total_bytes is not None:
         free = "" if facts.free_bytes is None else f", of which {format_gib(facts.free_bytes)} are free"
         wants = f"{facts.what} wants {format_gib(facts.asked_bytes)} on a device of {format_gib(facts.total_bytes)}"
-        return Kind.PEAK, f"a peak: {wants}{free}"
-    kind = Kind.OUTSIDE if facts.what == "NCCL" or facts.asked_bytes is not None else Kind.UNKNOWN
+        return FindingKind.PEAK, f"a peak: {wants}{free}"
+    kind = FindingKind.OUTSIDE if facts.what == "NCCL" or facts.asked_bytes is not None else FindingKind.UNKNOWN
     return kind, f"{facts.what} found no room on the device, outside of PyTorch's allocator{_asked(facts)}"
 
 
@@ -223,9 +223,9 @@ def _unknown(facts: MemoryFacts) -> Finding:
             f"{format_gib(facts.free_bytes or 0)} were free, more than was asked for{_asked(facts)}: the driver limits "
             "one allocation, or others had it for a moment"
         )
-        return _finding(Kind.UNKNOWN, claim, facts, advice.against_refusal(facts))
+        return _finding(FindingKind.UNKNOWN, claim, facts, advice.against_refusal(facts))
     claim = f"memory ran out{_asked(facts)}; how much there was is not said, so peak, fragmentation and leak look alike"
-    return _finding(Kind.UNKNOWN, claim, facts, (*advice.record(facts), *advice.of_trainer(facts)))
+    return _finding(FindingKind.UNKNOWN, claim, facts, (*advice.record(facts), *advice.of_trainer(facts)))
 
 
 def _peak(facts: MemoryFacts, growth: int) -> Finding:
@@ -237,7 +237,7 @@ def _peak(facts: MemoryFacts, growth: int) -> Finding:
         evidence.append(f"in addition, steps have left {format_gib(growth)} behind: less than is missing")
     shape = _by_shape(facts)
     evidence += shape
-    during = "" if facts.phase is Phase.UNKNOWN else f" in {facts.phase}"
+    during = "" if facts.phase is StepPhase.UNKNOWN else f" in {facts.phase}"
     advised: tuple[Change, ...] = ()
     if not facts.failed:
         claim = f"the peak is {format_gib(facts.allocated_bytes or 0)}{during}; nothing in here ran out of memory"
@@ -252,12 +252,12 @@ def _peak(facts: MemoryFacts, growth: int) -> Finding:
         if shape:
             larger = facts.steps[-1].batch_elements is not None
             grew = ", of a batch that is larger than those before" if larger else ", more than each step before"
-        needs = {Phase.PARAMETERS: "loading needs more than", Phase.SAVING: "a checkpoint of it needs"}
+        needs = {StepPhase.PARAMETERS: "loading needs more than", StepPhase.SAVING: "a checkpoint of it needs"}
         total = format_gib((facts.allocated_bytes or 0) + asked)
         claim = f"a peak{during}: {needs.get(facts.phase, 'the step needs')} {total} at once{grew}"
         advised = advice.against_peak(facts, short, shape=bool(shape))
         advised += advice.against_leak(facts) if growth else ()
-    return Finding(kind=Kind.PEAK, claim=claim, evidence=tuple(evidence), changes=advised)
+    return Finding(kind=FindingKind.PEAK, claim=claim, evidence=tuple(evidence), changes=advised)
 
 
 # what it rests on -----------------------------------------------------------------------------------------------------
@@ -276,8 +276,8 @@ def _missing(facts: MemoryFacts, short: int) -> str:
 def _moment(facts: MemoryFacts) -> tuple[str, ...]:
     """Phase and line, the largest parts, and the holders of the rest of the device."""
     found = []
-    if facts.phase is not Phase.UNKNOWN or facts.site:
-        phase = "" if facts.phase is Phase.UNKNOWN else f"in {facts.phase}"
+    if facts.phase is not StepPhase.UNKNOWN or facts.site:
+        phase = "" if facts.phase is StepPhase.UNKNOWN else f"in {facts.phase}"
         found.append(f"it was {phase}{f' at {facts.site}' if facts.site else ''}".replace("  ", " "))
     if facts.trainer:
         found.append(f"the traceback is of {facts.trainer}")
@@ -304,7 +304,7 @@ def _moment(facts: MemoryFacts) -> tuple[str, ...]:
 
 
 def _role(word: str) -> str:
-    return "" if word == Phase.UNKNOWN else f" ({word})"
+    return "" if word == StepPhase.UNKNOWN else f" ({word})"
 
 
 def _by_shape(facts: MemoryFacts) -> list[str]:

@@ -179,7 +179,7 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-class Pool:
+class OperandPool:
     """Operands from a stretch of memory that moves on with every turn, and results that stay for a while."""
 
     def __init__(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -209,7 +209,7 @@ class Pool:
 # matrix products ------------------------------------------------------------------------------------------------------
 
 
-def product_probes(sizes: Sizes, pool: Pool, dtype: str) -> Iterator[tuple[Product, Probe]]:
+def product_probes(sizes: Sizes, pool: OperandPool, dtype: str) -> Iterator[tuple[Product, Probe]]:
     """Each y = x W^T, and both products of its backward, as autograd calls them."""
     for m, n, k in sizes.products:
         forms: tuple[tuple[str, Product, Callable[[int], None]], ...] = (
@@ -222,7 +222,7 @@ def product_probes(sizes: Sizes, pool: Pool, dtype: str) -> Iterator[tuple[Produ
 
 
 def _call(
-    pool: Pool, first: tuple[int, int], second: tuple[int, int], op: Callable[[Tensor, Tensor], Tensor]
+    pool: OperandPool, first: tuple[int, int], second: tuple[int, int], op: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[int], None]:
     def run(_turn: int) -> None:
         pool.keep(op(pool.take(*first), pool.take(*second)))
@@ -233,7 +233,7 @@ def _call(
 # attention ------------------------------------------------------------------------------------------------------------
 
 
-def attention_probes(sizes: Sizes, pool: Pool) -> Iterator[tuple[str, float, Probe, Probe]]:
+def attention_probes(sizes: Sizes, pool: OperandPool) -> Iterator[tuple[str, float, Probe, Probe]]:
     """Causal attention: its name, its forward's FLOPs that are not masked, its forward, and both passes."""
     for b, a, s, d in sizes.attention:
         shape = (b, a, s, d)
@@ -332,7 +332,7 @@ def step_of_layers(
     return slots, step
 
 
-class Counted(TorchDispatchMode):
+class KernelCounter(TorchDispatchMode):
     """Kernels that run, views aside, and the bytes that they read and write."""
 
     def __init__(self) -> None:
@@ -358,9 +358,9 @@ def _extent(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
-def counted(step: Callable[[int], None]) -> Counted:
+def counted(step: Callable[[int], None]) -> KernelCounter:
     """What one step runs."""
-    with Counted() as found:
+    with KernelCounter() as found:
         step(0)
     return found
 

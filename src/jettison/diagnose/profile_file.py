@@ -36,7 +36,7 @@ _OLD: Final = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slice:
+class ProfilerSlice:
     """Something that ran from ``start_ns`` to ``end_ns``, on a thread of the host or a stream of the device."""
 
     name: str
@@ -73,11 +73,11 @@ class ProfilerTrace:
     """
 
     name: str
-    steps: tuple[tuple[int, Slice], ...]
-    ops: tuple[Slice, ...]
-    annotations: tuple[Slice, ...]
-    runtime: tuple[Slice, ...]
-    device: tuple[Slice, ...]
+    steps: tuple[tuple[int, ProfilerSlice], ...]
+    ops: tuple[ProfilerSlice, ...]
+    annotations: tuple[ProfilerSlice, ...]
+    runtime: tuple[ProfilerSlice, ...]
+    device: tuple[ProfilerSlice, ...]
     memory: tuple[MemoryPoint, ...]
     devices: tuple[str, ...] = ()
 
@@ -147,7 +147,7 @@ def profile_of(content: object, name: str) -> ProfilerTrace:
     )
 
 
-def _slices(events: list[Any], name: str) -> Iterator[Slice]:
+def _slices(events: list[Any], name: str) -> Iterator[ProfilerSlice]:
     kinds = {"cpu_op", "user_annotation", *_RUNTIME, *_DEVICE}
     for event in events:
         if not isinstance(event, Mapping):
@@ -166,7 +166,7 @@ def _slices(events: list[Any], name: str) -> Iterator[Slice]:
                 f"{name}: an event {str(event.get('name'))[:40]!r} has no time; expected torch.profiler's trace"
             )
         begin = round(start * 1000)
-        yield Slice(
+        yield ProfilerSlice(
             name=str(event.get("name", "")),
             kind=kind,
             start_ns=begin,
@@ -180,7 +180,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
 
 
-def _steps(annotations: tuple[Slice, ...], work: tuple[Slice, ...]) -> tuple[tuple[int, Slice], ...]:
+def _steps(
+    annotations: tuple[ProfilerSlice, ...], work: tuple[ProfilerSlice, ...]
+) -> tuple[tuple[int, ProfilerSlice], ...]:
     marked = [one for one in annotations if one.name.startswith(_STEP)]
     if marked:
         return tuple((_number(one.name), one) for one in marked)
@@ -188,7 +190,7 @@ def _steps(annotations: tuple[Slice, ...], work: tuple[Slice, ...]) -> tuple[tup
     ends = [one.end_ns for one in annotations if one.name.startswith(_OPTIMIZER)]
     edges = [begin, *ends[:-1], end] if ends else [begin, end]
     return tuple(
-        (at, Slice(name=f"step {at}", kind=_UNMARKED, start_ns=a, end_ns=b, track="", args={}))
+        (at, ProfilerSlice(name=f"step {at}", kind=_UNMARKED, start_ns=a, end_ns=b, track="", args={}))
         for at, (a, b) in enumerate(pairwise(edges))
     )
 

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Final
 
 from jettison.diagnose.facts import MemoryFacts
-from jettison.diagnose.finding import Finding, Kind, changes
+from jettison.diagnose.finding import Finding, FindingKind, changes
 from jettison.diagnose.memory import diagnose_memory
 from jettison.diagnose.snapshot import DeviceSnapshot
 from jettison.diagnose.step_profile import SLOW_FIRST, StepProfile
@@ -39,7 +39,7 @@ def slow_findings(profile: StepProfile) -> tuple[Finding, ...]:
 def snapshot_findings(facts: MemoryFacts, device: DeviceSnapshot) -> tuple[Finding, ...]:
     """Find what a memory snapshot shows."""
     found = [diagnose_memory(facts)]
-    kept = [found[0]] if facts.failed or found[0].kind is Kind.LEAK else []
+    kept = [found[0]] if facts.failed or found[0].kind is FindingKind.LEAK else []
     allocated = facts.allocated_bytes or 0
     if not facts.failed and facts.unused_bytes is not None:
         kept += _held(allocated, allocated + facts.unused_bytes, facts.expandable is True)
@@ -68,7 +68,7 @@ def _communication(profile: StepProfile) -> Iterator[Finding]:
         advised = "buckets" if most == "AllReduce" else "search"
     claim = f"communication that nothing hides takes {_share(profile, profile.exposed_ns)}"
     changed = changes("communication", advised)
-    yield Finding(kind=Kind.EXPOSED_COMMUNICATION, claim=claim, evidence=tuple(evidence), changes=changed)
+    yield Finding(kind=FindingKind.EXPOSED_COMMUNICATION, claim=claim, evidence=tuple(evidence), changes=changed)
 
 
 def _data(profile: StepProfile) -> Iterator[Finding]:
@@ -77,7 +77,7 @@ def _data(profile: StepProfile) -> Iterator[Finding]:
         return
     idle = "the device has nothing to do meanwhile" if profile.has_device else "no operator of the step runs meanwhile"
     yield Finding(
-        kind=Kind.DATA_WAIT,
+        kind=FindingKind.DATA_WAIT,
         claim=f"steps wait for the data loader: {_share(profile, ns)}",
         evidence=(f"in the loader's __next__: {_share(profile, profile.data_ns)}; {idle}",),
         changes=changes("data", "more_workers" if "workers" in profile.settings else "workers"),
@@ -108,14 +108,14 @@ def _copies(profile: StepProfile) -> Iterator[Finding]:
         advised.append("reads")
     claim = f"copies and reads that block: {_share(profile, cost)}"
     changed = changes("copies", *(advised or ["debug"]))
-    yield Finding(kind=Kind.BLOCKING_COPIES, claim=claim, evidence=tuple(evidence), changes=changed)
+    yield Finding(kind=FindingKind.BLOCKING_COPIES, claim=claim, evidence=tuple(evidence), changes=changed)
 
 
 def _gaps(profile: StepProfile) -> Iterator[Finding]:
     waiting = profile.waiting
     if waiting.allocator_ns >= LEAST_WAITED * profile.ns:
         yield Finding(
-            kind=Kind.GAPS,
+            kind=FindingKind.GAPS,
             claim=f"the device waits for memory from the driver: {_share(profile, waiting.allocator_ns)}",
             evidence=(
                 "cudaMalloc and cudaFree run in steps that should find all their memory in the allocator's cache",
@@ -134,7 +134,7 @@ def _gaps(profile: StepProfile) -> Iterator[Finding]:
     settings = [setting for setting in ("compile", "fused") if setting not in profile.settings] or ["graphs"]
     claim = f"the device waits for the host to launch kernels: {_share(profile, waiting.host_ns)}"
     yield Finding(
-        kind=Kind.SMALL_KERNELS if small else Kind.GAPS,
+        kind=FindingKind.SMALL_KERNELS if small else FindingKind.GAPS,
         claim=f"many small kernels: {claim}" if small else claim,
         evidence=tuple(evidence),
         changes=changes("gaps", *(["pause"] if once else settings if small else ["stacks"])),
@@ -161,7 +161,7 @@ def slow_first(number: int, seconds: float, others_seconds: float) -> Iterator[F
     if seconds <= SLOW_FIRST * others_seconds:
         return
     yield Finding(
-        kind=Kind.FIRST_STEP,
+        kind=FindingKind.FIRST_STEP,
         claim=f"step {number} takes {format_seconds(seconds)}, those after it {format_seconds(others_seconds)}",
         evidence=("it loads kernels, fills the allocator's cache and makes the optimizer's state; no average has it",),
         changes=changes("steps", "schedule"),
@@ -191,7 +191,7 @@ def _first_state(device: DeviceSnapshot) -> Iterator[Finding]:
 
 def _state_finding(nbytes: int) -> Finding:
     return Finding(
-        kind=Kind.OPTIMIZER_STATE,
+        kind=FindingKind.OPTIMIZER_STATE,
         claim=f"the optimizer's state, {format_bytes(nbytes)}, appears in its first step and stays",
         evidence=("the step after the first one peaks higher by as much: that it fits says nothing before then",),
         changes=changes("steps", "state"),
@@ -208,7 +208,7 @@ def _held(allocated: int, reserved: int, expandable: bool) -> Iterator[Finding]:
     if unused < LEAST_UNUSED_BYTES or unused < HELD_UNUSED * reserved:
         return
     yield Finding(
-        kind=Kind.FRAGMENTATION,
+        kind=FindingKind.FRAGMENTATION,
         claim=f"{format_bytes(unused)} of {format_bytes(reserved)} are held and not used where most is allocated",
         evidence=(f"{format_percent(unused / reserved)} of what PyTorch has from the driver lies between tensors",),
         changes=changes("steps", *([] if expandable else ["expandable"]), "lengths"),

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from jettison.diagnose.facts import MemoryFacts, Part, StepBytes, Survivor, phase_named
+from jettison.diagnose.facts import MemoryFacts, MemoryPart, StepBytes, Survivor, phase_named
 from jettison.diagnose.frames import (
     OPTIMIZER,
     ZERO_GRAD,
@@ -151,7 +151,7 @@ def snapshot_of(content: object, name: str) -> Snapshot:
     """
     if isinstance(content, list):
         content = {"segments": content, "device_traces": []}
-    reader = _Reader(name)
+    reader = _SnapshotReader(name)
     found = reader.dictionary(content, "the file")
     segments = [reader.dictionary(s, "a segment") for s in reader.listed(found.get("segments"), "segments")]
     traces = [reader.listed(t, "device_traces") for t in reader.listed(found.get("device_traces", []), "device_traces")]
@@ -173,7 +173,7 @@ def snapshot_of(content: object, name: str) -> Snapshot:
     return Snapshot(name=name, devices=devices, settings=plain)
 
 
-class _Reader:
+class _SnapshotReader:
     """Takes plain values apart, and says where they are not what they should be."""
 
     def __init__(self, name: str) -> None:
@@ -249,7 +249,7 @@ def _kind(value: object) -> str:
     return "missing" if value is None else repr(value)[:40] if isinstance(value, int | str) else type(value).__name__
 
 
-def _blocks(reader: _Reader, segments: list[Mapping[str, Any]]) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+def _blocks(reader: _SnapshotReader, segments: list[Mapping[str, Any]]) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
     """Address, bytes and entry of each allocated block."""
     for segment in segments:
         at = reader.whole(segment, "address", 0)
@@ -261,7 +261,7 @@ def _blocks(reader: _Reader, segments: list[Mapping[str, Any]]) -> Iterator[tupl
             at += size
 
 
-def _requested(reader: _Reader, block: Mapping[str, Any], size: int) -> int:
+def _requested(reader: _SnapshotReader, block: Mapping[str, Any], size: int) -> int:
     """Bytes that were asked for: older files have them in the block's history."""
     history = block.get("history")
     if isinstance(history, list) and history and "requested_size" not in block:
@@ -304,7 +304,7 @@ class _StepEnds:
         return tuple(sorted(set(last.values())))
 
 
-def _annotated(reader: _Reader, index: int) -> list[tuple[int, str]]:
+def _annotated(reader: _SnapshotReader, index: int) -> list[tuple[int, str]]:
     """Microseconds and kind of annotations that end a step; torch's optimizers record themselves by these names."""
     found = []
     for entry in reader.annotations:
@@ -316,7 +316,7 @@ def _annotated(reader: _Reader, index: int) -> list[tuple[int, str]]:
 
 
 def _device(
-    reader: _Reader, index: int, events: list[Mapping[str, Any]], segments: list[Mapping[str, Any]]
+    reader: _SnapshotReader, index: int, events: list[Mapping[str, Any]], segments: list[Mapping[str, Any]]
 ) -> DeviceSnapshot:
     """Read one device; what is freed or live without an allocation in the trace was there before it."""
     writer = TimelineWriter(f"device {index}")
@@ -376,7 +376,7 @@ def _device(
     )
 
 
-def _unseen(reader: _Reader, events: list[Mapping[str, Any]]) -> list[tuple[int, int, Mapping[str, Any]]]:
+def _unseen(reader: _SnapshotReader, events: list[Mapping[str, Any]]) -> list[tuple[int, int, Mapping[str, Any]]]:
     """Find frees whose allocation is not in the trace: address, bytes, and the event."""
     found: list[tuple[int, int, Mapping[str, Any]]] = []
     live: set[int] = set()
@@ -396,7 +396,7 @@ def _unseen(reader: _Reader, events: list[Mapping[str, Any]]) -> list[tuple[int,
     return [next(group) for _, group in groupby(sorted(found, key=lambda f: f[0]), key=lambda f: f[0])]
 
 
-def _segments(reader: _Reader, segments: list[Mapping[str, Any]]) -> Iterator[Segment]:
+def _segments(reader: _SnapshotReader, segments: list[Mapping[str, Any]]) -> Iterator[Segment]:
     for segment in segments:
         blocks = segment["blocks"]
         yield Segment(
@@ -452,14 +452,14 @@ def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
     )
 
 
-def _parts(timeline: MemoryTimeline, moment: int) -> tuple[Part, ...]:
+def _parts(timeline: MemoryTimeline, moment: int) -> tuple[MemoryPart, ...]:
     """By module and role, the largest first; each with the site that has most of it."""
     found: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
     for share in timeline.shares(moment):
         one = share.label
         found.setdefault((one.module, one.role), []).append((share.nbytes, share.count, one.site))
     parts = [
-        Part(
+        MemoryPart(
             module=module, role=role, nbytes=sum(n for n, _, _ in own), count=sum(c for _, c, _ in own), site=own[0][2]
         )
         for (module, role), own in found.items()

@@ -17,7 +17,7 @@ from math import prod
 from statistics import median
 from typing import Any, Final
 
-from jettison.diagnose.profile_file import RECOMPUTES, ProfilerTrace, Slice
+from jettison.diagnose.profile_file import RECOMPUTES, ProfilerSlice, ProfilerTrace
 
 Span = tuple[int, int]
 """Beginning and end, in nanoseconds."""
@@ -40,7 +40,7 @@ _LEAST_GAP_NS: Final = 2_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waiting:
+class DeviceWaits:
     """Time in which the device had nothing to do, by what the host did then."""
 
     data_ns: int = 0
@@ -100,7 +100,7 @@ class StepProfile:
     exposed_ns: int
     exposed_after_backward_ns: int
     collectives: Mapping[str, int]
-    waiting: Waiting
+    waiting: DeviceWaits
     data_ns: int
     copies: Copies
     kernels: int
@@ -151,7 +151,7 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
         exposed_ns=total(within(exposed, start, end)),
         exposed_after_backward_ns=_after(exposed, compute, phases, start, end),
         collectives=_by_name(talk, exposed, start, end),
-        waiting=_waiting(trace, busy, phases[DATA], start, end) if has_device else Waiting(),
+        waiting=_waiting(trace, busy, phases[DATA], start, end) if has_device else DeviceWaits(),
         data_ns=total(within(phases[DATA], start, end)),
         copies=_copies(trace, compute, start, end),
         kernels=len(kernels),
@@ -174,14 +174,14 @@ def _settings(trace: ProfilerTrace) -> frozenset[str]:
     return frozenset(name for name, seen in signs.items() if seen)
 
 
-def _steady(steps: Sequence[tuple[int, Slice]]) -> list[Slice]:
+def _steady(steps: Sequence[tuple[int, ProfilerSlice]]) -> list[ProfilerSlice]:
     found = [one for _, one in steps]
     if len(found) >= 3 and found[0].ns > SLOW_FIRST * median(one.ns for one in found[1:]):
         return found[1:]
     return found
 
 
-def _spans(slices: Iterable[Slice]) -> list[Span]:
+def _spans(slices: Iterable[ProfilerSlice]) -> list[Span]:
     return [(one.start_ns, one.end_ns) for one in slices]
 
 
@@ -217,7 +217,7 @@ def _crosses_step(end: int, start: int, trace: ProfilerTrace) -> bool:
     return any(end <= one.start_ns <= start for _, one in trace.steps)
 
 
-def _is_numbered(op: Slice) -> bool:
+def _is_numbered(op: ProfilerSlice) -> bool:
     return "Sequence number" in op.args and not op.args.get("Fwd thread id") and not op.name.startswith(_ENGINE)
 
 
@@ -226,7 +226,7 @@ def _inside(at: int, spans: Sequence[Span]) -> bool:
     return place >= 0 and spans[place][0] <= at < spans[place][1]
 
 
-def _recompute(trace: ProfilerTrace, backward: Sequence[Span]) -> list[Slice]:
+def _recompute(trace: ProfilerTrace, backward: Sequence[Span]) -> list[ProfilerSlice]:
     """Find recomputed operators in backward, with all that is inside of them."""
     engine = joined(_spans(one for one in trace.ops if one.name.startswith(_ENGINE)))
     marked = joined(_spans(one for one in trace.annotations if one.name == RECOMPUTES))
@@ -235,9 +235,9 @@ def _recompute(trace: ProfilerTrace, backward: Sequence[Span]) -> list[Slice]:
     return [one for one in trace.ops if _inside(one.start_ns, around) and not one.name.startswith(_ENGINE)]
 
 
-def _outermost(trace: ProfilerTrace) -> list[Slice]:
+def _outermost(trace: ProfilerTrace) -> list[ProfilerSlice]:
     """Operators of the host that are in no other, autograd's bookkeeping aside."""
-    found: list[Slice] = []
+    found: list[ProfilerSlice] = []
     last: dict[str, int] = {}
     for one in trace.ops:
         if one.name.startswith(_ENGINE) or "Backward" in one.name or one.end_ns <= last.get(one.track, 0):
@@ -250,11 +250,11 @@ def _outermost(trace: ProfilerTrace) -> list[Slice]:
 # the device -----------------------------------------------------------------------------------------------------------
 
 
-def _is_collective(one: Slice) -> bool:
+def _is_collective(one: ProfilerSlice) -> bool:
     return one.name.startswith(("nccl", "rccl", "gloo:"))
 
 
-def _gloo(trace: ProfilerTrace) -> list[Slice]:
+def _gloo(trace: ProfilerTrace) -> list[ProfilerSlice]:
     return [one for one in trace.annotations if one.name.startswith("gloo:")]
 
 
@@ -265,7 +265,7 @@ def _launches(trace: ProfilerTrace, around: list[Span]) -> list[Span]:
     return _spans(one for one in trace.device if one.args.get("correlation") in numbers)
 
 
-def _by_name(talk: list[Slice], exposed: list[Span], start: int, end: int) -> dict[str, int]:
+def _by_name(talk: list[ProfilerSlice], exposed: list[Span], start: int, end: int) -> dict[str, int]:
     groups: defaultdict[str, list[Span]] = defaultdict(list)
     for one in talk:
         groups[_short(one.name)].append((one.start_ns, one.end_ns))
@@ -291,7 +291,7 @@ def _after(exposed: list[Span], compute: list[Span], phases: Mapping[str, list[S
     return found
 
 
-def _waiting(trace: ProfilerTrace, busy: list[Span], data: list[Span], start: int, end: int) -> Waiting:
+def _waiting(trace: ProfilerTrace, busy: list[Span], data: list[Span], start: int, end: int) -> DeviceWaits:
     gaps = [gap for gap in without([(start, end)], busy) if gap[1] - gap[0] >= _LEAST_GAP_NS]
     allocator = joined(_spans(one for one in trace.runtime if one.name in _ALLOCATES))
     calls = [one for one in trace.runtime if one.name.startswith(_WAITS)]
@@ -312,7 +312,7 @@ def _waiting(trace: ProfilerTrace, busy: list[Span], data: list[Span], start: in
             found["host_ns"] += length - stopped
             if length - stopped > found["longest_ns"]:
                 found |= {"longest_ns": length - stopped, "longest_at_ns": gap[0]}
-    return Waiting(**found)
+    return DeviceWaits(**found)
 
 
 def _copies(trace: ProfilerTrace, compute: list[Span], start: int, end: int) -> Copies:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from jettison.diagnose.facts import Failure, MemoryFacts, Phase, StepBytes, Survivor
+from jettison.diagnose.facts import Failure, MemoryFacts, StepBytes, StepPhase, Survivor
 from jettison.diagnose.log import facts_of_log
 from jettison.diagnose.snapshot import facts_of_snapshot, read_snapshot
 from jettison.errors import UsageError
@@ -103,7 +103,7 @@ def _facts(record: WatchRecord, path: Path) -> MemoryFacts:
         seen = facts_of_snapshot(read_snapshot(kept))
         if record.error and seen.failed and facts.failure is Failure.REQUEST:
             told = {name: getattr(facts, name) for name in _OF_THE_MESSAGE}
-            phase = facts.phase if seen.phase is Phase.UNKNOWN else seen.phase
+            phase = facts.phase if seen.phase is StepPhase.UNKNOWN else seen.phase
             facts = replace(seen, **told, phase=phase, logits=seen.logits or facts.logits, source=path.name)
         else:
             facts = replace(facts, parts=seen.parts, survivors=seen.survivors)

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 import jettison
 from jettison.capture.model_trace import expect_module
-from jettison.diagnose.facts import MemoryFacts, Phase, StepBytes, Survivor
+from jettison.diagnose.facts import MemoryFacts, StepBytes, StepPhase, Survivor
 from jettison.diagnose.frames import Frame, is_library, place_of, text_of_frame
 from jettison.diagnose.growth import FEWEST_STEPS, FIRST_STEPS, SHARE_OF_STEPS, grown_bytes
 from jettison.diagnose.watch_record import WatchRecord
@@ -232,7 +232,7 @@ class CountingMeter:
             steps = len({step for step, _ in pairs})
             if steps >= max(3, SHARE_OF_STEPS * possible):
                 nbytes = sum(nbytes for _, nbytes in pairs)
-                found.append(Survivor(module=place, role=Phase.UNKNOWN, nbytes=nbytes, steps=steps))
+                found.append(Survivor(module=place, role=StepPhase.UNKNOWN, nbytes=nbytes, steps=steps))
         return tuple(sorted(found, key=lambda one: -one.nbytes))
 
     def snapshot(self, path: Path) -> bool:

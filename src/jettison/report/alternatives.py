@@ -88,7 +88,7 @@ class Trade:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class LinkTrip:
     """All that a layer saves, over one link.
 
     Args:
@@ -103,7 +103,7 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Offload:
+class LayerOffload:
     """All that a layer saves, sent away and fetched back, or computed again from its input.
 
     Args:
@@ -115,7 +115,7 @@ class Offload:
     forward_seconds: float
     backward_seconds: float
     again_seconds: float
-    ways: tuple[Way, ...]
+    ways: tuple[LinkTrip, ...]
 
     @property
     def hides(self) -> bool:
@@ -136,7 +136,7 @@ class Trilemma:
     kinds: tuple[tuple[Class, float], ...]  # of the busiest stage's compute
     options: tuple[Option, ...]
     trades: tuple[Trade, ...]
-    offload: Offload | None
+    offload: LayerOffload | None
     sentences: tuple[str, ...]
 
 
@@ -248,7 +248,7 @@ def _first_layer(timing: Timing) -> Item:
     return timing.items([RegionGroup(part=part, names=(part.name,))])[0]
 
 
-def _offload(run: Run, hardware: Hardware, execution: Execution) -> Offload | None:
+def _offload(run: Run, hardware: Hardware, execution: Execution) -> LayerOffload | None:
     if hardware.host_bytes_per_second is None:
         return None
     plain = replace(run, recompute=Recompute())
@@ -263,9 +263,9 @@ def _offload(run: Run, hardware: Hardware, execution: Execution) -> Offload | No
     for link in LINKS if known else (at_hand, *LINKS):
         took = host_seconds(nbytes, replace(hardware, host_bytes_per_second=link.bytes_per_second))
         ways.append(
-            Way(link=link, one_way_seconds=took, hides=took <= min(forward, backward), quicker=2 * took < again)
+            LinkTrip(link=link, one_way_seconds=took, hides=took <= min(forward, backward), quicker=2 * took < again)
         )
-    return Offload(
+    return LayerOffload(
         layer_bytes=nbytes,
         one_way_seconds=host_seconds(nbytes, hardware),
         forward_seconds=forward,
@@ -278,7 +278,7 @@ def _offload(run: Run, hardware: Hardware, execution: Execution) -> Offload | No
 # in words -------------------------------------------------------------------------------------------------------------
 
 
-def _sentences(found: Estimate, options: tuple[Option, ...], offload: Offload | None) -> Iterator[str]:
+def _sentences(found: Estimate, options: tuple[Option, ...], offload: LayerOffload | None) -> Iterator[str]:
     parts = found.breakdown
     named = {
         "compute": parts.compute,

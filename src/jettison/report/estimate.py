@@ -27,7 +27,7 @@ from jettison.spec.kernels import Scans
 from jettison.units import format_bytes, format_change, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:  # asked for rarely
-    from jettison.report.alternatives import Offload, Option, Trade, Trilemma
+    from jettison.report.alternatives import LayerOffload, Option, Trade, Trilemma
 
 SCHEMA = "jettison.estimate/1"
 PARTS = ("compute", "communication", "bubble", "recompute", "other")
@@ -173,7 +173,7 @@ def _explanation(trilemma: Trilemma) -> dict[str, Any]:
     }
 
 
-def _offload(offload: Offload) -> dict[str, Any]:
+def _offload(offload: LayerOffload) -> dict[str, Any]:
     return asdict(offload) | {
         "hides": offload.hides,
         "break_even_bytes_per_second": offload.break_even_bytes_per_second,
@@ -270,7 +270,7 @@ def _options_table(options: tuple[Option, ...]) -> FittedTable:
     return table
 
 
-def _ways_table(offload: Offload) -> FittedTable:
+def _ways_table(offload: LayerOffload) -> FittedTable:
     """A whole layer over each link."""
     even = f"{offload.break_even_bytes_per_second / 1e9:,.0f} GB/s"
     title = (
