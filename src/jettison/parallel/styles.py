@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -223,12 +224,8 @@ class _Enter:
         return f(x, self.axis) if self.dim is None else gather_input(x, self.axis, self.dim)
 
 
-@dataclass
-class _EndLoan:
-    draws: OwnDraws
-
-    def __call__(self, *_: Any) -> None:
-        self.draws.end()
+def _end_loan(draws: OwnDraws, *_: Any) -> None:
+    draws.end()
 
 
 class BlockInput(Style):
@@ -251,17 +248,8 @@ class BlockInput(Style):
             setattr(module, name, getattr(module, name) // axis.size)
         module.register_forward_pre_hook(_InputHook(_Enter(axis, self.dim, self.draws, module)), with_kwargs=True)
         if self.draws is not None:
-            module.register_forward_hook(_EndLoan(self.draws), always_call=True)  # where the forward failed
+            module.register_forward_hook(partial(_end_loan, self.draws), always_call=True)  # where the forward failed
         return module
-
-
-@dataclass
-class _Split:
-    axis: Axis
-    dim: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return split(x, self.axis, self.dim)
 
 
 class SplitInput(Style):
@@ -272,7 +260,8 @@ class SplitInput(Style):
         self.dim = dim
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(_InputHook(_Split(Axis.of(device_mesh), self.dim)), with_kwargs=True)
+        move = partial(split, axis=Axis.of(device_mesh), dim=self.dim)
+        module.register_forward_pre_hook(_InputHook(move), with_kwargs=True)
         return module
 
 

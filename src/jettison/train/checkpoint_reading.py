@@ -197,7 +197,7 @@ def read_tensors(
         one of `DAMAGE`: the files are not what was written.
     """
     plain = {name: tensor for name, tensor in tensors.items() if tensor.shape == there[name].size}
-    _read(plain, reader, group)
+    dcp.load(plain, storage_reader=reader(), process_group=group)
     grouped = {name: tensor for name, tensor in tensors.items() if name not in plain}
     if world.most(len(grouped)):
         _read_grouped(grouped, there, reader, group)
@@ -229,10 +229,6 @@ def shape_text(sizes: Iterable[int]) -> str:
     return "x".join(map(str, sizes)) or "a number"
 
 
-def _read(tensors: Mapping[str, Tensor], reader: Callable[[], dcp.StorageReader], group: dist.ProcessGroup) -> None:
-    dcp.load(dict(tensors), storage_reader=reader(), process_group=group)
-
-
 def _read_grouped(
     tensors: Mapping[str, Tensor],
     there: Mapping[str, Any],
@@ -244,7 +240,7 @@ def _read_grouped(
     Tensor parallelism gives the projection that is q, k and v in one a dim for the three.
     """
     whole = {name: torch.empty(there[name].size, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    _read(whole, reader, group)
+    dcp.load(whole, storage_reader=reader(), process_group=group)
     for name, tensor in tensors.items():
         put_whole(tensor, whole[name])
 

@@ -165,12 +165,11 @@ class Watch:
         self._number, self._gave_up, self._asked = 0, False, 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._store: Any = None
+        self._store: Any = world.store
         self._groups: list[Any] = []
 
     def __enter__(self) -> Watch:
         if self._world.size > 1:
-            self._store = c10d._get_default_store()
             self._groups = [group for group in c10d._world.pg_map if group.size() > 1 and _counts(group)]
             self._thread = threading.Thread(target=self._run, name="jettison-watch", daemon=True)
             self._thread.start()
@@ -188,7 +187,7 @@ class Watch:
     def who(self) -> str | None:
         """Ranks that hang, and where, in words; None where that cannot be told. Called by a rank that waited."""
         self._gave_up = True
-        if self._store is None:
+        if self._world.size == 1:
             return None
         try:
             self._beat()

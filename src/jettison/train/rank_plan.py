@@ -165,29 +165,26 @@ def carry_out(parts: Sequence[RankModule], decision: Decision, host_budget: str 
     """
     room = None if host_budget is None else parse_bytes(host_budget) // len(parts)
     if decision.policy is not None:
-        word = decision.policy
-        return sum(
-            _recomputed_flops(
-                apply(
-                    p.model,
-                    word,
-                    batch=p.batch,
-                    loss_fn=p.loss_fn,
-                    regions=p.regions,
-                    compile=p.compile,
-                    group=p.agreeing,
-                    host_budget=room,
-                )
+        applied = [
+            apply(
+                part.model,
+                decision.policy,
+                batch=part.batch,
+                loss_fn=part.loss_fn,
+                regions=part.regions,
+                compile=part.compile,
+                group=part.agreeing,
+                host_budget=room,
             )
-            for p in parts
-        )
-    with holding(any(plan.chunked_loss for plan in decision.plans)) as losses:
-        if losses is not None:
-            losses.until_gone(parts[0].model)
-        return sum(
-            _recomputed_flops(_apply(part, plan, like, room))
-            for part, plan, like in zip(parts, decision.plans, decision.likenesses, strict=True)
-        )
+            for part in parts
+        ]
+    else:
+        with holding(any(plan.chunked_loss for plan in decision.plans)) as losses:
+            if losses is not None:
+                losses.until_gone(parts[0].model)
+            planned = zip(parts, decision.plans, decision.likenesses, strict=True)
+            applied = [_apply(part, plan, like, room) for part, plan, like in planned]
+    return sum(map(_recomputed_flops, applied))
 
 
 def _from_files(path: Path, parts: Sequence[RankModule]) -> Decision:
@@ -246,9 +243,6 @@ def _trace(part: RankModule) -> ModelTrace:
 
 def _recomputed_flops(applied: Applied) -> int:
     """FLOPs that a backward of one micro-batch spends on computing again. Regions without a program count nothing."""
-    total = 0
-    for region in applied.regions:
-        recipes = [prepared.recipe for prepared in region.recordings.prepared.values() if prepared.recipe is not None]
-        for recipe in recipes[:1]:
-            total += sum(recipe.trace.program.ops[i].flops for i in recipe.recomputed_ops)
-    return total
+    each = ([one.recipe for one in region.recordings.prepared.values() if one.recipe] for region in applied.regions)
+    firsts = [recipes[0] for recipes in each if recipes]
+    return sum(recipe.trace.program.ops[i].flops for recipe in firsts for i in recipe.recomputed_ops)
