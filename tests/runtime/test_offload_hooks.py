@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,11 +13,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
+import jettison
 from jettison.errors import StaleTensor
 from jettison.measure import compare_gradients
+from jettison.runtime.device import OnHost
 from jettison.runtime.host_pool import HostPool
 from jettison.runtime.offload import Direction, OffloadEngine
 from jettison.runtime.without_recipe import OffloadHooks
+from jettison.solve.policy import KeepAll, Offload
 from support.offloading import ALL, INPUTS, Pair, Scale, Shuffled, line_of, run, seeded
 from support.recorder import Earliest, Latest, Order, Recorder
 
@@ -111,7 +117,7 @@ def test_blocks_without_a_recording(block: type[Scale], policy: Any) -> None:
         assert found.engine.pool.live_bytes == 0
 
 
-def hooks(lives: list[Tensor], recorder: Recorder) -> tuple[OffloadEngine, OffloadHooks]:
+def hooks(lives: list[Tensor], recorder: Recorder | OnHost) -> tuple[OffloadEngine, OffloadHooks]:
     engine = OffloadEngine(recorder, HostPool(recorder, left=None), torch.device("cpu"))
     return engine, OffloadHooks(lives, engine.begin(), 1)
 
@@ -146,6 +152,7 @@ def test_types_come_back_as_they_went(dtype: torch.dtype) -> None:
     tensor = torch.randn(ROWS, WIDTH).to(dtype)
     flipped = tensor.conj() if dtype.is_complex else tensor.t()
     packed = [found.pack(tensor), found.pack(flipped), found.pack(tensor.imag if dtype.is_complex else tensor[2:])]
+    found.close()
     assert found.group is not None
     found.group.end()
     engine.begin().end()
@@ -160,6 +167,74 @@ def test_a_write_is_noticed() -> None:
     _engine, found = hooks([], Recorder())
     tensor = torch.randn(ROWS, WIDTH)
     packed = found.pack(tensor)
+    found.close()
     tensor.mul_(2)
     with pytest.raises(StaleTensor, match="modified by an inplace operation"):
         found.unpack(packed)
+
+
+@pytest.fixture
+def nothing_but_nan() -> Iterator[None]:
+    """Memory that nobody has written to is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def slopes(x: Tensor) -> Tensor:
+    """An op that draws its slopes into an argument, which autograd saves before."""
+    torch.manual_seed(0)
+    return torch.nn.functional.rrelu(x, 0.1, 0.6, training=True).square()
+
+
+@pytest.mark.usefixtures("nothing_but_nan")
+def test_what_is_saved_before_it_is_written_goes_when_it_was() -> None:
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    (plain,) = torch.autograd.grad(slopes(x).sum(), x)
+    engine, found = hooks([x], OnHost(torch.device("cpu")))
+    with torch.autograd.graph.saved_tensors_hooks(found.pack, found.unpack):
+        y = slopes(x).sum()
+    found.close()
+    assert found.group is not None
+    found.group.end()
+    engine.begin().end()
+    (moved,) = torch.autograd.grad(y, x)
+    assert torch.equal(moved, plain)
+
+
+@pytest.mark.usefixtures("nothing_but_nan")
+@pytest.mark.parametrize("policy", [Offload(keeps=KeepAll(), smallest_bytes=1), "full", "selective-op"], ids=str)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_block_that_draws_slopes(policy: Any, recorded: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not recorded:
+                random.random()
+            return self.linear(torch.tanh(torch.nn.functional.rrelu(x, 0.1, 0.6, training=True))) + x
+
+    torch.manual_seed(1)
+    model = nn.Sequential(Block(), Block(), Block())
+    x, plain = torch.randn(ROWS, WIDTH), copy.deepcopy(model)
+    torch.manual_seed(2)
+    plain(x).square().sum().backward()
+    with jettison.apply(model, policy, batch=(x,), regions=["0", "1", "2"], loss_fn=lambda out: out.square().sum()):
+        torch.manual_seed(2)
+        model(x).square().sum().backward()
+    assert compare_gradients(model, plain).identical
+
+
+def test_a_write_before_it_goes_is_told() -> None:
+    """As autograd tells it: nothing of the call came between the save and the write."""
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    _, found = hooks([x], Recorder())
+    with torch.autograd.graph.saved_tensors_hooks(found.pack, found.unpack):
+        y = (x + 0).exp()
+        loss = y.sum()
+        y.detach().add_(1)
+    found.close()
+    with pytest.raises(StaleTensor, match="is at version 1; expected version 0"):
+        loss.backward()

@@ -43,9 +43,10 @@ from jettison.runtime.accelerator import is_capturing
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.frame import compute_less_again, is_asked_again
+from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.handles import Held, opened
 from jettison.runtime.moves import Move, Transit
-from jettison.runtime.offload import Group
+from jettison.runtime.offload import Group, stale
 from jettison.runtime.recompute_code import OutsideOfVmap
 from jettison.runtime.recordings import WRITTEN_LATER, Prepared, Verdict
 from jettison.runtime.views import Within, view_of
@@ -570,6 +571,11 @@ class Rerun:
 # offload hooks --------------------------------------------------------------------------------------------------------
 #
 # Moving what a region saves where it has no recording: every tensor as it comes by, in whatever wrapper
+#
+# NOTE [ Saved before it is written ]
+# Autograd saves the arguments of an op before its kernel runs, and `rrelu` draws into one of them. So a tensor goes
+# when the next op saves something, or the call ends: until then it may be empty memory. A write in between is told in
+# backward, as autograd tells it.
 
 
 @dataclass(eq=False, slots=True)
@@ -589,15 +595,18 @@ class _Sent:
 class _Shared:
     """One range of a storage, and how many saved tensors see it: what came back lives until the last has asked."""
 
-    __slots__ = ("box", "count", "flat", "left", "lock")
+    __slots__ = ("box", "count", "flat", "left", "lock", "written")
 
     def __init__(self, box: Transit) -> None:
         self.box = box
+        self.written: tuple[int, int] | None = None  # versions when it was saved and when it was to go
         self.count = self.left = 0
         self.flat: Tensor | None = None
         self.lock = threading.Lock()
 
     def open(self) -> Tensor:
+        if self.written is not None:
+            raise stale("a saved tensor", "a planned region", *self.written)
         with self.lock:
             flat = self.box.open() if self.flat is None else self.flat
             self.left -= 1
@@ -633,12 +642,17 @@ class OffloadHooks:
         self.group = group
         self.smallest_bytes = smallest_bytes
         self.boxes: dict[tuple[int, int, int, int], _Shared] = {}
+        self.waiting: list[tuple[_Shared, Tensor, int]] = []
+        self.number = -1  # of the node after that of the op that saves now
 
     @of_a_region
     def sent(self, tensor: Tensor) -> Any:
         """Autograd saves a tensor: it is on its way, if it may go."""
         if self.group is None:
             return Held(tensor)
+        if self.number != (number := next_sequence_number()):
+            self._send()
+            self.number = number
         if wrapping(tensor) is None and is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
             return _Wrapped(tensor, {name: self.sent(getattr(tensor, name)) for name in names}, context)
@@ -654,11 +668,19 @@ class OffloadHooks:
         shared = self.boxes.get(key)
         if shared is None:
             box = Transit(Move(seen=TensorRef.of(0, part), begin=begin, nbytes=nbytes), self.group)
-            box.fill(part)
             shared = self.boxes[key] = _Shared(box)
+            self.waiting.append((shared, part, part._version))
         shared.count += 1
         shared.left += 1
         return _Sent(Within.since(begin, TensorRef.of(0, tensor)), shared, self.group)
+
+    def _send(self) -> None:
+        for shared, part, version in self.waiting:
+            if part._version == version:
+                shared.box.fill(part)
+            else:
+                shared.written = version, part._version
+        self.waiting.clear()
 
     def range_of(self, part: Tensor, reach_bytes: int) -> tuple[int, int]:
         """What of its storage goes for a tensor: where that begins, and bytes."""
@@ -666,6 +688,7 @@ class OffloadHooks:
 
     def close(self) -> None:
         """The call is over: what it has sent belongs to the graph alone."""
+        self._send()
         self.boxes.clear()
 
     pack, unpack = sent, opened
