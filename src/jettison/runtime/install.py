@@ -17,8 +17,8 @@ from jettison.runtime.device import rounding_of
 from jettison.runtime.host_pool import slabs_for
 from jettison.runtime.offload import engine_for, place_of
 from jettison.runtime.planned import PlannedForward
+from jettison.runtime.recordings import SegmentLink, Way
 from jettison.runtime.structure import Structure
-from jettison.runtime.way import SegmentLink, Way
 from jettison.runtime.witness import Check
 from jettison.solve.policy import CheckpointPolicy, KeepAll, Offload, OffloadPolicy, offloaded_by
 

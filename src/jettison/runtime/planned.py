@@ -42,9 +42,8 @@ from jettison.runtime.graph_fingerprint import Bounds, graph_print, is_turn, nex
 from jettison.runtime.handles import Diverged
 from jettison.runtime.offload import Group, OffloadEngine, engine_for, place_of, shared_engine
 from jettison.runtime.recipe import Recipe
-from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings
+from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings, Way
 from jettison.runtime.report import Live, RegionReport
-from jettison.runtime.way import Way
 from jettison.runtime.without_recipe import run_interrupted, run_without_recipe
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.solve.policy import CheckpointPolicy, KeepAll

@@ -16,7 +16,7 @@ from torch import distributed, nn
 
 from jettison.errors import UnsupportedModule
 from jettison.runtime.planned import PlannedForward
-from jettison.runtime.way import Way
+from jettison.runtime.recordings import Way
 from jettison.units import format_bytes
 
 MOST_WORDS = 4
