@@ -45,6 +45,8 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
         "jettison/families/blocks/decoder.toml",
         "jettison/families/wrappers.toml",
         "jettison/families/presets.toml",
+        "jettison/diagnose/advice.toml",
+        "jettison/diagnose/log_forms.toml",
         "jettison/report/assets/panels/report.js",
     ):
         assert needed in names
