@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.megatron_hybrids import PATTERN, hybrid, stages
 from benchmarks.megatron_others import BERT, PREFIXES, T5, bert, t5
-from jettison.ledger.timeline import Phase
+from jettison.memory.span import Phase
 from jettison.predict.forecast import forecast
 from jettison.spec.fp8 import fp8_recipe
 from jettison.spec.further import with_further

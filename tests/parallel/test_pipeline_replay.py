@@ -26,9 +26,9 @@ from torch.distributed.pipelining import (
 )
 
 from jettison.cost.pipeline import Replay, schedule_seconds
-from jettison.ledger.occupancies import in_flight, peak_in_flight
 from jettison.memory.schedule import ScheduledPass, orders
 from jettison.spec.layout import Schedule
+from support.orders import most_in_flight, peak_in_flight
 from support.ranks import Launches, run_ranks
 
 TORCH = {
@@ -266,8 +266,7 @@ def test_what_is_held_is_what_torch_holds(played: Played) -> None:
     for case, found in results:
         for steps, rank in zip(ours(case, ranks), found, strict=True):
             whole, half = (list(map(max, zip(*states, strict=True))) for states in zip(*rank["held"], strict=True))
-            most = in_flight(steps)
-            assert (tuple(whole), tuple(half)) == (most.forward, most.weight), case
+            assert (tuple(whole), tuple(half)) == most_in_flight(steps), case
             assert max(sum(w) + sum(h) for w, h in rank["held"]) == peak_in_flight(steps), case
 
 

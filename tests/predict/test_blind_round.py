@@ -9,7 +9,7 @@ import pytest
 from benchmarks import blind_page
 
 from jettison.errors import UsageError
-from jettison.ledger.timeline import Phase
+from jettison.memory.span import Phase
 from jettison.predict.forecast import SUB_GROUP, Forecast, forecast
 from jettison.predict.played import play
 from jettison.predict.run_fields import RunRequest

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from jettison.formula.region import layer_region
-from jettison.ledger.timeline import Phase
+from jettison.memory.span import Phase
 from jettison.predict.forecast import forecast
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Recompute

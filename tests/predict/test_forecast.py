@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jettison.errors import Infeasible, UsageError
 from jettison.families.presets import PRESETS, preset
 from jettison.formula.region import embedding_region, head_region, layer_region
-from jettison.ledger.timeline import Phase
+from jettison.memory.span import Phase
 from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import Forecast, forecast
 from jettison.spec.hardware import hardware

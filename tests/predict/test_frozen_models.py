@@ -17,13 +17,12 @@ from jettison.errors import Infeasible, UsageError
 from jettison.families.presets import preset
 from jettison.formula.loss import TILE_WORDS
 from jettison.formula.region import head_region
-from jettison.ledger.timeline import Phase
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
+from jettison.memory.span import Phase
 from jettison.predict.auto_recompute import choose, smallest_budget
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.peak import stage_peak_bytes
 from jettison.predict.played import play
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
@@ -240,7 +239,7 @@ def test_what_cannot_be_is_refused(asked: dict[str, object], message: str) -> No
 def test_the_timeline_the_clock_and_the_short_way_have_one_peak(asked: dict[str, object]) -> None:
     found = forecast_of(**asked)
     (played,) = play(found, estimate(found.run, hardware("h100-80gb")))
-    assert stage_peak_bytes(found.worst.load) == played.peak.nbytes == found.peak_bytes
+    assert found.worst.peak.nbytes == played.peak.nbytes == found.peak_bytes
 
 
 def test_a_plan_counts_what_stands_beside_it() -> None:

@@ -11,7 +11,6 @@ from jettison.families.config import parse_config
 from jettison.families.presets import preset
 from jettison.formula.parameters import parameter_count
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.peak import peak_bytes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.search.request import SearchRequest
@@ -100,7 +99,7 @@ def test_gradients_of_the_shared_head_are_counted_once() -> None:
     """Its second contribution goes when it has been added; in buffers, the head's unit has none of its own."""
     one_by_one = asked(mtp_num_layers=1, gradients="one-by-one", micro_batches=2)
     assert one_by_one.stages[0].static.gradients == 2 * (parameter_count(one_by_one.run.model))
-    assert peak_bytes(one_by_one) == one_by_one.peak_bytes
+    assert one_by_one.worst.peak.nbytes == one_by_one.peak_bytes
 
 
 def test_a_search_has_them_on_the_last_stage() -> None:

@@ -17,12 +17,11 @@ from jettison.errors import UsageError
 from jettison.formula.region import Region, head_region, layer_region
 from jettison.formula.split_backward import input_half, weight_half
 from jettison.formula.tape import TapeOp
-from jettison.ledger.timeline import StageLoad
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
+from jettison.memory.step import Event, StageLoad
 from jettison.predict.forecast import forecast
 from jettison.predict.halves import left_bytes
-from jettison.predict.peak import peak_bytes
 from jettison.predict.stages import Staying, kept_by
 from jettison.spec.layout import Layout, Reshard, Schedule
 from jettison.spec.recompute import Recompute
@@ -180,9 +179,11 @@ def test_a_v_has_both_ends_of_a_model_on_its_first_stage() -> None:
         [("embedding",), ("layers.0",)],
         [("layers.7",), ("head",)],
     ]
-    assert [stage.load.sending for stage in stages] == [(1, 1), (2, 2), (2, 2), (1, 1)]
+    assert [stage.load.order.walk.sending for stage in stages] == [(1, 1), (2, 2), (2, 2), (1, 1)]
     stream = TOKENS * WIDTH * 4
-    assert [stage.load.left for stage in stages] == [each * run.micro_batches * stream for each in (1, 2, 2, 1)]
+    assert [stage.load.there(Event.STEP) for stage in stages] == [
+        each * run.micro_batches * stream for each in (1, 2, 2, 1)
+    ]
     inner, bottom = stages[2].load.chunks, stages[3].load.chunks
     assert inner[0][0].resident - bottom[0][0].resident == stream, "the output is the other chunk's buffer"
     halves = inner[1][0].halves, bottom[1][0].halves
@@ -215,8 +216,8 @@ def test_the_first_stage_has_no_halves_and_the_paper_none() -> None:
     case = Case(family="llama", stage_layers=(1, 1, 1, 1))
     found = forecast(told(case))
     assert [any(unit.halves for unit in stage.load.chunks[0]) for stage in found.stages] == [False, True, True, True]
-    assert [stage.load.left for stage in found.stages] == [0, *[4 * TOKENS * WIDTH * 4] * 3]
-    assert peak_bytes(found) == found.peak_bytes
+    assert [stage.load.there(Event.STEP) for stage in found.stages] == [0, *[4 * TOKENS * WIDTH * 4] * 3]
+    assert found.worst.peak.nbytes == found.peak_bytes
     usual = told(case, schedule=Schedule.ONE_F_ONE_B)
     assert not any(unit.halves for stage in forecast(usual).stages for unit in stage.load.chunks[0])
     assert left_bytes(usual, 1) == 0

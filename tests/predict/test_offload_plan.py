@@ -7,7 +7,7 @@ import pytest
 
 from jettison.cost.execution import execution_of
 from jettison.errors import Infeasible, UsageError
-from jettison.ledger.timeline import Phase
+from jettison.memory.span import Phase
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
 from jettison.predict.forecast import forecast

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from jettison.errors import UsageError
-from jettison.ledger.timeline import Phase
+from jettison.memory.span import Phase
+from jettison.memory.step import Event
 from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.played import PlayedStage, copies, play
@@ -82,10 +83,9 @@ def test_a_stage_is_left_as_it_was_found(case: str) -> None:
         last = stage.passes[-1]
         profile = stage.profiles[last.profile]
         sent = last.held + profile.kept
-        stays = load.variables
-        if load.passed:  # of all that a step has sent, but for what the last pass sends
-            every = memory.run.micro_batches * sum(load.sending) - load.sending[last.timed.step.chunk]
-            stays += load.passed * every
+        stays = load.there(Event.BACKWARD) - load.there(Event.FORWARD)
+        if load.transfers:  # of all that a step has sent, but for what the last pass sends
+            stays += memory.run.micro_batches * sum(load.transfers) - load.transfers[last.timed.step.chunk]
         assert sent == (stage.passes[0].held + stays if "keep_stage_outputs" not in asked else sent)
         assert last.gradients + profile.made == stage.gradient_bytes
         assert last.host + profile.moved == 0

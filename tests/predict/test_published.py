@@ -13,7 +13,7 @@ from benchmarks.published import CLAIMED, FACTS, Framework, Row, described, rows
 
 from jettison.cli.main import run
 from jettison.formula.region import layer_region
-from jettison.ledger.timeline import Phase
+from jettison.memory.span import Phase
 from jettison.predict.forecast import forecast
 from jettison.solve.policy import SelectiveOp, policy_named
 from jettison.units import GIB

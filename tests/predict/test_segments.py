@@ -14,7 +14,6 @@ from jettison.cost.execution import execution_of
 from jettison.errors import Infeasible
 from jettison.predict.auto_recompute import AutoForecast, choose
 from jettison.predict.forecast import forecast, forecast_sizes
-from jettison.predict.peak import peak_bytes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.stage_choice import layer_points
@@ -51,7 +50,7 @@ def smallest(run: Run, **more: int) -> int:
 
 def mode_peak(run: Run, word: str, *, offload: bool = False) -> int:
     mode = Recompute.parse(word, layers=run.model.depth, offload=offload)
-    return peak_bytes(forecast_sizes(replace(run, recompute=mode)))
+    return forecast_sizes(replace(run, recompute=mode)).peak_bytes
 
 
 MODES = ("none", "selective", "selective-op", "full", "sqrt", "block:3", "interval:2", "interval:3")
@@ -151,7 +150,7 @@ def every_plan(run: Run, *, single_points: int) -> Iterator[tuple[int, float]]:
             at += length
         for picked in product(*ways):
             chosen = [one for staying, _ in picked for one in staying]
-            yield peak_bytes(forecast_sizes(run, chosen)), sum(seconds for _, seconds in picked)
+            yield forecast_sizes(run, chosen).peak_bytes, sum(seconds for _, seconds in picked)
 
 
 @cache

@@ -14,9 +14,9 @@ from jettison.cost.pipeline import schedule_seconds
 from jettison.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.frameworks.megatron.write import layout_settings, overrides_text
-from jettison.ledger.occupancies import stage_occupancies
-from jettison.ledger.timeline import Phase
+from jettison.memory.actions import device_order
 from jettison.memory.schedule import Work, order
+from jettison.memory.span import Phase
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
@@ -183,7 +183,7 @@ def test_chunks_take_turns_by_groups(micro_batches: int, group: int) -> None:
 def test_a_group_of_as_many_as_stages_is_no_other_order() -> None:
     sizes = {"stage": 1, "stages": 4, "micro_batches": 24, "virtual_stages": 2}
     assert order(F1B, **sizes) == order(F1B, **sizes, group=4)
-    assert stage_occupancies(F1B, **sizes) == stage_occupancies(F1B, **sizes, group=4)
+    assert device_order(F1B, **sizes).fullest == device_order(F1B, **sizes, group=4).fullest
 
 
 @pytest.mark.parametrize("left", [0, 4])
@@ -193,7 +193,7 @@ def test_many_groups_hold_what_few_do(left: int) -> None:
     def held(groups: int) -> set[tuple[int, ...]]:
         count = groups * 6 + left
         sizes = {"stage": 0, "stages": 4, "micro_batches": count, "virtual_stages": 2, "group": 6}
-        return {state.forward for state in stage_occupancies(F1B, **sizes)}
+        return {state.forward for state in device_order(F1B, **sizes).fullest.values()}
 
     assert held(4) == held(9)
 

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from jettison.errors import UsageError
 from jettison.families.presets import preset
-from jettison.ledger.timeline import Unit
 from jettison.memory.schedule import Work, order, recomputing_share, window
+from jettison.memory.unit import Unit
 from jettison.predict.forecast import Stage, forecast, plain
-from jettison.predict.peak import peak_bytes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
@@ -115,7 +114,7 @@ def test_the_peak_is_that_of_every_step(
     assert [stage.peak.nbytes for stage in found.stages] == [
         counted(run, *pair) for pair in zip(none.stages, every.stages, strict=True)
     ]
-    assert peak_bytes(found) == found.peak_bytes
+    assert found.worst.peak.nbytes == found.peak_bytes
     assert [stage.in_flight for stage in found.stages] == [stage.in_flight for stage in none.stages]
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from jettison.families.presets import preset
 from jettison.formula.static import Static
-from jettison.ledger.occupancies import stage_occupancies
-from jettison.ledger.timeline import StageLoad, Unit
+from jettison.memory.actions import Walk, device_order
+from jettison.memory.step import StageLoad
+from jettison.memory.unit import Unit
 from jettison.predict.forecast import Stage, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
@@ -145,8 +146,8 @@ def stage_of(gradients: Gradients, micro_batches: int = 1, transient: int = 0) -
     second = Unit(names=("c",), resident=100, forward_peak=120, backward_peak=400, adding_peak=500, gradient=5)
     load = StageLoad(
         chunks=((first, second),),
-        occupancies=stage_occupancies(
-            Schedule.ONE_F_ONE_B, stage=0, stages=1, micro_batches=micro_batches, learning=True
+        order=device_order(
+            Schedule.ONE_F_ONE_B, stage=0, stages=1, micro_batches=micro_batches, walk=Walk(learning=True)
         ),
         micro_batches=micro_batches,
         fixed=1000,

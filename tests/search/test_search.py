@@ -18,7 +18,6 @@ from jettison.families.config import parse_config
 from jettison.formula.region import layer_region
 from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.peak import peak_bytes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.time import estimate
@@ -271,7 +270,7 @@ def test_bounds_are_below_everything_that_they_bound(
         assert of_group.nbytes(setup, depth, plan) <= found.peak_bytes
         assert of_group.nbytes(setup, depth, plan) >= static_bytes(found) // 2 // setup.layout.pp
         assert static_bytes(found) <= found.peak_bytes
-        assert peak_bytes(found) == found.peak_bytes  # the short way, and the timeline
+        assert found.worst.peak.nbytes == found.peak_bytes  # the moment, and the product alone
 
 
 def test_experts_that_are_spread_over_ranks_are_not_whole_all_through_a_backward() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from operator import mul
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 import jettison
 from jettison.errors import UsageError
-from jettison.ledger.occupancies import occupancies, peak_in_flight
 from jettison.memory.schedule import ScheduledPass, Work, order
 from jettison.parallel.fsdp import shard_blocks
 from jettison.parallel.pipeline import InFlight, blocks_of, received, stand_in_loss
 from jettison.planner.handle import Applied
 from jettison.spec.layout import Schedule
+from support.orders import fullest, peak_in_flight
 from support.rank_models import (
     LENGTH,
     ROWS,
@@ -205,10 +206,7 @@ def one_process(name: str, size: int, schedule: Any, dtype: torch.dtype) -> list
 
 def priced(work: Sequence[ScheduledPass], nbytes: Sequence[int]) -> int:
     """The dearest moment of an order, at so many bytes a chunk."""
-    return max(
-        sum((whole_ + half) * price for whole_, half, price in zip(o.forward, o.weight, nbytes, strict=True))
-        for o in occupancies(work)
-    )
+    return max(sum(map(mul, state.alive, nbytes)) for state in fullest(work))
 
 
 class Storages:

@@ -79,7 +79,7 @@ class DescribedPricer:
         moved = {policy.layer: policy.program.kept_bytes(policy.moved) for policy in policies}
         return max(
             sum(
-                max(o.forward[chunk] + o.weight[chunk] for o in stage.load.occupancies) * moved.get(part.name, 0)
+                stage.load.order.most_alive[chunk] * moved.get(part.name, 0)
                 for chunk, parts in enumerate(stage.parts)
                 for part in parts
             )

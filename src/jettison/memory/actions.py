@@ -38,7 +38,7 @@ class Action(NamedTuple):
         fresh: a backward whose chunk has no gradients yet.
         whole: its chunk's weights are unsharded when it begins.
         begun: a backward of the step has been completed.
-        alone: no other micro-batch of its chunk is in flight.
+        alone: no other micro-batch of its chunk is in flight; False where it does not matter.
     """
 
     work: Work
@@ -87,12 +87,14 @@ class Walk(NamedTuple):
         reducing: each chunk is reduced after its last backward, and holds less from there on; as ``_add_reduce_grad``
             of ``torch/distributed/pipelining/schedules.py`` puts REDUCE_GRAD into an order.
         weights: what passes do to chunks' weights.
+        receiving: chunks without a micro-batch in flight hold what they were sent last.
     """
 
     sending: tuple[int, ...] = ()
     learning: bool = False
     reducing: bool = False
     weights: Weights = Weights.RESIDENT
+    receiving: bool = False
 
 
 PLAIN: Final = Walk()
@@ -122,32 +124,36 @@ class DeviceOrder:
         """Are backwards split?"""
         return any(step.work is Work.WEIGHT for step in self.steps)
 
-    def ends(self, work: Work) -> bool:
-        """Is it a pass with which a micro-batch leaves its chunk?"""
-        return work is (Work.WEIGHT if self.splits else Work.BACKWARD)
-
     @property
-    def kinds(self) -> tuple[Action, ...]:
-        """The different actions."""
-        return self._compiled[0]
+    def ending(self) -> Work:
+        """The pass with which a micro-batch leaves its chunk."""
+        return Work.WEIGHT if self.splits else Work.BACKWARD
 
-    @property
-    def sequence(self) -> tuple[int, ...]:
-        """Of each action, its number among the kinds."""
-        return self._compiled[1]
+    def compiled(self, alike: tuple[int, ...]) -> tuple[tuple[Action, ...], tuple[int, ...]]:
+        """Return the different actions, and of each action in order its number among them.
 
-    def micro_batch(self, number: int) -> int:
-        """Return the micro-batch of an action; -1 of one that is for none."""
-        return self._compiled[2][number]
+        Args:
+            alike: by chunk, the first one that it does not differ from.
+        """
+        if alike not in self._compiled:
+            numbers: dict[Action, int] = {}
+            merged = (action._replace(chunk=alike[action.chunk]) for action, _ in self._all)
+            sequence = tuple(numbers.setdefault(action, len(numbers)) for action in merged)
+            self._compiled[alike] = tuple(numbers), sequence
+        return self._compiled[alike]
 
     @cached_property
-    def _compiled(self) -> tuple[tuple[Action, ...], tuple[int, ...], tuple[int, ...]]:
-        numbers: dict[Action, int] = {}
-        sequence, micro_batches = [], []
-        for action, state in self.actions():
-            sequence.append(numbers.setdefault(action, len(numbers)))
-            micro_batches.append(-1 if state is None else state.step.micro_batch)
-        return tuple(numbers), tuple(sequence), tuple(micro_batches)
+    def _compiled(self) -> dict[tuple[int, ...], tuple[tuple[Action, ...], tuple[int, ...]]]:
+        return {}
+
+    @cached_property
+    def _all(self) -> tuple[tuple[Action, int], ...]:
+        """All actions, with their micro-batches."""
+        return tuple((action, -1 if state is None else state.step.micro_batch) for action, state in self.actions())
+
+    def action(self, number: int) -> tuple[Action, int]:
+        """Return an action and its micro-batch; -1 of one that is for none."""
+        return self._all[number]
 
     @cached_property
     def entered(self) -> tuple[bool, ...]:
@@ -179,15 +185,19 @@ class DeviceOrder:
         return {number: states[number] for number in sorted(kept)}
 
     @cached_property
+    def most_alive(self) -> tuple[int, ...]:
+        """Micro-batches in flight at most, by chunk; those of several chunks need not be at one moment."""
+        return tuple(map(max, zip(*(state.alive for state in self.fullest.values()), strict=True)))
+
+    @cached_property
     def shown(self) -> tuple[int, ...]:
         """The numbers of these actions; then those of reductions."""
-        kinds = self.kinds
-        return (*self.fullest, *(n for n, kind in enumerate(self.sequence) if kinds[kind].work is Work.REDUCE))
+        return (*self.fullest, *(n for n, (action, _) in enumerate(self._all) if action.work is Work.REDUCE))
 
     def actions(self) -> Iterator[tuple[Action, Occupancy | None]]:
         """Yield the actions; passes with what is in flight before each."""
         steps, own, walk = self.steps, self.own, self.walk
-        ending = Work.WEIGHT if self.splits else Work.BACKWARD
+        ending = self.ending
         ends = {step.chunk % own: number for number, step in enumerate(steps) if step.work is ending}
         gathers = walk.weights is not Weights.RESIDENT
         forward, weight, alive, passed = [0] * self.chunks, [0] * self.chunks, [0] * own, 0
@@ -226,7 +236,7 @@ class DeviceOrder:
                     fresh=work is not Work.FORWARD and not learned[chunk],
                     whole=bool(whole[chunk]),
                     begun=any(learned),
-                    alone=alive[chunk] == (work is Work.FORWARD),
+                    alone=walk.receiving and alive[chunk] == (work is Work.FORWARD),
                 ),
                 state,
             )

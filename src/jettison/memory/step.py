@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 from operator import itemgetter, mul
 
 from jettison.memory.actions import Action, DeviceOrder, Occupancy, Weights
@@ -40,7 +39,7 @@ class Event(IntEnum):
     OPTIMIZER = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Lifetime:
     """Bytes that are allocated at one event of a step and freed at another, which may be in the next step."""
 
@@ -52,6 +51,11 @@ class Lifetime:
     def covers(self, event: Event) -> bool:
         """Are they there right after an event?"""
         return (event - self.begin) % len(Event) < (self.end - self.begin) % len(Event)
+
+
+def lifetimes(*found: tuple[str, int, Event, Event]) -> tuple[Lifetime, ...]:
+    """Return those that have any bytes."""
+    return tuple(Lifetime(*each) for each in found if each[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,10 +85,6 @@ class StageLoad:
     reducing: tuple[int, ...] = ()  # by chunk, how far a reduction rises above what is there before it
     freed: tuple[int, ...] = ()  # by chunk, what a reduction frees of unsharded gradients, and of weights that stay
     whole_chunks: tuple[Units, ...] = ()  # chunks as they are while weights are unsharded, if passes change that
-
-    def named(self, name: str) -> int:
-        """Return the bytes of the lifetimes of one name."""
-        return sum(each.nbytes for each in self.lifetimes if each.name == name)
 
     def there(self, event: Event) -> int:
         """Return the bytes of the lifetimes that are there right after an event."""
@@ -183,9 +183,10 @@ def peak(load: StageLoad, *, first_step: bool = False) -> Moment:
     step, order = _Step(load, first_step, {}), load.order
     found = list(step.peaks())
     at = max(order.shown, key=found.__getitem__)
-    where = step.spans[order.sequence[at]].where or Where(Phase.BACKWARD)
+    action, micro_batch = order.action(at)
+    where = step.span(action).where or Where(Phase.BACKWARD)
     *before, optimizer, after = step.ends()
-    return _moment(max((*before, (where, order.micro_batch(at), found[at]), optimizer, after), key=itemgetter(2)))
+    return _moment(max((*before, (where, micro_batch, found[at]), optimizer, after), key=itemgetter(2)))
 
 
 def moments(load: StageLoad, *, first_step: bool = False) -> Iterator[Moment]:
@@ -209,84 +210,88 @@ class _Step:
         self.load, self.first_step, self._known = load, first_step, known
         order = load.order
         self._chunks = [self._spans(units) for units in load.chunks]
-        upfront = load.gradients is Gradients.UPFRONT
-        self._gradients = (
-            0 if load.gradients is Gradients.ADDED else sum(c.gradients for c in self._chunks[: order.own])
-        )
-        self._appear = self._gradients > 0 and not upfront
-        self._base = load.fixed + (load.master if first_step else load.state) + (self._gradients if upfront else 0)
+        self._upfront = load.gradients is Gradients.UPFRONT
+        self._added = load.gradients is Gradients.ADDED  # none outlives its backward
+        self._gathers = order.walk.weights is not Weights.RESIDENT
+        self._gradients = 0 if self._added else sum(chunk.gradients for chunk in self._chunks[: order.own])
+        always = load.fixed + (load.master if first_step else load.state)
+        self._base = always + (self._gradients if self._upfront else 0)
         self._late = load.late if first_step else 0
         skipped = load.micro_batches - order.micro_batches
-        self._level = self._base + load.there(Event.FORWARD) + load.idle() + skipped * sum(load.transfers)
+        begin = Event.FORWARD if order.walk.learning else Event.BACKWARD  # as if a backward had run
+        self._level = self._base + load.there(begin) + load.idle() + skipped * sum(load.transfers)
+        alike: dict[object, int] = {}
+        differ = load.received or load.transfers or load.reducing  # by number, whatever their units
+        of = self._chunks
+        keys = ((n,) if differ else (of[n], of[n % order.own]) for n in range(order.chunks))
+        self._alike = tuple(alike.setdefault(key, chunk) for chunk, key in enumerate(keys))
+        kinds, self._sequence = order.compiled(self._alike)
+        self._of_kinds = [self.span(kind) for kind in kinds]
 
     def _spans(self, units: Units) -> ChunkSpans:
         if id(units) not in self._known:
             self._known[id(units)] = ChunkSpans(units)
         return self._known[id(units)]
 
-    @cached_property
-    def spans(self) -> list[Span]:
-        """By kind of action."""
-        return [self._span(kind) for kind in self.load.order.kinds]
-
     def peaks(self) -> Iterator[int]:
         """Bytes at the highest of each action."""
-        return peaks(self.spans, self.load.order.sequence, self._level)
+        return peaks(self._of_kinds, self._sequence, self._level)
 
     def ends(self) -> Iterator[_Row]:
         """Before the first pass; the first micro-batch's forward through each chunk; the optimizer; and after it."""
         load = self.load
         there = 0 if self.first_step else load.idle() + load.there(Event.STEP)
         yield Where(Phase.BEFORE), 0, self._base - self._late + there
-        for chunk in self._entered():
+        for chunk in sorted(set(self._alike)):
+            if not self._enters(chunk):
+                continue
             found = self._chunks[chunk].span(Pass(Work.FORWARD))
             yield found.where or Where(Phase.FORWARD), 0, self._enter(chunk) + found.peak
         there = load.fixed + load.state + load.there(Event.OPTIMIZER) + load.idle()
         gradients = load.shards or self._gradients
         yield Where(Phase.OPTIMIZER), -1, there + gradients + load.optimizer_transient
-        yield Where(Phase.AFTER), -1, there + (gradients if load.gradients is Gradients.UPFRONT else 0)
+        yield Where(Phase.AFTER), -1, there + (gradients if self._upfront else 0)
 
-    def _entered(self) -> Iterator[int]:
-        return (chunk for chunk, entered in enumerate(self.load.order.entered) if entered and self._chunks[chunk].units)
+    def _enters(self, chunk: int) -> bool:
+        return self.load.order.entered[chunk] and bool(self._chunks[chunk].units)
 
     def _enter(self, chunk: int) -> int:
         """Bytes as the first micro-batch comes to a chunk, if it were alone on the device."""
         return self._base - self._late + (0 if self.first_step else self.load.idle(chunk % self.load.order.own))
 
     def _pass(self, kind: Action) -> tuple[ChunkSpans, Pass]:
-        load = self.load
-        upfront, added = load.gradients is Gradients.UPFRONT, load.gradients is Gradients.ADDED
-        forward = kind.work is Work.FORWARD
-        gathers = load.order.walk.weights is not Weights.RESIDENT and not forward and not kind.whole
-        missing = 0 if load.micro_batches > 1 and kind.begun else self._late
-        fresh = not forward and (added or (kind.fresh and not upfront))
+        load, forward = self.load, kind.work is Work.FORWARD
+        gathers = self._gathers and not forward and not kind.whole
+        late = 0 if kind.begun and load.micro_batches > 1 else self._late
+        fresh = not forward and (self._added or (kind.fresh and not self._upfront))
         spans = self._spans(load.whole_chunks[kind.chunk]) if kind.whole else self._chunks[kind.chunk]
-        return spans, Pass(kind.work, fresh, gathers, forward and kind.whole, missing)
+        return spans, Pass(kind.work, fresh, gathers, forward and kind.whole, late)
 
     def _received(self, kind: Action) -> int:
         """What comes before a pass, in place of what its chunk holds of the last micro-batch; and goes after it."""
         return self.load.received if kind.alone and kind.chunk % self.load.order.own >= self.load.receives else 0
 
-    def _span(self, kind: Action) -> Span:
+    def span(self, kind: Action) -> Span:
         """An action, with what is allocated and freed between it and the next one."""
-        load, order = self.load, self.load.order
-        own, chunk = kind.chunk % order.own, self._chunks[kind.chunk]
-        weights = self._chunks[own].weights
-        if kind.work is Work.REDUCE:
-            return Span(-load.freed[own] - kind.whole * weights, load.reducing[own], Where(Phase.BACKWARD))
-        if kind.work in (Work.UNSHARD, Work.RESHARD):
-            net = weights if kind.work is Work.UNSHARD else -weights
+        load, order, work = self.load, self.load.order, kind.work
+        place, chunk = kind.chunk % order.own, self._chunks[kind.chunk]
+        own = self._chunks[place]
+        if work is Work.REDUCE:
+            return Span(-load.freed[place] - kind.whole * own.weights, load.reducing[place], Where(Phase.BACKWARD))
+        if work is Work.UNSHARD or work is Work.RESHARD:
+            net = own.weights if work is Work.UNSHARD else -own.weights
             return Span(net, max(0, net))
         spans, how = self._pass(kind)
         found, received = spans.span(how), self._received(kind)
-        if kind.work is Work.FORWARD:
-            net = chunk.held + load.sent - kind.whole * weights - received
+        if work is Work.FORWARD:
+            net = chunk.held + load.sent - kind.whole * own.weights - received
             return Span(net, found.peak - received, found.where)
-        net = -chunk.half if kind.work is Work.WEIGHT else -chunk.held + order.splits * chunk.half
-        net += how.gathers * weights
-        if order.ends(kind.work):
-            net += received - load.sent + (load.transfers[own] if load.transfers else 0)
-            net += self._chunks[own].gradients if kind.fresh and self._appear else 0
+        net = how.gathers * own.weights - (
+            chunk.half if work is Work.WEIGHT else chunk.held - order.splits * chunk.half
+        )
+        if work is order.ending:
+            net += received - load.sent + (load.transfers[place] if load.transfers else 0)
+            net += own.gradients if kind.fresh and not (self._upfront or self._added) else 0
             net += 0 if kind.begun else load.there(Event.BACKWARD) - load.there(Event.FORWARD)
         return Span(net, found.peak, found.where)
 
@@ -295,11 +300,11 @@ class _Step:
         order = self.load.order
         before, *ends = self.ends()
         yield before
-        for chunk in self._entered():
+        for chunk in filter(self._enters, range(order.chunks)):
             yield from _expanded(pieces(self._chunks[chunk].units, Pass(Work.FORWARD)), self._enter(chunk), 0)
-        found = list(levels(self.spans, order.sequence, self._level))
+        found = list(levels(self._of_kinds, self._sequence, self._level))
         for number in order.shown:
-            kind, micro_batch = order.kinds[order.sequence[number]], order.micro_batch(number)
+            kind, micro_batch = order.action(number)
             if kind.work is Work.REDUCE:
                 yield Where(Phase.BACKWARD), micro_batch, found[number] + self.load.reducing[kind.chunk]
                 continue

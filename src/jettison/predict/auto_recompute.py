@@ -192,11 +192,9 @@ def _key(stage: Stage) -> tuple[object, ...]:
     """Stages with equal keys have equal answers."""
     groups = tuple((group.part.region, len(group.names)) for chunk in stage.groups for group in chunk)
     load = stage.load
-    beside = load.fixed, load.sent, load.received, load.receives, load.around, load.variables, load.batches
-    states = tuple(
-        (o.forward, o.weight, o.learned, o.reduced, o.step and (o.step.work, o.step.chunk)) for o in load.occupancies
-    )
-    return groups, states, beside, load.passed, load.sending, load.left
+    beside = load.fixed, load.sent, load.received, load.receives, load.lifetimes, load.transfers
+    states = tuple((o.forward, o.weight, o.learned, o.reduced, o.step.work, o.step.chunk) for o in load.occupancies)
+    return groups, states, beside
 
 
 def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:

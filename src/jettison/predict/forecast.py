@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
-from operator import add, mul
+from operator import mul
 from typing import Any, Final
 
 from jettison.dtypes import DTYPE_BYTES
@@ -14,9 +14,10 @@ from jettison.formula.parameters import parameter_count
 from jettison.formula.region import embedding_region
 from jettison.formula.static import Static, static
 from jettison.ledger.ledger import Ledger
-from jettison.ledger.occupancies import Weights, stage_occupancies
 from jettison.ledger.record import SavedTensor
-from jettison.ledger.timeline import Moment, StageLoad, Unit, moments, peak
+from jettison.memory.actions import Walk, Weights, device_order
+from jettison.memory.step import Event, Known, Moment, StageLoad, lifetimes, moments, peak, peak_bytes
+from jettison.memory.unit import Unit
 from jettison.one_line import summary
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.gathered import freed, reducing, whole_in_flight
@@ -37,6 +38,8 @@ from jettison.spec.states_on_host import StatesOnHost
 from jettison.units import format_bytes
 
 Units = tuple[Unit, ...]
+STEP, FORWARD, BACKWARD, OPTIMIZER = Event
+GRADIENT_COPIES: Final = "copies of gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +50,17 @@ class Stage:
     groups: tuple[Chunk, ...]  # by virtual stage
     load: StageLoad
     static: Static
+    known: Known = field(default_factory=dict, repr=False, compare=False)  # chunks of all stages
 
     @cached_property
     def parts(self) -> tuple[tuple[StageRegion, ...], ...]:
         """Its regions one by one, by virtual stage."""
         return tuple(tuple(part for group in chunk for part in group.parts()) for chunk in self.groups)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Of its worst moment from the second step on."""
+        return peak_bytes(self.load, known=self.known)
 
     @cached_property
     def peak(self) -> Moment:
@@ -66,12 +75,8 @@ class Stage:
     @property
     def in_flight(self) -> int:
         """Micro-batches between forward and backward at once, at most, of the virtual stage that has most."""
-        found = 0
-        for o in self.load.occupancies:
-            alive = list(map(add, o.forward, o.weight))
-            own = len(self.groups)
-            found = max(found, *(sum(alive[chunk::own]) for chunk in range(own)))
-        return found
+        own = len(self.groups)
+        return max(sum(state.alive[chunk::own]) for state in self.load.occupancies for chunk in range(own))
 
     @cached_property
     def activation_bytes(self) -> int:
@@ -101,17 +106,17 @@ class Forecast:
     @cached_property
     def worst(self) -> Stage:
         """The stage that needs most; the first of equals."""
-        return max(self.stages, key=lambda stage: stage.peak.nbytes)
+        return max(self.stages, key=lambda stage: stage.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """Allocated on the worst rank from the second step on."""
-        return self.worst.peak.nbytes
+        return self.worst.peak_bytes
 
     @property
     def first_step_peak_bytes(self) -> int:
         """Allocated on the worst rank in the first step, before optimizer state is there."""
-        return max(stage.first_step_peak.nbytes for stage in self.stages)
+        return max(peak_bytes(stage.load, first_step=True, known=stage.known) for stage in self.stages)
 
     @cached_property
     def parameters(self) -> int:
@@ -194,7 +199,7 @@ def stage_sizes(run: Run, index: int, chosen: Chosen | None = None) -> Stage:
     """One stage of `forecast_sizes`."""
     (chunks,) = outline(run, chosen, only=index)
     (whole,) = outline(plain(run), only=index) if run.recompute.whole else ((),)
-    return _stage(run, index, chunks, whole, {})
+    return _stage(run, index, chunks, whole, {}, {})
 
 
 def plain(run: Run) -> Run:
@@ -205,21 +210,22 @@ def plain(run: Run) -> Run:
 def _forecast(run: Run, walked: Sequence[tuple[Chunk, ...]], whole: Sequence[tuple[Chunk, ...]]) -> Forecast:
     """Args: whole: the same regions with everything kept, where some micro-batches are."""
     known: dict[object, Any] = {}
+    passes: Known = {}
     stages = (
-        _stage(run, index, chunks, twins, known)
+        _stage(run, index, chunks, twins, known, passes)
         for index, (chunks, twins) in enumerate(zip_longest(walked, whole, fillvalue=()))
     )
     return Forecast(run=run, stages=tuple(stages))
 
 
 def _stage(
-    run: Run, index: int, chunks: tuple[Chunk, ...], twins: tuple[Chunk, ...], known: dict[object, Any]
+    run: Run, index: int, chunks: tuple[Chunk, ...], twins: tuple[Chunk, ...], known: dict[object, Any], passes: Known
 ) -> Stage:
     """One stage.
 
     Args:
         twins: its chunks with everything kept, where some micro-batches are.
-        known: units of chunks, and totals of stages, by the objects that they are of.
+        known: units of chunks, and totals of stages, by the objects that they are of; ``passes``: those of all stages.
     """
     layout = run.layout
     keys = []
@@ -236,7 +242,7 @@ def _stage(
     gathered = sum(whole_in_flight(run, chunk) for chunk in chunks) if layout.resharding_differs else 0
     before, late = set_aside(run, chunks)
     aside = before + late + buffer_bytes(run, index)
-    passes, last = sending(run, index), sent_last(run, index) if layout.stage_buffers else 0
+    sends, last = sending(run, index), sent_last(run, index) if layout.stage_buffers else 0
     places, last_place = layout.places(index), layout.pp * layout.virtual_stages - 1
     ends = 0 in places or last_place in places
     mask = loader_mask(run) if run.loader_masks and ends else 0
@@ -244,26 +250,22 @@ def _stage(
     kept_head = deferred_head(run) if layout.deferred_head and last_place in places else 0
     whole = layout.stage_buffers and layout.keeps_whole_gradients
     made: tuple[Units, ...] = tuple(known[key] for key in keys)
-    order: dict[str, Any] = {
-        "schedule": layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
-        "stage": index,
-        "stages": layout.pp,
-        "micro_batches": run.micro_batches,
-        "virtual_stages": layout.virtual_stages,
-        "group": layout.micro_batch_group,
-        "whole": run.recompute.whole,
-        "sending": passes,
-    }
     weights = Weights.RESIDENT
     if layout.regathers:  # interleaved and split schedules are run by ``_PipelineScheduleRuntime``
         weights = Weights.FETCHED if layout.virtual_stages > 1 or layout.schedule.splits else Weights.GATHERED
+    learning = run.gradients is not Gradients.UPFRONT or (layout.keeps_received and layout.virtual_stages > 1)
+    received = _received(run) if layout.keeps_received and layout.pp > 1 else 0
     load = StageLoad(
         chunks=made,
-        occupancies=stage_occupancies(
-            **order,
-            learning=run.gradients is not Gradients.UPFRONT or (layout.keeps_received and layout.virtual_stages > 1),
-            reducing=whole,
-            weights=weights,
+        order=device_order(
+            layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
+            stage=index,
+            stages=layout.pp,
+            micro_batches=run.micro_batches,
+            virtual_stages=layout.virtual_stages,
+            group=layout.micro_batch_group,
+            whole=run.recompute.whole,
+            walk=Walk(sends, learning or whole, whole, weights, received > 0),
         ),
         micro_batches=run.micro_batches,
         fixed=total.parameters + aside + device_buffer(run, chunks) + _frozen(run) + _buckets(run, total, chunks),
@@ -271,26 +273,30 @@ def _stage(
         gradients=run.gradients,
         optimizer_transient=_transient(run, total, chunks),
         sent=_output_bytes(run, chunks[0]) if _keeps_outputs(run) and index < layout.pp - 1 else 0,
-        twins=bool(twins),
         master=total.state if run.gradients is Gradients.IN_BACKWARD else total.master,  # made in the first backward
-        copies=total.copies,
         aside=aside,
         late=late,
-        received=_received(run) if layout.keeps_received and layout.pp > 1 else 0,
+        lifetimes=lifetimes(
+            ("document mask", mask, FORWARD, OPTIMIZER),
+            ("packed batch", packed_batch(run, chunks), FORWARD, OPTIMIZER),
+            ("last sends", last, FORWARD, OPTIMIZER),
+            ("all-gathered weights", gathered, FORWARD, OPTIMIZER),
+            ("deferred head", kept_head, FORWARD, OPTIMIZER),
+            ("batches before", (run.micro_batches - 1) * kept, FORWARD, OPTIMIZER),
+            ("all batches", run.micro_batches * kept, OPTIMIZER, STEP),
+            ("schedule's variables", _variables(run, index), BACKWARD, OPTIMIZER),
+            (GRADIENT_COPIES, total.copies, OPTIMIZER, STEP),
+            ("gradients of inputs", left_bytes(run, index), OPTIMIZER, FORWARD),
+        ),
+        received=received,
         receives=1 if index == 0 else 0,
-        around=mask + packed_batch(run, chunks) + last + gathered + (run.micro_batches - 1) * kept + kept_head,
-        variables=_variables(run, index),
-        batches=run.micro_batches * kept,
+        transfers=tuple(stream_bytes(run) * count for count in sends),
         shards=total.gradients if whole else 0,
-        reductions=stage_occupancies(**order, behind=True, weights=weights) if whole else (),
         reducing=tuple(reducing(run, chunk) for chunk in chunks) if whole else (),
-        whole_chunks=tuple(_while_whole(run, index, (*chunks, *twins), made)) if layout.regathers else (),
         freed=tuple(freed(run, chunk) for chunk in chunks) if whole else (),
-        passed=stream_bytes(run) if passes else 0,
-        sending=passes,
-        left=left_bytes(run, index),
+        whole_chunks=tuple(_while_whole(run, index, (*chunks, *twins), made)) if layout.regathers else (),
     )
-    return Stage(index=index, groups=chunks, load=load, static=total)
+    return Stage(index=index, groups=chunks, load=load, static=total, known=passes)
 
 
 def _while_whole(run: Run, index: int, groups: Sequence[Chunk], made: Sequence[Sequence[Unit]]) -> Iterator[Units]:

@@ -54,7 +54,7 @@ from dataclasses import dataclass, replace
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import EMBEDDING, HEAD
-from jettison.ledger.timeline import Unit
+from jettison.memory.unit import Unit
 from jettison.predict.expert_groups import NOTHING, least_beside_experts, own_experts, phases_of, rise_of_experts
 from jettison.predict.fsdp_groups import Grouped, Place, last_gradient, unsharded
 from jettison.predict.passes import named_passes, passes_of

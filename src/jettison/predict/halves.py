@@ -12,8 +12,7 @@ from functools import lru_cache
 
 from jettison.formula.region import EMBEDDING, HEAD, Region
 from jettison.formula.split_backward import InputHalf, checkpointed_weight_half, input_half, read_by_groups, weight_half
-from jettison.ledger.halves import Halves, WeightStep
-from jettison.ledger.timeline import Unit
+from jettison.memory.unit import Halves, Unit, WeightStep
 from jettison.predict.passes import named_passes
 from jettison.predict.stage_buffers import input_kept, logits_returned, stream_bytes
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by

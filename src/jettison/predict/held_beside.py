@@ -24,7 +24,7 @@ from dataclasses import replace
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.embedding import POSITIONS
 from jettison.formula.region import EMBEDDING, Region
-from jettison.ledger.timeline import Unit
+from jettison.memory.unit import Unit
 from jettison.predict.passes import passes_of, sums_apart, tied_table
 from jettison.predict.stage_buffers import CHECKPOINTS, hidden, input_kept
 from jettison.predict.stages import RegionGroup

@@ -1,10 +1,10 @@
 """A step played through on the clock: when each pass of each stage runs, and what the stage holds meanwhile.
 
 NOTE [ Bytes on the clock ]
-`ledger.timeline` prices the fullest states of a stage, since a peak is all that it is asked for. Here every pass of the
-schedule is played in its order, at the seconds of `predict.time`, unit by unit: a unit is given its share of the pass
+`memory.step` adds up a stage's passes, since a peak is all that it is asked for. Here every pass of the schedule is
+played in its order, at the seconds of `predict.time`, unit by unit: a unit is given its share of the pass
 by its regions' seconds, and has the bytes of its worst moment throughout. The sum is NOTE [ What is there when ] of
-`ledger.timeline`, so that the highest bytes are the ledger's peak, to the byte. What chunks without a micro-batch hold
+`memory.step`, so that the highest bytes are the ledger's peak, to the byte. What chunks without a micro-batch hold
 of the last one (`StageLoad.received`) is not played. A backward that is split is two passes. Where it is not known what
 its first half leaves for its second (`Unit.halves`), each takes what the whole does, and nothing goes before both are
 over.
@@ -24,8 +24,10 @@ from itertools import accumulate
 from jettison.cost.collective import host_seconds
 from jettison.cost.pipeline import TimedPass, timed_passes
 from jettison.errors import UsageError
-from jettison.ledger.timeline import Phase, StageLoad, Unit
 from jettison.memory.schedule import ScheduledPass, Work
+from jettison.memory.span import Phase
+from jettison.memory.step import Event, StageLoad
+from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_time import StageSeconds, Timing
 from jettison.predict.stages import Chunk, RegionGroup
@@ -362,7 +364,7 @@ def _backward(rows: Sequence[_Row], *, fresh: bool, again: float) -> PassProfile
 
 
 def _first_half(rows: Sequence[_Row], again: float) -> PassProfile:
-    """As `ledger.timeline` has it: nothing goes before all units are over."""
+    """As `memory.unit` has it: nothing is freed before all units are over."""
     units, level = [], 0
     shares = _shares([backward for _, _, _, backward, _ in reversed(rows)])
     for (name, unit, _, _, moved), share in zip(reversed(rows), shares, strict=True):
@@ -406,7 +408,7 @@ def _stage(
 ) -> PlayedStage:
     load: StageLoad = stage.load
     upfront = load.gradients is Gradients.UPFRONT
-    held, host = load.around, 0
+    held, host = load.there(Event.FORWARD), 0
     gradients = load.gradient_bytes if upfront else 0
     added = load.gradients is Gradients.ADDED  # none outlives its backward
     learned: set[int] = set()
@@ -416,7 +418,7 @@ def _stage(
     for each in timed:
         step = each.step
         kind = _kind(step, step.chunk in learned, last)
-        more = load.variables if step.work is last and not learned else 0
+        more = load.there(Event.BACKWARD) - load.there(Event.FORWARD) if step.work is last and not learned else 0
         if step.work is last and not added:
             learned.add(step.chunk)
         number = kinds * step.chunk + kind
@@ -424,8 +426,8 @@ def _stage(
         passes.append(PlayedPass(timed=each, profile=number, held=held, gradients=gradients, host=host))
         sent = {Work.FORWARD: load.sent, last: -load.sent}.get(step.work, 0)
         held += profile.kept + sent + more
-        if load.passed and step.work is last:
-            held += load.passed * load.sending[step.chunk % len(load.sending)]
+        if load.transfers and step.work is last:
+            held += load.transfers[step.chunk]
         gradients += 0 if added else profile.made
         host += profile.moved
     return PlayedStage(
@@ -438,7 +440,7 @@ def _stage(
         profiles=profiles,
         passes=tuple(passes),
         optimizer=optimizer,
-        left=load.left,
+        left=load.there(Event.STEP),
     )
 
 

@@ -23,8 +23,7 @@ from typing import TypeGuard
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region
 from jettison.formula.tape import GATHER
-from jettison.ledger.occupancies import Sending
-from jettison.ledger.timeline import Unit
+from jettison.memory.unit import Unit
 from jettison.predict.stages import RegionGroup, StageRegion
 from jettison.spec.kernels import HUGGINGFACE, AttentionKernel
 from jettison.spec.layout import Layout, Schedule
@@ -51,7 +50,7 @@ def buffer_bytes(run: Run, index: int) -> int:
     return stream_bytes(run) * run.micro_batches * sum(_transfers(layout, index))
 
 
-def sending(run: Run, index: int) -> Sending:
+def sending(run: Run, index: int) -> tuple[int, ...]:
     """Transfers of each chunk for a micro-batch, where a schedule holds what it has sent until the step ends."""
     layout = run.layout
     if not layout.stage_buffers or layout.pp == 1 or _waits(layout):
@@ -78,7 +77,7 @@ def _waits(layout: Layout) -> bool:
     return layout.schedule is Schedule.ONE_F_ONE_B and layout.virtual_stages == 1
 
 
-def _transfers(layout: Layout, index: int) -> Sending:
+def _transfers(layout: Layout, index: int) -> tuple[int, ...]:
     """Of each chunk, what it is sent for a micro-batch, which is as much as it sends: an output and a gradient."""
     return tuple((place > 0) + (place < layout.pp * layout.virtual_stages - 1) for place in layout.places(index))
 

@@ -29,10 +29,10 @@ from typing import Final
 from jettison.cost.collective import host_seconds
 from jettison.cost.layer import PriceModel
 from jettison.formula.region import HEAD, Region
-from jettison.ledger.timeline import Unit
+from jettison.memory.step import Event
+from jettison.memory.unit import Unit
 from jettison.predict.forecast import Stage, stage_sizes
 from jettison.predict.fsdp_groups import Grouped, Place
-from jettison.predict.peak import stage_peak_bytes
 from jettison.predict.set_aside import document_mask, reads_mask
 from jettison.predict.stage_segments import HELD, StageSegments
 from jettison.predict.stage_time import Timing
@@ -262,7 +262,7 @@ class StageChoice:
     @cached_property
     def _problem(self) -> StepProblem:
         load = self.stage.load
-        static = load.fixed + load.state + load.around + load.variables + self._whole_bytes
+        static = load.fixed + load.state + load.there(Event.BACKWARD) + self._whole_bytes
         static -= 0 if self.mask else document_mask(self.run)
         static += 0 if self._fresh else load.gradient_bytes
         regions = tuple(self._regions())
@@ -289,11 +289,8 @@ class StageChoice:
     def _whole_bytes(self) -> int:
         """Of micro-batches that are kept whole, at most."""
         load = self.stage.load
-        if not load.twins:
-            return 0
-        whole = range(len(load.chunks) // 2, len(load.chunks))
-        held = {chunk: load.held(chunk) for chunk in whole}
-        return max(sum((o.forward[c] + o.weight[c]) * held[c] for c in whole) for o in load.occupancies)
+        held = {chunk: load.held(chunk) for chunk in range(load.order.own, load.order.chunks)}
+        return max(sum(state.alive[c] * nbytes for c, nbytes in held.items()) for state in load.occupancies)
 
     @cached_property
     def _ways(self) -> tuple[_Way, ...]:
@@ -317,7 +314,7 @@ class StageChoice:
         known: dict[tuple[object, ...], ProblemRegion] = {}
         points = iter(self.points)
         for chunk, parts in enumerate(self.stage.parts):
-            copies = max(o.forward[chunk] + o.weight[chunk] for o in self.stage.load.occupancies)
+            copies = self.stage.load.order.most_alive[chunk]
             for part in parts:
                 options = next(points)
                 alike = id(options), copies, part.name == HEAD, self._places[part.name].shards
@@ -383,7 +380,7 @@ class StageChoice:
         """Of the stage, by its timeline."""
         by_name = {part.name: buffers for part, buffers in zip(self.parts, staying, strict=True)}
         chosen = [by_name.get(name) for name in self.run.model.layer_names]
-        return stage_peak_bytes(stage_sizes(self.run, self.stage.index, chosen).load)
+        return stage_sizes(self.run, self.stage.index, chosen).peak_bytes
 
 
 @lru_cache(maxsize=4096)

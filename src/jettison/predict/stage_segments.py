@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import mul
 from typing import Final
 
 from jettison.cost.recompute import everything, repeated
-from jettison.ledger.timeline import Unit
+from jettison.memory.unit import Unit
 from jettison.predict.forecast import Stage, stage_sizes
 from jettison.predict.fsdp_groups import Grouped, Place
-from jettison.predict.peak import stage_peak_bytes
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, MIXED, RegionGroup, StageRegion, Staying, kept_by
 from jettison.predict.timeline_units import unit_within
@@ -99,14 +99,12 @@ class StageSegments:
         longest = max((self._ends[start] - start for start, _ in self._beginnings), default=0)
         for size in range(2, longest + 1):
             mode = Recompute(mode=Mode.EVERY, number=size, whole=self.run.recompute.whole)
-            load = stage_sizes(replace(self.run, recompute=mode), self.stage.index).load
-            needs = stage_peak_bytes(load)
+            stage = stage_sizes(replace(self.run, recompute=mode), self.stage.index)
+            load, needs = stage.load, stage.peak_bytes
             yield size, needs
             best = needs if best is None else min(best, needs)
-            held = max(
-                sum((f + w) * load.held(chunk) for chunk, (f, w) in enumerate(zip(o.forward, o.weight, strict=True)))
-                for o in load.occupancies
-            )
+            each = [load.held(chunk) for chunk in range(len(load.chunks))]
+            held = max(sum(map(mul, state.alive, each)) for state in load.occupancies)
             if needs - held >= best:  # how far backwards rise grows with the length
                 return
 

@@ -15,7 +15,7 @@ from itertools import groupby
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.liveness import Passes
 from jettison.formula.region import EMBEDDING, HEAD
-from jettison.ledger.timeline import Unit
+from jettison.memory.unit import Unit
 from jettison.predict.frozen_models import highest_forward
 from jettison.predict.fsdp_groups import Place, has_outer_ends
 from jettison.predict.gathered import beside, with_shards

@@ -3,7 +3,7 @@
 A pipeline stage has fewer micro-batches in flight the later it comes, and a plan that the first one needs leaves room
 on the others. So many of each window of micro-batches keep everything, the same number on every stage, as Megatron has
 it; later windows are shorter, and of them these are a larger share. Bytes and seconds are counted micro-batch by
-micro-batch: `ledger.occupancies.stage_occupancies` and `memory.schedule.recomputing_share`.
+micro-batch: `memory.actions.device_order` and `memory.schedule.recomputing_share`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import replace
 from jettison.errors import UsageError
 from jettison.memory.schedule import window
 from jettison.predict.forecast import forecast_sizes
-from jettison.predict.peak import peak_bytes
 from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import Run
 
@@ -41,7 +40,7 @@ def most_whole(run: Run, limit_bytes: int) -> Run:
     low, high = 0, largest_window(run) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        fits = peak_bytes(forecast_sizes(with_whole(run, middle))) <= limit_bytes
+        fits = forecast_sizes(with_whole(run, middle)).peak_bytes <= limit_bytes
         low, high = (middle, high) if fits else (low, middle)
     return with_whole(run, low)
 

@@ -1,7 +1,7 @@
 """Where the peak of a run comes from, and what would lower it: figures first, then sentences of them.
 
 NOTE [ Parts of a moment ]
-Bytes at a moment are a sum (NOTE [ What is there when ] in `ledger.timeline`), linear in everything that a stage holds.
+Bytes at a moment are a sum (NOTE [ What is there when ] in `memory.step`), linear in everything that a stage holds.
 So the share of, say, optimizer state in the peak is the same moment of a stage that holds nothing else. No second
 account of the step is kept here that could disagree with the first.
 """
@@ -16,9 +16,10 @@ from typing import Any, Final, TypeVar
 
 from jettison.errors import UsageError
 from jettison.formula.region import Region, layer_region
-from jettison.ledger.halves import Halves, WeightStep
-from jettison.ledger.timeline import Moment, Phase, StageLoad, Unit, moments
-from jettison.predict.forecast import Forecast, Stage, forecast
+from jettison.memory.span import Phase
+from jettison.memory.step import Moment, StageLoad, moments
+from jettison.memory.unit import Halves, Unit, WeightStep
+from jettison.predict.forecast import GRADIENT_COPIES, Forecast, Stage, forecast
 from jettison.predict.passes import passes_of
 from jettison.predict.stages import StageRegion
 from jettison.solve.policy import attention_core
@@ -186,10 +187,10 @@ ASIDE: Final = "set aside, received and sent"
 _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "parameters": frozenset({"fixed"}),
-        "gradients": frozenset({"gradient", "pending", "copies", "made"}),
+        "gradients": frozenset({"gradient", "pending", GRADIENT_COPIES, "made"}),
         "optimizer state": frozenset({"state"}),
         "activations in flight": frozenset({"resident", "sent", "waiting", "detached", "released"}),
-        ASIDE: frozenset({"received", "around", "variables", "batches", "passed", "left"}),
+        ASIDE: frozenset({"received", "lifetimes", "transfers"}),
         "transients": frozenset(
             {"forward_peak", "backward_peak", "adding_peak", "optimizer_transient", "cached"}
             | {"input_peak", "rise", "added", "computed"}
@@ -206,7 +207,11 @@ def _alone(load: StageLoad, kept: frozenset[str]) -> StageLoad:
         tuple(replace(_without(unit, zeros), halves=_of_halves(unit.halves, zeros)) for unit in chunk)
         for chunk in load.chunks
     )
-    return replace(_without(load, zeros), chunks=chunks)
+    lifetimes = tuple(
+        each for each in load.lifetimes if (GRADIENT_COPIES if each.name == GRADIENT_COPIES else "lifetimes") in kept
+    )
+    transfers = load.transfers if "transfers" in kept else ()
+    return replace(_without(load, zeros), chunks=chunks, lifetimes=lifetimes, transfers=transfers)
 
 
 def _of_halves(halves: Halves | None, zeros: frozenset[str]) -> Halves | None:

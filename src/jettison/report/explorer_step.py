@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
-from jettison.ledger.timeline import Unit
 from jettison.memory.schedule import Work
+from jettison.memory.unit import Unit
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.played import BACKWARD, Instant, PassProfile, PlayedStage, copies, play

@@ -10,6 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import mul
 from threading import Lock
 from types import TracebackType
 from typing import Final, TypeVar
@@ -26,7 +27,6 @@ from jettison.predict.auto_recompute import (
     solve_stage,
 )
 from jettison.predict.forecast import Forecast, Stage, forecast_sizes
-from jettison.predict.peak import peak_bytes
 from jettison.predict.time import Estimate, estimate
 from jettison.predict.timeline_units import sent_to_host
 from jettison.predict.whole_micro_batches import settled
@@ -281,7 +281,7 @@ def _work(question: Question, asked: tuple[Task, Mapping[int, StageAnswer]]) -> 
     elif candidate.budget_bytes is not None:
         return _planned(run, question.hardware, candidate.budget_bytes, solved)
     found = forecast_sizes(run)
-    peak = peak_bytes(found)
+    peak = found.peak_bytes
     fits = task.limit_bytes is None or peak <= task.limit_bytes
     return Figures(
         peak_bytes=peak,
@@ -307,7 +307,7 @@ def _planned(run: Run, hardware: Hardware, budget_bytes: int, solved: Mapping[in
     kept = {part.name: part.chosen for part in choice.forecast.parts}
     chosen = [kept[name] for name in run.model.layer_names]
     return Figures(
-        peak_bytes=peak_bytes(choice.forecast),
+        peak_bytes=choice.forecast.peak_bytes,
         static_bytes=static,
         host_bytes=choice.host_bytes,
         policies=tuple(_policies(choice)),
@@ -336,8 +336,7 @@ def _host_bytes(run: Run) -> int:
 def _sent_bytes(run: Run, stage: Stage) -> int:
     """By lists of modules, of all micro-batches in flight on a stage."""
     sent = [sum(sent_to_host(run, chunk).values()) for chunk in stage.groups]
-    alive = ((f + w for f, w in zip(o.forward, o.weight, strict=True)) for o in stage.load.occupancies)
-    return max(sum(n * nbytes for n, nbytes in zip(counts, sent, strict=True)) for counts in alive)
+    return max(sum(map(mul, state.alive, sent)) for state in stage.load.occupancies)
 
 
 def _seconds(found: Estimate) -> Seconds:

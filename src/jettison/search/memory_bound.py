@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
 
-from jettison.ledger.occupancies import stage_occupancies
+from jettison.memory.actions import Walk, device_order
 from jettison.memory.schedule import Work
 from jettison.search.space import Setup
 from jettison.spec.layout import Schedule
@@ -114,23 +114,23 @@ def _in_flight(
     segment: int,
     upfront: bool,
 ) -> tuple[InFlight, ...]:
-    states = stage_occupancies(
+    order = device_order(
         schedule,
         stage=0,
         stages=stages,
         micro_batches=micro_batches,
         virtual_stages=virtual_stages,
-        learning=not upfront,
+        walk=Walk(learning=not upfront),
     )
     counts = [-(-n // segment) for n in layers]
     found: list[InFlight] = []
-    for state in states:
-        if state.step is None or state.step.work is Work.FORWARD:
+    for state in order.fullest.values():
+        if state.step.work is Work.FORWARD:
             continue
         learned = state.learned or (1,) * virtual_stages
         found.append(
             InFlight(
-                segments=sum((f + w) * n for f, w, n in zip(state.forward, state.weight, counts, strict=True)),
+                segments=sum(map(mul, state.alive, counts)),
                 learned=sum(map(mul, learned, layers)),
                 entrance=bool(learned[0]),
                 adds=bool(learned[state.step.chunk]),

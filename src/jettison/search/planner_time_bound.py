@@ -29,15 +29,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise, takewhile
-from operator import add, mul
+from operator import mul
 
 from jettison.cost.execution import execution_of
 from jettison.cost.layer import PriceModel
 from jettison.cost.pipeline import schedule_seconds
 from jettison.formula.region import Region
-from jettison.ledger.occupancies import Occupancy
-from jettison.ledger.timeline import StageLoad, Unit
+from jettison.memory.actions import Occupancy
 from jettison.memory.schedule import ScheduledPass, Work, order
+from jettison.memory.step import StageLoad
+from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.gathered import beside_last
 from jettison.predict.passes import chosen_passes
@@ -154,7 +155,7 @@ def _recompute(
     load = stage.load
     held = [min(load.held(chunk), load.held_half(chunk)) + load.sent for chunk in range(len(load.chunks))]
     above: dict[tuple[int, bool], Above] = {}
-    states = [state for state in load.occupancies if state.step is not None and state.step.work is not Work.FORWARD]
+    states = [state for state in load.occupancies if state.step.work is not Work.FORWARD]
     for at_work in {_at_work(load, state) for state in states}:
         chunk, adds = at_work
         key = id(stage.groups[chunk]), adds
@@ -171,10 +172,10 @@ def _recompute(
     gradients = {each: load.learned_bytes(*each) for each in marks}
 
     def level(o: Occupancy) -> int:
-        return least[_at_work(load, o)] + gradients[o.learned, o.reduced] + sum(map(mul, _alive(o), held))
+        return least[_at_work(load, o)] + gradients[o.learned, o.reduced] + sum(map(mul, o.alive, held))
 
     worst = max(states, key=level)
-    chunk, alive = _at_work(load, worst)[0], _alive(worst)
+    chunk, alive = _at_work(load, worst)[0], worst.alive
     excess = (
         load.fixed + load.state + gradients[worst.learned, worst.reduced] - limit_bytes + sum(map(mul, alive, held))
     )
@@ -191,11 +192,7 @@ def _recompute(
 
 def _at_work(load: StageLoad, state: Occupancy) -> tuple[int, bool]:
     """The chunk whose backward comes next, and does it find its gradients there?"""
-    return (0 if state.step is None else state.step.chunk), load.adds(state)
-
-
-def _alive(state: Occupancy) -> list[int]:
-    return list(map(add, state.forward, state.weight))
+    return state.step.chunk, load.adds(state)
 
 
 def _above(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], there: bool) -> Above:

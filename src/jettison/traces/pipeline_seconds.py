@@ -2,7 +2,7 @@
 
 NOTE [ Slices ]
 Passes are the schedule's, at the seconds that `estimate` gives each stage. Within a pass come its regions in order
-(second halves in that of `ledger.halves`), with what is computed again before each backward, and at the end what the
+(second halves in that of `memory.unit`), with what is computed again before each backward, and at the end what the
 pass waits for beside them: a transfer to
 the next stage, ZeRO's gatherings, copies. Between passes a device waits for other stages. Behind the last, gradients
 are reduced, then the optimizer steps. All is cut in whole nanoseconds, so that the slices of a device tile the step.

@@ -1,10 +1,9 @@
 """The bytes of a described step, pass by pass, as a timeline of allocations.
 
 NOTE [ A step replayed ]
-`ledger.timeline` prices the fullest states of a schedule. Here the same units are played in the schedule's whole
-order, each pass from what is really there: residents of micro-batches in flight, gradients that earlier backwards
-made. A unit's peak above that is one allocation that lasts as long as its slice. So the highest moment is the
-ledger's, to the byte.
+`memory.step` says how high a step rises. Here the same units are played on the clock, each pass from what is
+really there: residents of micro-batches in flight, gradients that earlier backwards made. A unit's peak above that is
+one allocation that lasts as long as its slice. So the highest moment is the ledger's, to the byte.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jettison.ledger.occupancies import apart
-from jettison.ledger.timeline import Unit
-from jettison.memory.schedule import ScheduledPass, Work, window
+from jettison.memory.schedule import ScheduledPass, Work, apart, window
+from jettison.memory.step import Event
+from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stages import Chunk, StageRegion, kept_by
 from jettison.spec.precision import Gradients
@@ -91,22 +90,23 @@ class _Player:
         load, end = self.stage.load, begin_ns + passes[-1].end_ns
         if self.left is not None:
             self.writer.free(self.left, begin_ns)
-        around = [self._of_schedule(load.around, begin_ns)]
+        around = [self._of_schedule(load.there(Event.FORWARD), begin_ns)]
         chunks = iter(_chunks(self.run, self.stage, [p.step for p in passes if p.step is not None]))
         for played in passes:
             if played.step is not None:
                 chunk = next(chunks)
                 self._pass(played, chunk, begin_ns)
-                if load.passed and self._ends(played.step.work):
-                    sent = load.passed * load.sending[chunk % len(load.sending)]
+                if load.transfers and self._ends(played.step.work):
+                    sent = load.transfers[chunk % load.order.own]
                     self.passed += filter(None, [self._of_schedule(sent, begin_ns + played.end_ns)])
                 if len(around) == 1 and played.step.work is not Work.FORWARD:
-                    around.append(self._of_schedule(load.variables, begin_ns + played.end_ns))
+                    variables = load.there(Event.BACKWARD) - load.there(Event.FORWARD)
+                    around.append(self._of_schedule(variables, begin_ns + played.end_ns))
         for held in (*around, *self.passed):
             if held is not None:
                 self.writer.free(held, end)
         self.passed.clear()
-        self.left = self._of_schedule(load.left, end)
+        self.left = self._of_schedule(load.there(Event.STEP), end)
         optimizer = next(s for s in reversed(passes[-1].slices) if s.kind is Kind.OPTIMIZER)
         self._optimizer(begin_ns + optimizer.begin_ns, begin_ns + optimizer.end_ns)
         for made in self.gradients.values():
@@ -183,7 +183,7 @@ class _Player:
         end_ns: int,
         own: int,
     ) -> None:
-        """Either half of a backward whose halves are known; see `ledger.timeline`."""
+        """Either half of a backward whose halves are known; see `memory.unit`."""
         if work is Work.BACKWARD:
             held = self.held[key]
             for unit, name in reversed(units):

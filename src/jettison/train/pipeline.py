@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from jettison.capture.model_trace import as_batch
 from jettison.dryrun.imagined_pipeline import ImaginedStage, imagined_transfers, send_nothing
 from jettison.errors import UsageError
-from jettison.ledger.occupancies import in_flight
+from jettison.memory.actions import DeviceOrder
 from jettison.memory.schedule import order
 from jettison.models.documents import document_numbers
 from jettison.models.reference import Gpt, Llama, LlamaConfig, gpt_beside, gpt_places, llama_beside, mean_loss
@@ -232,8 +232,8 @@ class Pipeline(Engine):
             virtual_stages=layout.virtual_stages,
             group=layout.micro_batch_group,
         )
-        held = in_flight(work)
-        for stage, number, whole, half in zip(self.stages, self._numbers, held.forward, held.weight, strict=True):
+        held = DeviceOrder(steps=work, own=layout.virtual_stages, chunks=layout.virtual_stages).most_alive
+        for stage, number, alive in zip(self.stages, self._numbers, held, strict=True):
             stream = torch.zeros_like(self._stream(stage), device=self._device)
             batch = (rows[:, :-1],) if stage.is_first else received(stream)
             yield RankModule(
@@ -241,7 +241,7 @@ class Pipeline(Engine):
                 batch=as_batch(batch, self._told(rows)),
                 loss_fn=stand_in_loss,
                 regions=blocks_of(stage),
-                in_flight=min(whole + half, micro_batches),
+                in_flight=min(alive, micro_batches),
                 number=number,
             )
 

@@ -16,9 +16,10 @@ from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from jettison.errors import UsageError
-from jettison.ledger.occupancies import Occupancy, in_flight, occupancies, peak_in_flight, stage_occupancies
+from jettison.memory.actions import Occupancy, Walk, device_order
 from jettison.memory.schedule import ScheduledPass, Work, order, orders
 from jettison.spec.layout import Schedule
+from support.orders import fullest, most_in_flight, peak_in_flight
 
 Order = Sequence[ScheduledPass]
 Case = tuple[Schedule, int, int, int]
@@ -270,7 +271,6 @@ def test_the_dearest_occupancy_is_the_dearest_moment(
         return adds[step.work][step.chunk] + fresh
 
     def price(state: Occupancy, learning: int) -> int:
-        assert state.step is not None
         held = zip((*state.forward, *state.weight), (*whole_price[: len(state.forward)], *half_price), strict=False)
         gradients = sum(map(mul, state.learned, learned_price))
         learned = bool(learning) and state.learned[state.step.chunk] == 1
@@ -284,7 +284,7 @@ def test_the_dearest_occupancy_is_the_dearest_moment(
             + above(step, step.chunk in learned, learning)
             for whole, half, step, learned in moments(steps)
         )
-        assert max(price(state, learning) for state in occupancies(steps, learning=learning)) == brute
+        assert max(price(state, learning) for state in fullest(steps, Walk(learning=bool(learning)))) == brute
 
 
 @given(cases())
@@ -301,39 +301,41 @@ def test_occupancies_are_few_and_happen(case: Case) -> None:
             )
             for whole, half, step, learned in found
         }
-        states = occupancies(steps, learning=len(chunks))
+        states = fullest(steps, Walk(learning=True))
         assert {(state.forward, state.weight, state.step, state.learned) for state in states} <= happened
         assert len(set(states)) == len(states) <= (14 if case[0].splits else 9) * len(chunks)
-        times = [steps.index(state.step) for state in states if state.step is not None]
+        times = [steps.index(state.step) for state in states]
         assert times == sorted(times)
         assert peak_in_flight(steps) == max(len(whole) + len(half) for whole, half, _, _ in found)
-        peaks = in_flight(steps)
-        assert peaks.step is None
-        assert peaks.forward == tuple(map(max, zip(*(forward for forward, _, _, _ in happened), strict=True)))
-        assert peaks.weight == tuple(map(max, zip(*(weight for _, weight, _, _ in happened), strict=True)))
+        forward, weight = most_in_flight(steps)
+        assert forward == tuple(map(max, zip(*(forward for forward, _, _, _ in happened), strict=True)))
+        assert weight == tuple(map(max, zip(*(weight for _, weight, _, _ in happened), strict=True)))
 
 
 def test_devices_learn_from_their_last_chunk_on() -> None:
     """4 stages of 2 chunks, 8 micro-batches: 11 chunks are in flight when backwards begin, and no gradients are there;
     they are of the last chunk alone when those of the first begin."""
-    states = stage_occupancies(ONE_F_ONE_B, stage=0, stages=4, micro_batches=8, virtual_stages=2, learning=True)
-    backwards = [s for s in states if s.step and s.step.work is Work.BACKWARD]
-    first = {chunk: next(s for s in backwards if s.step and s.step.chunk == chunk) for chunk in (0, 1)}
+    walk = Walk(learning=True)
+    states = device_order(ONE_F_ONE_B, stage=0, stages=4, micro_batches=8, virtual_stages=2, walk=walk).fullest.values()
+    backwards = [s for s in states if s.step.work is Work.BACKWARD]
+    first = {chunk: next(s for s in backwards if s.step.chunk == chunk) for chunk in (0, 1)}
     assert (first[1].forward, first[1].learned) == ((7, 4), (0, 0))
-    assert (first[0].total, first[0].learned) == (11, (0, 1))
+    assert (sum(first[0].alive), first[0].learned) == (11, (0, 1))
 
 
 def assert_truncation_changes_nothing(case: Case) -> None:
     schedule, stages, micro_batches, virtual_stages = case
     for (stage, steps), learning in product(enumerate(orders_of(case)), (False, True)):
-        every = occupancies(steps, learning=virtual_stages if learning else 0)
-        few = stage_occupancies(
-            schedule,
-            stage=stage,
-            stages=stages,
-            micro_batches=micro_batches,
-            virtual_stages=virtual_stages,
-            learning=learning,
+        every = fullest(steps, Walk(learning=learning))
+        few = tuple(
+            device_order(
+                schedule,
+                stage=stage,
+                stages=stages,
+                micro_batches=micro_batches,
+                virtual_stages=virtual_stages,
+                walk=Walk(learning=learning),
+            ).fullest.values()
         )
         if schedule.splits and virtual_stages > 1:  # of weight steps that are left to the end the last are shown
             assert unnumbered(every) == unnumbered(few)
@@ -343,7 +345,7 @@ def assert_truncation_changes_nothing(case: Case) -> None:
 
 def unnumbered(states: Iterable[Occupancy]) -> set[Occupancy]:
     """Whichever micro-batch they are about."""
-    return {replace(state, step=state.step and replace(state.step, micro_batch=0)) for state in states}
+    return {replace(state, step=replace(state.step, micro_batch=0)) for state in states}
 
 
 @pytest.mark.parametrize("schedule", ALL)
@@ -362,11 +364,11 @@ def test_few_micro_batches_stand_for_many_interleaved(stages: int, virtual_stage
 def test_large_pipelines_are_replayed_in_part() -> None:
     for stage in (0, 31, 63):
         many, more = (
-            stage_occupancies(ONE_F_ONE_B, stage=stage, stages=64, micro_batches=n, virtual_stages=4)
+            device_order(ONE_F_ONE_B, stage=stage, stages=64, micro_batches=n, virtual_stages=4)
             for n in (2048, 64 * 10**9)
         )
         assert many is more
-        assert max(state.total for state in many) == 2 * (63 - stage) + 3 * 64 + 1
+        assert max(sum(state.alive) for state in many.fullest.values()) == 2 * (63 - stage) + 3 * 64 + 1
 
 
 # --- what the papers say --------------------------------------------------------------------------------------------
@@ -404,8 +406,8 @@ def test_interleaved_first_stage_holds_a_model_and_p_less_1_chunks(stages: int, 
 
 def test_gpt_530b_first_stage_holds_139_layers() -> None:
     """ArXiv 2205.05198 Table 3: 105 layers, p = 35, m = 3, batch 280 of 1: 105 (1 + 34/105)."""
-    states = stage_occupancies(ONE_F_ONE_B, stage=0, stages=35, micro_batches=280, virtual_stages=3)
-    assert max(state.total for state in states) == 139
+    states = device_order(ONE_F_ONE_B, stage=0, stages=35, micro_batches=280, virtual_stages=3).fullest.values()
+    assert max(sum(state.alive) for state in states) == 139
 
 
 @given(st.integers(1, 8), st.integers(1, 30))
@@ -416,14 +418,13 @@ def test_zb_h1_holds_on_every_stage_what_1f1b_holds_on_the_first(stages: int, mi
     assert [peak_in_flight(steps) for steps in found] == [peak_in_flight(plain[0])] * stages
     for stage, (steps, whole) in enumerate(zip(found, plain, strict=True)):
         assert tuple(step for step in steps if step.work is not Work.WEIGHT) == whole
-        assert in_flight(steps).forward == in_flight(whole).forward
-        assert in_flight(steps).weight == (min(stage + 1, micro_batches),)
+        assert most_in_flight(steps) == (most_in_flight(whole)[0], (min(stage + 1, micro_batches),))
 
 
 def test_zb_h1_with_four_stages() -> None:
     """Every worker holds four, and later ones more of them as halves."""
-    states = [stage_occupancies(ZERO_BUBBLE, stage=stage, stages=4, micro_batches=64) for stage in range(4)]
-    before = [[(*s.forward, *s.weight) for s in found if s.step and s.step.work is Work.BACKWARD] for found in states]
+    states = [device_order(ZERO_BUBBLE, stage=i, stages=4, micro_batches=64).fullest.values() for i in range(4)]
+    before = [[(*s.forward, *s.weight) for s in found if s.step.work is Work.BACKWARD] for found in states]
     assert before == [[(4, 0)], [(3, 1)], [(2, 2)], [(1, 3)]]
 
 
@@ -443,7 +444,7 @@ def test_zb_h1_with_four_stages() -> None:
 )
 def test_what_a_schedule_does_not_know(case: Case, says: str) -> None:
     schedule, stages, micro_batches, virtual_stages = case
-    calls: list[Callable[..., object]] = [order, stage_occupancies]
+    calls: list[Callable[..., object]] = [order, device_order]
     for call in calls:
         with pytest.raises(UsageError, match=says):
             call(schedule, stage=0, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
@@ -456,8 +457,3 @@ def test_a_stage_that_is_not_there() -> None:
         order(GPIPE, stage=4, stages=4, micro_batches=1)
     with pytest.raises(UsageError, match="got 0 stages"):
         orders(GPIPE, stages=0, micro_batches=1)
-
-
-def test_an_order_without_a_backward_has_no_peak() -> None:
-    with pytest.raises(UsageError, match="got an order of 1 steps without a backward"):
-        peak_in_flight((ScheduledPass(Work.FORWARD, 0, 0),))
