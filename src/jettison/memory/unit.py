@@ -6,7 +6,7 @@ A backward may be split: gradients of inputs first, those of weights when the sc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import NamedTuple
@@ -89,7 +89,23 @@ class Unit:
 
     def named(self, names: tuple[str, ...]) -> Unit:
         """Return the same bytes under other names."""
-        return self if names == self.names else replace(self, names=names)
+        if names == self.names:
+            return self
+        return Unit(  # `replace` would make dozens of calls, and every layer is named
+            names=names,
+            resident=self.resident,
+            forward_peak=self.forward_peak,
+            backward_peak=self.backward_peak,
+            adding_peak=self.adding_peak,
+            gradient=self.gradient,
+            pending=self.pending,
+            is_loss=self.is_loss,
+            frozen=self.frozen,
+            cached=self.cached,
+            whole=self.whole,
+            weights=self.weights,
+            halves=self.halves,
+        )
 
 
 class Piece(NamedTuple):
