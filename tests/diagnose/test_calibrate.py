@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -326,6 +328,18 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_threa
     assert any("float32 product" in text for text in said)
     (tmp_path / "m.toml").write_text(hardware_toml(found), encoding="utf-8")
     assert hardware(tmp_path / "m.toml").name == h.name
+
+
+def test_hooks_are_priced_by_a_step_that_has_them() -> None:
+    slots, step = probes.step_of_layers(8, 16, 2, torch.device("cpu"), torch.float32, hooked=True)
+    step(0)
+    calls: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, _: calls.update([frame.f_code.co_qualname] * (event == "call")))
+    try:
+        step(1)
+    finally:
+        sys.setprofile(None)
+    assert calls["Frame.pack"] == slots > 0
 
 
 def test_no_such_device() -> None:

@@ -322,7 +322,8 @@ def step_of_layers(
     slots = 0
     if hooked:
         traced = trace_model(model, (x,), loss_fn=torch.sum)
-        install(model, traced, {call.name: KeepAll() for call in traced.calls}, KeepAll())
+        for region in install(model, traced, {call.name: KeepAll() for call in traced.calls}, KeepAll()):
+            region.live()  # where nobody counts, what keeps everything runs without hooks
         slots = len(traced.root.program.slots) + sum(len(traced.program(call).slots) for call in traced.calls)
 
     def step(_turn: int) -> None:
