@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -24,6 +25,9 @@ def test_the_explorer_is_served(open_page: Open) -> None:
         url = process.stdout.readline().strip()
         assert url.startswith("http://127.0.0.1:")
         assert httpx.post(f"{url}api/plan", json=PLAN, timeout=PATIENCE).json()["feasible"]
+        end = time.monotonic() + PATIENCE
+        while httpx.get(url, timeout=PATIENCE).status_code != 200 and time.monotonic() < end:
+            time.sleep(0.2)  # the page is being made
         opened = open_page(url)
         ids = opened.page.locator("main > section").evaluate_all("all => all.map((one) => one.id)")
         assert ids[0] == "ask"
