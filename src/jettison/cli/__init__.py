@@ -1,4 +1,4 @@
-"""The command line: one function a verb, no logic. Torch is imported inside the verbs that need it."""
+"""The command line: one file a verb, with its flags and its function, loaded when the verb is called."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateFlags:
-    """What is asked beside the run.
+    """Flags in addition to those of the run.
 
     Args:
         gpu: The accelerator, such as h100-80gb, or a TOML file.

@@ -31,7 +31,9 @@ def command(
     figures: Figures = None,
     force: Force = False,
     open_page: Annotated[Switch, Parameter(name="--open", help="Show it in the browser.")] = False,
-    serve: Annotated[Switch, Parameter(help="Serve it on this machine, with the planner behind it.")] = False,
+    serve: Annotated[
+        Switch, Parameter(help="Serve it on this machine, and answer plans, ledgers, estimates and searches.")
+    ] = False,
     port: Annotated[int | None, Parameter(help="Of 127.0.0.1, with --serve: a free one.")] = None,
 ) -> None:
     """Write one page of interactive figures: what a layer keeps, and the effect of layouts and recompute.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerFlags:
-    """What is asked beside the run.
+    """Flags in addition to those of the run.
 
     Args:
         gpu: Hold the peak against this GPU, such as h100-80gb.

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFlags:
-    """What is asked beside the run.
+    """Flags in addition to those of the run.
 
     Args:
         gpu: What this GPU leaves, such as h100-80gb, and its speed.
@@ -110,7 +110,7 @@ def command(
 
 
 def said(model: str, request: RunRequest, flags: PlanFlags) -> dict[str, Any]:
-    """What was asked, as documents have it."""
+    """The request, as documents have it."""
     return asked(model=model, flags=replace(flags, timeline=None, snapshot=None), request=request)
 
 

@@ -45,7 +45,7 @@ NOTHING_FIXED = SearchRequest()
 
 @dataclass(frozen=True, kw_only=True)
 class SearchFlags:
-    """What is asked beside the space to search.
+    """Flags in addition to those of the search space.
 
     Args:
         gpus: Devices to train on.

@@ -1,4 +1,4 @@
-"""What a server may be asked: verbs about described runs, answered as the command line prints it, without torch."""
+"""Requests that a server takes: verbs about described runs, answered as the command line prints them, without torch."""
 
 from __future__ import annotations
 

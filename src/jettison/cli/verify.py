@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyFlags:
-    """What is to be proven, and of which model.
+    """Flags of a proof: the plan, budget or policy that is held to, and the model.
 
     Args:
         model: With a plan file: the model, if the plan does not say it.
@@ -53,7 +53,7 @@ class VerifyFlags:
         step: With --given: module:function of (model, batch), a forward and backward.
         against: With --given: module:factory of the same model, plain.
         values: Compare every tensor of backward, in all bits, in a step.
-        offload: With --budget: tensors may also wait on the host.
+        offload: With --budget: tensors may also be offloaded to the host.
         host_budget: Bytes of the host for what waits there: 128GiB; else what there is.
         gpu: With --offload: whose link to the host, where none is here.
         optimizer: As for `plan`.

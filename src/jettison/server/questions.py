@@ -39,19 +39,19 @@ Share = Annotated[float, Bounds(allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Form:
-    """What a verb is asked: dataclasses of its own flags, and of the run or the space to search."""
+    """Request of a verb: dataclasses of its own flags, and of the run or the search space."""
 
     flags: type[Any]
     request: type[Any]
 
     def flag_fields(self) -> list[Field[Any]]:
-        """Of the flags those that may come from elsewhere: none that names a file of this machine."""
+        """Flags that a client may give: none that names a file of this machine."""
         return [one for one in fields(self.flags) if not one.metadata.get("local")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What a server is made for.
+    """Verbs of a server, and the module that answers them.
 
     Args:
         answers: name of the module whose ``answer(question, say)`` a worker calls.

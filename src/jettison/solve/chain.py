@@ -5,7 +5,7 @@ NOTE [ The step's levels ], and the host's bytes. For each root option: the dual
 bound from every position on (bound.py), a beam of labels gives a good plan, and labels thinned with a known loss
 (label_setting.py) prove it, mostly with nothing thinned at all. Where the host's budget matters, good plans are found
 around the relaxation's vertex first (rounding.py), and labels go on among the moves that a better one may take
-(fixing.py); where there are none, with plans that pay for the host's bytes (host_price.py). Root options whose bound is
+(fixing.py); where there are none, with plans that pay for the host's bytes. Root options whose bound is
 no better than the best plan are left out. Every answer is replayed by `evaluate` before it is returned.
 """
 
