@@ -25,12 +25,12 @@ from textwrap import fill
 from benchmarks import accuracy_megatron
 from benchmarks.page_command import page_command
 from benchmarks.published import CLAIMED, Figure, Row, rows
+from jettison.core.units import GIB
 from jettison.formula.region import head_region
 from jettison.predict.allowance import FRAGMENTS
 from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.report.explain import peak_parts
 from jettison.spec.run import Run
-from jettison.units import GIB
 
 PAGE = Path(__file__).parent.parent / "docs" / "accuracy.md"
 TEMPLATE = Path(__file__).parent / "pages" / "accuracy.md"

@@ -20,13 +20,13 @@ from typing import Any
 from benchmarks.accuracy import EXPECTED, room_left_by_logits, side_streams, signed
 from benchmarks.page_command import page_command
 from jettison.cli.main import run as command_line
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import GIB, MIB
 from jettison.predict.allowance import allowance
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import flag_of, model_spec, resolve
 from jettison.spec.run import Run
-from jettison.units import GIB, MIB
 
 ROOT = Path(__file__).parent.parent
 FACTS = ROOT / "tests" / "facts" / "blind_runs.csv"

@@ -29,11 +29,11 @@ from torch import nn
 import jettison
 from benchmarks.models import BUILDERS, Batch, Size, build, loss_of
 from benchmarks.rivals import compiled_blocks
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
+from jettison.core.units import Bytes
 from jettison.measure import interleaved, measured_peak, same_bits
 from jettison.measure.tensors import static_tensors
 from jettison.planner.planner import UNSEEN_BYTES
-from jettison.units import Bytes
 
 RESULTS = Path(__file__).parent / "results"
 STRIDE = 0.02  # of all parameters together, along the gradient

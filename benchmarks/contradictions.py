@@ -14,12 +14,12 @@ from typing import Any
 
 from benchmarks.page_command import page_command
 from benchmarks.published import command
+from jettison.core.units import GIB
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.passes import passes_of
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from jettison.report.explain import FORWARDS_OF_A_STEP, explain, recomputed_flops
-from jettison.units import GIB
 
 PAGE = Path(__file__).parent.parent / "docs" / "contradictions.md"
 TEMPLATE = Path(__file__).parent / "pages" / "contradictions.md"

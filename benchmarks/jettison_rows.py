@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.models import Batch
 from benchmarks.rivals import Handle, Rival
-from jettison.units import Bytes
+from jettison.core.units import Bytes
 
 
 def at_peak(name: str, budget_bytes: int, **options: Any) -> Rival:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.megatron_hybrids import PATTERN, hybrid, stages
 from benchmarks.megatron_others import BERT, PREFIXES, T5, bert, t5
+from jettison.core.units import GIB, MIB
 from jettison.memory.span import Phase
 from jettison.predict.forecast import forecast
 from jettison.spec.fp8 import fp8_recipe
@@ -42,7 +43,6 @@ from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 from jettison.spec.stage_layers import stage_layers
 from jettison.spec.workspaces import WORKSPACES, Workspaces
-from jettison.units import GIB, MIB
 
 _FOLDER = Path(__file__).parent.parent / "tests" / "facts"
 FACTS = _FOLDER / "megatron_golden.csv"

@@ -230,7 +230,7 @@ class Answer:
 
 def tried(kind: str) -> Answer:
     """Ask for one type."""
-    from jettison.errors import JettisonError
+    from jettison.core.errors import JettisonError
 
     begin = time.process_time()
     try:
@@ -242,7 +242,7 @@ def tried(kind: str) -> Answer:
 
 
 def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
-    from jettison.errors import NotDescribed, UsageError
+    from jettison.core.errors import NotDescribed, UsageError
     from jettison.families.config import parse_config
     from jettison.families.left_out import TOWERS
     from jettison.formula.parameters import parameter_count

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.page_command import page_command
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
+from jettison.core.units import GIB, format_bytes
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
 from jettison.predict.forecast import forecast
@@ -26,7 +27,6 @@ from jettison.report.alternatives import layer_reasons
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
-from jettison.units import GIB, format_bytes
 
 PAGE = Path(__file__).parent.parent / "docs" / "offload.md"
 TEMPLATE = Path(__file__).parent / "pages" / "offload.md"

@@ -22,6 +22,7 @@ from typing import TypeVar
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from jettison.cli.search import search
+from jettison.core.units import GIB
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import choose as plan_stages
 from jettison.predict.run_fields import RunRequest
@@ -30,7 +31,6 @@ from jettison.search.request import SearchRequest
 from jettison.solve import choose, minimum_budget
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Mode, Recompute
-from jettison.units import GIB
 from support.offload_cases import deep_offload
 
 MORE_GIB = (0, 2, 10, 40, 120, 200)

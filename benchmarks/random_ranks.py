@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.predict.forecast import Forecast, forecast
 from jettison.spec.kernels import Combine, ContextExchange, Loss
 from jettison.spec.layout import Layout, Reshard, Schedule

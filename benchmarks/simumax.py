@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jettison.core.units import GIB
 from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.spec.run import Run
-from jettison.units import GIB
 
 FACTS = Path(__file__).parent.parent / "tests" / "facts" / "simumax_70b.csv"
 

@@ -19,6 +19,7 @@ from statistics import median
 from types import MappingProxyType
 
 from benchmarks.page_command import page_command
+from jettison.core.units import GIB
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.flops import Counting, model_flops, tokens
 from jettison.families.config import parse_config
@@ -32,7 +33,6 @@ from jettison.spec.hardware import hardware
 from jettison.spec.kernels import MEGATRON, PYTORCH
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
-from jettison.units import GIB
 
 FACTS = Path(__file__).parent.parent / "tests" / "facts"
 PAGE = Path(__file__).parent.parent / "docs" / "accuracy_time.md"

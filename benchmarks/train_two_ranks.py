@@ -27,9 +27,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jettison.parse_units import parse_bytes
+from jettison.core.parse_units import parse_bytes
+from jettison.core.units import format_bytes
 from jettison.train.recipe import CheckpointSection, LogSection, PlanSection, TrainRecipe, read_recipe
-from jettison.units import format_bytes
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "two-ranks.toml"

@@ -18,7 +18,7 @@ from benchmarks.megatron_golden import HYBRIDS, MORE, Facts, Golden, facts, gold
 from benchmarks.megatron_others import PREFIXES
 from benchmarks.page_command import page_command
 from jettison.cli.main import run
-from jettison.units import GIB
+from jettison.core.units import GIB
 
 OTHERS = Path(__file__).parent.parent / "tests" / "facts" / "unseen_runs.csv"
 """Of other projects; a command beside each."""

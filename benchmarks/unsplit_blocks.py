@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jettison.units import MIB
+from jettison.core.units import MIB
 
 _SEGMENT, _LARGE, _ROUND = 20 * MIB, 10 * MIB, 2 * MIB
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.gpu.cases import Column, Found, Log, slug
 from benchmarks.gpu.setting import Setting, name_of
+from jettison.core.progress import silent
 from jettison.diagnose.calibrate import calibrate, calibration_document, doubtful, figures, hardware_toml
-from jettison.progress import silent
 from jettison.spec.hardware import hardware
 
 

@@ -16,7 +16,7 @@ from benchmarks.gpu.glance import Line
 from benchmarks.gpu.setting import Setting, fingerprints, milliseconds, quartiles
 from benchmarks.jettison_rows import at_peak
 from benchmarks.rivals import Rival
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
 

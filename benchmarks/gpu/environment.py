@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.cases import Found, Log
 from benchmarks.gpu.parts import grouped_mm
 from benchmarks.gpu.setting import Setting, name_of, why_no_compiler
-from jettison.units import format_bytes
+from jettison.core.units import format_bytes
 
 PACKAGES = ("numpy", "triton", "pydantic", "highspy", "transformers")
 """None of them is needed; they are named because a run may differ where they are there."""

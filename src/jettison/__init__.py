@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
     from jettison.capture.entries import ledger_of
     from jettison.cli.export import export_plan
     from jettison.cli.search import search
-    from jettison.errors import (
+    from jettison.core.errors import (
         DoesNotFit,
         HostBudgetExceeded,
         Infeasible,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
         UsageError,
         WrongValue,
     )
+    from jettison.core.units import Bytes
     from jettison.families.config import read_config
     from jettison.families.presets import preset
     from jettison.ledger import Ledger
@@ -43,7 +44,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
     from jettison.spec.layout import Layout
     from jettison.spec.model import ModelSpec
     from jettison.spec.run import Run
-    from jettison.units import Bytes
     from jettison.verify.given import verify_given
     from jettison.verify.planned import verify
 
@@ -73,7 +73,7 @@ _HOME_OF = MappingProxyType(
         "preset": "jettison.families.presets",
         "hardware": "jettison.spec.hardware",
         "read_config": "jettison.families.config",
-        "Bytes": "jettison.units",
+        "Bytes": "jettison.core.units",
         "Hardware": "jettison.spec.hardware",
         "Layout": "jettison.spec.layout",
         "Ledger": "jettison.ledger",
@@ -83,7 +83,7 @@ _HOME_OF = MappingProxyType(
         "RunRequest": "jettison.predict.run_fields",
         "SearchRequest": "jettison.search.request",
         "NothingFits": "jettison.search.search",
-        **dict.fromkeys(_ERRORS, "jettison.errors"),
+        **dict.fromkeys(_ERRORS, "jettison.core.errors"),
     }
 )
 
@@ -113,7 +113,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        from jettison.extras import install
+        from jettison.core.errors import install
 
         raise ImportError(f"jettison.{name} needs torch: {install('torch')}") from error
 
@@ -122,7 +122,7 @@ def _imported(home: str) -> ModuleType:
     """Import a module, which may import torch and take seconds: a terminal shows it."""
     if home in sys.modules:
         return import_module(home)  # another thread may be at it still
-    from jettison.progress import shown
+    from jettison.core.progress import shown
 
     with shown.running(f"loading {home}"):
         return import_module(home)

@@ -12,7 +12,7 @@ import jettison
 from jettison.capture.blocks import find_blocks, structural_keys
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.tracer import trace_model
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 
 N = 6
 

@@ -16,7 +16,7 @@ from jettison.capture.dispatch import CaptureMode
 from jettison.capture.recorder import Recorder
 from jettison.capture.region_tracer import trace_region
 from jettison.capture.tracer import trace_model
-from jettison.errors import TraceError
+from jettison.core.errors import TraceError
 from jettison.measure import buffer_digest, parameter_digest, rng_digest
 from jettison.measure.peak import allocation_deltas
 

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 import jettison
 from jettison.capture.closures import close_over_copies
 from jettison.capture.fakes import fake_copy, fake_mode
+from jettison.core.units import Bytes
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
-from jettison.units import Bytes
 from support.toys import Words
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from jettison.capture.isolation import leaving_nothing
-from jettison.errors import UnsupportedModule
+from jettison.core.errors import UnsupportedModule
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "opens": lambda path: open(path, "a").write("b"),

@@ -48,7 +48,7 @@ from jettison.capture.isolation import leaving_nothing
 from jettison.capture.lru_caches import CacheState
 from jettison.capture.python_state import MANY, Reach
 from jettison.capture.undo import WritesUndone
-from jettison.errors import UnsupportedModule
+from jettison.core.errors import UnsupportedModule
 from jettison.measure.memory import AllocationCounter
 
 # lru_cache ------------------------------------------------------------------------------------------------------------

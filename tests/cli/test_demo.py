@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from jettison.cli.demo_run import DemoSize, batches_of, run_demo
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.report.proof import Proof
 from jettison.solve import Plan
 from jettison.train.data import standard_library_text

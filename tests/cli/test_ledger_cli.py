@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from jettison.cli.main import run
-from jettison.errors import DoesNotFit
+from jettison.core.errors import DoesNotFit
 from jettison.families.presets import PRESETS
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import ENTRY_FIELDS

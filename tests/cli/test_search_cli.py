@@ -14,17 +14,17 @@ import pytest
 
 from jettison.cli.main import run as cli
 from jettison.cli.search import search as search_report
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.progress import silent
+from jettison.core.units import GIB
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import model_spec
-from jettison.progress import silent
 from jettison.report.search import SearchReport
 from jettison.search import evaluate
 from jettison.search.journal import Journal
 from jettison.search.request import SearchRequest
 from jettison.search.space import setup_run
 from jettison.spec.hardware import hardware
-from jettison.units import GIB
 
 # state ----------------------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,11 @@ from statistics import median
 
 import pytest
 
+from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
 from jettison.cost.kernel import Half, Kernel
 from jettison.cost.launches import work
 from jettison.cost.matmul import kernel_seconds
-from jettison.errors import UsageError
 from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.predict.run_fields import RunRequest

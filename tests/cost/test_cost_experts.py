@@ -13,13 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from jettison.core.errors import UsageError
 from jettison.cost.collective import RankGroup, transfer_seconds
 from jettison.cost.execution import execution_of
 from jettison.cost.kernel import Kernel, Product
 from jettison.cost.launches import CLAMPS, WIDE_BIAS, work
 from jettison.cost.layer import PriceModel
 from jettison.cost.matmul import kernel_seconds
-from jettison.errors import UsageError
 from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.predict.run_fields import RunRequest

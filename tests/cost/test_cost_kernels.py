@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jettison.core.errors import UsageError
 from jettison.cost.collective import RankGroup, group, transfer_seconds
 from jettison.cost.execution import Execution, Fusion, execution_of
 from jettison.cost.kernel import Half, Product
 from jettison.cost.launches import groups, work
 from jettison.cost.layer import PriceModel, RegionSeconds
 from jettison.cost.matmul import memory_seconds, product_seconds, rate
-from jettison.errors import UsageError
 from jettison.families.presets import preset
 from jettison.formula.region import Region, head_region, layer_region
 from jettison.predict.run_fields import RunRequest

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from jettison.cli import doctor
 from jettison.cli.main import run
+from jettison.core.errors import UsageError
 from jettison.cost.kernel import Product
 from jettison.cost.launches import FLASH_BACKWARD
 from jettison.cost.matmul import product_seconds
@@ -36,7 +37,6 @@ from jettison.diagnose.probes import (
     step_of_blocks,
     undisturbed,
 )
-from jettison.errors import UsageError
 from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Throughput, hardware
 from support.patience import PATIENCE
 from support.ranks import Launches

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from jettison.cli.main import run
+from jettison.core.errors import UsageError
 from jettison.diagnose.facts import MemoryFacts, StepBytes, StepPhase
 from jettison.diagnose.finding import Finding, FindingKind
 from jettison.diagnose.growth import grown_bytes
 from jettison.diagnose.log import facts_of_log
 from jettison.diagnose.memory import diagnose_memory
 from jettison.diagnose.snapshot import facts_of_snapshot, snapshot_of
-from jettison.errors import UsageError
 from support.planted_memory import HEAD, KEEPS, MIB, PREFETCH, Tape, message, traceback
 from support.snapshot_cases import ENGINE, OPTIMIZER
 

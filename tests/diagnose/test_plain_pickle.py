@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from jettison.core.errors import UsageError
 from jettison.diagnose.plain_pickle import load_plain, loads_plain
-from jettison.errors import UsageError
 from support.patience import PATIENCE
 
 PLAIN = {
@@ -92,7 +92,7 @@ def test_deep_lists_are_only_data() -> None:
 import sys
 from jettison.diagnose.plain_pickle import loads_plain
 from jettison.diagnose.snapshot import snapshot_of
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 data = b"\\x80\\x04" + b"]" * 200_000 + b"a" * 199_999 + b"."
 try:
     snapshot_of(loads_plain(data, "deep"), "deep")

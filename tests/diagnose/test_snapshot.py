@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from torch.cuda import _memory_viz
 
+from jettison.core.errors import UsageError
 from jettison.diagnose import snapshot as reader
 from jettison.diagnose.snapshot import read_snapshot, snapshot_of
 from jettison.diagnose.snapshot_file import GRANULARITY_BYTES, snapshot_content, write_snapshot
-from jettison.errors import UsageError
 from jettison.traces.timeline import (
     Label,
     MemoryTimeline,

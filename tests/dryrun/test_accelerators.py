@@ -20,8 +20,9 @@ from jettison.capture.model_trace import Loop
 from jettison.capture.op_traits import hollow_results, op_cost, writes
 from jettison.capture.tracer import trace_model
 from jettison.capture.values import tracing
+from jettison.core.errors import Infeasible, TraceError
+from jettison.core.units import Bytes
 from jettison.dryrun import step as rehearse
-from jettison.errors import Infeasible, TraceError
 from jettison.measure import measured_peak
 from jettison.measure.device import elsewhere_bytes
 from jettison.measure.memory import AllocationCounter
@@ -30,7 +31,6 @@ from jettison.runtime import witness
 from jettison.runtime.checked_run import SequenceCheck
 from jettison.runtime.witness import look, spots_of
 from jettison.solve.policy import KeepAll
-from jettison.units import Bytes
 from support.toys import Mlp, Net
 
 aten = torch.ops.aten

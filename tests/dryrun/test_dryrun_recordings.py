@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
+from jettison.core.units import Bytes
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.runtime.recordings import Recordings
-from jettison.units import Bytes
 from silent.kit import rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,7 +14,8 @@ import torch
 
 import jettison
 from jettison.cli.live_model import PlanReport
-from jettison.errors import DoesNotFit, PlanMismatch, UsageError
+from jettison.core.errors import DoesNotFit, PlanMismatch, UsageError
+from jettison.core.units import Bytes
 from jettison.frameworks.export import Exported, exporter
 from jettison.frameworks.live import live_export
 from jettison.frameworks.nearest import CannotSay
@@ -32,7 +33,6 @@ from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.solve.plan import Plan
-from jettison.units import Bytes
 from support.export_cases import DEPTH, TOKENS, WIDTH, applied, held_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

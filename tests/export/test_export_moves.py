@@ -15,7 +15,8 @@ import torch
 
 import jettison
 from jettison.cli.live_model import PlanReport
-from jettison.errors import DoesNotFit
+from jettison.core.errors import DoesNotFit
+from jettison.core.units import Bytes
 from jettison.frameworks.export import Exported, exporter
 from jettison.frameworks.live import live_export
 from jettison.frameworks.policy import Action, Decision, Pricer, Subject
@@ -23,7 +24,6 @@ from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.solve.plan import Plan
-from jettison.units import Bytes
 from support.export_cases import (
     applied,
     everything,

@@ -10,7 +10,7 @@ import pytest
 
 import jettison
 from jettison.cli.plan import PlanFlags, plan, remade
-from jettison.errors import DoesNotFit
+from jettison.core.errors import DoesNotFit
 from jettison.frameworks.described import DescribedPricer, decisions_of
 from jettison.frameworks.export import Exported
 from jettison.frameworks.megatron.write import _offloaded_sets, by_modules, offloading

@@ -17,7 +17,7 @@ import jettison
 from jettison import Bytes
 from jettison.cli.live_model import PlanReport
 from jettison.cli.plan import PlanFlags, plan
-from jettison.errors import TraceError
+from jettison.core.errors import TraceError
 from jettison.frameworks.export import Exported, exporter
 from jettison.frameworks.nearest import CannotSay
 from jettison.frameworks.policy import kept_whole

@@ -10,11 +10,11 @@ import pytest
 
 import jettison
 from jettison.cli.plan import PlanFlags, plan, remade
+from jettison.core.units import format_bytes
 from jettison.frameworks.described import DescribedPricer, subject_of
 from jettison.frameworks.export import Exported, losses
 from jettison.frameworks.megatron.write import _uniform
 from jettison.predict.run_fields import RunRequest
-from jettison.units import format_bytes
 
 LONG = {"tp": 8, "seq": 131072, "kernels": "megatron"}
 INPUT = 131072 * 4096 * 2 // 8  # of a layer on one rank, under sequence parallelism

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.ledger import compare

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.formula.parameters import parameter_count
 from support.formula_cases import (

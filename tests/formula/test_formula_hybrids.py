@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from jettison.errors import NotDescribed, UsageError
+from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.config import parse_config
 from jettison.families.family import kernels_for
 from jettison.formula.parameters import parameter_count

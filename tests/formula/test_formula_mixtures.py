@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from benchmarks.model_types import CLOSED, tried
 
-from jettison.errors import NotDescribed, UsageError
+from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.config import parse_config
 from jettison.formula.region import layer_region
 from jettison.spec.kernels import MEGATRON

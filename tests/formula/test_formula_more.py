@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from support.formula_cases import _GROUPED, _TOKENS, WINDOW, FormulaCase, TinyFamily, counts, differences
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.family import kernels_for
 from jettison.formula.region import layer_region
 from jettison.predict.run_fields import RunRequest

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.formula.liveness import replay
 from jettison.formula.region import embedding_region, head_region, layer_region

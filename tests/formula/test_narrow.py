@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from benchmarks import megatron_golden
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
 from jettison.formula.narrow import torchao_bytes

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.varlen import varlen_attn
 
+from jettison.core.errors import UsageError
 from jettison.cost.flops import Counting, model_flops
-from jettison.errors import UsageError
 from jettison.families.presets import preset
 from jettison.formula.region import layer_region
 from jettison.ledger import compare

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
 from jettison.cost.launches import work
-from jettison.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import Region, layer_region

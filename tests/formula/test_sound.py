@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jettison.errors import NotDescribed, UsageError
+from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.config import parse_config
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import embedding_region, head_region

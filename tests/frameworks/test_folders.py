@@ -12,7 +12,7 @@ import pytest
 import jettison.frameworks
 from jettison.cli.list_names import list_names
 from jettison.cli.suggestions import said_here
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.frameworks.export import exporter
 from jettison.frameworks.policy import Cost
 from jettison.spec import frameworks

@@ -18,12 +18,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import jettison
-from jettison.errors import UnsupportedModule, UsageError
+from jettison.core.errors import UnsupportedModule, UsageError
+from jettison.core.units import Bytes, format_bytes
 from jettison.integrations.transformers import TransformersPlan, auto_checkpoint_trainer
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.runtime.planned import PlannedForward
-from jettison.units import Bytes, format_bytes
 from support.toys import Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")

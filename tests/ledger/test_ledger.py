@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.ledger import (
     DTYPE_BYTES,
     ENTRY_FIELDS,

@@ -26,7 +26,7 @@ from benchmarks.gpu.setting import Setting, fingerprints
 from benchmarks.rivals import Rival, Undo
 from torch import Tensor, nn
 
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
 from support.patience import PATIENCE
 
 CPU = torch.device("cpu")

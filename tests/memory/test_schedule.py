@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.memory.actions import Occupancy, Walk, device_order
 from jettison.memory.schedule import ScheduledPass, Work, order, orders
 from jettison.spec.layout import Schedule

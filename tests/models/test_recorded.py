@@ -14,7 +14,7 @@ from jettison.capture.fakes import fake_mode
 from jettison.cli.estimate import EstimateFlags, estimate
 from jettison.cli.ledger import ledger
 from jettison.cli.plan import PlanFlags, plan
-from jettison.errors import NotDescribed, UsageError
+from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.config import parse_config
 from jettison.families.family import FAMILIES, PAIRS
 from jettison.formula.parameters import parameter_count

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-from jettison.errors import UnsupportedModule, UsageError
+from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.models.documents import document_numbers
 from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig
 from jettison.parallel import Context, apply_context_parallel

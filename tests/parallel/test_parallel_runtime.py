@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jettison.errors import PlanMismatch
+from jettison.core.errors import PlanMismatch
 from support.parallel_plans import TENSOR_PARALLEL_CASES, two_ranks
 from support.rank_models import LENGTH, ROWS
 from support.ranks import Launches

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import jettison
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.memory.schedule import ScheduledPass, Work
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from support.parallel_pipelines import COUNTED, MICRO_BATCHES, SEED, apply, checkpointed, work_of

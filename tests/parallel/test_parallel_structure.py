@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from jettison.errors import UnsupportedModule, UsageError
+from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.models.reference import Gpt, GptConfig, GptLayer, Llama, LlamaConfig, LlamaLayer
 from jettison.parallel import (
     BlockInput,

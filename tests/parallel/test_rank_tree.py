@@ -15,7 +15,7 @@ if not torch.distributed.is_available():
 from benchmarks.ranks import CountingStore, Waits, Words, now, together, worlds
 from torch import distributed as dist
 
-from jettison.errors import Infeasible, JettisonError, PlanMismatch, UsageError
+from jettison.core.errors import Infeasible, JettisonError, PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, Round, Verdict
 from jettison.parallel.ranks import FAN, branch, children, listed, parent
 from jettison.train.ranks import RankLost, World

@@ -36,10 +36,10 @@ import torch
 
 import jettison
 import jettison.planner.host
-from jettison.errors import Infeasible, TraceError, UnsupportedModule, UsageError
+from jettison.core.errors import Infeasible, TraceError, UnsupportedModule, UsageError
+from jettison.core.units import Bytes
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
-from jettison.units import Bytes
 from support.our_warnings import is_ours
 from support.patience import PATIENCE
 from support.random_programs import Case, Program, draw, draw_moving, program_of

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
+from jettison.core.units import Bytes
 from jettison.measure import compare_gradients, measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.planner import batches
 from jettison.runtime.batch_shape import BatchShape, map_tensors
-from jettison.units import Bytes
 from support.toys import Headed, Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -151,7 +151,7 @@ def test_a_batch_that_cannot_be_recorded_runs_all_the_same(monkeypatch: pytest.M
     assert handle.batches is not None
 
     def fails(_: Any) -> Any:
-        raise jettison.errors.TraceError("no")
+        raise jettison.core.errors.TraceError("no")
 
     monkeypatch.setattr(handle.batches, "describe", fails)
     larger = pytest.warns(UserWarning, match="the batch is larger than the one that was planned for")

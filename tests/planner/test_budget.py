@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import jettison
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import format_bytes
 from jettison.planner import budget as room
 from jettison.planner.budget import budget_of
 from jettison.runtime import host_pool
-from jettison.units import format_bytes
 from support.toys import Headed, Mlp
 
 GIB = 1 << 30

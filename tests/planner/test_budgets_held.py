@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import Infeasible, UnsupportedModule
+from jettison.core.errors import Infeasible, UnsupportedModule
+from jettison.core.units import Bytes
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
-from jettison.units import Bytes
 
 WIDTH = 32
 

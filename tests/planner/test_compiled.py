@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import jettison
-from jettison.errors import UnsupportedModule, UsageError
+from jettison.core.errors import UnsupportedModule, UsageError
+from jettison.core.units import Bytes
 from jettison.runtime.compiled import CompiledRegion, compilations
-from jettison.units import Bytes
 from support.compiled_blocks import (
     INPUT_BYTES,
     LENGTH,

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import TraceError, UsageError
+from jettison.core.errors import TraceError, UsageError
+from jettison.core.units import Bytes
 from jettison.planner.handle import Applied
 from jettison.runtime import compiled
 from jettison.runtime.compiled import CompiledRegion
 from jettison.runtime.planned import PlannedForward
-from jettison.units import Bytes
 from support.compiled_blocks import QUIET, WIDTH, batch, compiled_copy, equal, gradients, model_of, peak, smallest
 from support.toys import Headed, Mlp
 

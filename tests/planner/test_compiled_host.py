@@ -14,7 +14,7 @@ from torch import nn
 import jettison
 from jettison import Bytes
 from jettison.capture.compiled import CompiledProgram
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
 from jettison.planner.options import with_moves_of_compiled
 from jettison.planner.points import compiled_points
 from jettison.solve.frontier import FrontierPoint

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import jettison
+from jettison.core.units import Bytes
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
-from jettison.units import Bytes
 from support.toys import Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import jettison
+from jettison.core.units import Bytes
 from jettison.dryrun import op_costs
 from jettison.planner import options
-from jettison.units import Bytes
 from support.toys import Mlps
 
 

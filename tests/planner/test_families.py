@@ -7,8 +7,8 @@ import torch
 
 import jettison
 from jettison.capture.tracer import trace_model
+from jettison.core.errors import Infeasible
 from jettison.dryrun.step import fake_optimizer
-from jettison.errors import Infeasible
 from jettison.measure import independent_copy
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import Planner, make_planner

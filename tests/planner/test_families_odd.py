@@ -16,7 +16,7 @@ from jettison.capture.fakes import fake_mode
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.tracer import trace_model
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
-from jettison.errors import TraceError
+from jettison.core.errors import TraceError
 from jettison.measure import compare_gradients, independent_copy
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import make_planner

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import jettison
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import Bytes
 from jettison.planner.budget import Budget
 from jettison.planner.handle import Applied
 from jettison.planner.peak_watch import SLACK_BYTES
-from jettison.units import Bytes
 from planner.test_batches import ROWS, net, once, peak_of, rows, share_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

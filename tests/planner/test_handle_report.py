@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.planner.handle_report import MOST_ROWS, HandleReport
 
 WIDTH = 16

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.capture.tracer import trace_model
-from jettison.errors import HostBudgetExceeded, Infeasible, UsageError
+from jettison.core.errors import HostBudgetExceeded, Infeasible, UsageError
+from jettison.core.units import Bytes
 from jettison.measure import independent_copy, measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.planner import host as planner_host
@@ -26,7 +27,6 @@ from jettison.runtime.offload import Direction
 from jettison.solve.plan import Plan, PolicyWord
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
-from jettison.units import Bytes
 from support.offloading import Line, seeded
 from support.prices import every_op_takes
 from support.toys import Mlp, Words

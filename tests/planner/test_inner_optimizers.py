@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import jettison
-from jettison.errors import UnsupportedModule
+from jettison.core.errors import UnsupportedModule
+from jettison.core.units import Bytes
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
-from jettison.units import Bytes
 from support.toys import Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")

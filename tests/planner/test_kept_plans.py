@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
 import jettison
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.measure import measured_peak
 from jettison.planner import described, kept_plans, plan_facts
 from jettison.solve.plan import Plan

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 import jettison
+from jettison.core.units import Bytes
 from jettison.planner import optimizer_watch
 from jettison.planner.optimizer_watch import OptimizerWatch
-from jettison.units import Bytes
 from support.structure import said
 from support.toys import Mlp
 

@@ -14,12 +14,12 @@ from torch.nn import functional
 
 import jettison
 from jettison.capture.fakes import fake_mode
+from jettison.core.errors import Infeasible, TraceError, UnsupportedModule, UsageError
+from jettison.core.units import Bytes
 from jettison.dryrun.user_step import UserStep, copies_of, observe
-from jettison.errors import Infeasible, TraceError, UnsupportedModule, UsageError
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.parallel.agree import summary
-from jettison.units import Bytes
 from support.toys import Mlp, Words
 
 pytestmark = pytest.mark.usefixtures("one_thread")

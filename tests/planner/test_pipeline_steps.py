@@ -11,11 +11,11 @@ from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 
 import jettison
+from jettison.core.errors import PlanMismatch, TraceError, UnsupportedModule, UsageError
+from jettison.core.units import Bytes
 from jettison.dryrun.imagined_pipeline import _Chain
-from jettison.errors import PlanMismatch, TraceError, UnsupportedModule, UsageError
 from jettison.measure import measured_peak
 from jettison.parallel.agree import Round
-from jettison.units import Bytes
 from support.toys import Mlp
 
 

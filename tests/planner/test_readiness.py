@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.capture.fakes import fake_mode
-from jettison.errors import Infeasible, UnsupportedModule, UsageError
+from jettison.core.errors import Infeasible, UnsupportedModule, UsageError
+from jettison.core.units import Bytes
 from jettison.models.huggingface import ConfigRequest, build, read_config
-from jettison.units import Bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,9 +11,9 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import jettison
+from jettison.core.units import Bytes
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
-from jettison.units import Bytes
 from support.toys import Mlps
 
 

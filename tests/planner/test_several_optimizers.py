@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 import jettison
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import Bytes
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.planner.optimizers import Together, as_one
-from jettison.units import Bytes
 from support.toys import Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")

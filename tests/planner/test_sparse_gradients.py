@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import Infeasible, UsageError
+from jettison.core.errors import Infeasible, UsageError
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
 

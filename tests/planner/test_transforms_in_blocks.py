@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, func, nn
 
 import jettison
-from jettison.errors import Infeasible, TraceError
+from jettison.core.errors import Infeasible, TraceError
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
 

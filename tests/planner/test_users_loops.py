@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import jettison
+from jettison.core.units import Bytes
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.planner.handle import Applied
-from jettison.units import Bytes
 from support.users_loops import QUICK, SLOW, UsersLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

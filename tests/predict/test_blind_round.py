@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from benchmarks import blind_page
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.memory.span import Phase
 from jettison.predict.forecast import SUB_GROUP, Forecast, forecast
 from jettison.predict.played import play

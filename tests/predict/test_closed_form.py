@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.formula.named import Choices, resized
 from jettison.formula.sums import Sum, constant, symbol

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest

@@ -19,7 +19,7 @@ from jettison.capture.tracer import trace_model
 from jettison.cli.estimate import EstimateFlags
 from jettison.cli.estimate import estimate as estimate_verb
 from jettison.cli.ledger import ledger
-from jettison.errors import JettisonError
+from jettison.core.errors import JettisonError
 from jettison.families.config import parse_config
 from jettison.families.family import FAMILIES
 from jettison.models.batches import batch_for

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
 from jettison.cost.layer import Class
-from jettison.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
 from jettison.predict.allowance import available_bytes

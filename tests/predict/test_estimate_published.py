@@ -10,6 +10,7 @@ import pytest
 from benchmarks import newer_page, newer_runs, residuals, throughput
 from benchmarks.throughput import FACTS, paper_run, paper_runs, rows
 
+from jettison.core.units import GIB
 from jettison.cost.execution import MEGATRON
 from jettison.cost.layer import PriceModel
 from jettison.cost.recompute import everything, repeated, to_the_end
@@ -19,7 +20,6 @@ from jettison.predict.time import estimate
 from jettison.predict.whole_micro_batches import most_whole
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Recompute
-from jettison.units import GIB
 
 A100 = hardware("a100-80gb")
 ROWS = rows()

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 import jettison
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import GIB, MIB
 from jettison.families.presets import preset
 from jettison.predict import largest as fit_module
 from jettison.predict.allowance import allowance, available_bytes
@@ -21,7 +22,6 @@ from jettison.spec.layout import Layout
 from jettison.spec.precision import PRECISIONS, Gradients
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
-from jettison.units import GIB, MIB
 
 SMALL = Run(model=preset("gpt2"), seq=256, layout=Layout(tp=2, sp=True, dp=4))
 LARGEST = Run(

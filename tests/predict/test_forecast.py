@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jettison.errors import Infeasible, UsageError
+from jettison.core.errors import Infeasible, UsageError
 from jettison.families.presets import PRESETS, preset
 from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.memory.span import Phase

@@ -8,7 +8,8 @@ import pytest
 from benchmarks import accuracy_megatron, bridge, megatron_golden, simumax
 
 from jettison.cli.main import run as command
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import KIB, MIB, format_bytes
 from jettison.families.presets import preset
 from jettison.formula.region import head_region, layer_region
 from jettison.memory.span import Phase
@@ -20,7 +21,6 @@ from jettison.predict.run_request import resolve
 from jettison.predict.stages import NONE, kept_by
 from jettison.spec.frameworks import named, rule
 from jettison.spec.run import Run
-from jettison.units import KIB, MIB, format_bytes
 
 LLAMA = replace(preset("llama3-8b"), layers=preset("llama3-8b").layers[:8])
 

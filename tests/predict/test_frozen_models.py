@@ -12,8 +12,8 @@ import transformers
 from torch import nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
+from jettison.core.errors import Infeasible, UsageError
 from jettison.cost.op_kinds import TILED
-from jettison.errors import Infeasible, UsageError
 from jettison.families.presets import preset
 from jettison.formula.loss import TILE_WORDS
 from jettison.formula.region import head_region

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from benchmarks import megatron_golden
 
+from jettison.core.errors import UsageError
 from jettison.cost.flops import forward_flops, model_flops
-from jettison.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
 from jettison.formula.parameters import parameter_count

@@ -13,7 +13,7 @@ if not torch.distributed.is_available():
 
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.formula.region import Region, head_region, layer_region
 from jettison.formula.split_backward import input_half, weight_half
 from jettison.formula.tape import TapeOp

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.frameworks.described import DescribedPricer
 from jettison.frameworks.megatron.write import by_modules, offloading

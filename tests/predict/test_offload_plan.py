@@ -5,8 +5,9 @@ from functools import cache
 
 import pytest
 
+from jettison.core.errors import Infeasible, UsageError
+from jettison.core.units import GIB, MIB
 from jettison.cost.execution import execution_of
-from jettison.errors import Infeasible, UsageError
 from jettison.memory.span import Phase
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
@@ -21,7 +22,6 @@ from jettison.report.alternatives import layer_reasons, trades, what_if
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
-from jettison.units import GIB, MIB
 
 H100, GB200 = hardware("h100-80gb"), hardware("gb200-192gb")
 PCIE5 = replace(GB200, name="the same chip on PCIe 5", host_bytes_per_second=64 * 10**9)

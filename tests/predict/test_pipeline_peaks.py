@@ -17,7 +17,7 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import GIB
 from jettison.memory.span import Phase
 from jettison.memory.step import Event
 from jettison.predict.auto_recompute import choose
@@ -17,7 +18,6 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.hardware import hardware
-from jettison.units import GIB
 
 H100 = hardware("h100-80gb")
 EXACT: dict[str, tuple[str, dict[str, Any]]] = {

@@ -12,11 +12,11 @@ from benchmarks.accuracy import predicted_bytes, prediction, room_left_by_logits
 from benchmarks.published import CLAIMED, FACTS, Framework, Row, described, rows
 
 from jettison.cli.main import run
+from jettison.core.units import GIB
 from jettison.formula.region import layer_region
 from jettison.memory.span import Phase
 from jettison.predict.forecast import forecast
 from jettison.solve.policy import SelectiveOp, policy_named
-from jettison.units import GIB
 
 ROWS = rows()
 ALTERNATE = "selective-op-alternate"

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jettison.cli.plan import PlanFlags, plan
+from jettison.core.errors import Infeasible
+from jettison.core.units import GIB, MIB
 from jettison.cost.execution import execution_of
-from jettison.errors import Infeasible
 from jettison.predict.auto_recompute import AutoForecast, choose
 from jettison.predict.forecast import forecast, forecast_sizes
 from jettison.predict.run_fields import RunRequest
@@ -25,7 +26,6 @@ from jettison.report.alternatives import layer_reasons
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
-from jettison.units import GIB, MIB
 
 H100 = hardware("h100-80gb")
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors

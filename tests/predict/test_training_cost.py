@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
-from jettison.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
 from jettison.predict.residuals import Sureness, sureness

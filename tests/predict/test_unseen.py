@@ -10,8 +10,9 @@ from benchmarks import unseen_page
 from benchmarks.megatron_golden import HYBRIDS, MORE, facts, golden, why_not
 from benchmarks.unsplit_blocks import unsplit_mib
 
+from jettison.core.errors import UsageError
+from jettison.core.units import GIB, KIB, MIB
 from jettison.cost.pipeline import schedule_seconds
-from jettison.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.frameworks.megatron.write import layout_settings, overrides_text
 from jettison.memory.actions import device_order
@@ -22,7 +23,6 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
 from jettison.report.ledger_table import layout_text
 from jettison.spec.layout import Schedule
-from jettison.units import GIB, KIB, MIB
 
 ROWS = [(row, golden(row)) for row in facts(MORE) if not why_not(row)]
 F1B = Schedule.ONE_F_ONE_B

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import GIB
 from jettison.families.presets import preset
 from jettison.memory.schedule import Work, order, recomputing_share, window
 from jettison.memory.unit import Unit
@@ -21,7 +22,6 @@ from jettison.spec.layout import Schedule
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
-from jettison.units import GIB
 
 A100 = hardware("a100-80gb")
 

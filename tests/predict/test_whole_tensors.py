@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from benchmarks import megatron_golden
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
 from jettison.predict.largest import fit

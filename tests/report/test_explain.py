@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from jettison.core.units import format_bytes
 from jettison.families.presets import preset
 from jettison.formula.static import Static
 from jettison.memory.actions import Walk, device_order
@@ -19,7 +20,6 @@ from jettison.spec.layout import Layout, Schedule
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
-from jettison.units import format_bytes
 
 S, H, A, LAYERS = 2048, 12288, 96, 96  # of gpt-175b; b = 1
 STATISTICS = 2 * 2 * 4 * S

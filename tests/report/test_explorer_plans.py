@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from jettison.cli.main import run
+from jettison.core.units import GIB
 from jettison.predict.forecast import forecast
 from jettison.predict.played import play
 from jettison.report import explorer_time
@@ -25,7 +26,6 @@ from jettison.report.explorer_segments import segments_data
 from jettison.report.explorer_step import LAYOUTS, MODEL, step_data
 from jettison.report.explorer_time import ITERATIONS, time_data
 from jettison.spec.hardware import hardware
-from jettison.units import GIB
 from support.patience import PATIENCE
 
 FACTS = Path(__file__).resolve().parents[1] / "facts"

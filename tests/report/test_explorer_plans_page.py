@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jettison.core.units import format_bytes, format_seconds
 from jettison.predict.played import PlayedStage, play
 from jettison.report.explorer import fit_data, offload_data
 from jettison.report.explorer_common import answered, run_of
@@ -17,7 +18,6 @@ from jettison.report.explorer_step import LAYOUTS, MODEL, step_data
 from jettison.report.explorer_time import time_data
 from jettison.report.page import json_for_html, page
 from jettison.spec.hardware import hardware
-from jettison.units import format_bytes, format_seconds
 from support.browser import (
     Open,
     OpenedPage,

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jettison.cli.main import run
 from jettison.cli.report import report
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.ledger.levels import POINTS, StepLevels
 from jettison.report import headless, untrusted
 from jettison.report.page import json_for_html

@@ -227,7 +227,7 @@ def test_controls_redraw_and_make_a_link(panel: Callable[[str], OpenedPage]) -> 
 
 
 def test_quantities_read_as_they_do_in_python(panel: Callable[[str], OpenedPage]) -> None:
-    from jettison import units
+    from jettison.core import units
 
     opened = panel("")
     kinds = {

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.capture.tracer import trace_model
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
+from jettison.core.units import Bytes
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.planner import apply, plan
-from jettison.units import Bytes
 
 HIDDEN = 32
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import jettison
-from jettison.errors import UsageError, WrongValue
+from jettison.core.errors import UsageError, WrongValue
 from jettison.runtime import accelerator, recompute_code, witness
 from silent.kit import rows, stack
 from support.compiled_blocks import QUIET, batch, compiled_copy, model_of

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import jettison
+from jettison.core.units import Bytes
 from jettison.measure import measured_peak
 from jettison.measure.gradients import independent_copy, same_bits
 from jettison.measure.memory import AllocationCounter
@@ -21,7 +22,6 @@ from jettison.measure.tensors import static_tensors
 from jettison.runtime import chunked_loss
 from jettison.runtime.chunked_loss import Hold, rows_of, whole_losses
 from jettison.solve.plan import Plan
-from jettison.units import Bytes
 
 TORCHS = chunked_loss._torchs
 

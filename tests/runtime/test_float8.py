@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import jettison
-from jettison.units import Bytes
+from jettison.core.units import Bytes
 from support.float8 import E4M3, ContextLinear, Float8Linear, factor, narrowed
 
 H, ROWS = 32, 64

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import JettisonError, UsageError, WrongValue
+from jettison.core.errors import JettisonError, UsageError, WrongValue
 from jettison.measure import compare_gradients, independent_copy, rng_digest, same_bits
 from jettison.measure.memory import AllocationCounter
 from jettison.runtime.recompute_function import regions_of

@@ -19,7 +19,7 @@ from jettison.capture.guard import ModuleGuard
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.recording import RegionTrace
 from jettison.capture.tracer import trace_model
-from jettison.errors import StaleTensor, TraceError, UnsupportedModule
+from jettison.core.errors import StaleTensor, TraceError, UnsupportedModule
 from jettison.ledger.program import Program
 from jettison.measure import compare_gradients, independent_copy, parameter_digest, same_bits
 from jettison.planner import Applied

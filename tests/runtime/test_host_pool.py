@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jettison.errors import HostBudgetExceeded, UsageError
+from jettison.core.errors import HostBudgetExceeded, UsageError
 from jettison.runtime import host_pool
 from jettison.runtime.device import Device, Slab, power_of_two, whole_pages
 from jettison.runtime.host_pool import ALIGNMENT_BYTES, PARTS, HostPool, Room, slabs_for, usable

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import HostBudgetExceeded, UsageError
+from jettison.core.errors import HostBudgetExceeded, UsageError
+from jettison.core.units import Bytes
 from jettison.ledger.program import Program
 from jettison.measure import compare_gradients, independent_copy
 from jettison.measure.memory import AllocationCounter
@@ -20,7 +21,6 @@ from jettison.runtime.accelerator import device_for
 from jettison.runtime.host_pool import HostPool
 from jettison.runtime.offload import Direction, OffloadEngine
 from jettison.solve.policy import Full, KeepAll, Offload, can_move
-from jettison.units import Bytes
 from support.offloading import (
     ALL,
     INPUTS,

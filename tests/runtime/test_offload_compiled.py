@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.runtime.offload import Direction, OffloadEngine
 from jettison.solve.policy import Exactly, KeepAll, can_move
 from support.compiled_blocks import INPUT_BYTES, QUIET, WIDTH, batch, equal, gradients, model_of

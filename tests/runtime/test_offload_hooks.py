@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
 import jettison
-from jettison.errors import StaleTensor
+from jettison.core.errors import StaleTensor
 from jettison.measure import compare_gradients
 from jettison.runtime.device import OnHost
 from jettison.runtime.host_pool import HostPool

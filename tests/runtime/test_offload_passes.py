@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jettison.errors import StaleTensor
+from jettison.core.errors import StaleTensor
 from jettison.measure import compare_gradients
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors

@@ -17,9 +17,10 @@ from torch.nn import functional
 
 import jettison
 from jettison.capture.tracer import trace_model
+from jettison.core.errors import Infeasible
+from jettison.core.units import Bytes
 from jettison.dryrun import packing_price
 from jettison.dryrun.packing_price import packing_seconds
-from jettison.errors import Infeasible
 from jettison.measure import compare_gradients, independent_copy, measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.planner.points import with_packs
@@ -29,7 +30,6 @@ from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import pareto_frontier
 from jettison.solve.plan import Plan
 from jettison.solve.policy import Full, KeepAll, Packing, SelectiveOp
-from jettison.units import Bytes
 from support.stacks import ROWS, WIDTH, Block, rows, stack
 from support.training import adamw, assert_same, train
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.measure import compare_gradients, independent_copy
 from support.stacks import Block, rows, stack
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import jettison
-from jettison.errors import StaleTensor, UsageError, WrongValue
+from jettison.core.errors import StaleTensor, UsageError, WrongValue
 from jettison.measure import compare_gradients, independent_copy, same_bits
 from jettison.runtime.frame import Frame
 from jettison.runtime.recipe import Recipe

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import jettison
+from jettison.core.units import Bytes
 from jettison.measure import compare_gradients, independent_copy
-from jettison.units import Bytes
 from support.structure import said
 from support.toys import Net
 

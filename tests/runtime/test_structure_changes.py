@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 
 import jettison
-from jettison.errors import UnsupportedModule
+from jettison.core.errors import UnsupportedModule
 from support.structure import BLOCKS, ROWS, WIDTH, Block, Other, batch, calls, net, planned, said, same, step
 from support.toys import Net
 

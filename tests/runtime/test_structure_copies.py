@@ -275,11 +275,11 @@ def test_a_planned_model_is_exported_as_it_was() -> None:
 
 
 def test_compiled_first_is_refused() -> None:
-    with pytest.raises(jettison.errors.UnsupportedModule, match="is compiled"):
+    with pytest.raises(jettison.core.errors.UnsupportedModule, match="is compiled"):
         jettison.apply(torch.compile(net(), backend="eager"), "full", batch=(batch(),))
     model = net()
     model.layers[1].compile(backend="eager")
-    with pytest.raises(jettison.errors.UnsupportedModule, match=r"layers\.1 is compiled"):
+    with pytest.raises(jettison.core.errors.UnsupportedModule, match=r"layers\.1 is compiled"):
         jettison.apply(model, "full", batch=(batch(),))
 
 

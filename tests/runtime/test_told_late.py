@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jettison
-from jettison.errors import TraceError, WrongValue
+from jettison.core.errors import TraceError, WrongValue
 from jettison.runtime import frame, witness
 from jettison.runtime.witness import Rounded, Witness, compare, spots_of
 from silent.kit import rows, stack

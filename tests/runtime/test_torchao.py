@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import jettison
 from jettison.capture import tensor_subclasses
-from jettison.units import Bytes
+from jettison.core.units import Bytes
 
 H, ROWS, BATCH = 32, 64, 8
 INPUT_BYTES = BATCH * ROWS * H * 4

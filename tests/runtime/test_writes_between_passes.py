@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import jettison
-from jettison.errors import StaleTensor
+from jettison.core.errors import StaleTensor
 
 WIDTH = 128  # a buffer of this width is too large to be copied in each call
 STEPS = 5

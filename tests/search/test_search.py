@@ -11,9 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jettison.cli.search import search as search_report
+from jettison.core.errors import Infeasible
+from jettison.core.units import GIB
 from jettison.cost.execution import execution_of
 from jettison.cost.layer import PriceModel
-from jettison.errors import Infeasible
 from jettison.families.config import parse_config
 from jettison.formula.region import layer_region
 from jettison.predict.auto_recompute import choose
@@ -33,7 +34,6 @@ from jettison.search.state import Room
 from jettison.spec.hardware import hardware
 from jettison.spec.model import ModelSpec
 from jettison.spec.recompute import Recompute
-from jettison.units import GIB
 
 A100 = hardware("a100-80gb")
 SHAPE = {

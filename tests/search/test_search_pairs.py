@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from jettison.core.units import GIB
 from jettison.predict.auto_recompute import choose, distinct_stages, solve_stage
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from jettison.search.workers import CHUNKS, Workers
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Mode, Recompute
-from jettison.units import GIB
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from jettison.core.units import format_bytes
 from jettison.report.page import page
 from jettison.server import Limits
-from jettison.units import format_bytes
 from support.browser import (
     Open,
     OpenedPage,

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from jettison.cli.served import SERVICE
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.server import Limits, serve_page
 from support.patience import PATIENCE
 from support.serving import PLAN, ROOT, SEARCH, Served, gone, served

@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 import jettison
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
+from jettison.core.units import Bytes
 from jettison.solve.policy import Full, KeepShare, Offload
-from jettison.units import Bytes
 
 LEARNING_RATE = 0.01
 MOVING = {
@@ -349,7 +349,7 @@ def _short(value: Any) -> str:
 
 
 def _note_error(verdict: Verdict, where: str, error: Exception) -> None:
-    verdict.internal |= not isinstance(error, jettison.errors.JettisonError)
+    verdict.internal |= not isinstance(error, jettison.core.errors.JettisonError)
     lines = str(error).splitlines() or [""]
     verdict.notes.append(f"{where}: {type(error).__name__}: {lines[0]}")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jettison.errors import PlanMismatch, UsageError
+from jettison.core.errors import PlanMismatch, UsageError
 from jettison.solve import LayerPlan, Plan, PolicyWord, Predicted, SolverReport
 
 

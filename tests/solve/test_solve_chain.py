@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
 from jettison.solve import (
     Choice,
     LevelPhase,

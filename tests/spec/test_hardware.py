@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from jettison import spec
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import GIB, MIB
 from jettison.spec.hardware import Edges, EdgesOf, hardware, hardware_names
-from jettison.units import GIB, MIB
 
 NAMES = (
     "a10-24gb",

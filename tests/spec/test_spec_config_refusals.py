@@ -12,7 +12,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.config import parse_config, read_config
 from jettison.families.family import FAMILIES
 from jettison.families.fields import MOST_LAYERS

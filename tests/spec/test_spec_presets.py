@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.presets import PRESETS, preset
 from jettison.formula.parameters import active_parameter_count, parameter_count
 from jettison.spec.model import Activation, Arrangement, Attention, LatentAttention, Moe

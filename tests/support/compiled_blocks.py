@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
+from jettison.core.units import Bytes
 from jettison.measure import independent_copy, measured_peak
 from jettison.measure.tensors import static_tensors
-from jettison.units import Bytes
 from support.toys import Headed, Mlp
 
 WIDTH, ROWS, LENGTH = 32, 8, 64

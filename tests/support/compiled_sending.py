@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.capture.model_trace import ModelTrace
+from jettison.core.progress import silent
 from jettison.dryrun.compiled import Levels, measure_choices, options_of_levels
 from jettison.dryrun.step import StepPeaks, dry_run_batch
 from jettison.planner.host import movable
 from jettison.planner.options import option_at, with_moves_of_compiled
 from jettison.planner.points import policy_of
-from jettison.progress import silent
 from jettison.runtime.offload import Transfer
 from jettison.solve.frontier import NONE_KEY, FrontierPoint
 from jettison.solve.policy import CheckpointPolicy, KeepAll

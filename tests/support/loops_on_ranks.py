@@ -28,11 +28,11 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import jettison
+from jettison.core.units import Bytes
 from jettison.measure import measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.train.dry_step import alive
 from jettison.train.phase_memory import MemoryMeter
-from jettison.units import Bytes
 from support.toys import Mlp
 from support.users_loops import Language, Mlps, ids, next_word, pair
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import WrongValue
+from jettison.core.errors import WrongValue
 from jettison.measure import compare_gradients, independent_copy
 from jettison.planner.handle import Applied
 from jettison.runtime.offload import Direction, OffloadEngine

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import jettison
-from jettison.errors import JettisonError, UsageError
+from jettison.core.errors import JettisonError, UsageError
 from jettison.models.reference import Gpt, GptLayer, Llama, LlamaLayer, causal_mask, rotary_tables
 from jettison.parallel import BlockInput, ColumnParallel, Replicated, RowParallel, apply_tensor_parallel, seed_ranks
 from jettison.parallel.regions import Axis, finish_gather, gather, own_part, split, start_gather

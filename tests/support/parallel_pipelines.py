@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 from torch.utils.checkpoint import checkpoint
 
 import jettison
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.memory.schedule import ScheduledPass, Work, order
 from jettison.parallel.fsdp import shard_blocks
 from jettison.parallel.pipeline import InFlight, blocks_of, received, stand_in_loss

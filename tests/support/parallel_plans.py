@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 import jettison
 from jettison.capture.tracer import trace_model
-from jettison.errors import Infeasible, StaleTensor
+from jettison.core.errors import Infeasible, StaleTensor
+from jettison.core.units import Bytes
 from jettison.measure import buffer_digest
 from jettison.models.reference import Gpt, GptConfig
 from jettison.parallel import apply_tensor_parallel, seed_ranks
@@ -22,7 +23,6 @@ from jettison.planner.handle import Applied
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.policy import Full
-from jettison.units import Bytes
 from support.rank_models import Counting, Model, Ops, distance, model, same, shard, tokens, whole_gradients
 
 SEED = 5

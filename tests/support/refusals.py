@@ -12,9 +12,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
 import jettison
-from jettison.errors import Infeasible, JettisonError
+from jettison.core.errors import Infeasible, JettisonError
+from jettison.core.units import Bytes
 from jettison.planner.handle import Applied
-from jettison.units import Bytes
 from support.toys import Mlp
 from support.wrapped_steps import LENGTH, ROWS, WIDTH, WORDS, once, peak, train, wrapped
 

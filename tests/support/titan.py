@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import jettison
-from jettison.errors import JettisonError
+from jettison.core.errors import JettisonError
 from jettison.train.dry_step import alive
 from jettison.train.phase_memory import MemoryMeter
 from support.ranks import FOLDER

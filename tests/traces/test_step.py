@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jettison.cli.estimate import EstimateFlags, estimate
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.predict.run_fields import RunRequest
 from jettison.report.estimate import EstimateReport
 from jettison.traces.chrome import ALLOCATED, DEVICE, FROM_HOST, ROLES, TO_HOST, chrome_events, chrome_json, step_trace

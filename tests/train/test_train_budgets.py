@@ -16,8 +16,8 @@ if not torch.distributed.is_available():
 from benchmarks.train_two_ranks import RECIPE, TOLERANCE, measure
 
 from jettison.cli.train import train
-from jettison.errors import Infeasible, PlanMismatch, UsageError
-from jettison.parse_units import parse_bytes
+from jettison.core.errors import Infeasible, PlanMismatch, UsageError
+from jettison.core.parse_units import parse_bytes
 from jettison.train.recipe import (
     BatchSection,
     LayoutSection,

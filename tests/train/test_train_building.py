@@ -25,11 +25,11 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from jettison.cli.train import train
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.progress import silent
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import unique_bytes
 from jettison.models.deferred import NotDeferrable, deferred
-from jettison.progress import silent
 from jettison.spec.layout import Layout
 from jettison.train.build_model import build
 from jettison.train.engine import named_parameters

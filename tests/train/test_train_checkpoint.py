@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.train.checkpoint import Checkpoints, RunState
 from jettison.train.checkpoint_reading import digest_of
 from jettison.train.ranks import World, joined

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from jettison.cli.train import train
-from jettison.errors import Infeasible, UsageError
-from jettison.parse_units import parse_bytes
+from jettison.core.errors import Infeasible, UsageError
+from jettison.core.parse_units import parse_bytes
 from jettison.report.schemas import check
 from jettison.train.failures import RankLost
 from jettison.train.log import RunLog, TrainResult

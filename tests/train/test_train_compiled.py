@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jettison.cli.train import train
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.solve.plan import Plan
 from jettison.train.recipe import BatchSection, LayoutSection, LogSection, ModelSection, PlanSection, TrainRecipe
 from support.compiled_sending import slow_to_compute

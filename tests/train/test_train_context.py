@@ -13,7 +13,7 @@ if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
 from jettison.cli.train import train
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.train.recipe import (
     BatchSection,
     CheckpointSection,

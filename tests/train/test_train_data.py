@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.train.data import Batches, Corpus, Survey, open_corpus
 from jettison.train.data_order import Order
 from jettison.train.recipe import DataSection

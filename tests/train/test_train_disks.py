@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from jettison.cli.train import train
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.train.build_model import Built, shifted_within, vocabulary
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.data import Corpus

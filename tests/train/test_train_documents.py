@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jettison.cli.train import train
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.models.documents import document_mask, document_numbers, positions_within
 from jettison.models.reference import Gpt, Llama
 from jettison.train.build_model import build

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch import nn
 
 from jettison.cli.train import train
-from jettison.errors import Infeasible, UsageError
+from jettison.core.errors import Infeasible, UsageError
 from jettison.train.engine import WholeModel
 from jettison.train.evaluation import undisturbed
 from jettison.train.recipe import (

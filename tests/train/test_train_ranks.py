@@ -20,7 +20,7 @@ from typing import Literal
 import pytest
 
 from jettison.cli.train import train
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.solve.plan import Plan
 from jettison.train import setup
 from jettison.train.recipe import (

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.train.data_order import Order, derived_seed
 from jettison.train.recipe import (
     BatchSection,

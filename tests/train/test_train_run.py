@@ -13,7 +13,7 @@ from torch import nn
 
 from jettison.cli.report import report
 from jettison.cli.train import train
-from jettison.errors import Infeasible, PlanMismatch, UsageError
+from jettison.core.errors import Infeasible, PlanMismatch, UsageError
 from jettison.families.presets import preset
 from jettison.solve.plan import Plan
 from jettison.train.optim import clip, ensure_state, make_optimizer, squared_norm

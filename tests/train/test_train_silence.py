@@ -16,7 +16,7 @@ from test_train_checkpoint import STATE
 from torch import nn
 
 from jettison.cli.train import train
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.train.checkpoint import Checkpoints, SaveFailed
 from jettison.train.failures import NotFinite
 from jettison.train.ranks import joined

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from jettison.cli.train import train
-from jettison.errors import JettisonError
+from jettison.core.errors import JettisonError
 from jettison.train.failures import Beat, hanging
 from jettison.train.recipe import (
     BatchSection,

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import jettison
 from jettison.cli.main import run
-from jettison.errors import ProofFailed
+from jettison.core.errors import ProofFailed
 from jettison.report.proof import Proof
 from jettison.runtime.frame import Frame
 from jettison.runtime.handles import Handle

@@ -12,10 +12,10 @@ from torch import nn
 
 import jettison
 from jettison.capture.entries import OUTSIDE_LAYER, ROOT_LAYER
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import Bytes
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.frame import Frame
-from jettison.units import Bytes
 from jettison.verify.planned import observed_saved_bytes
 
 S, B, H, V = 64, 2, 64, 128

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import jettison
 from jettison.cli.main import run as command
-from jettison.errors import ProofFailed, UnsupportedModule, UsageError
+from jettison.core.errors import ProofFailed, UnsupportedModule, UsageError
 from jettison.report.proof import Proof
 
 H = 32

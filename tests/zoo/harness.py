@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_map
 
 import jettison
 from jettison.capture.model_trace import call_model, loss_of
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
+from jettison.core.units import Bytes
 from jettison.measure import measured_peak, same_bits
 from jettison.measure.device import have_workspaces
 from jettison.measure.tensors import static_tensors
-from jettison.units import Bytes
 from support.our_warnings import is_ours
 from zoo.entry import Batch, Entry
 

@@ -34,8 +34,8 @@ from typing import Any, NoReturn, Protocol
 from jettison.capture.file_changes import asking
 from jettison.capture.kinds_of_c import adds_up, copied_whole, is_of_c, refuses_a_copy
 from jettison.capture.snapshots import MOST_BYTES, PLAIN, attributes_of, is_a
-from jettison.errors import UnsupportedModule
-from jettison.identity import Same
+from jettison.core.errors import UnsupportedModule
+from jettison.core.objects import Same
 
 
 class CState(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from jettison.errors import UnsupportedModule
+from jettison.core.errors import UnsupportedModule
 from jettison.ledger.program import Program
 
 

@@ -23,7 +23,7 @@ from jettison.capture.kinds_of_c import is_copied_whole
 from jettison.capture.snapshots import CONTAINERS, PLAIN, attributes_of, is_a, is_number_array, items_of
 from jettison.capture.streams import is_stream
 from jettison.capture.wide_reach import NEVER_INSIDE
-from jettison.identity import Same
+from jettison.core.objects import Same
 
 _ATOMS = frozenset((*PLAIN, range, types.ModuleType))
 

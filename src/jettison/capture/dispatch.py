@@ -20,7 +20,7 @@ from jettison.capture.recorder import BY_HAND, Recorder
 from jettison.capture.tensor_subclasses import desugars, infers_shapes
 from jettison.capture.trees import op_leaves
 from jettison.capture.values import WHICH_DEVICE, outside_of_compiled, which_device
-from jettison.errors import UnsupportedModule
+from jettison.core.errors import UnsupportedModule
 
 _BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
 

@@ -24,8 +24,8 @@ from jettison.capture.signature import call_signature, global_signature
 from jettison.capture.tensor_subclasses import plain, storage_of
 from jettison.capture.tracer import Tracer, uncached_autocast
 from jettison.capture.trees import tree_leaves
-from jettison.dtypes import dtype_name
-from jettison.errors import TraceError
+from jettison.core.dtypes import dtype_name
+from jettison.core.errors import TraceError
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.program import Buffer, Program, Slot, Source
 from jettison.ledger.record import Origin, SavedTensor

@@ -52,7 +52,7 @@ from jettison.capture.sparse_fakes import (
 )
 from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.capture.trees import op_map, tree_map
-from jettison.errors import TraceError
+from jettison.core.errors import TraceError
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
 _CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from jettison.errors import UnsupportedModule
-from jettison.identity import Same
+from jettison.core.errors import UnsupportedModule
+from jettison.core.objects import Same
 
 _ALLOWED = ("importlib", "tempfile", "torch._dynamo", "torch._inductor", "torch._functorch", "triton", "linecache")
 """Packages whose own files are the same whenever they are written, or go away by themselves."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from jettison.capture.names_in_code import mentioned_in, names_in
 from jettison.capture.snapshots import MISSING, attribute_of
-from jettison.identity import Same
+from jettison.core.objects import Same
 
 _LIBRARIES = (
     *("torch", "numpy", "jettison", "transformers", "_pytest", "pytest"),

@@ -24,7 +24,7 @@ from jettison.capture.contents import is_ours, worth_a_look
 from jettison.capture.function_state import function_reach, globals_of
 from jettison.capture.python_state import HOOK_TABLES
 from jettison.capture.snapshots import CONTAINERS, attributes_of, entries_of, is_a, items_of, size_of
-from jettison.identity import Same
+from jettison.core.objects import Same
 
 DEEPEST = 4
 MOST_SETTINGS = 20_000

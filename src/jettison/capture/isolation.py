@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from jettison.capture.python_state import Reach
 from jettison.capture.snapshots import MOST_BYTES
 from jettison.capture.streams import OutsideTorch
-from jettison.errors import TraceError, UnsupportedModule
+from jettison.core.errors import TraceError, UnsupportedModule
 
 
 class Isolation:

@@ -17,7 +17,7 @@ import types
 from typing import Any
 
 from jettison.capture.snapshots import PLAIN_KINDS
-from jettison.identity import Same
+from jettison.core.objects import Same
 
 _STAYS_THE_SAME = frozenset(
     (

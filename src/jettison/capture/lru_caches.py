@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from jettison.errors import UnsupportedModule
+from jettison.core.errors import UnsupportedModule
 
 MOST_COUNTED = 20_000  # hits or misses that are counted up again
 

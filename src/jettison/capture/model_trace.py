@@ -17,10 +17,10 @@ from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.signature import as_signed
 from jettison.capture.trees import tree_leaves
 from jettison.capture.values import tracing
-from jettison.errors import TraceError, UsageError
+from jettison.core.errors import TraceError, UsageError
+from jettison.core.objects import summary
+from jettison.core.units import format_seconds
 from jettison.ledger.program import Program
-from jettison.one_line import summary
-from jettison.units import format_seconds
 
 LossFn = Callable[[Any], Tensor]
 

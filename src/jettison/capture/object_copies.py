@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.snapshots import PLAIN
-from jettison.errors import JettisonError, UnsupportedModule
+from jettison.core.errors import JettisonError, UnsupportedModule
 
 _ATOMS = frozenset((*PLAIN, range, type(Ellipsis), type(NotImplemented)))
 _NEVER_COPIED = (type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, weakref.ref)

@@ -98,8 +98,8 @@ from jettison.capture.snapshots import (
 from jettison.capture.streams import is_stream, set_stream_state, stream_state
 from jettison.capture.undo import is_in_memory
 from jettison.capture.wide_reach import NAMES_MODULES, WHEREVER, is_code, look_widely
-from jettison.errors import UnsupportedModule
-from jettison.identity import Same
+from jettison.core.errors import UnsupportedModule
+from jettison.core.objects import Same
 
 MOST_VALUES = 100_000
 """Values looked at in one walk; a forward that reaches more is known in part, and its witnesses have the rest."""

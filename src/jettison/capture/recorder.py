@@ -29,7 +29,7 @@ from jettison.capture.signature import kernel_switches
 from jettison.capture.streams import default_stream
 from jettison.capture.tensor_subclasses import is_dense, plain, storage_of, version_of
 from jettison.capture.trees import op_leaves, op_map, tree_flatten, tree_leaves
-from jettison.errors import TraceError
+from jettison.core.errors import TraceError
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
 
 # tape -----------------------------------------------------------------------------------------------------------------

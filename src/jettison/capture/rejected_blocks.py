@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 
 from jettison.capture.recorder import Recorder, ValuesRead
 from jettison.capture.recording import RegionTrace
-from jettison.errors import TraceError
+from jettison.core.errors import TraceError
 
 VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 

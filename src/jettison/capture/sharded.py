@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from jettison.errors import TraceError
+from jettison.core.errors import TraceError
 
 _FORMS = ("sharded_param", "_sharded_post_forward_param", "_unsharded_param")
 

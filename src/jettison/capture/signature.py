@@ -15,7 +15,7 @@ from jettison.capture.argument_keys import described, tensor_description
 from jettison.capture.process_switches import KERNEL_SWITCHES
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_flatten, tree_shape, tree_unflatten
-from jettison.errors import TraceError, UnsupportedModule
+from jettison.core.errors import TraceError, UnsupportedModule
 
 _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 

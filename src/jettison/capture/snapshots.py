@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.identity import Same
+from jettison.core.objects import Same
 
 MOST_BYTES = 1 << 24  # of an array that is put back
 MOST_COPIED = 1 << 30  # of one that can be protected in no other way

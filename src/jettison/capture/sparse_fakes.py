@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 from jettison.capture.trees import op_leaves, op_map
-from jettison.errors import TraceError
+from jettison.core.errors import TraceError
 
 aten = torch.ops.aten
 _ADDS: Final = (aten.add.Tensor, aten.add_.Tensor)

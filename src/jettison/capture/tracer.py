@@ -30,7 +30,7 @@ from jettison.capture.stub import forwards, stub_outputs
 from jettison.capture.tensor_subclasses import plain, stepped_in_backward, storage_of
 from jettison.capture.trees import tree_leaves
 from jettison.capture.values import tracing
-from jettison.errors import JettisonError, RecordingLeft, TraceError
+from jettison.core.errors import JettisonError, RecordingLeft, TraceError
 from jettison.ledger.program import Anchor, Op
 
 MOST_CHANGES = 32  # of what is a region, before a model is given up

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from cyclopts import App, Parameter
 
 from jettison import __version__
-from jettison.errors import JettisonError, UsageError
-from jettison.parse_units import Tokens
+from jettison.core.errors import JettisonError, UsageError
+from jettison.core.files import write_whole
+from jettison.core.parse_units import Tokens
 from jettison.predict.run_fields import CommonRequest
 from jettison.report.console import hint, show
 from jettison.report.json_text import json_text
-from jettison.whole_files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -20,22 +20,21 @@ from torch import Tensor, nn
 from jettison.capture.model_trace import Loop
 from jettison.capture.tracer import trace_model
 from jettison.cli.report import report
+from jettison.core.errors import ProofFailed, UsageError, install
+from jettison.core.files import write_whole
+from jettison.core.progress import Progress, silent
+from jettison.core.units import format_bytes, format_percent
 from jettison.dryrun.step import fake_optimizer
-from jettison.errors import ProofFailed, UsageError
-from jettison.extras import install
 from jettison.measure.device import elsewhere_bytes
 from jettison.measure.gradients import independent_copy, same_bits
 from jettison.planner.apply import apply_candidate
 from jettison.planner.handle import Applied
 from jettison.planner.planner import make_planner
-from jettison.progress import Progress, silent
 from jettison.report.proof import Proof
 from jettison.report.tables import plan_table, proof_table
 from jettison.solve.plan import Plan
 from jettison.train.data import standard_library_text
-from jettison.units import format_bytes, format_percent
 from jettison.verify.planned import verify
-from jettison.whole_files import write_whole
 
 PREDICTION_WITHIN = 0.02
 

@@ -14,22 +14,21 @@ from cyclopts import Parameter
 
 from jettison.cli.app import Force, Format, Switch, asked, deliver, refuse_to_overwrite
 from jettison.cli.snapshots import is_snapshot
+from jettison.core.errors import UsageError, install
+from jettison.core.files import write_whole
+from jettison.core.process import cores
+from jettison.core.units import format_bytes, format_gib
 from jettison.diagnose.facts import MemoryFacts, StepPhase
 from jettison.diagnose.finding import Finding
 from jettison.diagnose.log import read_oom_log
 from jettison.diagnose.memory import diagnose_memory
 from jettison.diagnose.snapshot import facts_of_snapshot, read_snapshot
 from jettison.diagnose.watch_record import read_watch_record
-from jettison.errors import UsageError
-from jettison.extras import install
 from jettison.models.model_types import require_known_file
-from jettison.processors import cores
 from jettison.report.console import hint, progress
 from jettison.report.findings import FindingsReport
 from jettison.report.schemas import keys_of, shaped
 from jettison.report.tables import doctor_table
-from jettison.units import format_bytes, format_gib
-from jettison.whole_files import write_whole
 
 if TYPE_CHECKING:
     from jettison.diagnose.fit import Calibration

@@ -7,11 +7,11 @@ from contextlib import nullcontext
 from itertools import groupby
 from typing import Any, Final
 
+from jettison.core.progress import Progress, silent
 from jettison.diagnose.finding import Change, Finding, FindingKind
 from jettison.measure.gradients import independent_copy
 from jettison.measure.hazards import Hazard, Sighting, look_for_hazards
 from jettison.models.request import ModelRequest, load
-from jettison.progress import Progress, silent
 from jettison.report.findings import FindingsReport
 from jettison.report.parts import span
 

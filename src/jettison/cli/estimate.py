@@ -20,8 +20,8 @@ from jettison.cli.app import (
     deliver,
     refuse_to_overwrite,
 )
+from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
-from jettison.errors import UsageError
 from jettison.models.described import described_model
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import Forecast, forecast

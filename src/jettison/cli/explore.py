@@ -11,14 +11,14 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from jettison.cli.app import Figures, Force, Switch, refuse_to_overwrite
-from jettison.errors import UsageError
-from jettison.processors import cores
+from jettison.core.errors import UsageError
+from jettison.core.files import write_whole
+from jettison.core.process import cores
+from jettison.core.units import format_bytes
 from jettison.report.console import hint, progress
 from jettison.report.explorer import explorer_page
 from jettison.report.explorer_models import subjects
 from jettison.report.headless import require_browser, save_figures
-from jettison.units import format_bytes
-from jettison.whole_files import write_whole
 
 
 def command(

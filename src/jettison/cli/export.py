@@ -12,10 +12,11 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from jettison.cli.app import Format, asked, refuse_to_overwrite
-from jettison.errors import PlanMismatch, UsageError
+from jettison.core.errors import PlanMismatch, UsageError
+from jettison.core.files import write_whole
+from jettison.core.progress import Progress, on_terminal, shown
 from jettison.frameworks.described import DescribedPricer, subject_of
 from jettison.frameworks.export import Exported, Exporter, exporter
-from jettison.progress import Progress, on_terminal, shown
 from jettison.report.console import hint, show
 from jettison.report.console import progress as on_screen
 from jettison.report.export import export_table
@@ -27,7 +28,6 @@ from jettison.spec.frameworks import named
 from jettison.spec.precision import Gradients
 from jettison.spec.run import Run
 from jettison.spec.states_on_host import StatesOnHost
-from jettison.whole_files import write_whole
 
 
 def command(

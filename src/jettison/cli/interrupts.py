@@ -63,7 +63,7 @@ def _wait(wakes: socket.socket, _kept: socket.socket) -> None:
 def end_now() -> NoReturn:
     """Leave with `EXIT_INTERRUPTED`, without the interpreter's own end, which takes long where much is loaded."""
     _end_processes()
-    whole_files = sys.modules.get("jettison.whole_files")
+    whole_files = sys.modules.get("jettison.core.files")
     for partial in list(whole_files.under_way) if whole_files is not None else ():
         with suppress(OSError):
             partial.unlink()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from jettison.cli.app import LOCAL, Budget, Flattened, Force, Out, Switch, answered, deliver, refuse_to_overwrite
-from jettison.errors import Infeasible, UsageError
+from jettison.core.errors import Infeasible, UsageError
+from jettison.core.progress import Progress, silent
 from jettison.families.presets import PRESETS
 from jettison.ledger.compare import compare, in_step
 from jettison.ledger.ledger import Ledger
@@ -21,7 +22,6 @@ from jettison.predict.limit import limit_of
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import TRACED, Resolved, is_live, refuse_for_trace, resolve
 from jettison.predict.whole_micro_batches import settled
-from jettison.progress import Progress, silent
 from jettison.report.console import hint, progress
 from jettison.report.forecast import forecast_report
 from jettison.report.summary import Comparison, LedgerReport

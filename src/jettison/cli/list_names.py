@@ -12,7 +12,8 @@ from cyclopts import Parameter
 from rich.console import Group, RenderableType
 
 from jettison.cli.app import Force, Format, Out, asked, deliver, refuse_to_overwrite
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import format_bytes, format_count
 from jettison.families.presets import PRESETS, preset
 from jettison.formula.parameters import parameter_count
 from jettison.report.parts import titled
@@ -20,7 +21,6 @@ from jettison.report.schemas import shaped
 from jettison.spec.frameworks import named
 from jettison.spec.hardware import Hardware, hardware, hardware_names
 from jettison.spec.precision import PRECISIONS, Precision
-from jettison.units import format_bytes, format_count
 
 _MEANINGS: Final[dict[str, dict[str, str]]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")

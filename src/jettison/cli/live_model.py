@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.capture.entries import ledger_of
 from jettison.capture.model_trace import ModelTrace
+from jettison.core.errors import UsageError
+from jettison.core.progress import Progress, silent
 from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES
 from jettison.dryrun.step import OneBatch, dry_run_batch, dry_run_events
-from jettison.errors import UsageError
 from jettison.families.left_out import of_another_model
 from jettison.ledger.program import Program
 from jettison.measure.allocations import allocation_timeline
@@ -27,7 +28,6 @@ from jettison.planner.apply import policies_of
 from jettison.planner.planner import module_policy
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import is_live, model_spec
-from jettison.progress import Progress, silent
 from jettison.report.summary import LedgerReport, PhaseRow, StageBytes
 from jettison.report.tables import plan_table
 from jettison.solve.plan import Plan

@@ -24,22 +24,22 @@ from jettison.cli.app import (
     deliver,
     refuse_to_overwrite,
 )
-from jettison.errors import Infeasible, UsageError
+from jettison.core.errors import Infeasible, UsageError
+from jettison.core.parse_units import parse_bytes
+from jettison.core.progress import Progress, silent
+from jettison.core.units import format_bytes
 from jettison.families.presets import PRESETS
 from jettison.models.described import described_model
 from jettison.models.model_types import require_known_file
-from jettison.parse_units import parse_bytes
 from jettison.predict.limit import Limit, limit_of
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import TRACED, flag_of, is_live, refuse_for_trace, resolve
-from jettison.progress import Progress, silent
 from jettison.report.console import hint, progress
 from jettison.report.json_text import json_text
 from jettison.report.plan import ForecastPlan, LayerChoice, infeasible_document
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
-from jettison.units import format_bytes
 
 if TYPE_CHECKING:
     from jettison.cli.live_model import PlanReport

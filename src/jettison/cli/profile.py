@@ -12,17 +12,17 @@ from rich.console import RenderableType
 from jettison.cli.app import Force, Format, Out, asked, deliver, refuse_to_overwrite
 from jettison.cli.file_kinds import misplaced
 from jettison.cli.snapshots import is_snapshot
+from jettison.core.errors import UsageError
+from jettison.core.units import format_bytes, format_flops, format_percent, format_seconds
 from jettison.diagnose.facts import MemoryFacts
 from jettison.diagnose.profile_file import ProfilerTrace, is_trace, read_profile
 from jettison.diagnose.slow import slow_findings, snapshot_findings
 from jettison.diagnose.snapshot import Snapshot, facts_of_snapshot, read_snapshot
 from jettison.diagnose.step_profile import PHASES, StepProfile, profile_steps
-from jettison.errors import UsageError
 from jettison.report.console import progress
 from jettison.report.findings import FindingsReport
 from jettison.report.parts import exact, titled
 from jettison.spec.hardware import Hardware, hardware
-from jettison.units import format_bytes, format_flops, format_percent, format_seconds
 
 SCHEMA: Final = "jettison.profile/1"
 _PRECISIONS: Final = {"c10::BFloat16": "bf16", "c10::Half": "bf16", "float": "fp32"}

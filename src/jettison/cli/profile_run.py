@@ -13,14 +13,14 @@ from statistics import median
 
 from jettison.cli.profile import profile_files
 from jettison.cli.train import train
+from jettison.core.errors import UsageError
+from jettison.core.progress import Progress, silent
+from jettison.core.units import format_seconds
 from jettison.diagnose.slow import slow_first
-from jettison.errors import UsageError
 from jettison.measure.profiled import WARMUP_STEPS, Recorded, recorded
-from jettison.progress import Progress, silent
 from jettison.report.findings import FindingsReport
 from jettison.spec.hardware import Hardware
 from jettison.train.recipe import CheckpointSection, EvalSection, ExportSection, read_recipe
-from jettison.units import format_seconds
 
 
 def profile_run(

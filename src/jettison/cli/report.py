@@ -10,13 +10,13 @@ from cyclopts import Parameter
 
 from jettison.cli.app import Figures, Force, Format, asked, deliver, refuse_to_overwrite
 from jettison.cli.snapshots import is_snapshot, refuse_old_pickle, snapshot_report
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.files import write_whole
 from jettison.report.console import hint, progress
 from jettison.report.headless import require_browser, save_figures
 from jettison.report.read_subject import read_subject
 from jettison.report.report import Report
 from jettison.report.snapshot import SnapshotReport
-from jettison.whole_files import write_whole
 
 
 def command(

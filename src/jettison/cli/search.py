@@ -23,14 +23,14 @@ from jettison.cli.app import (
     deliver,
     refuse_to_overwrite,
 )
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.parse_units import parse_bytes
+from jettison.core.process import cores
+from jettison.core.progress import Progress, on_terminal, shown
 from jettison.models.described import described_model
-from jettison.parse_units import parse_bytes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import is_live
 from jettison.predict.training_cost import Wanted
-from jettison.processors import cores
-from jettison.progress import Progress, on_terminal, shown
 from jettison.report.console import hint, progress
 from jettison.report.json_text import json_text
 from jettison.report.search import SearchReport, nothing_document

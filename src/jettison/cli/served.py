@@ -13,9 +13,9 @@ from jettison.cli.ledger import LedgerFlags, ledger
 from jettison.cli.plan import PlanFlags, plan, said
 from jettison.cli.search import SearchFlags, nothing
 from jettison.cli.search import answer as search
-from jettison.errors import Infeasible, JettisonError
+from jettison.core.errors import Infeasible, JettisonError
+from jettison.core.progress import Progress
 from jettison.predict.run_fields import RunRequest
-from jettison.progress import Progress
 from jettison.report.json_text import json_text
 from jettison.report.plan import infeasible_document
 from jettison.search.request import SearchRequest

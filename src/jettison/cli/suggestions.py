@@ -11,7 +11,7 @@ from cyclopts import CoercionError, CycloptsError, UnknownOptionError
 from cyclopts.argument import Argument
 
 from jettison.cli.app import app
-from jettison.errors import JettisonError, UsageError
+from jettison.core.errors import JettisonError, UsageError
 from jettison.spec.frameworks import foreign_flags
 
 _WRITTEN: Final = frozenset({"--out", "--timeline", "--snapshot", "--state", "--figures", "--trace", "--export"})

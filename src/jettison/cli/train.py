@@ -14,10 +14,10 @@ from cyclopts import Parameter
 
 from jettison.cli.app import Format, Switch, asked, deliver
 from jettison.cli.report import report
-from jettison.errors import JettisonError
-from jettison.progress import Progress, silent
+from jettison.core.errors import JettisonError
+from jettison.core.files import write_whole
+from jettison.core.progress import Progress, silent
 from jettison.report.console import hint, progress
-from jettison.whole_files import write_whole
 
 if TYPE_CHECKING:
     from jettison.train.export import ExportResult

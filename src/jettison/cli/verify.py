@@ -25,10 +25,10 @@ from jettison.cli.app import (
     deliver,
     refuse_to_overwrite,
 )
-from jettison.errors import ProofFailed, UsageError
+from jettison.core.errors import ProofFailed, UsageError
+from jettison.core.parse_units import parse_bytes
+from jettison.core.progress import Progress, silent
 from jettison.models.model_types import require_known_file
-from jettison.parse_units import parse_bytes
-from jettison.progress import Progress, silent
 from jettison.report.console import hint, progress
 from jettison.report.plan import DESCRIBED
 from jettison.report.proof import Proof

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
+from jettison.core.dtypes import DTYPE_BYTES
 from jettison.cost.execution import Execution, Fusion
 from jettison.cost.kernel import Half, Kernel, KernelWork, Product
 from jettison.cost.narrow_kernels import NarrowKernels
@@ -49,7 +50,6 @@ from jettison.cost.op_kinds import (
     TILED,
     TRANSFER,
 )
-from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
 from jettison.formula.tape import NAMES, Tape, TapeOp, Value
 from jettison.spec.fp8 import Fp8Recipe

@@ -24,8 +24,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
+from jettison.core.errors import UsageError
 from jettison.cost.kernel import Kernel, Product
-from jettison.errors import UsageError
 from jettison.spec.fp8 import NARROW_LINES, NARROW_MX
 from jettison.spec.hardware import Edges, Hardware
 

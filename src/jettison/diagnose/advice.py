@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
+from jettison.core.units import GIB, MIB, format_gib
 from jettison.diagnose.facts import CPU_ALLOCATOR, Failure, MemoryFacts, StepPhase
 from jettison.diagnose.finding import Change, change, changes, table
 from jettison.diagnose.frames import speaks_of_logits
-from jettison.units import GIB, MIB, format_gib
 
 HEADROOM: Final = 0.9
 """Share of a device whose memory is exceeded: the rest is for the context, whose size the source does not tell."""

@@ -12,6 +12,9 @@ from typing import Any, Final
 
 import torch
 
+from jettison.core.errors import UsageError
+from jettison.core.progress import Progress, silent
+from jettison.core.units import MIB, format_bytes
 from jettison.diagnose.fit import NEVER, Calibration, LinkFit, Measured, fit
 from jettison.diagnose.probes import (
     GIVE_UP_SECONDS,
@@ -31,10 +34,7 @@ from jettison.diagnose.probes import (
     stream_probe,
     undisturbed,
 )
-from jettison.errors import UsageError
-from jettison.progress import Progress, silent
 from jettison.spec.hardware import Hardware
-from jettison.units import MIB, format_bytes
 
 FULL_SECONDS, QUICK_SECONDS = 30.0, 5.0
 """That rounds may take; trying each call, and making data, comes on top."""

@@ -15,11 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from jettison.core.errors import UsageError
 from jettison.diagnose.advice import in_server, names_server, trainer_of
 from jettison.diagnose.facts import Failure, MemoryFacts, StepBytes, StepPhase, phase_named
 from jettison.diagnose.finding import table
 from jettison.diagnose.frames import Frame, is_torch, pattern_of, place_of, role_of, speaks_of_logits
-from jettison.errors import UsageError
 
 Figures = dict[str, Any]
 """Of `MemoryFacts`, by name."""

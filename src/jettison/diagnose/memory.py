@@ -18,12 +18,12 @@ import re
 from statistics import median
 from typing import Final
 
+from jettison.core.units import MIB, format_gib, format_percent
 from jettison.diagnose import advice
 from jettison.diagnose.advice import device_of
 from jettison.diagnose.facts import Failure, MemoryFacts, StepBytes, StepPhase
 from jettison.diagnose.finding import Change, Finding, FindingKind, changes
 from jettison.diagnose.growth import FIRST_STEPS, grown_bytes
-from jettison.units import MIB, format_gib, format_percent
 
 HIGHER_PEAK: Final = 1.05
 MOST_PARTS: Final = 5

@@ -18,7 +18,7 @@ import pickletools
 from pathlib import Path
 from typing import Any, Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 
 MOST_FILE_BYTES: Final = 2 << 30
 _TRUE_FALSE_NONE = "NEWTRUE NEWFALSE NONE"

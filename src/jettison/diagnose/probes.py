@@ -34,11 +34,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.tracer import trace_model
+from jettison.core.errors import UsageError
+from jettison.core.progress import Progress, silent
 from jettison.cost.kernel import Product
 from jettison.diagnose.finding import table
 from jettison.diagnose.fit import LinkFit
-from jettison.errors import UsageError
-from jettison.progress import Progress, silent
 from jettison.runtime.install import install
 from jettison.solve.policy import KeepAll
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 
 MOST_READ_BYTES: Final = 2 << 30
 RECOMPUTES: Final = "jettison.recompute"

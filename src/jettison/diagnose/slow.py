@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Final
 
+from jettison.core.units import MIB, format_bytes, format_percent, format_seconds
 from jettison.diagnose.facts import MemoryFacts
 from jettison.diagnose.finding import Finding, FindingKind, changes
 from jettison.diagnose.memory import diagnose_memory
 from jettison.diagnose.snapshot import DeviceSnapshot
 from jettison.diagnose.step_profile import SLOW_FIRST, StepProfile
-from jettison.units import MIB, format_bytes, format_percent, format_seconds
 
 LEAST: Final = 0.05
 LEAST_WAITED: Final = 0.02

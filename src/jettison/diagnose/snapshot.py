@@ -21,6 +21,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from jettison.core.errors import UsageError
+from jettison.core.units import format_bytes
 from jettison.diagnose.facts import MemoryFacts, MemoryPart, StepBytes, Survivor, phase_named
 from jettison.diagnose.frames import (
     OPTIMIZER,
@@ -33,9 +35,7 @@ from jettison.diagnose.frames import (
 )
 from jettison.diagnose.growth import FEWEST_STEPS, FIRST_STEPS, SHARE_OF_STEPS, never_falls
 from jettison.diagnose.plain_pickle import load_plain
-from jettison.errors import UsageError
 from jettison.traces.timeline import Label, MemoryTimeline, TimelineWriter
-from jettison.units import format_bytes
 
 LEAST_TO_GROW: Final = 6
 """After the first ones, before a place is said to hold more and more: of fewer, sizes of batches rise by chance."""

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from jettison.core.files import whole_file
 from jettison.diagnose.frames import frames_of_label
 from jettison.traces.timeline import MemoryTimeline
-from jettison.whole_files import whole_file
 
 GRANULARITY_BYTES: Final = 512
 SMALL_BYTES: Final = 1 << 20

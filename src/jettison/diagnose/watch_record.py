@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from jettison.core.errors import UsageError
 from jettison.diagnose.facts import Failure, MemoryFacts, StepBytes, StepPhase, Survivor
 from jettison.diagnose.log import facts_of_log
 from jettison.diagnose.snapshot import facts_of_snapshot, read_snapshot
-from jettison.errors import UsageError
 
 SCHEMA: Final = "jettison.watch/1"
 _OF_THE_MESSAGE: Final = (

@@ -19,10 +19,10 @@ from jettison.capture.model_trace import ModelTrace
 from jettison.capture.signature import call_signature
 from jettison.capture.stub import forwards, stub_outputs
 from jettison.capture.trees import tree_leaves
+from jettison.core.errors import UnsupportedModule
 from jettison.dryrun.block import chain_bytes, hold_gradients, run_step
 from jettison.dryrun.observed import stand_in_for_opaque
 from jettison.dryrun.step import DryStep
-from jettison.errors import UnsupportedModule
 from jettison.ledger.program import Source
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc
 from jettison.measure.tape import Tape

@@ -27,11 +27,11 @@ from jettison.capture.sharded import left_of_fsdp
 from jettison.capture.signature import as_signed, opaque_copy
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
+from jettison.core.errors import TraceError
+from jettison.core.progress import Progress
 from jettison.dryrun.block import forward_alone, given_to_block
-from jettison.errors import TraceError
 from jettison.measure.memory import quiet_gc
 from jettison.measure.peak import allocation_deltas
-from jettison.progress import Progress
 from jettison.runtime.compiled import compiled, first_lines, looking, one_graph, staying
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.solve.problem import RegionOption, Sent

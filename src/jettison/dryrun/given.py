@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
+from jettison.core.errors import TraceError
 from jettison.dryrun.block import run_step
 from jettison.dryrun.step import OneBatch
-from jettison.errors import TraceError
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc
 
 

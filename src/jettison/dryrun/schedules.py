@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
-from jettison.errors import UnsupportedModule
+from jettison.core.errors import UnsupportedModule
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

@@ -25,10 +25,10 @@ from jettison.capture.recording import RegionTrace
 from jettison.capture.signature import as_signed
 from jettison.capture.sparse_fakes import is_sparse
 from jettison.capture.tracer import unseen_outputs
+from jettison.core.errors import TraceError, UsageError
 from jettison.dryrun.block import block_levels, hold_gradients, run_step, with_memory_of_their_own
 from jettison.dryrun.inner_optimizers import each_of
 from jettison.dryrun.observed import stand_in_for_opaque
-from jettison.errors import TraceError, UsageError
 from jettison.ledger.levels import StepLevels
 from jettison.measure.memory import AllocationCounter, AllocationEvent, Workspace, quiet_gc
 from jettison.measure.tape import Tape

@@ -27,12 +27,12 @@ from jettison.capture.signature import as_signed, call_signature, global_signatu
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves, tree_map
 from jettison.capture.values import tracing
+from jettison.core.errors import JettisonError, TraceError, UsageError
 from jettison.dryrun.block import with_memory_of_their_own
 from jettison.dryrun.inner_optimizers import each_of, noting_steps, standing_in
 from jettison.dryrun.kernel_trial import OpRequest
 from jettison.dryrun.op_costs import MeasuredWorkspace
 from jettison.dryrun.schedules import Scheduled, modules_of
-from jettison.errors import JettisonError, TraceError, UsageError
 from jettison.measure.memory import AllocationCounter, quiet_gc
 from jettison.measure.tensors import static_tensors
 from jettison.parallel.agree import Agreement

@@ -15,8 +15,8 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any, Final
 
-from jettison.dtypes import DTYPE_BYTES
-from jettison.errors import NotDescribed, UsageError
+from jettison.core.dtypes import DTYPE_BYTES
+from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.family import FAMILIES, PAIRS, WRAPPERS, Family
 from jettison.families.fields import TRACE, ConfigFields, unstated
 from jettison.families.layers import layers_of, source, stacks

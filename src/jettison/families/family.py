@@ -35,7 +35,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.spec.kernels import LIGER, NANOTRON, AttentionKernel, Kernels, kernels
 from jettison.spec.model import Activation, Arrangement, Biases, ModelSpec, Norm, NormKind, Pooling, QkNorm, Router
 

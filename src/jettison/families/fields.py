@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any, Final
 
-from jettison.errors import NotDescribed, UsageError
+from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.family import Family
 from jettison.spec.model import Activation
 

@@ -8,8 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
-from jettison.errors import UsageError
-from jettison.extras import install
+from jettison.core.errors import UsageError, install
 
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _SECONDS: Final = 5.0

@@ -9,7 +9,7 @@ from dataclasses import replace
 from reprlib import repr as short
 from typing import Any, Final
 
-from jettison.errors import NotDescribed, UsageError
+from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.family import Family, ScanKind
 from jettison.families.fields import TRACE, ConfigFields
 from jettison.spec.inputs import Source

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.spec.model import ModelSpec
 

@@ -13,7 +13,7 @@ from itertools import chain
 from reprlib import repr as short
 from typing import Any, Final
 
-from jettison.errors import NotDescribed, UsageError
+from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.family import Family
 from jettison.spec.model import Arrangement
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from math import prod
 
-from jettison.dtypes import DTYPE_BYTES
+from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.basic import WEIGHT_COPY, copy, leave, linear, weight_copies
 from jettison.formula.tape import Value, Weight
 from jettison.formula.writer import Writer, saved

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.formula.region import Region, embedding_region, head_region, layer_region
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run

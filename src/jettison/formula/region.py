@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Final
 
-from jettison.dtypes import tensor_bytes
+from jettison.core.dtypes import tensor_bytes
 from jettison.formula.basic import enter, linear
 from jettison.formula.embedding import embedding, looked_up_tokens
 from jettison.formula.layer import layer

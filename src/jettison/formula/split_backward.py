@@ -35,7 +35,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jettison.dtypes import DTYPE_BYTES
+from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.liveness import Backward
 from jettison.formula.region import Region
 from jettison.formula.tape import TapeOp, Weight

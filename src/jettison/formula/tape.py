@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from jettison.dtypes import DTYPE_BYTES
+from jettison.core.dtypes import DTYPE_BYTES
 from jettison.ledger.program import Anchor, Source
 from jettison.spec.fp8 import Fp8Recipe
 

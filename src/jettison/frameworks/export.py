@@ -8,11 +8,11 @@ from importlib import import_module
 from itertools import groupby, pairwise
 from typing import Any
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import format_bytes
 from jettison.frameworks.nearest import Nearest
 from jettison.frameworks.policy import Cost, LayerPolicy, Pricer, Subject
 from jettison.spec.frameworks import named
-from jettison.units import format_bytes
 
 SCHEMA = "jettison.export/1"
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jettison.capture.model_trace import ModelTrace
+from jettison.core.progress import Progress
 from jettison.cost.roofline import op_seconds
 from jettison.dryrun.given import dry_run_given
 from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES, Pricing
@@ -15,7 +16,6 @@ from jettison.frameworks.policy import Cost, Decision, LayerPolicy, Subject
 from jettison.measure.tensors import unique_bytes
 from jettison.models.request import ModelRequest, load, optimizer_for
 from jettison.planner.planner import fingerprint
-from jettison.progress import Progress
 from jettison.solve.plan import LayerPlan, Plan
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.kernels import Device

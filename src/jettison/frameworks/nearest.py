@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from jettison.errors import DoesNotFit, UsageError
+from jettison.core.errors import DoesNotFit, UsageError
 from jettison.frameworks.described import DescribedPricer
 from jettison.frameworks.policy import (
     Cost,

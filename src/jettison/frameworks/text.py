@@ -15,9 +15,9 @@ from functools import cache
 from string import Template
 from textwrap import indent
 
+from jettison.core.units import format_bytes
 from jettison.frameworks.policy import Action, LayerPolicy, OpCall, Subject
 from jettison.spec.frameworks import FOLDER
-from jettison.units import format_bytes
 
 
 @cache

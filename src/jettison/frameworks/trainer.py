@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, ClassVar, Final, SupportsIndex
 
-from jettison.errors import UsageError
-from jettison.one_line import summary
+from jettison.core.errors import UsageError
+from jettison.core.objects import summary
+from jettison.core.progress import in_a_trainer
 from jettison.planner.budget import AskedBudget
 from jettison.planner.handle import Applied, figures
 from jettison.planner.handle_report import HandleReport
 from jettison.planner.peak_watch import MemoryReport
-from jettison.progress import in_a_trainer
 
 _PLAIN: Final = (int, float, complex, str, bytes, type(None))
 

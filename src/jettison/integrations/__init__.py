@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from jettison.extras import install
+from jettison.core.errors import install
 
 if TYPE_CHECKING:
     from jettison.integrations import lightning, torchtitan, transformers

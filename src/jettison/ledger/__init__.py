@@ -1,6 +1,6 @@
 """The record of what a forward saves for its backward, and the program that it was recorded from."""
 
-from jettison.dtypes import DTYPE_BYTES, dtype_bytes, dtype_name, tensor_bytes
+from jettison.core.dtypes import DTYPE_BYTES, dtype_bytes, dtype_name, tensor_bytes
 from jettison.ledger.compare import Difference, Discrepancy, compare
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source

@@ -14,9 +14,9 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from jettison.core.units import format_bytes
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import EACH_ROUND, SavedTensor
-from jettison.units import format_bytes
 
 AROUND = "embedding, head and loss"
 """Everything that is in no numbered layer."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.ledger.record import ENTRY_FIELDS, Placement, SavedTensor
 
 SCHEMA: Literal["jettison.ledger/1"] = "jettison.ledger/1"

@@ -9,10 +9,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import overload
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.objects import summary
 from jettison.ledger.document import document, read_document
 from jettison.ledger.record import ENTRY_FIELDS, Placement, SavedTensor
-from jettison.one_line import summary
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from enum import StrEnum
 from math import prod
 from typing import Final
 
-from jettison.dtypes import dtype_bytes, dtype_name
-from jettison.errors import UsageError
+from jettison.core.dtypes import dtype_bytes, dtype_name
+from jettison.core.errors import UsageError
 
 EACH_ROUND: Final = "each round's "
 """Roles of what the rounds of a loop keep begin so where a formula has it as one tensor; its first dim counts them."""

@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from jettison import __version__
-from jettison.processors import cores
-from jettison.units import format_bytes
+from jettison.core.process import cores
+from jettison.core.units import format_bytes
 
 _PACKAGES = ("transformers", "numpy")
 

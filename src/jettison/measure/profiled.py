@@ -18,10 +18,10 @@ from torch.autograd import profiler as autograd_profiler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from jettison.core.errors import UsageError
+from jettison.core.progress import Progress, silent
 from jettison.diagnose.profile_file import RECOMPUTES
-from jettison.errors import UsageError
 from jettison.measure.peak import quiet_profiler
-from jettison.progress import Progress, silent
 from jettison.runtime.frame import Frame
 
 WARMUP_STEPS = 2

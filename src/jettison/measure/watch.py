@@ -27,14 +27,14 @@ from torch.utils._pytree import tree_leaves
 
 import jettison
 from jettison.capture.model_trace import expect_module
+from jettison.core.objects import summary
+from jettison.core.units import format_bytes
 from jettison.diagnose.facts import MemoryFacts, StepBytes, StepPhase, Survivor
 from jettison.diagnose.frames import Frame, is_library, place_of, text_of_frame
 from jettison.diagnose.growth import FEWEST_STEPS, FIRST_STEPS, SHARE_OF_STEPS, grown_bytes
 from jettison.diagnose.watch_record import WatchRecord
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
-from jettison.one_line import summary
-from jettison.units import format_bytes
 
 HISTORY: Final = 200_000
 """Events of the caching allocator that are kept for a snapshot."""

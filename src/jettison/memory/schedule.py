@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import lru_cache
 from itertools import product, takewhile
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.spec.layout import Schedule
 
 

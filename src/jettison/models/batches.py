@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.models.huggingface import ConfigRequest
 from jettison.spec.waves import CHARACTERS, SECOND
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from jettison.capture.fakes import fake_mode
 from jettison.capture.streams import Streams, default_stream
-from jettison.errors import JettisonError
+from jettison.core.errors import JettisonError
 
 _ATEN: Final = torch.ops.aten
 _EMPTY: Final = frozenset(

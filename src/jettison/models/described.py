@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jettison.errors import NotDescribed, UsageError
-from jettison.extras import install
+from jettison.core.errors import NotDescribed, UsageError, install
 from jettison.families.config import parse_config, read_values
 from jettison.families.family import FAMILIES
 from jettison.families.hub import hub_config, is_hub_id

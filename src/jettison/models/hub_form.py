@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.models.llama_names import hub_name, hub_values
 from jettison.models.reference import Llama
 

@@ -17,8 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jettison.capture.fakes import fake_copy
-from jettison.errors import UsageError
-from jettison.extras import install
+from jettison.core.errors import UsageError, install
 from jettison.models.model_types import require_known, treat_as
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.models.reference import LlamaConfig
 
 _PARTS: Final = {

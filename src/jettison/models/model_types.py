@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from jettison.errors import NotDescribed, UsageError
+from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.config import read_values
 from jettison.families.family import FAMILIES, PLAIN
 from jettison.families.presets import PRESETS

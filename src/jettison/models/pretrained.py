@@ -19,8 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from jettison.errors import UsageError
-from jettison.extras import install
+from jettison.core.errors import UsageError, install
 
 safe_open: Any
 SafetensorError: Any

@@ -25,7 +25,7 @@ from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace
 from jettison.capture.recording import TensorRef
 from jettison.capture.tracer import trace_model
 from jettison.capture.trees import tree_leaves
-from jettison.errors import JettisonError, UsageError
+from jettison.core.errors import JettisonError, UsageError
 from jettison.families.left_out import not_built
 from jettison.formula.region import RecordedRegion, RecordedRegions, Region, RegionRecorder
 from jettison.formula.tape import Value, Weight

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.roles import Roles, base_name
 from jettison.capture.trees import op_leaves
+from jettison.core.dtypes import DTYPE_BYTES, dtype_name
 from jettison.cost.op_kinds import BATCHED, FLASH, HOLD
-from jettison.dtypes import DTYPE_BYTES, dtype_name
 from jettison.formula.tape import Saved, Tape, TapeOp, Value, Weight
 from jettison.ledger.program import Op, Slot, Source
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.models.documents import causal_rows_mask, document_mask, positions_within, product_dtype
 
 

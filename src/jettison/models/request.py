@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from jettison.capture.fakes import fake_mode
 from jettison.capture.model_trace import LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.hub import hub_config, is_hub_id
 from jettison.families.presets import PRESETS
 from jettison.models.batches import batch_for

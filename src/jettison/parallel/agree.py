@@ -47,7 +47,7 @@ from jettison.capture.model_trace import ModelTrace
 from jettison.capture.op_traits import is_collective
 from jettison.capture.sharded import sharded_parameters
 from jettison.capture.tensor_subclasses import Wrapping, wrapping
-from jettison.errors import Infeasible, PlanMismatch
+from jettison.core.errors import Infeasible, PlanMismatch
 from jettison.parallel.ranks import RUNS, Ranks, Store, branch, children, joined, listed, ranks_in_words
 from jettison.runtime.planned import PlannedForward
 

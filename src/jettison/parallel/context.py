@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.parallel.regions import Axis
 
 _c10d, _aten = torch.ops._c10d_functional, torch.ops.aten

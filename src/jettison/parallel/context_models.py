@@ -18,7 +18,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from jettison.errors import UnsupportedModule, UsageError
+from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.parallel.context import Context, causal_attention, gathered
 from jettison.parallel.known_models import HEADS, LAYERS, STACKS, class_of
 from jettison.runtime.planned import PlannedForward

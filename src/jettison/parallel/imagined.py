@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.fakes import fake_copy
 from jettison.capture.sharded import managed_parameters, parameter_groups, sharded_modules
-from jettison.errors import UnsupportedModule
+from jettison.core.errors import UnsupportedModule
 
 _PREFETCHED = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
 _SET_ON_GROUPS = (

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from jettison.errors import JettisonError, UnsupportedModule, UsageError
+from jettison.core.errors import JettisonError, UnsupportedModule, UsageError
 from jettison.parallel.dropout import OwnDraws
 from jettison.parallel.regions import Axis
 from jettison.parallel.styles import (

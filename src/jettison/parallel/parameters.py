@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.parallel.regions import Axis, all_reduce
 
 

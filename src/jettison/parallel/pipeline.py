@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.blocks import find_blocks, only_blocks
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.planned import PlannedForward
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 
 _c10d = torch.ops._c10d_functional
 

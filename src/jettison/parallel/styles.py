@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
-from jettison.errors import UnsupportedModule, UsageError
+from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.parallel.dropout import OwnDraws
 from jettison.parallel.linear import column_linear, gather_input
 from jettison.parallel.parameters import distribute, local_part

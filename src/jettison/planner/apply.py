@@ -12,16 +12,16 @@ from typing import Any, SupportsIndex
 from torch import nn
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
+from jettison.core.errors import PlanMismatch, UsageError
+from jettison.core.parse_units import parse_bytes
+from jettison.core.progress import on_terminal
 from jettison.dryrun.step import ModulePolicy, OneBatch, dry_run
-from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, Group, groups_for, summary, talking_groups
-from jettison.parse_units import parse_bytes
 from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.handle import Applied, keep_losses
 from jettison.planner.planner import Candidate, Planner, digests_of, fingerprint, module_policy
 from jettison.planner.readiness import check_model
 from jettison.planner.readiness import traced as traced_forward
-from jettison.progress import on_terminal
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.chunked_loss import holding
 from jettison.runtime.install import install

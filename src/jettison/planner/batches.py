@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jettison.capture.model_trace import ModelTrace
+from jettison.core.errors import Infeasible, JettisonError
+from jettison.core.progress import Progress, reported
+from jettison.core.units import format_bytes
 from jettison.dryrun.step import ModulePolicy
-from jettison.errors import Infeasible, JettisonError
 from jettison.planner.described import Described
 from jettison.planner.planner import UNSEEN_BYTES, module_policy
-from jettison.progress import Progress, reported
 from jettison.runtime.accelerator import is_capturing, refuse_capture
 from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.install import follow, install_beside
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.plan import Plan
-from jettison.units import format_bytes
 
 MOST_PLANS = 16
 """Small batches get plans of their own until there are so many; large ones always."""

@@ -11,12 +11,12 @@ from typing import Any, Final, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.parse_units import parse_bytes
+from jettison.core.units import format_bytes, format_percent
 from jettison.measure.tensors import static_tensors, unique_bytes
-from jettison.parse_units import parse_bytes
 from jettison.predict.allowance import FRAGMENTS
 from jettison.runtime.host_pool import left_on_host
-from jettison.units import format_bytes, format_percent
 
 HOST_MARGIN: Final = Fraction(1, 20)
 """Of a host's memory, which other processes use too: judgement."""

@@ -10,8 +10,8 @@ from torch import nn
 from jettison.capture.compiled import CompileSettings, settings_of
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.tensor_subclasses import plain
+from jettison.core.errors import TraceError, UnsupportedModule, UsageError
 from jettison.dryrun.compiled import survey
-from jettison.errors import TraceError, UnsupportedModule, UsageError
 from jettison.runtime.compiled import check_compiler
 
 BLOCKS = "blocks"

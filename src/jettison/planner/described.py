@@ -16,11 +16,12 @@ from jettison.capture.model_trace import Loop, ModelTrace, as_batch, as_call, lo
 from jettison.capture.signature import as_signed
 from jettison.capture.tracer import trace_model
 from jettison.capture.trees import tree_leaves
+from jettison.core.errors import TraceError
+from jettison.core.progress import Progress
 from jettison.dryrun.op_costs import Pricing, measure_ops
 from jettison.dryrun.schedules import Scheduled, modules_of
 from jettison.dryrun.step import ModulePolicy, OneBatch, fake_optimizer, optimizer_over
 from jettison.dryrun.user_step import Copies, Counted, ModelCall, ModelUse, Seen, Step, UserStep, copies_of, observe
-from jettison.errors import TraceError
 from jettison.parallel.agree import Agreement
 from jettison.parallel.imagined import ImaginedReplica, gradients_stay, inside_of_ddp, may_be_used_elsewhere
 from jettison.parallel.pipeline import stand_in_loss
@@ -29,7 +30,6 @@ from jettison.planner.host import Host
 from jettison.planner.options import step_of
 from jettison.planner.parts import plan_parts
 from jettison.planner.planner import Planner, make_planner
-from jettison.progress import Progress
 from jettison.runtime.batch_shape import BatchShape
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware

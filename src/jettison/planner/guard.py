@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jettison.capture.streams import Streams
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import format_bytes
 from jettison.predict.allowance import FRAGMENTS
-from jettison.units import format_bytes
 
 if TYPE_CHECKING:
     from jettison.planner.batches import BatchPlans

@@ -9,8 +9,9 @@ from typing import Any, Final
 import torch
 
 from jettison.capture.model_trace import ModelTrace, as_batch
-from jettison.errors import UsageError
-from jettison.one_line import summary
+from jettison.core.errors import UsageError
+from jettison.core.objects import summary
+from jettison.core.units import format_bytes, format_percent
 from jettison.planner.batches import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
 from jettison.planner.guard import Attempt, attempts
@@ -23,7 +24,6 @@ from jettison.runtime.planned import PlannedForward
 from jettison.runtime.report import Live
 from jettison.runtime.witness import tell_replays
 from jettison.solve.plan import Plan
-from jettison.units import format_bytes, format_percent
 
 
 @dataclass(kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, Final, overload
 
+from jettison.core.units import format_bytes
 from jettison.runtime.report import RegionReport
-from jettison.units import format_bytes
 
 SCHEMA: Final = "jettison.applied/1"
 MOST_ROWS: Final = 30

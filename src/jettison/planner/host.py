@@ -11,9 +11,10 @@ import torch
 
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.recording import Place, RegionTrace
+from jettison.core.errors import UsageError
+from jettison.core.parse_units import parse_bytes
+from jettison.core.units import format_bytes
 from jettison.cost.collective import host_seconds
-from jettison.errors import UsageError
-from jettison.parse_units import parse_bytes
 from jettison.planner.points import PACK
 from jettison.runtime.device import rounding_of
 from jettison.runtime.host_pool import left_on_host, usable
@@ -25,7 +26,6 @@ from jettison.solve.levels import Levels
 from jettison.solve.policy import SMALLEST_BYTES, can_move
 from jettison.solve.problem import Link, StepProblem
 from jettison.spec.hardware import Hardware, hardware
-from jettison.units import format_bytes
 
 SEND: Final = "-send-"
 ALL: Final = "all"

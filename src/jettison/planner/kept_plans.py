@@ -26,13 +26,13 @@ import torch
 from torch import nn
 
 from jettison.capture.model_trace import ModelTrace
-from jettison.errors import JettisonError, UsageError
+from jettison.core.errors import JettisonError, UsageError
+from jettison.core.progress import Progress, Shown
+from jettison.core.units import format_bytes
 from jettison.planner.budget import AskedBudget, Budget
 from jettison.planner.plan_facts import Facts, bytes_of_state, digest, first_difference, machine_facts, step_facts, told
 from jettison.planner.planner import UNSEEN_BYTES
-from jettison.progress import Progress, Shown
 from jettison.solve.plan import SCHEMA, Plan
-from jettison.units import format_bytes
 
 KEY: Final = "kept"
 """Of a plan's document, under which a file that is kept has the rest; readers of plans leave it alone."""

@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call, expect_module, expect_trace
+from jettison.core.errors import Infeasible, StaleTensor, TraceError, UsageError
+from jettison.core.parse_units import parse_bytes
+from jettison.core.process import seldom_collected
+from jettison.core.progress import Progress, on_terminal, reported, shown
+from jettison.core.units import format_bytes
 from jettison.dryrun.schedules import Scheduled, is_schedule, modules_of
 from jettison.dryrun.user_step import Step
-from jettison.errors import Infeasible, StaleTensor, TraceError, UsageError
-from jettison.garbage import seldom_collected
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group
-from jettison.parse_units import parse_bytes
 from jettison.planner.apply import agreed, apply_candidate, apply_from_another_rank, apply_plan, expect_loop, likeness
 from jettison.planner.batches import BatchPlans
 from jettison.planner.budget import AskedBudget, Budget, budget_of, of_reserved
@@ -37,14 +39,12 @@ from jettison.planner.rank_batches import alike, stretched
 from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
 from jettison.planner.together import Together, together
-from jettison.progress import Progress, on_terminal, reported, shown
 from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.chunked_loss import Hold
 from jettison.runtime.offload import place_of
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware
-from jettison.units import format_bytes
 
 
 @on_terminal

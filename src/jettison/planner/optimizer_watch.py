@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from jettison.capture.tensor_subclasses import plain
+from jettison.core.units import format_bytes
 from jettison.planner.optimizers import inside_of
-from jettison.units import format_bytes
 
 DONE = -1
 """Of an optimizer that need not be looked at again."""

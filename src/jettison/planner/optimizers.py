@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 """What ``optimizer=`` takes."""

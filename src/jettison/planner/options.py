@@ -15,6 +15,7 @@ from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace
 from jettison.capture.randomness import ADVANCE
 from jettison.capture.recording import Call, RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import plain
+from jettison.core.progress import Progress
 from jettison.cost.matmul import memory_seconds
 from jettison.cost.roofline import op_seconds
 from jettison.dryrun.around_blocks import dry_run_root
@@ -28,7 +29,6 @@ from jettison.ledger.program import Program
 from jettison.measure.tape import Tape
 from jettison.planner.host import ALL, MOVE_SECONDS, SEND, Host, movable, with_moves
 from jettison.planner.points import compiled_points, exactly, policy_of, seconds_by_traffic, with_packs
-from jettison.progress import Progress
 from jettison.runtime.install import returned
 from jettison.runtime.packing import Pack
 from jettison.runtime.recipe import costs_like

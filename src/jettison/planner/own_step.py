@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from jettison.capture.compiled import CompileSettings
 from jettison.capture.model_trace import Loop, LossFn, as_call, call_model, loss_of
 from jettison.capture.sharded import sharded_modules
+from jettison.core.errors import UnsupportedModule, UsageError
+from jettison.core.progress import Progress
 from jettison.dryrun.schedules import Scheduled, is_schedule, modules_of
 from jettison.dryrun.user_step import Step
-from jettison.errors import UnsupportedModule, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
 from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop, likeness
@@ -31,7 +32,6 @@ from jettison.planner.kept_plans import Keeping
 from jettison.planner.plan_facts import bytes_of_state
 from jettison.planner.readiness import check_model, check_states
 from jettison.planner.together import Together
-from jettison.progress import Progress
 from jettison.runtime.assumptions import PARTIAL
 from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.chunked_loss import Hold

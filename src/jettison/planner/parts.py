@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from jettison.capture.model_trace import ModelTrace
+from jettison.core.errors import Infeasible
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, StepPeaks
-from jettison.errors import Infeasible
 from jettison.planner.host import Host, less_on_host
 from jettison.planner.options import step_of
 from jettison.planner.planner import UNSEEN_BYTES, Candidate, Planner, make_planner, untimed

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from jettison.units import format_bytes
+from jettison.core.units import format_bytes
 
 FOLLOWS = "what follows the optimizer's step"
 PLANNING = "planning"

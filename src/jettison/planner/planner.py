@@ -14,18 +14,18 @@ from typing import Any, TypeVar
 import torch
 
 from jettison.capture.model_trace import BlockClass, ModelTrace
+from jettison.core.errors import Infeasible
+from jettison.core.progress import Progress, silent
 from jettison.dryrun.around_blocks import around_stubs
 from jettison.dryrun.composed import Book, Label, Labels
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks
-from jettison.errors import Infeasible
 from jettison.ledger.program import Program
 from jettison.measure.tape import Tape
 from jettison.planner.host import SEND, Host, is_timed, less_on_host
 from jettison.planner.options import Options, options_of, step_of
 from jettison.planner.plan_tensors import plan_tensors
 from jettison.planner.points import PACK, exactly, policy_kept, policy_of
-from jettison.progress import Progress, silent
 from jettison.solve.chain import Solution, choose
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.levels import Choice

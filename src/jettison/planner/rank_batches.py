@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jettison.errors import PlanMismatch
+from jettison.core.errors import PlanMismatch
 from jettison.parallel.agree import Agreement
 from jettison.runtime.batch_shape import BatchShape, map_tensors
 

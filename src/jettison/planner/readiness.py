@@ -16,7 +16,7 @@ from jettison.capture.dispatch import refuse_scripted
 from jettison.capture.fakes import fake_batch, fake_copy, fake_mode
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, expect_module
 from jettison.capture.tracer import trace_model
-from jettison.errors import UnsupportedModule, UsageError
+from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.planner.compile_blocks import compiled_modules, refuse_compiled_whole, survey_blocks
 from jettison.planner.optimizers import Together
 from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign

@@ -15,8 +15,8 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.model_trace import ModelTrace
+from jettison.core.errors import Infeasible
 from jettison.dryrun.schedules import Scheduled, stages_of
-from jettison.errors import Infeasible
 from jettison.parallel.agree import Agreement, Group, Verdict, groups_for, ranks_in, talking_groups
 from jettison.planner.handle import Applied
 from jettison.planner.kept_plans import KeptPlans

@@ -26,11 +26,11 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Final
 
+from jettison.core.units import GIB, MIB
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout
 from jettison.spec.run import Run
-from jettison.units import GIB, MIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

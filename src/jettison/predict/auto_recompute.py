@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
+from jettison.core.errors import Infeasible
+from jettison.core.units import format_bytes
 from jettison.cost.execution import execution_of
-from jettison.errors import Infeasible
 from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.stage_choice import Answer, StageChoice
 from jettison.predict.stage_time import Timing
@@ -21,7 +22,6 @@ from jettison.solve.plan import PolicyWord, policy_word
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
-from jettison.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

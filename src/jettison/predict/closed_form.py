@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from jettison.core.errors import UsageError
 from jettison.cost.collective import ring_bytes
 from jettison.cost.op_kinds import BATCHED, FLASH
 from jettison.cost.recompute import to_the_end
-from jettison.errors import UsageError
 from jettison.families.family import kernels_for
 from jettison.formula.layer import layer as write_layer
 from jettison.formula.named import Choices, layer_sizes, model_sizes, resized, structure, traced_scene

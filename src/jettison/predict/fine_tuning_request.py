@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.predict.request_words import given_or, word
 from jettison.spec.frozen_models import BASE, SAME, FrozenModel, FrozenWords, Role, When
 from jettison.spec.model import ModelSpec

@@ -9,7 +9,9 @@ from itertools import zip_longest
 from operator import mul
 from typing import Any, Final
 
-from jettison.dtypes import DTYPE_BYTES
+from jettison.core.dtypes import DTYPE_BYTES
+from jettison.core.objects import summary
+from jettison.core.units import format_bytes
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import embedding_region
 from jettison.formula.static import Static, static
@@ -18,7 +20,6 @@ from jettison.ledger.record import SavedTensor
 from jettison.memory.actions import Walk, Weights, device_order
 from jettison.memory.step import Event, Known, Moment, StageLoad, lifetimes, moments, peak, peak_bytes
 from jettison.memory.unit import Unit
-from jettison.one_line import summary
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.gathered import freed, reducing, whole_in_flight
 from jettison.predict.halves import left_bytes
@@ -35,7 +36,6 @@ from jettison.spec.precision import Gradients, Optimizer
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run, expect_run
 from jettison.spec.states_on_host import StatesOnHost
-from jettison.units import format_bytes
 
 Units = tuple[Unit, ...]
 STEP, FORWARD, BACKWARD, OPTIMIZER = Event

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jettison.dtypes import DTYPE_BYTES
+from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.region import HEAD
 from jettison.predict.passes import sums_apart
 from jettison.predict.stages import StageRegion

@@ -52,7 +52,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jettison.dtypes import DTYPE_BYTES
+from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.region import EMBEDDING, HEAD
 from jettison.memory.unit import Unit
 from jettison.predict.expert_groups import NOTHING, least_beside_experts, own_experts, phases_of, rise_of_experts

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from jettison.dtypes import DTYPE_BYTES
+from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.embedding import POSITIONS
 from jettison.formula.region import EMBEDDING, Region
 from jettison.memory.unit import Unit

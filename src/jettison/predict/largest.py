@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from math import gcd
 from typing import Any, Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.predict.forecast import forecast
 from jettison.spec.run import Run
 

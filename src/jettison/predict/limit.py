@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jettison.parse_units import parse_bytes
+from jettison.core.parse_units import parse_bytes
+from jettison.core.units import format_bytes
 from jettison.spec.run import Run
-from jettison.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

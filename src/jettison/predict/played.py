@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from jettison.core.errors import UsageError
 from jettison.cost.collective import host_seconds
 from jettison.cost.pipeline import TimedPass, timed_passes
-from jettison.errors import UsageError
 from jettison.memory.schedule import ScheduledPass, Work
 from jettison.memory.span import Phase
 from jettison.memory.step import Event, StageLoad

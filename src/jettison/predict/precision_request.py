@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.predict.request_words import given_or
 from jettison.spec.fp8 import fp8_recipe
 from jettison.spec.kernels import Kernels

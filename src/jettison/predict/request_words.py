@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TypeVar
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 
 _T = TypeVar("_T")
 _Word = TypeVar("_Word", bound=StrEnum)

@@ -16,12 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from jettison.core.units import format_seconds
 from jettison.cost.execution import Execution
 from jettison.predict.time import Estimate
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.model import ModelSpec
-from jettison.units import format_seconds
 
 DATA: Final = Path(__file__).with_name("residuals.toml")
 LEAST_RUNS: Final = 4

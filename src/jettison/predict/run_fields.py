@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from jettison.one_line import non_defaults
-from jettison.parse_units import Tokens
+from jettison.core.objects import non_defaults
+from jettison.core.parse_units import Tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -14,7 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.config import read_config
 from jettison.families.family import kernels_for
 from jettison.families.hub import hub_config, is_hub_id

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TypeGuard
 
-from jettison.dtypes import DTYPE_BYTES
+from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region
 from jettison.formula.tape import GATHER
 from jettison.memory.unit import Unit

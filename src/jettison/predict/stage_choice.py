@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Final
 
+from jettison.core.units import MIB
 from jettison.cost.collective import host_seconds
 from jettison.cost.layer import PriceModel
 from jettison.formula.region import HEAD, Region
@@ -47,7 +48,6 @@ from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption
 from jettison.solve.refine import fastest, refine
 from jettison.spec.precision import Gradients
 from jettison.spec.run import Run
-from jettison.units import MIB
 
 LEAST_MOVED: Final = 1 * MIB
 """Smaller tensors stay: what a copy costs beside its bytes is as much as these."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jettison.dtypes import DTYPE_BYTES
+from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.static import Static
 from jettison.predict.stages import Chunk
 from jettison.spec.run import Run

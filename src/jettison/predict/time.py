@@ -20,21 +20,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from reprlib import repr as short
 
+from jettison.core.errors import UsageError
+from jettison.core.objects import summary
+from jettison.core.units import format_seconds
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.flops import Counting, model_flops, tokens
 from jettison.cost.layer import RegionSeconds
 from jettison.cost.matmul import rate
 from jettison.cost.pipeline import Replay, schedule_seconds
 from jettison.cost.utilisation import utilisation
-from jettison.errors import UsageError
 from jettison.memory.schedule import recomputing_share
-from jettison.one_line import summary
 from jettison.predict.stage_items import Item
 from jettison.predict.stage_time import StageSeconds, Timing
 from jettison.predict.stages import Chosen, Chunk, outline
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Run, expect_run
-from jettison.units import format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from jettison.dtypes import DTYPE_BYTES
+from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.liveness import Passes
 from jettison.formula.region import EMBEDDING, HEAD
 from jettison.memory.unit import Unit

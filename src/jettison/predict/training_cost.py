@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import Any, Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.predict.residuals import Sureness
 
 DAY_SECONDS = 86400

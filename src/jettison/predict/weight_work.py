@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from jettison.core.dtypes import DTYPE_BYTES
 from jettison.cost.collective import group, transfer_seconds
 from jettison.cost.execution import Execution
 from jettison.cost.matmul import memory_seconds
-from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
 from jettison.formula.static import state_bytes
 from jettison.spec.fp8 import Library

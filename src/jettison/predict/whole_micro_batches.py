@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.memory.schedule import window
 from jettison.predict.forecast import forecast_sizes
 from jettison.spec.recompute import MOST, Mode

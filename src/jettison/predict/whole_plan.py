@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
 from jettison.predict.auto_recompute import AutoForecast, choose
 from jettison.predict.time import estimate
 from jettison.predict.whole_micro_batches import largest_window, with_whole

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 
-from jettison.dtypes import DTYPE_BYTES
+from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.static import Static, state_bytes
 from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk

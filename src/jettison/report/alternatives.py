@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from jettison.core.units import GIB, format_bytes, format_percent, format_seconds
 from jettison.cost.collective import host_seconds
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.layer import Class, PriceModel
@@ -29,7 +30,6 @@ from jettison.predict.time import Estimate, estimate
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
-from jettison.units import GIB, format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from jettison.predict.auto_recompute import AutoForecast

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from jettison.core.units import format_bytes, format_change, format_flops, format_percent, format_seconds
 from jettison.cost.flops import Counting, tokens
 from jettison.predict.forecast import Forecast
 from jettison.predict.frozen_models import frozen_bytes
@@ -24,7 +25,6 @@ from jettison.report.parts import device_notes, exact, facts_table, titled
 from jettison.report.schemas import shaped
 from jettison.report.summary import request_document
 from jettison.spec.kernels import Scans
-from jettison.units import format_bytes, format_change, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:  # asked for rarely
     from jettison.report.alternatives import LayerOffload, Option, Trade, Trilemma

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import format_bytes, format_percent
 from jettison.formula.region import Region, layer_region
 from jettison.memory.span import Phase
 from jettison.memory.step import Moment, StageLoad, moments
@@ -26,7 +27,6 @@ from jettison.solve.policy import attention_core
 from jettison.spec.model import AnyLayer
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
-from jettison.units import format_bytes, format_percent
 
 T = TypeVar("T", StageLoad, Unit, Halves, WeightStep)
 

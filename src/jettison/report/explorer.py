@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-from jettison.errors import Infeasible, UsageError
+from jettison.core.errors import Infeasible, UsageError
+from jettison.core.process import deaf_to_interrupts, end_pool
+from jettison.core.progress import Progress, silent
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.time import estimate
-from jettison.processors import deaf_to_interrupts, end_pool
-from jettison.progress import Progress, silent
 from jettison.report.alternatives import LINKS, trades
 from jettison.report.explorer_closed_form import closed_form_data
 from jettison.report.explorer_common import line, planned, rounded, run_of, usual_layout

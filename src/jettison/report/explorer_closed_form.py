@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, product
 from typing import Any, Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.formula.named import Choices, has_names, structure
 from jettison.predict.closed_form import Form, form_of, sizes_of
 from jettison.predict.closed_form_document import closed_form_document

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast
 from jettison.predict.forecast import Forecast, forecast

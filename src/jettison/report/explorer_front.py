@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
+from jettison.core.units import GIB
 from jettison.formula.region import Region
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast, Stages, choose
@@ -17,7 +18,6 @@ from jettison.report.alternatives import AGAIN, HERE, THERE, flips, tensor_name,
 from jettison.report.explorer_common import line, rounded, run_of, usual_layout
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.run import Run
-from jettison.units import GIB
 
 GPU: Final = "h100-80gb"
 MODEL: Final = "llama3-8b"

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.families.presets import PRESETS
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
 from jettison.predict.allowance import available_bytes
 from jettison.predict.residuals import sure_of
 from jettison.report.explorer_common import answered, line, rounded, run_of, usual_layout

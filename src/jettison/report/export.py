@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 
+from jettison.core.units import format_bytes, format_flops, format_seconds
 from jettison.report.fitted import FittedTable
 from jettison.report.parts import exact, facts_table, span, titled
-from jettison.units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
     from jettison.frameworks.export import Exported

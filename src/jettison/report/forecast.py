@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from jettison.core.units import format_bytes
 from jettison.predict.allowance import allowance
 from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.limit import Limit
@@ -16,7 +17,6 @@ from jettison.spec.kernels import AttentionKernel
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
-from jettison.units import format_bytes
 
 if TYPE_CHECKING:
     from jettison.predict.auto_recompute import AutoForecast

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from jettison.errors import UsageError
-from jettison.whole_files import write_whole
+from jettison.core.errors import UsageError
+from jettison.core.files import write_whole
 
 NAMES: Final = (
     "chromium",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from jettison.core.units import format_bytes, format_count, format_percent, format_seconds
 from jettison.formula.parameters import parameter_count, trained_parameter_count
 from jettison.ledger.compare import describe
 from jettison.predict.frozen_models import FrozenBytes, frozen_bytes
@@ -20,7 +21,6 @@ from jettison.report.parts import exact, facts_table, span, titled
 from jettison.report.summary import Comparison, LayerRow, LedgerReport, PhaseRow, StageBytes
 from jettison.spec.layout import Layout
 from jettison.spec.run import Run
-from jettison.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from jettison.predict.largest import Edge, FitAnswer

@@ -8,10 +8,10 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
+from jettison.core.units import format_bytes
 from jettison.report.fitted import FittedTable
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Run, Software
-from jettison.units import format_bytes
 
 MOST_RUNS = 4
 """A span with more gaps than this is shortened."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
+from jettison.core.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 from jettison.report.fitted import FittedTable
 from jettison.report.parts import exact, facts_table, span, titled
 from jettison.report.schemas import shaped
-from jettison.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from jettison.predict.auto_recompute import AutoForecast

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.objects import summary
+from jettison.core.units import format_bytes, format_ratio
 from jettison.ledger.levels import StepLevels
-from jettison.one_line import summary
 from jettison.report.schemas import shaped
 from jettison.solve.plan import PlanTensor
-from jettison.units import format_bytes, format_ratio
 
 SCHEMA: Literal["jettison.proof/1"] = "jettison.proof/1"
 

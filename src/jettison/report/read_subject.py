@@ -11,7 +11,8 @@ from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from jettison.errors import PlanMismatch, UsageError
+from jettison.core.errors import PlanMismatch, UsageError
+from jettison.core.units import format_count, format_percent, format_seconds
 from jettison.ledger.levels import StepLevels
 from jettison.report.alternatives import Reason
 from jettison.report.plan import DESCRIBED
@@ -22,7 +23,6 @@ from jettison.report.subject_live import amounts_of, phases_of, plan_grids, plan
 from jettison.report.untrusted import all_printable, parse_json, read_text
 from jettison.solve.plan import SCHEMA as PLAN_SCHEMA
 from jettison.solve.plan import Plan
-from jettison.units import format_count, format_percent, format_seconds
 
 # The log of a training run as the subject of a report -----------------------------------------------------------------
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.units import format_bytes, format_flops, format_ratio, format_seconds
 from jettison.report.fitted import FittedTable
 from jettison.report.page import page
 from jettison.report.parts import exact, facts_table, span, titled
 from jettison.report.schemas import shaped
 from jettison.report.subject import Fate, Grid, LayerBytes, Subject
 from jettison.report.tables import ROOT_NAME
-from jettison.units import format_bytes, format_flops, format_ratio, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

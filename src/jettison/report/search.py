@@ -9,8 +9,9 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from jettison.core.objects import summary
+from jettison.core.units import format_bytes, format_count, format_percent, format_ratio, format_seconds
 from jettison.cost.execution import execution_of
-from jettison.one_line import summary
 from jettison.predict.allowance import available_to
 from jettison.predict.residuals import Sureness, sureness
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
@@ -23,7 +24,6 @@ from jettison.search.search import Answer, More, NothingFits
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.recompute import Mode
-from jettison.units import format_bytes, format_count, format_percent, format_ratio, format_seconds
 
 SCHEMA: Final = "jettison.search/1"
 SHOWN_ON_FRONT: Final = 12

@@ -9,12 +9,12 @@ from typing import Any, Final
 import numpy as np
 from rich.console import Group, RenderableType
 
+from jettison.core.units import format_bytes, format_percent
 from jettison.diagnose.snapshot import DeviceSnapshot, Snapshot
 from jettison.report.page import page
 from jettison.report.parts import exact, facts_table, titled
 from jettison.report.schemas import shaped
 from jettison.traces.timeline import Difference, Ints, MemoryTimeline, by_module_and_role, by_role, compare_timelines
-from jettison.units import format_bytes, format_percent
 
 MOST_ROWS: Final = 25
 PANELS: Final = (

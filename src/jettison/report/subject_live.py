@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from jettison.core.units import format_percent, format_seconds
 from jettison.ledger.levels import StepLevels
 from jettison.report.proof import Proof
 from jettison.report.subject import Amount, Decided, Grid, Kind, LayerBytes, PhaseBytes, Ratio, Subject, grid_of
 from jettison.report.tables import ROOT_NAME
 from jettison.solve.plan import LayerPlan, Plan, PlanTensor
-from jettison.units import format_percent, format_seconds
 
 
 def proof_subject(proof: Proof, name: str) -> Subject:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from jettison.errors import DoesNotFit, ProofFailed
+from jettison.core.errors import DoesNotFit, ProofFailed
 from jettison.ledger.compare import Difference
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import ENTRY_FIELDS, Placement, SavedTensor

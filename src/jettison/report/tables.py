@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from jettison.core.units import format_bytes, format_flops, format_percent, format_ratio, format_seconds
 from jettison.report.parts import exact, facts_table, span, titled
-from jettison.units import format_bytes, format_flops, format_percent, format_ratio, format_seconds
 
 if TYPE_CHECKING:  # reading plans and proofs takes libraries that most commands can do without
     from jettison.report.proof import LayerProof, Proof

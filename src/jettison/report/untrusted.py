@@ -13,8 +13,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
-from jettison.errors import UsageError
-from jettison.units import format_bytes
+from jettison.core.errors import UsageError
+from jettison.core.units import format_bytes
 
 MOST_BYTES: Final = 64 * 2**20
 MOST_DEPTH: Final = 40

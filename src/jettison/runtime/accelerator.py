@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.runtime.device import Device, Event, OnHost, Slab, Stream
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.tensor_subclasses import plain
+from jettison.core.units import format_bytes
 from jettison.runtime.batch_shape import BatchShape
-from jettison.units import format_bytes
 
 Unpack = Callable[[Any], Tensor]
 RETAINED: Final = "retained"

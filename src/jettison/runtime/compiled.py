@@ -28,7 +28,7 @@ from jettison.capture.compiled import CompiledProgram, CompileSettings
 from jettison.capture.isolation import without_our_hooks
 from jettison.capture.tensor_subclasses import storage_of
 from jettison.capture.trees import tree_leaves
-from jettison.errors import TraceError, UnsupportedModule, UsageError
+from jettison.core.errors import TraceError, UnsupportedModule, UsageError
 from jettison.ledger.program import Program
 from jettison.runtime.accelerator import refuse_capture
 from jettison.runtime.callers import are_hooks_foreign, is_transforming, of_a_region

@@ -19,7 +19,7 @@ from jettison.capture.sharded import whole_now
 from jettison.capture.signature import Switches, kernel_switches, switched
 from jettison.capture.tensor_subclasses import Narrow, arrived, plain, storage_of, version_of, wrapping
 from jettison.capture.trees import tree_leaves
-from jettison.errors import StaleTensor, WrongValue
+from jettison.core.errors import StaleTensor, WrongValue
 from jettison.runtime import witness as witnesses
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from jettison.errors import HostBudgetExceeded, UsageError
+from jettison.core.errors import HostBudgetExceeded, UsageError
 from jettison.runtime.device import Device, Event, Slab
 
 ALIGNMENT_BYTES: Final = 512

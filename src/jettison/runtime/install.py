@@ -11,7 +11,7 @@ from torch import nn
 
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.recording import Place, TensorRef
-from jettison.errors import JettisonError
+from jettison.core.errors import JettisonError
 from jettison.runtime.compiled import RUNS_COMPILED, CompiledRegion, refuse_packing
 from jettison.runtime.device import rounding_of
 from jettison.runtime.host_pool import slabs_for

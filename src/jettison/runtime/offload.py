@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from jettison.capture.recording import TensorRef
 from jettison.capture.tensor_subclasses import plain, version_of
-from jettison.errors import StaleTensor
+from jettison.core.errors import StaleTensor
 from jettison.runtime.accelerator import device_for
 from jettison.runtime.device import Device, Event, Stream
 from jettison.runtime.host_pool import HostPool, Span

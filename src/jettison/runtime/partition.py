@@ -29,7 +29,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy as Mark
 
 from jettison.capture.op_traits import DISCRETE, is_collective, op_cost
-from jettison.dtypes import dtype_name
+from jettison.core.dtypes import dtype_name
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
 from jettison.solve.policy import CheckpointPolicy
 

@@ -23,7 +23,7 @@ from jettison.capture.sharded import unwatched
 from jettison.capture.signature import AUTOCASTS, call_signature, global_signature
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
-from jettison.errors import TraceError
+from jettison.core.errors import TraceError
 from jettison.runtime import witness
 from jettison.runtime.accelerator import is_capturing, refuse_capture
 from jettison.runtime.assumptions import Assumptions

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from jettison.capture.recording import TensorRef
 from jettison.capture.signature import Switches, switched
 from jettison.capture.tensor_subclasses import plain, version_of
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.runtime.accelerator import is_capturing
 from jettison.runtime.offload import stale
 from jettison.runtime.views import in_a_copy, view_of

@@ -40,7 +40,7 @@ from jettison.capture.rejected_blocks import VALUES_WANTED
 from jettison.capture.sharded import precision_of
 from jettison.capture.tensor_subclasses import is_stepped_in_backward, plain, stepped_in_backward, version_of, wrapping
 from jettison.capture.tracer import trace_root
-from jettison.errors import RecordingLeft, TraceError, UnsupportedModule
+from jettison.core.errors import RecordingLeft, TraceError, UnsupportedModule
 from jettison.ledger.program import Program
 from jettison.runtime.accelerator import refuse_capture
 from jettison.runtime.frame import owners_of

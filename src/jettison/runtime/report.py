@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jettison.one_line import summary
+from jettison.core.objects import summary
+from jettison.core.units import format_bytes
 from jettison.runtime.recipe import Recipe
-from jettison.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

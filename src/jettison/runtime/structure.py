@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from torch import distributed, nn
 
-from jettison.errors import UnsupportedModule
+from jettison.core.errors import UnsupportedModule
+from jettison.core.units import format_bytes
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.recordings import Way
-from jettison.units import format_bytes
 
 MOST_WORDS = 4
 SWITCH: Final = "gradient_checkpointing"

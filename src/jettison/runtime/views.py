@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jettison.capture.recording import RegionTrace, TensorRef
-from jettison.errors import TraceError
+from jettison.core.errors import TraceError
 
 
 @dataclass(frozen=True, slots=True)

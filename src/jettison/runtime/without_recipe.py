@@ -38,7 +38,7 @@ from jettison.capture.streams import Streams
 from jettison.capture.tensor_subclasses import arrived, desugars, is_dense, plain, storage_of, version_of, wrapping
 from jettison.capture.trees import op_leaves, tree_flatten, tree_leaves, tree_unflatten
 from jettison.capture.undo import WritesUndone
-from jettison.errors import StaleTensor, UsageError, WrongValue
+from jettison.core.errors import StaleTensor, UsageError, WrongValue
 from jettison.runtime.accelerator import is_capturing
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck, SomeMode

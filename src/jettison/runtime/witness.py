@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from jettison.errors import UsageError, WrongValue
+from jettison.core.errors import UsageError, WrongValue
 from jettison.runtime import accelerator
 
 numpy: Any

@@ -25,7 +25,7 @@ from functools import cached_property
 from itertools import count
 from typing import Final
 
-from jettison.progress import Progress
+from jettison.core.progress import Progress
 from jettison.search.bounds import SHAVED, treatments
 from jettison.search.evaluate import Bench, Task
 from jettison.search.figures import Figures, Found

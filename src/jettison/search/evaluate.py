@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Final, TypeVar
 
 from jettison import __version__
-from jettison.errors import Infeasible
-from jettison.garbage import seldom_collected
+from jettison.core.errors import Infeasible
+from jettison.core.process import seldom_collected
 from jettison.predict.auto_recompute import (
     AutoForecast,
     StageAnswer,

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.search.figures import Figures, figures_of
 
 SCHEMA: Final = "jettison.search-state/1"

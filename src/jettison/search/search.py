@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Final
 
-from jettison.errors import JettisonError, UsageError
-from jettison.progress import Progress, silent
+from jettison.core.errors import JettisonError, UsageError
+from jettison.core.progress import Progress, silent
+from jettison.core.units import format_bytes
 from jettison.search.branch_and_bound import REACH, Hunt
 from jettison.search.evaluate import Bench, Question
 from jettison.search.figures import Found
@@ -20,7 +21,6 @@ from jettison.search.request import MARGIN
 from jettison.search.space import Space
 from jettison.search.state import Room
 from jettison.spec.hardware import Hardware
-from jettison.units import format_bytes
 
 MORE_MEMORY: Final = Fraction(11, 10)
 MORE_GPUS: Final = (2, 3, 4)

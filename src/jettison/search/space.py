@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from itertools import product
 from typing import Any, Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.spec.kernels import ContextExchange, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule, exchange_misfit
 from jettison.spec.precision import Gradients

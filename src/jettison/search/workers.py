@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any, Final, Generic, TypeVar
 
-from jettison.garbage import SELDOM
-from jettison.processors import deaf_to_interrupts, end_pool
+from jettison.core.process import SELDOM, deaf_to_interrupts, end_pool
 
 CHUNKS: Final = 8
 """Parts, for each worker, that a round of work is cut into."""

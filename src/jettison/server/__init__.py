@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
-from jettison.errors import UsageError
-from jettison.extras import install
-from jettison.progress import Progress, silent
+from jettison.core.errors import UsageError, install
+from jettison.core.progress import Progress, silent
 from jettison.server.limits import Limits
 from jettison.server.listening import ADDRESS, listening
 from jettison.server.questions import Service, offer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jettison.errors import UsageError
-from jettison.processors import cores
+from jettison.core.errors import UsageError
+from jettison.core.process import cores
 
 MIB = 2**20
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 
 ADDRESS = "127.0.0.1"
 HIGHEST_PORT = 65535

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 
-from jettison.errors import JettisonError, UsageError
-from jettison.processors import cores
-from jettison.progress import Progress, silent
+from jettison.core.errors import JettisonError, UsageError
+from jettison.core.process import cores
+from jettison.core.progress import Progress, silent
 from jettison.report.explorer import PANELS, Panel, explorer_page
 from jettison.server.limits import Limits
 from jettison.server.pool import started_process

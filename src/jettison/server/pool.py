@@ -17,11 +17,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import jettison
+from jettison.core.units import format_bytes
 from jettison.server.limits import Limits
 from jettison.server.problems import Problem
 from jettison.server.questions import Answer, Question
 from jettison.server.worker import INTERNAL, OUT_OF_MEMORY, REFUSED
-from jettison.units import format_bytes
 
 # Processes of the server: our own source in a fresh interpreter, deaf to what the terminal sends ----------------------
 

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic import Field as Bounds
 
+from jettison.core.parse_units import Length
 from jettison.families.presets import PRESETS
-from jettison.parse_units import Length
 from jettison.server.limits import Limits
 from jettison.server.problems import Problem
 from jettison.spec.hardware import hardware_names

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jettison.progress import Progress
+from jettison.core.progress import Progress
 from jettison.server.guard import HEADERS, Guard, as_response
 from jettison.server.limits import Limits
 from jettison.server.page import WAITING, ServedPage

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from jettison.errors import JettisonError
+from jettison.core.errors import JettisonError
 from jettison.models.described import never_record
 from jettison.server.questions import Answer
 

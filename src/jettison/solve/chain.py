@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from jettison.errors import Infeasible
+from jettison.core.errors import Infeasible
 from jettison.solve.bound import Bound, BudgetedWalk, Multipliers, relax, relaxation
 from jettison.solve.exchange import exchanged
 from jettison.solve.fixing import Fixing

@@ -16,11 +16,11 @@ from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from jettison.errors import PlanMismatch, UsageError
+from jettison.core.errors import PlanMismatch, UsageError
+from jettison.core.objects import summary
+from jettison.core.units import format_bytes, format_percent
 from jettison.ledger.levels import StepLevels
 from jettison.ledger.program import Program, Source
-from jettison.one_line import summary
-from jettison.units import format_bytes, format_percent
 
 if TYPE_CHECKING:
     from pydantic import ValidationError

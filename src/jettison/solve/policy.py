@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
+from jettison.core.errors import UsageError
 from jettison.cost.roofline import op_seconds
-from jettison.errors import UsageError
 from jettison.ledger.program import Op, Program, Source
 from jettison.solve.frontier import pareto_frontier
 from jettison.spec.hardware import usual_hardware

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 
 WIDTHS: Final = (64, 128, 192)
 DTYPES: Final = ("bf16", "mxfp8")

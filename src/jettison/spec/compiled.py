@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.spec.kernels import Kernels
 from jettison.spec.model import ModelSpec
 

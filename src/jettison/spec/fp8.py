@@ -42,7 +42,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer, Attention, LatentAttention, Layer, Mlp, ModelSpec, Moe
 

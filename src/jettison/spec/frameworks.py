@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 
 FOLDER: Final = Path(__file__).parents[1] / "frameworks"
 _COMPARE: Final = {">": operator.gt, "==": operator.eq}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.spec.kernels import Kernels, Loss
 from jettison.spec.model import Arrangement, Attention, Layer, ModelSpec
 

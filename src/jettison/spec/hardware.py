@@ -33,12 +33,12 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from jettison.errors import UsageError
-from jettison.one_line import summary
-from jettison.parse_units import parse_bytes
+from jettison.core.errors import UsageError
+from jettison.core.objects import summary
+from jettison.core.parse_units import parse_bytes
+from jettison.core.units import format_bytes
 from jettison.spec.attention_rates import AttentionRates, attention_rates
 from jettison.spec.kernels import Device
-from jettison.units import format_bytes
 
 _DATA: Final = Path(__file__).with_name("hardware_data")
 _UNSTATED_USABLE: Final = Decimal("0.98")

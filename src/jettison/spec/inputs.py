@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.spec.sizes import positive
 
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 
 
 class AttentionKernel(StrEnum):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from jettison.errors import UsageError
-from jettison.one_line import non_defaults
+from jettison.core.errors import UsageError
+from jettison.core.objects import non_defaults
 from jettison.spec.mixers import Mamba2, Scan
 from jettison.spec.model import Attention, LatentAttention, ModelSpec, Moe, RecordedLayer
 from jettison.spec.recorded import uncut

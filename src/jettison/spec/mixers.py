@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,8 @@ from functools import cached_property
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
-from jettison.errors import UsageError
-from jettison.one_line import summary
+from jettison.core.errors import UsageError
+from jettison.core.objects import summary
 from jettison.spec.inputs import Patches, Source
 from jettison.spec.mixers import Scan
 from jettison.spec.sizes import positive

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.spec.kernels import Kernels
 from jettison.spec.model import Attention, LatentAttention, Mlp, ModelSpec, Moe
 

@@ -24,7 +24,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.spec.fp8 import NARROW, Fp8Recipe
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.spec.fp8 import RECIPES, Fp8Recipe, Library
 from jettison.spec.model import AnyLayer, Layer, ModelSpec
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 from math import isqrt
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.spec.modules import check_lists, listed
 
 

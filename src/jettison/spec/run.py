@@ -8,8 +8,8 @@ from functools import cached_property
 from reprlib import repr as short
 from typing import Final
 
-from jettison.errors import UsageError
-from jettison.one_line import summary
+from jettison.core.errors import UsageError
+from jettison.core.objects import summary
 from jettison.spec.frozen_models import FrozenModel
 from jettison.spec.kernels import PYTORCH, Device, Kernels, Loss
 from jettison.spec.layout import Layout

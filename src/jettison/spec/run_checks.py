@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.spec.compiled import check_compiled
 from jettison.spec.fp8 import Fp8Recipe, Library, Scales
 from jettison.spec.frozen_models import FrozenModel

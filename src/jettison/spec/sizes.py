@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 
 
 def positive(who: str, **sizes: object) -> None:

@@ -6,7 +6,7 @@ import re
 from itertools import product
 from reprlib import repr as short
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.spec.model import Attention, Layer, Mlp, ModelSpec
 
 EXPECTED = (

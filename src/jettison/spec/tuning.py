@@ -32,7 +32,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 
 PACKED_BLOCK: Final = 64
 SCALES_BLOCK: Final = 256

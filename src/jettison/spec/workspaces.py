@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from jettison.errors import UsageError
-from jettison.units import KIB, MIB
+from jettison.core.errors import UsageError
+from jettison.core.units import KIB, MIB
 
 GROUPED_STREAMS: Final = 4
 OVERLAP_STREAMS: Final = 3

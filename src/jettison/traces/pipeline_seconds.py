@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from jettison.core.errors import UsageError
 from jettison.cost.layer import NOTHING
 from jettison.cost.pipeline import MOST_EVENTS, TimedPass, timed_passes
-from jettison.errors import UsageError
 from jettison.memory.schedule import ScheduledPass, Work
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_items import Item

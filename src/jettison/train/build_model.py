@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from jettison.capture.model_trace import LossFn
 from jettison.capture.streams import Streams
-from jettison.errors import UsageError
-from jettison.extras import install
+from jettison.core.errors import UsageError, install
+from jettison.core.progress import Progress
 from jettison.families.config import parse_config, read_config
 from jettison.families.presets import PRESETS, preset
 from jettison.models.deferred import Deferred, NotDeferrable, deferred
@@ -28,7 +28,6 @@ from jettison.models.pretrained import SafetensorError, WeightsFolder, open_weig
 from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig
 from jettison.models.request import call_factory
 from jettison.parallel.parameters import put_whole
-from jettison.progress import Progress
 from jettison.spec.model import ModelSpec
 from jettison.train.checkpoint_reading import DAMAGE, read_tensors, reason
 from jettison.train.ranks import World, agreed

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from jettison.errors import JettisonError, UsageError
-from jettison.progress import Progress
+from jettison.core.errors import JettisonError, UsageError
+from jettison.core.progress import Progress
 from jettison.train.checkpoint_reading import DAMAGE, FILE_ERRORS, Writer, check_parts, digest_of, load_tensors, reason
 from jettison.train.ranks import World, agreed, sockets_when_used
 from jettison.train.recipe import CheckpointSection, ModelSection, OptimizerSection, TrainRecipe

@@ -30,7 +30,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.parallel.parameters import put_whole
 from jettison.train.ranks import World, agreed
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.train.data_order import InOrder, Order
 from jettison.train.recipe import DataSection
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.model_trace import call_model, loss_of
-from jettison.errors import TraceError, UsageError
+from jettison.core.errors import TraceError, UsageError
 from jettison.parallel.fsdp import forget_forwards
 from jettison.train.build_model import Built
 from jettison.train.rank_layout import Places

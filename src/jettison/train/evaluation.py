@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from jettison.capture.streams import Streams
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.train.data import Batches, Survey, open_corpus, surveyed
 from jettison.train.data_order import InOrder, derived_seed
 from jettison.train.engine import Engine, MicroBatch

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
-from jettison.errors import JettisonError, UsageError
+from jettison.core.errors import JettisonError, UsageError
+from jettison.core.parse_units import parse_bytes
+from jettison.core.progress import Progress, silent
 from jettison.models.hub_form import HubForm
 from jettison.models.pretrained import INDEX, open_weights
-from jettison.parse_units import parse_bytes
-from jettison.progress import Progress, silent
 from jettison.train.checkpoint_reading import DAMAGE, reason
 from jettison.train.engine import Engine, named_parameters
 from jettison.train.failures import same_everywhere

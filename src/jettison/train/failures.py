@@ -27,7 +27,7 @@ from typing import Any, Final
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from jettison.errors import JettisonError, UsageError
+from jettison.core.errors import JettisonError, UsageError
 from jettison.train.ranks import RankLost, World, agreed
 from jettison.train.recipe import TrainRecipe
 from jettison.train.setup import Session

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 from jettison.models.documents import causal_rows_mask, document_mask, document_numbers, positions_within
 from jettison.models.reference import Gpt, Llama
 from jettison.parallel.context import Context

@@ -16,12 +16,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
-from jettison.errors import UsageError
-from jettison.extras import install
+from jettison.core.errors import UsageError, install
+from jettison.core.units import format_bytes, format_percent, format_seconds
 from jettison.ledger.levels import StepLevels
 from jettison.solve.plan import Plan
 from jettison.train.phase_memory import PhasePeaks
-from jettison.units import format_bytes, format_percent, format_seconds
 
 SCHEMA: Final = "jettison.train/1"
 RUN_SCHEMA: Final = "jettison.run/1"

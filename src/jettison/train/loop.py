@@ -17,10 +17,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from jettison.core.parse_units import parse_seconds
+from jettison.core.progress import Progress, silent
 from jettison.ledger.levels import StepLevels
 from jettison.measure.environment import environment
-from jettison.parse_units import parse_seconds
-from jettison.progress import Progress, silent
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.data_order import derived_seed
 from jettison.train.engine import MicroBatch

@@ -22,8 +22,8 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from jettison.capture.model_trace import as_batch
+from jettison.core.errors import UsageError
 from jettison.dryrun.imagined_pipeline import ImaginedStage, imagined_transfers, send_nothing
-from jettison.errors import UsageError
 from jettison.memory.actions import DeviceOrder
 from jettison.memory.schedule import order
 from jettison.models.documents import document_numbers

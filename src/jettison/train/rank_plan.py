@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
+from jettison.core.errors import PlanMismatch, UsageError
+from jettison.core.parse_units import parse_bytes
+from jettison.core.progress import Progress
 from jettison.dryrun.step import DryStep
-from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, groups_for
-from jettison.parse_units import parse_bytes
 from jettison.planner.apply import agreed, apply, apply_from_another_rank, likeness
 from jettison.planner.budget import Budget
 from jettison.planner.compile_blocks import compile_settings, survey_blocks
@@ -27,7 +28,6 @@ from jettison.planner.kept_plans import Keeping
 from jettison.planner.parts import plan_parts
 from jettison.planner.plan_facts import bytes_of_state
 from jettison.planner.planner import fingerprint
-from jettison.progress import Progress
 from jettison.runtime.chunked_loss import Hold, holding
 from jettison.runtime.offload import place_of
 from jettison.solve.plan import Plan

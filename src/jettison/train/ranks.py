@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import debug
 
-from jettison.errors import JettisonError
+from jettison.core.errors import JettisonError
 from jettison.parallel.ranks import Ranks, Store, ranks_in_words
 
 _T = TypeVar("_T")

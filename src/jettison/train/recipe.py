@@ -21,8 +21,8 @@ from typing import Any, ClassVar, Final, Literal, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from jettison.errors import UsageError
-from jettison.parse_units import parse_bytes, parse_seconds
+from jettison.core.errors import UsageError
+from jettison.core.parse_units import parse_bytes, parse_seconds
 from jettison.spec.layout import Layout, Schedule
 
 _NUMBER: Final = "a number of 0 or more"

@@ -19,8 +19,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
-from jettison.errors import UsageError
-from jettison.progress import Progress
+from jettison.core.errors import UsageError
+from jettison.core.progress import Progress
 from jettison.train.recipe import ExportSection
 
 LOCK: Final = "run.lock"

@@ -12,14 +12,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from jettison.core.errors import Infeasible, UsageError
+from jettison.core.parse_units import parse_bytes
+from jettison.core.progress import Progress
 from jettison.dryrun.step import DryStep
-from jettison.errors import Infeasible, UsageError
 from jettison.models.hub_form import HubForm, hub_form
 from jettison.parallel.linear import can_split_backward
-from jettison.parse_units import parse_bytes
 from jettison.planner.budget import AskedBudget
 from jettison.planner.kept_plans import Keeping
-from jettison.progress import Progress
 from jettison.spec.layout import Layout, Schedule
 from jettison.train.build_model import Built, build, fill, vocabulary
 from jettison.train.checkpoint import Checkpoints, RunState, described_model, optimizer_state, schedule

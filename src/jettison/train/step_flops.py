@@ -11,9 +11,9 @@ from typing import Any
 
 from jettison.capture.fakes import fake_copy, fake_mode
 from jettison.capture.tracer import trace_model
+from jettison.core.errors import TraceError
 from jettison.cost.flops import PASSES, forward_flops
 from jettison.cost.utilisation import utilisation
-from jettison.errors import TraceError
 from jettison.spec.hardware import hardware
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from jettison.capture.model_trace import LossFn, expect_module
-from jettison.errors import ProofFailed, UnsupportedModule, UsageError
+from jettison.core.errors import ProofFailed, UnsupportedModule, UsageError
+from jettison.core.progress import Progress, on_terminal, shown
 from jettison.measure.departures import Departure, Watch
 from jettison.measure.environment import environment
 from jettison.measure.gradients import compare_gradients, independent_copy, parameter_digest, plain_name
 from jettison.measure.timing import interleaved
-from jettison.progress import Progress, on_terminal, shown
 from jettison.report.proof import Proof
 from jettison.runtime.planned import PlannedForward
 from jettison.verify.side_by_side import (

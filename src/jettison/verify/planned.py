@@ -18,7 +18,8 @@ from jettison.capture.recording import RegionTrace
 from jettison.capture.stub import forwards
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.tracer import trace_model
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
+from jettison.core.progress import Progress, on_terminal, shown
 from jettison.ledger.program import Program
 from jettison.measure.departures import Departure, form_of
 from jettison.measure.environment import environment
@@ -26,7 +27,6 @@ from jettison.measure.gradients import differing_elements, independent_copy, par
 from jettison.measure.timing import interleaved
 from jettison.planner import Applied, apply, auto_checkpoint
 from jettison.planner.plan_tensors import plan_tensors
-from jettison.progress import Progress, on_terminal, shown
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.chunked_loss import whole_losses

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from jettison.core.units import format_bytes
 from jettison.frameworks.export import Written, strategy_notes
 from jettison.frameworks.nearest import CannotSay, Nearest
 from jettison.frameworks.policy import Action, draws_again
 from jettison.frameworks.text import filled, pieces
 from jettison.frameworks.torch.write import priced_code
-from jettison.units import format_bytes
 
 
 def write(nearest: Nearest) -> Written:

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 
-from jettison.errors import DoesNotFit
+from jettison.core.errors import DoesNotFit
+from jettison.core.units import format_bytes, format_flops, format_percent, format_seconds
 from jettison.frameworks.export import Written
 from jettison.frameworks.nearest import Nearest
 from jettison.frameworks.policy import Action, Cost, Decision, LayerPolicy, Subject, by_ops
 from jettison.frameworks.text import filled, pieces
 from jettison.frameworks.torch.write import code
-from jettison.units import format_bytes, format_flops, format_percent, format_seconds
 
 MOST_DROPPED = 5
 """So many tensors of a kind of layer are named, the largest."""

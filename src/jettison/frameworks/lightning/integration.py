@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from jettison.errors import UnsupportedModule
+from jettison.core.errors import UnsupportedModule
 from jettison.frameworks.trainer import Planned
 from jettison.planner.live import auto_checkpoint
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Final
 
+from jettison.core.errors import TraceError
 from jettison.cost.roofline import op_seconds
-from jettison.errors import TraceError
 from jettison.frameworks.export import Written
 from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import (

@@ -20,7 +20,7 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from jettison.errors import UnsupportedModule
+from jettison.core.errors import UnsupportedModule
 from jettison.frameworks.trainer import TrainerPlan, holding
 from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from jettison.errors import DoesNotFit
+from jettison.core.errors import DoesNotFit
 from jettison.frameworks.export import Alternative, Written
 from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import (

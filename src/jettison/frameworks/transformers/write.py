@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from jettison.errors import DoesNotFit
+from jettison.core.errors import DoesNotFit
 from jettison.frameworks.export import Alternative, Written
 from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import Action, LayerPolicy, Subject, checkpointed, draws_again, kept_whole

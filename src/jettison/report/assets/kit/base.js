@@ -30,7 +30,7 @@ J.data = (() => {
   };
 })();
 
-// The same texts as jettison/units.py has, to the letter.
+// The same texts as jettison/core/units.py has, to the letter.
 J.format = (() => {
   const scaled = (value, base, units, decimals = 2) => {
     let index = 0;

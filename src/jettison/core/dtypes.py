@@ -7,7 +7,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Final
 
-from jettison.errors import UsageError
+from jettison.core.errors import UsageError
 
 DTYPE_BYTES: Final = MappingProxyType(
     {

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from jettison.garbage import SELDOM, seldom_collected
+from jettison.core.process import SELDOM, seldom_collected
 
 
 def test_thresholds_are_put_back_after_an_error_too() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, ClassVar
 
-from jettison.units import Bytes, format_bytes
+from jettison.core.units import Bytes, format_bytes
 
 
 class JettisonError(Exception):
@@ -149,3 +149,12 @@ class UnsupportedModule(JettisonError, ValueError):
     """A module does something that no policy can be applied to."""
 
     exit_code: ClassVar[int] = 2
+
+
+def install(extra: str) -> str:
+    """Return the command that installs an extra of this package, which is on no package index.
+
+    Args:
+        extra: of ``[project.optional-dependencies]`` in pyproject.toml.
+    """
+    return f"pip install '.[{extra}]' in a clone of Jettison"

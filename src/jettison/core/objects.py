@@ -1,9 +1,9 @@
-"""One-line representations of public objects: the figures that matter, not every field."""
+"""Objects in one line, and as keys by identity."""
 
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 
 def summary(it: object, text: str) -> str:
@@ -20,3 +20,21 @@ def non_defaults(it: Any) -> str:
         if field.repr and (default is MISSING or value != default):
             said.append(f"{field.name}={value!r}")
     return f"{type(it).__qualname__}({', '.join(said)})"
+
+
+T = TypeVar("T")
+
+
+class Same(Generic[T]):
+    """Equal where it is the same object. Whoever has it as a key holds that object: no later one takes its place."""
+
+    __slots__ = ("it",)
+
+    def __init__(self, it: T) -> None:
+        self.it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.it is self.it
+
+    def __hash__(self) -> int:
+        return id(self.it)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jettison.dtypes import DTYPE_BYTES, dtype_bytes, dtype_name, tensor_bytes
-from jettison.errors import Infeasible, JettisonError, ProofFailed, StaleTensor, UsageError
-from jettison.parse_units import BYTE_UNITS, parse_bytes
-from jettison.units import (
+from jettison.core.dtypes import DTYPE_BYTES, dtype_bytes, dtype_name, tensor_bytes
+from jettison.core.errors import Infeasible, JettisonError, ProofFailed, StaleTensor, UsageError
+from jettison.core.parse_units import BYTE_UNITS, parse_bytes
+from jettison.core.units import (
     Bytes,
     format_bytes,
     format_change,

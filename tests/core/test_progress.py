@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import jettison
-from jettison import progress
-from jettison.progress import LOGGER, Progress, in_a_trainer, on_terminal, reported, shown, silent
+from jettison.core import progress
+from jettison.core.progress import LOGGER, Progress, in_a_trainer, on_terminal, reported, shown, silent
 
 
 class Terminal(io.StringIO):

@@ -1,0 +1,1 @@
+"""What every room uses: units, errors, element types, progress, files, processes."""
