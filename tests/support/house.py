@@ -1,0 +1,239 @@
+"""Counts that say whether the source tree is one clear house: ``python tests/support/house.py [--full]`` prints them.
+
+Lines and files by room, circles of imports, modules with one importer, class names with several meanings, names of
+frameworks and model families in code. Nothing of the package is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "jettison"
+NOT_FRAMEWORKS = frozenset({"brief", "others", "torch"})
+"""Folders under frameworks/ that are none: a page for a person, several tools, and the library everything runs on."""
+OTHER_FRAMEWORKS = frozenset({"huggingface", "trl", "nemo", "peft"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A module of the package, parsed."""
+
+    name: str
+    file: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        first, slash, _ = self.file.partition("/")
+        return first if slash else ""
+
+    @property
+    def is_package(self) -> bool:
+        return self.file.endswith("__init__.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """One module of the package imports another.
+
+    Attributes:
+        deferred: inside a function, or by a name in a string.
+        for_types: under ``if TYPE_CHECKING``.
+    """
+
+    importer: str
+    imported: str
+    deferred: bool = False
+    for_types: bool = False
+
+
+def sources(package: Path = PACKAGE) -> list[Source]:
+    """Every module under the package's folder, in the order of their paths."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        file = path.relative_to(package).as_posix()
+        name = ".".join([package.name, *file.removesuffix(".py").split("/")]).removesuffix(".__init__")
+        text = path.read_text(encoding="utf-8")
+        found.append(Source(name=name, file=file, text=text, tree=ast.parse(text)))
+    return found
+
+
+def _import_nodes(
+    node: ast.AST, *, deferred: bool = False, for_types: bool = False
+) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, deferred, for_types
+        else:
+            inside = deferred or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            guard = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from _import_nodes(child, deferred=inside, for_types=for_types or guard)
+
+
+def _named_in_texts(source: Source, names: frozenset[str]) -> set[str]:
+    """Modules that are loaded by a name in a string, as lazy exports and verbs are."""
+    texts = {
+        node.value.partition(":")[0]
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    whole = texts | {source.name + text for text in texts if text.startswith(".")}
+    return {name for name in whole & names if "." in name and name != source.name}
+
+
+def imports(modules: Sequence[Source]) -> set[Import]:
+    """Every import between modules of the package. A package stands for its ``__init__``."""
+    names = frozenset(module.name for module in modules)
+    found = set()
+    for module in modules:
+        targets = [(name, True, False) for name in _named_in_texts(module, names)]
+        for node, deferred, for_types in _import_nodes(module.tree):
+            if isinstance(node, ast.Import):
+                targets += [(alias.name, deferred, for_types) for alias in node.names]
+            else:
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    targets.append((inner if inner in names else node.module or "", deferred, for_types))
+        for name, deferred, for_types in targets:
+            if name in names and name != module.name:
+                found.add(Import(importer=module.name, imported=name, deferred=deferred, for_types=for_types))
+    return found
+
+
+def circles(found: set[Import]) -> list[list[str]]:
+    """Modules that reach each other over these imports, each group once."""
+    wants: dict[str, set[str]] = defaultdict(set)
+    for one in found:
+        wants[one.importer].add(one.imported)
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        left = [start]
+        while left:
+            for name in wants[left.pop()] - seen:
+                seen.add(name)
+                left.append(name)
+        return seen
+
+    reach = {name: reached(name) for name in list(wants)}
+    groups = {
+        tuple(sorted(other for other in reach[name] if name in reach.get(other, ())))
+        for name in reach
+        if name in reach[name]
+    }
+    return [list(group) for group in sorted(groups) if len(group) > 1]
+
+
+def lone_importers(modules: Sequence[Source], found: set[Import]) -> dict[str, str]:
+    """Modules that exactly one other imports, each with that one. A room's ``__init__`` is left out."""
+    importers: dict[str, set[str]] = defaultdict(set)
+    for one in found:
+        importers[one.imported].add(one.importer)
+    return {
+        module.name: next(iter(importers[module.name]))
+        for module in modules
+        if not module.is_package and len(importers[module.name]) == 1
+    }
+
+
+def double_classes(modules: Sequence[Source]) -> dict[str, list[str]]:
+    """Names of classes, without leading underscores, that several modules define."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(module.file)
+    return {name: files for name, files in sorted(places.items()) if len(files) > 1}
+
+
+def frameworks(package: Path = PACKAGE) -> frozenset[str]:
+    folders = {file.parent.name for file in package.glob("frameworks/*/defaults.toml")}
+    return (folders - NOT_FRAMEWORKS) | OTHER_FRAMEWORKS
+
+
+def families(package: Path = PACKAGE) -> frozenset[str]:
+    """Their model types, but for those that are words of the language: gradients are clipped too."""
+    return frozenset(file.stem for kind in ("models", "pairs") for file in package.glob(f"families/{kind}/*.toml")) - {
+        "clip"
+    }
+
+
+def names_in_code(source: Source, wanted: frozenset[str]) -> Counter[str]:
+    """Occurrences of these names in identifiers and texts of one module: no docstrings, comments or imports."""
+    said = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
+    count: Counter[str] = Counter()
+    for node in ast.walk(source.tree):
+        text = ""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+            text = node.value
+        elif isinstance(node, ast.Name | ast.Attribute):
+            text = node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            text = node.name
+        elif isinstance(node, ast.keyword | ast.arg):
+            text = node.arg or ""
+        words = re.findall(r"[a-z][a-z0-9_-]*", text.lower())
+        hits = wanted & {*words, *(part for word in words for part in re.split(r"[_-]", word))}
+        count.update(name for name in hits if not any(name != other and name in other for other in hits))
+    return count
+
+
+def named(modules: Sequence[Source], wanted: frozenset[str], homes: tuple[str, ...]) -> dict[str, Counter[str]]:
+    """`names_in_code` by file, for the files outside ``homes`` that have any."""
+    found = {module.file: names_in_code(module, wanted) for module in modules if not module.file.startswith(homes)}
+    return {file: count for file, count in found.items() if count}
+
+
+FRAMEWORK_HOMES = ("frameworks/", "integrations/", "models/")
+"""Where their names may stand. In models/ it is the library transformers, which makes the modules."""
+FAMILY_HOMES = ("families/",)
+
+
+def counts(package: Path = PACKAGE) -> dict[str, object]:
+    """Everything above, as one JSON document."""
+    modules = sources(package)
+    found = imports(modules)
+    rooms: dict[str, list[int]] = {}
+    for module in modules:
+        lines, files = rooms.get(module.room, [0, 0])
+        rooms[module.room] = [lines + module.text.count("\n"), files + 1]
+    return {
+        "lines": sum(lines for lines, _ in rooms.values()),
+        "files": len(modules),
+        "rooms": dict(sorted(rooms.items())),
+        "circles": circles({one for one in found if not one.for_types}),
+        "circles_with_types": circles(found),
+        "lone_importers": lone_importers(modules, found),
+        "double_classes": double_classes(modules),
+        "framework_names": named(modules, frameworks(package), FRAMEWORK_HOMES),
+        "family_names": named(modules, families(package), FAMILY_HOMES),
+    }
+
+
+def main() -> None:
+    found = counts()
+    if "--full" in sys.argv[1:]:
+        print(json.dumps(found, indent=1))
+        return
+    for key, value in found.items():
+        if key == "rooms":
+            assert isinstance(value, dict)
+            for room, (lines, files) in sorted(value.items(), key=lambda pair: -pair[1][0]):
+                print(f"  {lines:7,} {files:4}  {room or '(package)'}")
+        elif key.endswith("_names"):
+            assert isinstance(value, dict)
+            print(f"{key}: {sum(count.total() for count in value.values())} in {len(value)} files")
+        else:
+            print(f"{key}: {value:,}" if isinstance(value, int) else f"{key}: {len(value)}")  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The source tree's counts, which only go down: how large, how tangled, how often one fact is told."""
+
+import pytest
+
+from support import house
+
+MOST_LINES = 96_200
+MOST_FILES = 490
+MOST_LINES_OF = {("predict", "memory"): 8_200}
+MOST_CIRCLES = 4
+MOST_CIRCLES_WITH_TYPES = 10
+MOST_LONE_IMPORTERS = 102
+MOST_DOUBLE_CLASSES = 109
+MOST_FRAMEWORK_NAMES = 230
+MOST_FAMILY_NAMES = 47
+
+
+@pytest.fixture(scope="module")
+def modules() -> list[house.Source]:
+    return house.sources()
+
+
+@pytest.fixture(scope="module")
+def imports(modules: list[house.Source]) -> set[house.Import]:
+    return house.imports(modules)
+
+
+def test_lines_and_files(modules: list[house.Source]) -> None:
+    assert sum(module.text.count("\n") for module in modules) <= MOST_LINES
+    assert len(modules) <= MOST_FILES
+    for rooms, most in MOST_LINES_OF.items():
+        assert sum(module.text.count("\n") for module in modules if module.room in rooms) <= most
+
+
+def test_circles_of_imports(imports: set[house.Import]) -> None:
+    assert len(house.circles({one for one in imports if not one.deferred and not one.for_types})) == 0
+    found = house.circles({one for one in imports if not one.for_types})
+    assert len(found) <= MOST_CIRCLES, found
+    with_types = house.circles(imports)
+    assert len(with_types) <= MOST_CIRCLES_WITH_TYPES, with_types
+
+
+def test_modules_that_one_other_imports(modules: list[house.Source], imports: set[house.Import]) -> None:
+    lone = house.lone_importers(modules, imports)
+    assert len(lone) <= MOST_LONE_IMPORTERS, lone
+
+
+def test_class_names_with_several_meanings(modules: list[house.Source]) -> None:
+    found = house.double_classes(modules)
+    assert len(found) <= MOST_DOUBLE_CLASSES, found
+
+
+def test_names_of_frameworks_and_families(modules: list[house.Source]) -> None:
+    for wanted, homes, most in (
+        (house.frameworks(), house.FRAMEWORK_HOMES, MOST_FRAMEWORK_NAMES),
+        (house.families(), house.FAMILY_HOMES, MOST_FAMILY_NAMES),
+    ):
+        found = house.named(modules, wanted, homes)
+        assert sum(count.total() for count in found.values()) <= most, found
+
+
+def test_the_counts_see_what_they_count() -> None:
+    """Two modules: a circle through a function, lone importers, one class name twice, a name in a text."""
+    first = ["def go() -> None:", '    """Like megatron."""', "    from p import b", '    print("megatron-lm", b)']
+    texts = {"p.a": "\n".join([*first, "class _One: ..."]), "p.b": "from p.a import go\nclass One:\n    here = go\n"}
+    made = [
+        house.Source(name=name, file=name.replace(".", "/") + ".py", text=text, tree=house.ast.parse(text))
+        for name, text in texts.items()
+    ]
+    found = house.imports(made)
+    assert house.circles(found) == [["p.a", "p.b"]]
+    assert house.circles({one for one in found if not one.deferred}) == []
+    assert house.lone_importers(made, found) == {"p.a": "p.b", "p.b": "p.a"}
+    assert house.double_classes(made) == {"One": ["p/a.py", "p/b.py"]}
+    assert house.named(made, frozenset({"megatron"}), ()) == {"p/a.py": {"megatron": 1}}
