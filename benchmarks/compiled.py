@@ -31,9 +31,11 @@ from benchmarks.models import BUILDERS, Batch, Size, build, loss_of
 from benchmarks.rivals import compiled_blocks
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
-from jettison.measure import interleaved, measured_peak, same_bits
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.planner.planner import UNSEEN_BYTES
+from jettison.verify.gradients import same_bits
+from jettison.verify.timing import interleaved
 
 RESULTS = Path(__file__).parent / "results"
 STRIDE = 0.02  # of all parameters together, along the gradient

@@ -22,7 +22,8 @@ from torch import nn
 import jettison
 from benchmarks.models import Batch, Size, build, loss_of
 from benchmarks.rivals import Rival, Undo, full_checkpoint, plain, selective_checkpoint
-from jettison.measure import interleaved, same_bits
+from jettison.verify.gradients import same_bits
+from jettison.verify.timing import interleaved
 
 SIZE = Size(
     layers=16, hidden=32, heads=4, kv_heads=2, ffn=64, vocabulary=128, sequence=8, micro_batch=1, dtype=torch.float32

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
 
-from jettison.measure.memory import AllocationCounter
+from jettison.dryrun.counter import AllocationCounter
 
 FACTS: Final = Path(__file__).parent.parent / "tests" / "facts"
 FILES: Final = ("one_gpu_memory.csv", "one_gpu_more.csv")

@@ -246,8 +246,7 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
     from jettison.families.config import parse_config
     from jettison.families.left_out import TOWERS
     from jettison.formula.parameters import parameter_count
-    from jettison.models.recorded import recorded_model
-    from jettison.models.towers import with_towers
+    from jettison.models.recorded import recorded_model, with_towers
     from jettison.predict.forecast import forecast
     from jettison.predict.run_fields import RunRequest
     from jettison.predict.run_request import resolve
@@ -259,8 +258,7 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
         if model.words and model.pair is None and any(values.get(f"{tower}_config") for tower in TOWERS):
             model, way = with_towers(model, values) or model, TOWER
     except NotDescribed:
-        from jettison.models.batches import takes_tokens
-        from jettison.models.huggingface import class_for, config_of
+        from jettison.models.huggingface import class_for, config_of, takes_tokens
 
         request = replace(request, kernels=None)
         if takes_tokens(class_for(config_of(values, kind))):
@@ -335,8 +333,7 @@ def _traced(values: Mapping[str, Any], kind: str, seq: int | None) -> tuple[tupl
     from jettison.capture.entries import ledger_of
     from jettison.capture.fakes import fake_mode
     from jettison.capture.tracer import trace_model
-    from jettison.models.batches import batch_for
-    from jettison.models.huggingface import ConfigRequest, build, config_of
+    from jettison.models.huggingface import ConfigRequest, batch_for, build, config_of
 
     config, mode = config_of(values, kind), fake_mode(allow_non_fake_inputs=True)
     asked = ConfigRequest(seq=seq, micro_batch=ROWS)

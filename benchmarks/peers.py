@@ -32,9 +32,11 @@ from torch import nn
 from benchmarks.jettison_rows import at_peak, attempt, keep_all, stopwatch
 from benchmarks.models import BUILDERS, Batch, Size, build, loss_of
 from benchmarks.rivals import COMPILED, EAGER, Rival
-from jettison.measure import interleaved, measured_peak, same_bits
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.runtime.chunked_loss import whole_losses
+from jettison.verify.gradients import same_bits
+from jettison.verify.timing import interleaved
 
 RESULTS = Path(__file__).parent / "results"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h

@@ -33,7 +33,7 @@ from torch import nn
 import jettison
 from benchmarks.rank_sockets import sockets
 from jettison.parallel.agree import Round
-from jettison.train.rank_plan import Decision
+from jettison.train.rank_plan import RankDecision
 from jettison.train.ranks import World
 
 ROOT = Path(__file__).parent.parent
@@ -220,7 +220,7 @@ def together(size: int) -> dict[str, int]:
     return store.found()
 
 
-def handing_out_plans(size: int, decision: Decision) -> dict[str, int]:
+def handing_out_plans(size: int, decision: RankDecision) -> dict[str, int]:
     """One rank of each stage has a plan for all of it; rank 0 keeps those of all stages."""
     store = CountingStore()
     every = worlds(size, store)
@@ -235,7 +235,7 @@ def handing_out_plans(size: int, decision: Decision) -> dict[str, int]:
     return store.found()
 
 
-def gathering_plans(size: int, decision: Decision) -> dict[str, int]:
+def gathering_plans(size: int, decision: RankDecision) -> dict[str, int]:
     """As it was: an all_gather_object of decisions, for which torch pads what each rank has to the longest."""
     each = size * (len(pickle.dumps(decision)) + 8)
     return {"bytes": size * each, "most_bytes_of_a_rank": each}
@@ -265,17 +265,17 @@ class Toy(nn.Module):
         return x.square().sum()
 
 
-def planned() -> Decision:
+def planned() -> RankDecision:
     """A plan of as many blocks as ranks are taken to agree on, as a planning rank hands it out."""
     torch.manual_seed(0)
     model, batch = Toy(REGIONS - 1), torch.randn(8, 16)
     parameters = sum(p.nbytes for p in model.parameters())
     with jettison.auto_checkpoint(model, batch, f"{2 * parameters + 300_000}B") as handle:
         assert handle.plan is not None
-        return Decision(plans=(handle.plan,), likenesses=("0" * 64,))
+        return RankDecision(plans=(handle.plan,), likenesses=("0" * 64,))
 
 
-def count(size: int, decision: Decision, source: str | None) -> dict[str, Any]:
+def count(size: int, decision: RankDecision, source: str | None) -> dict[str, Any]:
     """All figures of so many ranks; ``source`` is of the agreement before, without which only those of now."""
     words = Words(
         digests={f"model.layers.{number}": f"{number:016x}" for number in range(REGIONS)},

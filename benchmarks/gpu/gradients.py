@@ -21,11 +21,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.cases import Column, Found, Log, Skip, mib
 from benchmarks.gpu.families import Size, Variant, build
 from benchmarks.gpu.setting import Setting, planner_for, restored_determinism
-from jettison.measure import measured_peak, same_bits
-from jettison.measure.device import have_workspaces
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import have_workspaces, static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import Planner
+from jettison.verify.gradients import same_bits
 
 STEPS = 3
 SEED = 7

@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from benchmarks.gpu.cases import Column, Found, Log, Skip, mib
 from benchmarks.gpu.setting import Setting, milliseconds
-from jettison.measure import measured_peak, same_bits
+from jettison.dryrun.peak import measured_peak
 from jettison.runtime.chunked_loss import Hold, whole_losses
+from jettison.verify.gradients import same_bits
 
 COLUMNS = (
     Column(title="logits MiB", key="logits_bytes", show=mib),

@@ -28,8 +28,8 @@ from benchmarks.gpu.cases import Column, Found, Log, Skip, mib
 from benchmarks.gpu.gradients import FP32, Kind, Run, differences
 from benchmarks.gpu.setting import Setting, restored_determinism
 from jettison.capture.model_trace import Loop
+from jettison.dryrun.counter import elsewhere_bytes
 from jettison.dryrun.step import dry_run_batch, fake_optimizer
-from jettison.measure.device import elsewhere_bytes
 from jettison.planner.apply import policies_of
 from jettison.planner.handle import Applied
 from jettison.planner.readiness import traced

@@ -15,9 +15,8 @@ import torch
 from benchmarks.gpu.cases import Column, Found, Log, Skip, gib
 from benchmarks.gpu.families import Size, Variant, build
 from benchmarks.gpu.setting import Setting, planner_for
-from jettison.measure import measured_peak
-from jettison.measure.device import have_workspaces
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import have_workspaces, static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import Planner
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.model_trace import Loop
+from jettison.dryrun.counter import elsewhere_bytes
 from jettison.dryrun.step import fake_optimizer
-from jettison.measure.device import elsewhere_bytes
 from jettison.planner.planner import Planner, make_planner
 from jettison.planner.readiness import traced
 

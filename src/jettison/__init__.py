@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
     from jettison.families.config import read_config
     from jettison.families.presets import preset
     from jettison.ledger import Ledger
-    from jettison.measure.watch import watch
     from jettison.planner import apply, auto_checkpoint, plan, sweep, trace
     from jettison.predict.forecast import forecast
     from jettison.predict.run_fields import RunRequest
@@ -46,6 +45,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
     from jettison.spec.run import Run
     from jettison.verify.given import verify_given
     from jettison.verify.planned import verify
+    from jettison.verify.watch import watch
 
 _ERRORS = (
     "DoesNotFit", "HostBudgetExceeded", "Infeasible", "JettisonError", "PlanMismatch", "ProofFailed", "RecordingLeft",
@@ -62,7 +62,7 @@ _HOME_OF = MappingProxyType(
         "verify": "jettison.verify.planned",
         "verify_given": "jettison.verify.given",
         "export_plan": "jettison.cli.export",
-        "watch": "jettison.measure.watch",
+        "watch": "jettison.verify.watch",
         "ledger_of": "jettison.capture.entries",
         "estimate": "jettison.predict.time",
         "checkpoint": "jettison.runtime.recompute_function",

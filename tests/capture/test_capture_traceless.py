@@ -17,8 +17,8 @@ from jettison.capture.recorder import Recorder
 from jettison.capture.region_tracer import trace_region
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import TraceError
-from jettison.measure import buffer_digest, parameter_digest, rng_digest
-from jettison.measure.peak import allocation_deltas
+from jettison.dryrun.peak import allocation_deltas
+from jettison.verify.gradients import buffer_digest, parameter_digest, rng_digest
 
 N = 6
 

@@ -16,8 +16,8 @@ import jettison
 from jettison.capture.closures import close_over_copies
 from jettison.capture.fakes import fake_copy, fake_mode
 from jettison.core.units import Bytes
-from jettison.measure import measured_peak
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 from support.toys import Words
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.capture.region_tracer import trace_region
-from jettison.measure import compare_gradients, independent_copy
+from jettison.verify.gradients import compare_gradients, independent_copy
 
 s, b, h, a = 256, 2, 128, 8
 STATISTICS_BYTES = 4 * 2 * s * b

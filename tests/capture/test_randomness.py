@@ -14,10 +14,10 @@ import jettison
 from jettison.capture.randomness import ADVANCE, MOVES_BY_SHAPE, movement_of
 from jettison.capture.region_tracer import trace_region
 from jettison.ledger.program import Anchor, Program
-from jettison.measure import compare_gradients, independent_copy
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import pareto_frontier
 from jettison.solve.policy import Exactly, Full, close
+from jettison.verify.gradients import compare_gradients, independent_copy
 from support.toys import Net
 
 aten = torch.ops.aten

@@ -49,7 +49,7 @@ from jettison.capture.lru_caches import CacheState
 from jettison.capture.python_state import MANY, Reach
 from jettison.capture.undo import WritesUndone
 from jettison.core.errors import UnsupportedModule
-from jettison.measure.memory import AllocationCounter
+from jettison.dryrun.counter import AllocationCounter
 
 # lru_cache ------------------------------------------------------------------------------------------------------------
 

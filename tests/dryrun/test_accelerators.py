@@ -23,10 +23,8 @@ from jettison.capture.values import tracing
 from jettison.core.errors import Infeasible, TraceError
 from jettison.core.units import Bytes
 from jettison.dryrun import step as rehearse
-from jettison.measure import measured_peak
-from jettison.measure.device import elsewhere_bytes
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import AllocationCounter, elsewhere_bytes, static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.runtime import witness
 from jettison.runtime.checked_run import SequenceCheck
 from jettison.runtime.witness import look, spots_of

@@ -20,7 +20,7 @@ import jettison
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import PlanMismatch
 from jettison.dryrun.step import ModulePolicy
-from jettison.measure.tape import Tape
+from jettison.dryrun.tape import Tape
 from jettison.planner.options import step_of
 from jettison.planner.planner import Planner, make_planner, why_whole
 from jettison.solve.levels import Choice

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from jettison.capture.model_trace import Loop, ModelTrace
 from jettison.capture.stub import stub_outputs
 from jettison.capture.tracer import trace_model
+from jettison.dryrun.counter import static_tensors
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
+from jettison.dryrun.peak import measured_peak
 from jettison.dryrun.step import StepPeaks, dry_run_batch, fake_optimizer
-from jettison.measure import independent_copy, measured_peak
-from jettison.measure.tensors import static_tensors
 from jettison.planner.apply import policies_of
 from jettison.planner.planner import Planner, make_planner
 from jettison.runtime.install import install
@@ -26,6 +26,7 @@ from jettison.solve.chain import choose
 from jettison.solve.levels import Choice, LevelPhase, evaluate
 from jettison.solve.moves import minimum_budget
 from jettison.solve.policy import KeepAll
+from jettison.verify.gradients import independent_copy
 from support.families import Built, Case, build
 from support.stacks import Block, rows, stack
 from support.training import adamw

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.capture.tracer import trace_model
+from jettison.dryrun.counter import AllocationCounter, static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.dryrun.step import StepPeaks, dry_run_batch
-from jettison.measure import measured_peak
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
 from jettison.planner.apply import policies_of
 from jettison.runtime.offload import Direction
 from jettison.solve.policy import CheckpointPolicy, KeepAll

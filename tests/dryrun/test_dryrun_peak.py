@@ -11,10 +11,10 @@ import torch
 import transformers
 
 import jettison
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.families.config import parse_config
 from jettison.families.family import kernels_for
-from jettison.measure.peak import measured_peak
-from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import Forecast, forecast
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Recompute

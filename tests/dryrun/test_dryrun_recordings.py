@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import jettison
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
-from jettison.measure import measured_peak
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.runtime.recordings import Recordings
 from silent.kit import rows
 

@@ -8,7 +8,7 @@ import torch
 
 from jettison.dryrun.kernel_trial import KernelRun, OpRequest, workspaces
 from jettison.dryrun.op_costs import measure_ops
-from jettison.measure.peak import allocation_deltas
+from jettison.dryrun.peak import allocation_deltas
 
 
 @pytest.mark.parametrize("of_weights", [False, True])

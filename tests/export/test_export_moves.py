@@ -20,10 +20,10 @@ from jettison.core.units import Bytes
 from jettison.frameworks.export import Exported, exporter
 from jettison.frameworks.live import live_export
 from jettison.frameworks.policy import Action, Decision, Pricer, Subject
-from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.solve.plan import Plan
+from jettison.verify.gradients import compare_gradients, independent_copy
 from support.export_cases import (
     applied,
     everything,

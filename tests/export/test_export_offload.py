@@ -145,7 +145,7 @@ def small_llama() -> Any:
 
 def test_plain_torch_carries_out_by_number_what_waits_on_the_host() -> None:
     model, batch = small_llama()
-    from jettison.measure import compare_gradients, independent_copy
+    from jettison.verify.gradients import compare_gradients, independent_copy
     from support.export_cases import applied
 
     plain, names = independent_copy(model), list(model.state_dict())
@@ -161,7 +161,7 @@ def test_transformers_takes_the_words_for_offloading(monkeypatch: pytest.MonkeyP
     """Its copies want pinned memory, which a machine without an accelerator does not have: here they are not pinned."""
     torch = pytest.importorskip("torch")
     model, batch = small_llama()
-    from jettison.measure import compare_gradients, independent_copy
+    from jettison.verify.gradients import compare_gradients, independent_copy
     from support.export_cases import applied
 
     asked: list[bool] = []

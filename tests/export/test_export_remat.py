@@ -22,10 +22,10 @@ from jettison.frameworks.export import Exported, exporter
 from jettison.frameworks.nearest import CannotSay
 from jettison.frameworks.policy import kept_whole
 from jettison.frameworks.torch_remat.write import by_regions, options_of, overwritten, steps_down
-from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.predict.run_fields import RunRequest
+from jettison.verify.gradients import compare_gradients, independent_copy
 from support.export_cases import DEPTH, TOKENS, WIDTH, Stack, applied, held_bytes, remat_applied
 
 pytest.importorskip("torch_remat")

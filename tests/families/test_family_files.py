@@ -37,7 +37,7 @@ SAME = {"camembert": "bert", "roberta": "bert", "xlm-roberta": "bert", "kimi_k2"
 """Other names of a family that has tests of its own, whose code differs at most."""
 IN_WRAPPERS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Text models that are tried with the towers around them."""
-NAMED = {"models/llama_names.py", "train/build_model.py", "train/recipe.py"}
+NAMED = {"train/recipe.py"}
 """Files about one model: the `Llama` of record by transformers' names, and what a recipe builds."""
 OTHER_WORDS = {"clip"}
 """Names of families that mean something else, too."""

@@ -11,12 +11,10 @@ if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
 from jettison.ledger import compare
-from jettison.parallel.context import Context
-from jettison.parallel.context_models import set_cores
+from jettison.parallel.context import Context, set_cores
 from jettison.parallel.regions import Axis
 from jettison.spec.layout import Layout
-from jettison.train.build_model import Built, shifted_within
-from jettison.train.inputs import in_parts
+from jettison.train.build_model import Built, in_parts, shifted_within
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, traced_call, written
 
 CASES = [

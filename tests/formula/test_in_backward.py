@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from jettison.core.errors import UsageError
+from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.families.presets import preset
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve

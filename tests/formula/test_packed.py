@@ -12,11 +12,10 @@ from torch.nn.attention.varlen import varlen_attn
 
 from jettison.core.errors import UsageError
 from jettison.cost.flops import Counting, model_flops
+from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.families.presets import preset
 from jettison.formula.region import layer_region
 from jettison.ledger import compare
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 import jettison
 from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.core.units import Bytes, format_bytes
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.integrations.transformers import TransformersPlan, auto_checkpoint_trainer
-from jettison.measure import measured_peak
-from jettison.measure.tensors import static_tensors
 from jettison.runtime.planned import PlannedForward
 from support.toys import Mlp
 

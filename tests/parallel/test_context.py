@@ -15,12 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from jettison.core.errors import UnsupportedModule, UsageError
-from jettison.models.documents import document_numbers
-from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig
+from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig, document_numbers
 from jettison.parallel import Context, apply_context_parallel
 from jettison.parallel import context as module_of_context
-from jettison.parallel.context import causal_attention, causal_rows, causal_rows_backward
-from jettison.parallel.context_models import set_cores
+from jettison.parallel.context import causal_attention, causal_rows, causal_rows_backward, set_cores
 from jettison.parallel.regions import Axis
 from support.ranks import run_ranks
 

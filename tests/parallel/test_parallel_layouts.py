@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from jettison.parallel.linear import can_split_backward
+from jettison.parallel.styles import can_split_backward
 from support.parallel_layouts import CONFIG, SCHEDULES, USUAL, is_lost, layouts, other_pipelines
 from support.ranks import Launches
 

@@ -16,7 +16,7 @@ from benchmarks.ranks import CountingStore, Waits, Words, now, together, worlds
 from torch import distributed as dist
 
 from jettison.core.errors import Infeasible, JettisonError, PlanMismatch, UsageError
-from jettison.parallel.agree import Agreement, Round, Verdict
+from jettison.parallel.agree import Agreement, BudgetVerdict, Round
 from jettison.parallel.ranks import FAN, branch, children, listed, parent
 from jettison.train.ranks import RankLost, World
 from support.patience import PATIENCE
@@ -244,8 +244,9 @@ def test_what_the_first_rank_refuses_all_refuse() -> None:
 def test_one_refusal_is_that_of_all_with_what_all_of_them_need(size: int) -> None:
     """Rank 1 has no plan, another one has but would need more; what is asked for next fits both."""
 
-    def agree(rank: int, store: Any) -> Verdict:
-        own = Verdict.refuses(refusal(70), rank) if rank == 1 else Verdict.fits([30, 90 if rank == size - 2 else 40])
+    def agree(rank: int, store: Any) -> BudgetVerdict:
+        fits = BudgetVerdict.fits([30, 90 if rank == size - 2 else 40])
+        own = BudgetVerdict.refuses(refusal(70), rank) if rank == 1 else fits
         with agreement(rank, [tuple(range(size))], store) as one:
             return one.settled(own)
 
@@ -256,8 +257,8 @@ def test_one_refusal_is_that_of_all_with_what_all_of_them_need(size: int) -> Non
 
 
 def test_of_two_refusals_the_larger_is_said() -> None:
-    def agree(rank: int, store: Any) -> Verdict:
-        return agreement(rank, [(0, 1, 2)], store).settled(Verdict.refuses(refusal(70 + rank, 10 + rank), rank))
+    def agree(rank: int, store: Any) -> BudgetVerdict:
+        return agreement(rank, [(0, 1, 2)], store).settled(BudgetVerdict.refuses(refusal(70 + rank, 10 + rank), rank))
 
     for verdict in on_threads(3, agree).values():
         assert verdict.error is not None
@@ -266,8 +267,8 @@ def test_of_two_refusals_the_larger_is_said() -> None:
 
 
 def test_ranks_that_all_have_plans_refuse_nothing() -> None:
-    found = on_threads(3, lambda rank, store: agreement(rank, [(0, 1, 2)], store).settled(Verdict.fits([rank])))
-    assert all(verdict == Verdict(needs_bytes=2) and verdict.error is None for verdict in found.values())
+    found = on_threads(3, lambda rank, store: agreement(rank, [(0, 1, 2)], store).settled(BudgetVerdict.fits([rank])))
+    assert all(verdict == BudgetVerdict(needs_bytes=2) and verdict.error is None for verdict in found.values())
 
 
 # a run's words --------------------------------------------------------------------------------------------------------

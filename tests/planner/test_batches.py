@@ -19,10 +19,11 @@ from torch import Tensor, nn
 import jettison
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
-from jettison.measure import compare_gradients, measured_peak
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.planner import batches
 from jettison.runtime.batch_shape import BatchShape, map_tensors
+from jettison.verify.gradients import compare_gradients
 from support.toys import Headed, Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,10 +17,10 @@ from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.tracer import trace_model
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import TraceError
-from jettison.measure import compare_gradients, independent_copy
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import make_planner
 from jettison.runtime.recordings import Recordings
+from jettison.verify.gradients import compare_gradients, independent_copy
 
 WIDTH = 16
 

@@ -16,8 +16,8 @@ import jettison
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import HostBudgetExceeded, Infeasible, UsageError
 from jettison.core.units import Bytes
-from jettison.measure import independent_copy, measured_peak
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.planner import host as planner_host
 from jettison.planner.host import Host, host_of, is_timed, movable
 from jettison.planner.parts import _times
@@ -27,6 +27,7 @@ from jettison.runtime.offload import Direction
 from jettison.solve.plan import Plan, PolicyWord
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
+from jettison.verify.gradients import independent_copy
 from support.offloading import Line, seeded
 from support.prices import every_op_takes
 from support.toys import Mlp, Words

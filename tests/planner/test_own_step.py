@@ -16,9 +16,9 @@ import jettison
 from jettison.capture.fakes import fake_mode
 from jettison.core.errors import Infeasible, TraceError, UnsupportedModule, UsageError
 from jettison.core.units import Bytes
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.dryrun.user_step import UserStep, copies_of, observe
-from jettison.measure import measured_peak
-from jettison.measure.tensors import static_tensors
 from jettison.parallel.agree import summary
 from support.toys import Mlp, Words
 

@@ -14,7 +14,7 @@ import jettison
 from jettison.core.errors import PlanMismatch, TraceError, UnsupportedModule, UsageError
 from jettison.core.units import Bytes
 from jettison.dryrun.imagined_pipeline import _Chain
-from jettison.measure import measured_peak
+from jettison.dryrun.peak import measured_peak
 from jettison.parallel.agree import Round
 from support.toys import Mlp
 

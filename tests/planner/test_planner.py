@@ -19,13 +19,14 @@ import jettison.planner.options as options_module
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import Infeasible, PlanMismatch, UsageError
 from jettison.core.units import Bytes
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.dryrun.step import dry_run_batch, fake_optimizer
-from jettison.measure import compare_gradients, independent_copy, measured_peak, same_bits
-from jettison.measure.tensors import static_tensors
 from jettison.planner.apply import apply, apply_candidate
 from jettison.planner.planner import Planner, make_planner
 from jettison.solve import Plan
 from jettison.solve.policy import Full, KeepAll
+from jettison.verify.gradients import compare_gradients, independent_copy, same_bits
 from support.toys import Headed
 from support.training import sgd
 

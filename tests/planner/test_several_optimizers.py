@@ -14,8 +14,8 @@ from torch.nn.functional import softplus
 import jettison
 from jettison.core.errors import UsageError
 from jettison.core.units import Bytes
-from jettison.measure import measured_peak
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.planner.optimizers import Together, as_one
 from support.toys import Mlp
 

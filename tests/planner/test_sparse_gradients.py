@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.core.errors import Infeasible, UsageError
-from jettison.measure import measured_peak
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 
 WIDTH, PER_ROW = 32, 8
 

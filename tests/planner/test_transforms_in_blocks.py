@@ -14,8 +14,8 @@ from torch import Tensor, func, nn
 
 import jettison
 from jettison.core.errors import Infeasible, TraceError
-from jettison.measure import measured_peak
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 
 WIDTH, ROWS = 64, 16
 

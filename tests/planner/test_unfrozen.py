@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.core.units import Bytes
-from jettison.measure import measured_peak
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 from support.toys import Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")

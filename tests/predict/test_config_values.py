@@ -22,8 +22,7 @@ from jettison.cli.ledger import ledger
 from jettison.core.errors import JettisonError
 from jettison.families.config import parse_config
 from jettison.families.family import FAMILIES
-from jettison.models.batches import batch_for
-from jettison.models.huggingface import ConfigRequest, build, config_of
+from jettison.models.huggingface import ConfigRequest, batch_for, build, config_of
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve

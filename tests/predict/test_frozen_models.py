@@ -14,11 +14,10 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from jettison.core.errors import Infeasible, UsageError
 from jettison.cost.op_kinds import TILED
+from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.families.presets import preset
 from jettison.formula.loss import TILE_WORDS
 from jettison.formula.region import head_region
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
 from jettison.memory.span import Phase
 from jettison.predict.auto_recompute import choose, smallest_budget
 from jettison.predict.forecast import Forecast, forecast

@@ -14,11 +14,10 @@ if not torch.distributed.is_available():
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from jettison.core.errors import UsageError
+from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.formula.region import Region, head_region, layer_region
 from jettison.formula.split_backward import input_half, weight_half
 from jettison.formula.tape import TapeOp
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
 from jettison.memory.step import Event, StageLoad
 from jettison.predict.forecast import forecast
 from jettison.predict.halves import left_bytes

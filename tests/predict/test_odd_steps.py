@@ -15,8 +15,7 @@ from formula.test_formula_encoders import TINY as ENCODERS
 from formula.test_formula_further import TINY as FURTHER
 from formula.test_formula_hybrids import TINY as HYBRIDS
 from formula.test_formula_more import TINY as MORE
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.predict.forecast import forecast
 from jettison.spec.kernels import Loss
 from jettison.spec.precision import PRECISIONS, Optimizer

@@ -14,7 +14,7 @@ from benchmarks import one_gpu_page
 from benchmarks.litgpt_rows import PackedProduct
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from jettison.measure.memory import AllocationCounter
+from jettison.dryrun.counter import AllocationCounter
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from support.target_packages import ROOT, fetched

@@ -122,7 +122,7 @@ def test_a_step_of_torchs_muon(dtype: str, sizes: tuple[int, int]) -> None:
     """Without what kernels take for themselves, which differs from processor to processor."""
     import torch
 
-    from jettison.measure.memory import AllocationCounter
+    from jettison.dryrun.counter import AllocationCounter
     from jettison.predict.whole_tensors import torch_bytes
 
     weight = torch.nn.Parameter(torch.randn(sizes, dtype=getattr(torch, dtype)))

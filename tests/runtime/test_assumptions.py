@@ -15,8 +15,8 @@ import jettison
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
-from jettison.measure import measured_peak
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.planner import apply, plan
 
 HIDDEN = 32

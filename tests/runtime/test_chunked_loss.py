@@ -15,13 +15,12 @@ from torch.nn import functional
 
 import jettison
 from jettison.core.units import Bytes
-from jettison.measure import measured_peak
-from jettison.measure.gradients import independent_copy, same_bits
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import AllocationCounter, static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.runtime import chunked_loss
 from jettison.runtime.chunked_loss import Hold, rows_of, whole_losses
 from jettison.solve.plan import Plan
+from jettison.verify.gradients import independent_copy, same_bits
 
 TORCHS = chunked_loss._torchs
 

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.measure import same_bits
-from jettison.measure.gradients import independent_copy
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.runtime.recipe import _writes_to, safe_softmax
+from jettison.verify.gradients import independent_copy, same_bits
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.core.errors import JettisonError, UsageError, WrongValue
-from jettison.measure import compare_gradients, independent_copy, rng_digest, same_bits
-from jettison.measure.memory import AllocationCounter
+from jettison.dryrun.counter import AllocationCounter
 from jettison.runtime.recompute_function import regions_of
+from jettison.verify.gradients import compare_gradients, independent_copy, rng_digest, same_bits
 
 N, ROWS = 8, 16
 POLICIES = ("none", "selective-op", "full")

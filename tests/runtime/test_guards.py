@@ -21,11 +21,11 @@ from jettison.capture.recording import RegionTrace
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import StaleTensor, TraceError, UnsupportedModule
 from jettison.ledger.program import Program
-from jettison.measure import compare_gradients, independent_copy, parameter_digest, same_bits
 from jettison.planner import Applied
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.policy import Full, KeepAll
+from jettison.verify.gradients import compare_gradients, independent_copy, parameter_digest, same_bits
 from support.toys import Headed
 
 N, ROWS, LAYERS = 8, 4, 3

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.measure import compare_gradients, independent_copy
 from jettison.runtime import witness
 from jettison.runtime.recipe import Recipe, RecipeStep, compile_recipe
+from jettison.verify.gradients import compare_gradients, independent_copy
 
 ROWS = WIDTH = 64
 Mutation = Callable[[Recipe], None]

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 import jettison
 from jettison.core.errors import HostBudgetExceeded, UsageError
 from jettison.core.units import Bytes
+from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.ledger.program import Program
-from jettison.measure import compare_gradients, independent_copy
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
 from jettison.runtime import offload
 from jettison.runtime.accelerator import device_for
 from jettison.runtime.host_pool import HostPool
 from jettison.runtime.offload import Direction, OffloadEngine
 from jettison.solve.policy import Full, KeepAll, Offload, can_move
+from jettison.verify.gradients import compare_gradients, independent_copy
 from support.offloading import (
     ALL,
     INPUTS,

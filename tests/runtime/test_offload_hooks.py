@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_map
 
 import jettison
 from jettison.core.errors import StaleTensor
-from jettison.measure import compare_gradients
 from jettison.runtime.device import OnHost
 from jettison.runtime.host_pool import HostPool
 from jettison.runtime.offload import Direction, OffloadEngine
 from jettison.runtime.without_recipe import OffloadHooks
 from jettison.solve.policy import KeepAll, Offload
+from jettison.verify.gradients import compare_gradients
 from support.offloading import ALL, INPUTS, Pair, Scale, Shuffled, line_of, run, seeded
 from support.recorder import Earliest, Latest, Order, Recorder
 

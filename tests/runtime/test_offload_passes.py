@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from jettison.core.errors import StaleTensor
-from jettison.measure import compare_gradients
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import AllocationCounter, static_tensors
+from jettison.verify.gradients import compare_gradients
 from support.offloading import ALL, ROWS, TENSOR_BYTES, WIDTH, Line, Pair, Scale, directions, pair, run, scales, seeded
 from support.toys import Mlp
 

@@ -20,9 +20,9 @@ from jettison.capture.tracer import trace_model
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
 from jettison.dryrun import packing_price
+from jettison.dryrun.counter import static_tensors
 from jettison.dryrun.packing_price import packing_seconds
-from jettison.measure import compare_gradients, independent_copy, measured_peak
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.peak import measured_peak
 from jettison.planner.points import with_packs
 from jettison.runtime import packing
 from jettison.runtime.packing import Form, narrow, packs_into, widen
@@ -30,6 +30,7 @@ from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import pareto_frontier
 from jettison.solve.plan import Plan
 from jettison.solve.policy import Full, KeepAll, Packing, SelectiveOp
+from jettison.verify.gradients import compare_gradients, independent_copy
 from support.stacks import ROWS, WIDTH, Block, rows, stack
 from support.training import adamw, assert_same, train
 

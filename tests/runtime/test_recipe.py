@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import jettison
-from jettison.measure import compare_gradients, independent_copy, same_bits
-from jettison.measure.memory import AllocationCounter
+from jettison.dryrun.counter import AllocationCounter
 from jettison.planner import Applied
 from jettison.solve.policy import MATMULS
+from jettison.verify.gradients import compare_gradients, independent_copy, same_bits
 from support.toys import Headed
 
 N, ROWS, LAYERS = 8, 4, 4

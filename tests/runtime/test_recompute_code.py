@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 import jettison
 from jettison.core.errors import StaleTensor, UsageError, WrongValue
-from jettison.measure import compare_gradients, independent_copy, same_bits
 from jettison.runtime.frame import Frame
 from jettison.runtime.recipe import Recipe
 from jettison.runtime.recompute_code import RecomputeCode
+from jettison.verify.gradients import compare_gradients, independent_copy, same_bits
 from support.toys import Headed
 
 N, ROWS = 8, 4

@@ -18,13 +18,13 @@ from jettison.capture.randomness import ADVANCE
 from jettison.capture.recording import RegionTrace
 from jettison.capture.region_tracer import trace_region
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
-from jettison.measure import compare_gradients, independent_copy
 from jettison.models.reference import Gpt, GptConfig, GptLayer, causal_mask
 from jettison.parallel import apply_tensor_parallel
 from jettison.predict.forecast import forecast
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.policy import Selective, policy_named
 from jettison.spec.recompute import Recompute
+from jettison.verify.gradients import compare_gradients, independent_copy
 
 D = H // A
 LENGTHS = (D, 8 * D, 16 * D)

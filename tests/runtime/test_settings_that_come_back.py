@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.core.units import Bytes
-from jettison.measure import compare_gradients, independent_copy
+from jettison.verify.gradients import compare_gradients, independent_copy
 from support.structure import said
 from support.toys import Net
 

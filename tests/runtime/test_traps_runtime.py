@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import jettison
 from jettison.core.errors import Infeasible, JettisonError, UnsupportedModule
 from jettison.core.units import Bytes
-from jettison.measure import compare_gradients, independent_copy
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.runtime.frame import Frame
+from jettison.verify.gradients import compare_gradients, independent_copy
 from support.stacks import POLICIES, WIDTH, Block, Stack, apply, compare, rows, stack
 from support.training import assert_same, sgd, train
 

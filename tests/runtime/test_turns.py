@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.measure import compare_gradients, independent_copy
 from jettison.planner import Applied
 from jettison.runtime.graph_fingerprint import GRAPH_AFTER, GRAPH_SHARE, is_turn
+from jettison.verify.gradients import compare_gradients, independent_copy
 from support.toys import Headed
 
 N, LAYERS = 8, 3

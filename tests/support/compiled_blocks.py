@@ -11,8 +11,9 @@ from torch import Tensor, nn
 import jettison
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
-from jettison.measure import independent_copy, measured_peak
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
+from jettison.verify.gradients import independent_copy
 from support.toys import Headed, Mlp
 
 WIDTH, ROWS, LENGTH = 32, 8, 64

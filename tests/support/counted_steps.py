@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.spec.kernels import Loss
 from jettison.spec.run import Run
 from support.pipeline_peaks import loss_of

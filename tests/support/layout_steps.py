@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.capture.tensor_subclasses import desugars
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
 from jettison.parallel import apply_context_parallel, apply_tensor_parallel, reduce_partial_gradients
 from jettison.parallel.context import Context
 from jettison.parallel.known_models import Plan, tensor_parallel_plan
@@ -392,7 +392,7 @@ class _Whole(_Step):
             self.told = {"position_ids": positions.unsqueeze(0)}
             self.batch.append(positions)
             if case.attention == "eager":
-                from jettison.models.documents import causal_rows_mask
+                from jettison.models.reference import causal_rows_mask
 
                 mask = causal_rows_mask(positions, case.sequence, torch.float32)[None, None]
                 self.told["attention_mask"] = mask

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import jettison
-from jettison.measure import same_bits
 from jettison.runtime.offload import Direction
+from jettison.verify.gradients import same_bits
 from support.offloading import ALL, INPUTS, Shuffled
 from support.recorder import Earliest, Latest, recorder_of
 from support.toys import Words

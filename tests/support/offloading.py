@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.core.errors import WrongValue
-from jettison.measure import compare_gradients, independent_copy
 from jettison.planner.handle import Applied
 from jettison.runtime.offload import Direction, OffloadEngine
 from jettison.solve.policy import CheckpointPolicy, Full, Offload
+from jettison.verify.gradients import compare_gradients, independent_copy
 from support.recorder import Order, Recorder, recorder_of
 
 ALL = Offload(smallest_bytes=1)

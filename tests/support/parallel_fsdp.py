@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 import jettison
 from jettison.capture.sharded import parameter_groups, sharded_modules
-from jettison.measure import buffer_digest
 from jettison.models.reference import Gpt
 from jettison.parallel import apply_tensor_parallel
-from jettison.parallel.fsdp import shard_blocks
+from jettison.parallel.parameters import shard_blocks
 from jettison.runtime import frame
+from jettison.verify.gradients import buffer_digest
 from support.parallel_plans import SEED, of_record, plan, steps
 from support.rank_models import Counting, Model, Ops, distance, model, same, shard, tokens, whole_gradients
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import jettison
 from jettison.core.errors import UsageError
 from jettison.memory.schedule import ScheduledPass, Work, order
-from jettison.parallel.fsdp import shard_blocks
+from jettison.parallel.parameters import shard_blocks
 from jettison.parallel.pipeline import InFlight, blocks_of, received, stand_in_loss
 from jettison.planner.handle import Applied
 from jettison.spec.layout import Schedule

@@ -15,7 +15,6 @@ import jettison
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import Infeasible, StaleTensor
 from jettison.core.units import Bytes
-from jettison.measure import buffer_digest
 from jettison.models.reference import Gpt, GptConfig
 from jettison.parallel import apply_tensor_parallel, seed_ranks
 from jettison.parallel.agree import Agreement, ranks_in, summary
@@ -23,6 +22,7 @@ from jettison.planner.handle import Applied
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.policy import Full
+from jettison.verify.gradients import buffer_digest
 from support.rank_models import Counting, Model, Ops, distance, model, same, shard, tokens, whole_gradients
 
 SEED = 5

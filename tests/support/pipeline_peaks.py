@@ -23,8 +23,7 @@ from torch.distributed.pipelining import (
 )
 
 import jettison
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.parallel.pipeline import received, stand_in_loss
 from support.formula_cases import VOCABULARY, FormulaCase, model_of
 

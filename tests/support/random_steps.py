@@ -21,11 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.model_trace import call_model, loss_of
+from jettison.dryrun.counter import static_tensors, unique_bytes
 from jettison.dryrun.op_costs import MeasuredWorkspace, OpPrice, measure_ops
-from jettison.measure import measured_peak
-from jettison.measure.peak import allocation_deltas
-from jettison.measure.tensors import static_tensors, unique_bytes
-from jettison.train.dry_step import alive
+from jettison.dryrun.peak import allocation_deltas, measured_peak
+from jettison.train.engine import alive
 from jettison.train.phase_memory import MemoryMeter
 from support.random_programs import VOCABULARY, Case, LossFn, Program
 from zoo.harness import SEED, Step, seed, state_of, streams

@@ -16,8 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import AllocationCounter, static_tensors
 from support.formula_cases import VOCABULARY, FormulaCase, model_of
 from support.pipeline_peaks import loss_of
 

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
 from support.formula_cases import VOCABULARY
 from support.pipeline_peaks import Case, Cut, chunks_of, loss_of
 from support.sharded_peaks import _Gathers, _Reduces, local, lowest_of_three

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.training import arguments  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args  # noqa: E402
 
-from jettison.measure.memory import AllocationCounter  # noqa: E402
+from jettison.dryrun.counter import AllocationCounter  # noqa: E402
 
 
 def configured(fields: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import jettison
 from jettison.core.errors import JettisonError
-from jettison.train.dry_step import alive
+from jettison.train.engine import alive
 from jettison.train.phase_memory import MemoryMeter
 from support.ranks import FOLDER
 

@@ -11,16 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.model_trace import call_model, loss_of
-from jettison.measure import (
-    PeakReport,
-    buffer_digest,
-    compare_gradients,
-    measured_peak,
-    parameter_digest,
-    rng_digest,
-    same_bits,
-)
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import PeakReport, measured_peak
+from jettison.verify.gradients import buffer_digest, compare_gradients, parameter_digest, rng_digest, same_bits
 
 SEED = 7
 Context = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import jettison
 from jettison.core.units import Bytes
-from jettison.measure import measured_peak
-from jettison.measure.tensors import static_tensors
-from jettison.train.dry_step import alive
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
+from jettison.train.engine import alive
 from jettison.train.phase_memory import MemoryMeter
 from support.toys import Mlp, Words
 

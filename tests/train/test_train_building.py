@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 from jettison.cli.train import train
 from jettison.core.errors import UsageError
 from jettison.core.progress import silent
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import unique_bytes
+from jettison.dryrun.counter import AllocationCounter, unique_bytes
 from jettison.models.deferred import NotDeferrable, deferred
 from jettison.spec.layout import Layout
 from jettison.train.build_model import build

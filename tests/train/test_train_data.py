@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from jettison.core.errors import UsageError
-from jettison.train.data import Batches, Corpus, Survey, open_corpus
-from jettison.train.data_order import Order
+from jettison.train.data import Batches, Corpus, ShuffledOrder, Survey, open_corpus
 from jettison.train.recipe import DataSection
 
 
@@ -89,7 +88,7 @@ def test_one_text_is_told_from_another() -> None:
 
 def test_a_global_batch_is_the_same_however_it_is_cut() -> None:
     corpus = Corpus(np.arange(1001, dtype=np.uint32), 10)
-    order = Order(corpus.windows, 3)
+    order = ShuffledOrder(corpus.windows, 3)
     whole = Batches(corpus, order, 12, 12).rows(4, 0)
     for micro in (1, 2, 3, 4, 6):
         cut = Batches(corpus, order, 12, micro)

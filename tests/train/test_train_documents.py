@@ -15,10 +15,8 @@ from torch.nn import functional
 
 from jettison.cli.train import train
 from jettison.core.errors import UsageError
-from jettison.models.documents import document_mask, document_numbers, positions_within
-from jettison.models.reference import Gpt, Llama
-from jettison.train.build_model import build
-from jettison.train.inputs import keep_apart
+from jettison.models.reference import Gpt, Llama, document_mask, document_numbers, positions_within
+from jettison.train.build_model import build, keep_apart
 from jettison.train.recipe import (
     BatchSection,
     DataSection,

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from jettison.cli.main import run
 from jettison.cli.train import train, write_weights
 from jettison.core.errors import UsageError
-from jettison.measure.tensors import unique_bytes
+from jettison.dryrun.counter import unique_bytes
 from jettison.train.export import ExportFailed, export_session
 from jettison.train.recipe import (
     BatchSection,

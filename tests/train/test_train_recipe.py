@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jettison.core.errors import UsageError
-from jettison.train.data_order import Order, derived_seed
+from jettison.train.data import ShuffledOrder, derived_seed
 from jettison.train.recipe import (
     BatchSection,
     LayoutSection,
@@ -138,20 +138,20 @@ def test_the_rate_warms_up_and_comes_down_in_a_cosine() -> None:
 
 @given(windows=st.integers(1, 300), seed=st.integers(0, 2**40), turn=st.integers(0, 3))
 def test_each_pass_visits_every_window_once(windows: int, seed: int, turn: int) -> None:
-    order = Order(windows, seed)
+    order = ShuffledOrder(windows, seed)
     assert sorted(order.window(turn * windows + n) for n in range(windows)) == list(range(windows))
 
 
 def test_passes_and_seeds_have_orders_of_their_own() -> None:
-    passes = [[Order(500, seed).window(t * 500 + n) for n in range(500)] for seed in (1, 2) for t in (0, 1)]
+    passes = [[ShuffledOrder(500, seed).window(t * 500 + n) for n in range(500)] for seed in (1, 2) for t in (0, 1)]
     for i, one in enumerate(passes):
         assert sum(a == b for a, b in enumerate(one)) < 10  # a shuffle leaves about one in its place
         assert all(sum(a == b for a, b in zip(one, other, strict=True)) < 10 for other in passes[:i])
-    assert passes[0] == [Order(500, 1).window(n) for n in range(500)]
+    assert passes[0] == [ShuffledOrder(500, 1).window(n) for n in range(500)]
 
 
 def test_a_large_corpus_needs_no_list_of_its_windows() -> None:
-    order = Order(10**12, 7)
+    order = ShuffledOrder(10**12, 7)
     seen = [order.window(n) for n in range(2000)]
     assert len(set(seen)) == 2000 and max(seen) < 10**12
     assert 0.45 < sum(w < 5 * 10**11 for w in seen) / 2000 < 0.55
@@ -193,10 +193,7 @@ def test_every_shipped_recipe_is_tested() -> None:
 
 
 def test_reading_a_recipe_needs_no_torch() -> None:
-    code = (
-        "import sys; from jettison.train import data_order, recipe; "
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
+    code = "import sys; from jettison.train import recipe; assert not {'torch', 'transformers'} & set(sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},

@@ -26,7 +26,7 @@ from jettison.train.recipe import (
     OptimizerSection,
     PlanSection,
 )
-from jettison.train.step_flops import StepWork, peak_flops_per_second, spec_flops
+from jettison.train.setup import StepWork, peak_flops_per_second, spec_flops
 from support.prices import every_op_takes
 from support.train_runs import curve, gpt, lines, tensors_of, tiny
 

@@ -18,7 +18,7 @@ from torch import nn
 from jettison.cli.train import train
 from jettison.core.errors import UsageError
 from jettison.train.checkpoint import Checkpoints, SaveFailed
-from jettison.train.failures import NotFinite
+from jettison.train.loop import NotFinite
 from jettison.train.ranks import joined
 from jettison.train.recipe import (
     BatchSection,

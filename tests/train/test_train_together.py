@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from jettison.cli.train import train
 from jettison.core.errors import JettisonError
-from jettison.train.failures import Beat, hanging
+from jettison.train.ranks import Beat, hanging
 from jettison.train.recipe import (
     BatchSection,
     CheckpointSection,
@@ -110,7 +110,7 @@ def texts(folder: Path) -> dict[str, str]:
 
 def probe(folder: Path) -> str:
     """Rank 1 alone cannot write."""
-    from jettison.train import run_folder
+    from jettison.train import log as run_folder
 
     before: Callable[..., None] = run_folder.write_durably
 

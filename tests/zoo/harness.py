@@ -26,9 +26,9 @@ import jettison
 from jettison.capture.model_trace import call_model, loss_of
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
-from jettison.measure import measured_peak, same_bits
-from jettison.measure.device import have_workspaces
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import have_workspaces, static_tensors
+from jettison.dryrun.peak import measured_peak
+from jettison.verify.gradients import same_bits
 from support.our_warnings import is_ours
 from zoo.entry import Batch, Entry
 

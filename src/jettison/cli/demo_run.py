@@ -24,9 +24,8 @@ from jettison.core.errors import ProofFailed, UsageError, install
 from jettison.core.files import write_whole
 from jettison.core.progress import Progress, silent
 from jettison.core.units import format_bytes, format_percent
+from jettison.dryrun.counter import elsewhere_bytes
 from jettison.dryrun.step import fake_optimizer
-from jettison.measure.device import elsewhere_bytes
-from jettison.measure.gradients import independent_copy, same_bits
 from jettison.planner.apply import apply_candidate
 from jettison.planner.handle import Applied
 from jettison.planner.planner import make_planner
@@ -34,6 +33,7 @@ from jettison.report.proof import Proof
 from jettison.report.tables import plan_table, proof_table
 from jettison.solve.plan import Plan
 from jettison.train.data import standard_library_text
+from jettison.verify.gradients import independent_copy, same_bits
 from jettison.verify.planned import verify
 
 PREDICTION_WITHIN = 0.02

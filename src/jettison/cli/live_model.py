@@ -15,13 +15,11 @@ from jettison.capture.entries import ledger_of
 from jettison.capture.model_trace import ModelTrace
 from jettison.core.errors import UsageError
 from jettison.core.progress import Progress, silent
+from jettison.dryrun.counter import unique_bytes
 from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES
 from jettison.dryrun.step import OneBatch, dry_run_batch, dry_run_events
 from jettison.families.left_out import of_another_model
 from jettison.ledger.program import Program
-from jettison.measure.allocations import allocation_timeline
-from jettison.measure.environment import environment
-from jettison.measure.tensors import unique_bytes
 from jettison.models.request import Loaded, ModelRequest, load, optimizer_for
 from jettison.planner import plan as plan_trace
 from jettison.planner.apply import policies_of
@@ -34,6 +32,8 @@ from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.spec.hardware import Hardware
 from jettison.traces.timeline import MemoryTimeline
+from jettison.verify.environment import environment
+from jettison.verify.side_by_side import allocation_timeline
 
 
 @dataclass(frozen=True, kw_only=True)

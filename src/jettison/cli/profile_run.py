@@ -5,20 +5,29 @@ from __future__ import annotations
 import runpy
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+import torch
+from torch.autograd import profiler as autograd_profiler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from jettison.cli.profile import profile_files
 from jettison.cli.train import train
 from jettison.core.errors import UsageError
 from jettison.core.progress import Progress, silent
 from jettison.core.units import format_seconds
+from jettison.diagnose.profile_file import RECOMPUTES
 from jettison.diagnose.slow import slow_first
-from jettison.measure.profiled import WARMUP_STEPS, Recorded, recorded
+from jettison.dryrun.peak import quiet_profiler
 from jettison.report.findings import FindingsReport
+from jettison.runtime.frame import Frame
 from jettison.spec.hardware import Hardware
 from jettison.train.recipe import CheckpointSection, EvalSection, ExportSection, read_recipe
 
@@ -89,3 +98,116 @@ def _with_first_step(report: FindingsReport, found: Recorded) -> FindingsReport:
     more = report.more | {"step_seconds": found.seconds}
     findings = (*report.findings, *slow_first(0, first, median(others)))
     return replace(report, facts=rows, more=more, findings=findings)
+
+
+# the recorder ---------------------------------------------------------------------------------------------------------
+#
+# Two steps run before the trace: the first is only timed (it loads kernels and makes the optimizer's state), the second
+# warms the profiler up. After the last one the loop is left.
+
+
+WARMUP_STEPS = 2
+
+
+class Enough(BaseException):
+    """All steps are recorded: leaves the loop past whatever catches errors."""
+
+
+@dataclass(kw_only=True)
+class Recorded:
+    """What was seen: seconds of each step, those before the trace included."""
+
+    seconds: list[float] = field(default_factory=list)
+
+
+@contextmanager
+def recorded(trace: Path, *, steps: int, progress: Progress = silent) -> Iterator[Recorded]:
+    """Inside, ``steps`` steps are recorded into a trace, after `WARMUP_STEPS`; then `Enough` leaves what runs."""
+    found = Recorded()
+
+    def write(profiler: Any) -> None:
+        profiler.export_chrome_trace(str(trace))
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    turns = schedule(wait=1, warmup=WARMUP_STEPS - 1, active=steps, repeat=1)
+    with (
+        _annotated(),
+        quiet_profiler(),
+        profile(
+            activities=kinds, schedule=turns, on_trace_ready=write, record_shapes=True, profile_memory=True
+        ) as made,
+    ):
+        leads: list[int] = []
+        last = time.perf_counter()
+
+        def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            nonlocal last
+            leads.append(id(optimizer)) if not leads else None
+            if leads[0] != id(optimizer):
+                return
+            now = time.perf_counter()
+            found.seconds.append(now - last)
+            progress(f"step {len(found.seconds)} of {WARMUP_STEPS + steps}")
+            made.step()
+            last = time.perf_counter()
+            if len(found.seconds) == WARMUP_STEPS + steps:
+                raise Enough
+
+        hook = register_optimizer_step_post_hook(stepped)
+        try:
+            with _alone(made):
+                yield found
+        except Enough:
+            pass
+        finally:
+            hook.remove()
+
+
+@contextmanager
+def _alone(made: Any) -> Iterator[None]:
+    """There can be one profiler at a time; torch 2.13 ends the process where a second one starts.
+
+    Raises:
+        UsageError: what runs inside starts one.
+    """
+    kinds: tuple[tuple[Any, str], ...] = (
+        (torch.profiler.profile, "start"),
+        (torch.profiler._KinetoProfile, "start"),
+        (autograd_profiler.profile, "_prepare_trace"),
+    )
+
+    def refusing(begin: Any) -> Any:
+        def begun(profiler: Any) -> Any:
+            if profiler is not made and profiler is not made.profiler:
+                raise UsageError(
+                    "it profiles itself, and there can be one profiler at a time; give jettison profile the trace that "
+                    "it writes, or switch its own profiler off"
+                )
+            return begin(profiler)
+
+        return begun
+
+    usual = [getattr(kind, name) for kind, name in kinds]
+    for (kind, name), begin in zip(kinds, usual, strict=True):
+        setattr(kind, name, refusing(begin))
+    try:
+        yield
+    finally:
+        for (kind, name), begin in zip(kinds, usual, strict=True):
+            setattr(kind, name, begin)
+
+
+@contextmanager
+def _annotated() -> Iterator[None]:
+    """What plans compute again has a name in the trace: its operators run without gradients, like any of backward's."""
+    recompute: Any = Frame.recompute
+
+    def named(frame: Any, handle: Any) -> Any:
+        with record_function(RECOMPUTES):
+            return recompute(frame, handle)
+
+    Frame.recompute = named  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        Frame.recompute = recompute  # type: ignore[method-assign]

@@ -21,12 +21,11 @@ from jettison.capture.stub import forwards, stub_outputs
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import UnsupportedModule
 from jettison.dryrun.block import chain_bytes, hold_gradients, run_step
+from jettison.dryrun.counter import AllocationCounter, Workspace, quiet_gc, static_tensors
 from jettison.dryrun.observed import stand_in_for_opaque
 from jettison.dryrun.step import DryStep
+from jettison.dryrun.tape import Tape
 from jettison.ledger.program import Source
-from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc
-from jettison.measure.tape import Tape
-from jettison.measure.tensors import static_tensors
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward

@@ -18,8 +18,7 @@ from jettison.capture.signature import opaque_copy
 from jettison.capture.stub import tensors_made
 from jettison.capture.tensor_subclasses import bytes_of, has_gradients, parts_of, plain, storage_of
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
-from jettison.measure.memory import AllocationCounter, Workspace
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import AllocationCounter, Workspace, static_tensors
 
 
 class BlockLevels(NamedTuple):

@@ -30,8 +30,8 @@ from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import TraceError
 from jettison.core.progress import Progress
 from jettison.dryrun.block import forward_alone, given_to_block
-from jettison.measure.memory import quiet_gc
-from jettison.measure.peak import allocation_deltas
+from jettison.dryrun.counter import quiet_gc
+from jettison.dryrun.peak import allocation_deltas
 from jettison.runtime.compiled import compiled, first_lines, looking, one_graph, staying
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.solve.problem import RegionOption, Sent

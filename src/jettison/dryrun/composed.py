@@ -1,7 +1,7 @@
 """A step put together from stretches of steps that were dry-run: what a call of a block does is known once it was seen.
 
 NOTE [ What may be put together ]
-A stretch inside a call (`measure.tape`) is taken to hang on that call's own label alone: how its block is treated, and
+A stretch inside a call (`dryrun.tape`) is taken to hang on that call's own label alone: how its block is treated, and
 its place in a run of blocks. What else it could hang on is looked at, in every step that is recorded:
 
 - where shared storages die follows from who lets go of them (NOTE [ Who lets go of a block's tensors ]), and is
@@ -26,8 +26,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from jettison.dryrun.tape import NOBODY, Known, Place, Stretch, Tape
 from jettison.ledger.levels import StepLevels
-from jettison.measure.tape import NOBODY, Known, Place, Stretch, Tape
 
 Label = Any
 """How a call's block is treated, or what is around the blocks; anything that can be hashed."""

@@ -16,8 +16,8 @@ from torch import nn
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.core.errors import TraceError
 from jettison.dryrun.block import run_step
+from jettison.dryrun.counter import AllocationCounter, Workspace, quiet_gc
 from jettison.dryrun.step import OneBatch
-from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc
 
 
 @dataclass(frozen=True, kw_only=True)

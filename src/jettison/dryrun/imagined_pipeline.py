@@ -24,8 +24,8 @@ from torch.utils.weak import TensorWeakRef
 
 from jettison.capture.fakes import fake_copy
 from jettison.core.errors import UnsupportedModule
+from jettison.dryrun.counter import AllocationCounter
 from jettison.dryrun.schedules import Scheduled, stages_of
-from jettison.measure.memory import AllocationCounter
 from jettison.parallel.agree import Agreement, Round, ranks_in
 from jettison.parallel.imagined import ImaginedReplica, imagined_copy, imagined_group
 

@@ -20,7 +20,7 @@ from jettison.capture.tensor_subclasses import arrived, has_gradients
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import WrongValue
 from jettison.dryrun.block import BlockLevels, block_levels, chain_bytes
-from jettison.measure.memory import Workspace, quiet_gc
+from jettison.dryrun.counter import Workspace, quiet_gc
 from jettison.runtime.offload import Group, Moved, flat_bytes
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.recordings import Verdict

@@ -27,12 +27,11 @@ from jettison.capture.sparse_fakes import is_sparse
 from jettison.capture.tracer import unseen_outputs
 from jettison.core.errors import TraceError, UsageError
 from jettison.dryrun.block import block_levels, hold_gradients, run_step, with_memory_of_their_own
+from jettison.dryrun.counter import AllocationCounter, AllocationEvent, Workspace, quiet_gc, static_tensors
 from jettison.dryrun.inner_optimizers import each_of
 from jettison.dryrun.observed import stand_in_for_opaque
+from jettison.dryrun.tape import Tape
 from jettison.ledger.levels import StepLevels
-from jettison.measure.memory import AllocationCounter, AllocationEvent, Workspace, quiet_gc
-from jettison.measure.tape import Tape
-from jettison.measure.tensors import static_tensors
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.install import install
 from jettison.runtime.offload import Transfer

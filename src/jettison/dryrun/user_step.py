@@ -29,12 +29,11 @@ from jettison.capture.trees import tree_leaves, tree_map
 from jettison.capture.values import tracing
 from jettison.core.errors import JettisonError, TraceError, UsageError
 from jettison.dryrun.block import with_memory_of_their_own
+from jettison.dryrun.counter import AllocationCounter, quiet_gc, static_tensors
 from jettison.dryrun.inner_optimizers import each_of, noting_steps, standing_in
 from jettison.dryrun.kernel_trial import OpRequest
 from jettison.dryrun.op_costs import MeasuredWorkspace
 from jettison.dryrun.schedules import Scheduled, modules_of
-from jettison.measure.memory import AllocationCounter, quiet_gc
-from jettison.measure.tensors import static_tensors
 from jettison.parallel.agree import Agreement
 from jettison.parallel.imagined import ImaginedReplica, imagined_copy, inside_of_ddp
 from jettison.runtime.assumptions import RETAINED, backward_kinds

@@ -156,7 +156,7 @@ def linear(
 def _gathered_again(w: Writer, x: Value, weight: Weight) -> int:
     """What a backward gathers of its shards, beside the gradients of its input and of its weight.
 
-    ``jettison/parallel/linear.py``, ``_ColumnLinear.backward``: the product for the input's gradient, then the wait,
+    ``jettison/parallel/styles.py``, ``_ColumnLinear.backward``: the product for the input's gradient, then the wait,
     the copy that puts rows in order (`Tape`'s NOTE [ Rows of all ranks ]), and the product for the weight's.
     """
     if not w.kernels.batch_first:  # TransformerEngine's products, whose measured peaks have no room for it

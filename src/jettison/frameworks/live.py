@@ -9,11 +9,11 @@ from typing import Any
 from jettison.capture.model_trace import ModelTrace
 from jettison.core.progress import Progress
 from jettison.cost.roofline import op_seconds
+from jettison.dryrun.counter import unique_bytes
 from jettison.dryrun.given import dry_run_given
 from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES, Pricing
 from jettison.frameworks.export import Exported, Exporter
 from jettison.frameworks.policy import Cost, Decision, LayerPolicy, Subject
-from jettison.measure.tensors import unique_bytes
 from jettison.models.request import ModelRequest, load, optimizer_for
 from jettison.planner.planner import fingerprint
 from jettison.solve.plan import LayerPlan, Plan

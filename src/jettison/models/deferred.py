@@ -49,9 +49,7 @@ class NotDeferrable(JettisonError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
-    """A tensor of the recording: where it lies in which storage."""
-
+class _TensorPlace:
     storage: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -61,20 +59,18 @@ class _Place:
 
 @dataclass(frozen=True, kw_only=True)
 class _Constant:
-    """A real tensor that an operator was given."""
-
     tensor: Tensor
     version: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Op:
+class _ConstructorOp:
     """An operator, its arguments with places instead of tensors, and what it returned that is new."""
 
     func: Any
     leaves: list[Any]
     spec: Any
-    made: tuple[_Place | None, ...]
+    made: tuple[_TensorPlace | None, ...]
     reads: frozenset[int]
     writes: frozenset[int]
     overwrites: frozenset[int]
@@ -82,27 +78,19 @@ class _Op:
 
 
 @dataclass(kw_only=True)
-class _Storage:
-    """One of the recording's, which holds no bytes."""
-
+class _EmptyStorage:
     handle: torch.UntypedStorage  # kept, so that its address stays its own
     nbytes: int
     device: torch.device
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Program:
-    """Ops of a constructor on tensors, in order."""
-
-    ops: list[_Op]
-    storages: list[_Storage]
+class _Constructor:
+    ops: list[_ConstructorOp]
+    storages: list[_EmptyStorage]
 
     def run(self, finish: Callable[[int, torch.UntypedStorage], None], wanted: Collection[int]) -> None:
-        """Make these storages; each is handed over once nothing changes or reads it any more, and let go of.
-
-        Raises:
-            NotDeferrable: a tensor that was given to the constructor is another by now.
-        """
+        """Make these storages; each is handed over once nothing changes or reads it any more, and let go of."""
         ends, lasts = self._needed(wanted)
         held: dict[int, torch.UntypedStorage] = {}
         for number in sorted(ends):
@@ -116,7 +104,6 @@ class _Program:
             finish(storage, self._allocated(storage).fill_(0))
 
     def draws(self, wanted: Collection[int]) -> bool:
-        """Do they hang on random numbers?"""
         return any(self.ops[number].draws for number in self._needed(wanted)[0])
 
     def _needed(self, wanted: Collection[int]) -> tuple[dict[int, set[int]], dict[int, int]]:
@@ -141,9 +128,9 @@ class _Program:
             live |= op.reads
         return ends, lasts
 
-    def _run(self, op: _Op, held: dict[int, torch.UntypedStorage]) -> None:
+    def _run(self, op: _ConstructorOp, held: dict[int, torch.UntypedStorage]) -> None:
         def real(leaf: Any) -> Any:
-            if isinstance(leaf, _Place):
+            if isinstance(leaf, _TensorPlace):
                 if leaf.storage not in held:
                     held[leaf.storage] = self._allocated(leaf.storage)
                 return _at(leaf, held[leaf.storage])
@@ -168,14 +155,14 @@ class _Program:
         return torch.empty(storage.nbytes, dtype=torch.uint8, device=storage.device).untyped_storage()
 
 
-class _Recorder(TorchDispatchMode):
+class _ConstructorRecorder(TorchDispatchMode):
     """Writes operators down. Entered inside of a fake mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self.mode = mode
         self._numbers: dict[int, int] = {}
-        self.program = _Program(ops=[], storages=[])
+        self.program = _Constructor(ops=[], storages=[])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -192,16 +179,12 @@ class _Recorder(TorchDispatchMode):
         self._note(func, before, spec, written(func, args, kwargs), outs)
         return out
 
-    def place(self, tensor: Tensor) -> _Place:
-        """Of a tensor that the recording made.
-
-        Raises:
-            NotDeferrable: it came from elsewhere.
-        """
+    def place(self, tensor: Tensor) -> _TensorPlace:
+        """Of a tensor that the recording made."""
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         if number is None:
             raise NotDeferrable("it reads a tensor from a file, or from before it began")
-        return _Place(
+        return _TensorPlace(
             storage=number,
             size=tuple(tensor.shape),
             stride=tensor.stride(),
@@ -210,11 +193,7 @@ class _Recorder(TorchDispatchMode):
         )
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The tensor, for real.
-
-        Raises:
-            NotDeferrable: it hangs on random numbers, which are drawn in their order or not at all.
-        """
+        """The tensor, for real."""
         place = self.place(tensor)
         if self.program.draws({place.storage}):
             raise NotDeferrable("it looks at a random number")
@@ -240,7 +219,7 @@ class _Recorder(TorchDispatchMode):
             raise NotDeferrable(f"it calls {name}")
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):
             raise NotDeferrable("it draws from a generator of its own")
-        places = {leaf.storage: leaf for leaf in leaves if isinstance(leaf, _Place)}
+        places = {leaf.storage: leaf for leaf in leaves if isinstance(leaf, _TensorPlace)}
         made = [self._met(out) for out in outs]
         if func in _EMPTY:
             return
@@ -256,9 +235,9 @@ class _Recorder(TorchDispatchMode):
         if name in _OVERWRITES and self._is_whole(self.place(changed[0])):
             overwrites |= writes
         reads = {number for number in places if number not in writes or number not in overwrites}
-        reads |= {leaf.storage for leaf in leaves[1:] if isinstance(leaf, _Place)}  # a copy of a part of itself
+        reads |= {leaf.storage for leaf in leaves[1:] if isinstance(leaf, _TensorPlace)}  # a copy of a part of itself
         self.program.ops.append(
-            _Op(
+            _ConstructorOp(
                 func=func,
                 leaves=[
                     _Constant(tensor=leaf, version=leaf._version) if isinstance(leaf, Tensor) else leaf
@@ -273,7 +252,7 @@ class _Recorder(TorchDispatchMode):
             )
         )
 
-    def _met(self, tensor: Any) -> _Place | None:
+    def _met(self, tensor: Any) -> _TensorPlace | None:
         """A place for a tensor whose storage is new."""
         if not isinstance(tensor, FakeTensor):
             return None
@@ -281,10 +260,10 @@ class _Recorder(TorchDispatchMode):
         if storage._cdata in self._numbers:
             return None
         self._numbers[storage._cdata] = len(self.program.storages)
-        self.program.storages.append(_Storage(handle=storage, nbytes=storage.nbytes(), device=tensor.device))
+        self.program.storages.append(_EmptyStorage(handle=storage, nbytes=storage.nbytes(), device=tensor.device))
         return self.place(tensor)
 
-    def _is_whole(self, place: _Place) -> bool:
+    def _is_whole(self, place: _TensorPlace) -> bool:
         nbytes = place.dtype.itemsize
         for size in place.size:
             nbytes *= size
@@ -302,8 +281,8 @@ class Deferred:
     """A model on ``meta``, but for its buffers, and how to make its weights: see NOTE [ Weights later ]."""
 
     model: nn.Module
-    _program: _Program
-    _parameters: dict[str, _Place] = field(default_factory=dict)
+    _program: _Constructor
+    _parameters: dict[str, _TensorPlace] = field(default_factory=dict)
     _streams: Streams
 
     def fill(self, tensors: Mapping[str, Tensor], put: Callable[[Tensor, Tensor], None]) -> None:
@@ -340,7 +319,7 @@ def deferred(make: Callable[[], nn.Module]) -> Deferred:
     """
     mode = fake_mode(allow_non_fake_inputs=True)
     before = Streams.now()
-    with warnings.catch_warnings(), mode, _Recorder(mode) as recorder:
+    with warnings.catch_warnings(), mode, _ConstructorRecorder(mode) as recorder:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # of deepcopy
         model = make()
     if default_stream() != before.cpu:
@@ -361,13 +340,13 @@ def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list
     return out
 
 
-def _at(place: _Place, storage: torch.UntypedStorage) -> Tensor:
+def _at(place: _TensorPlace, storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=place.dtype, device=storage.device).set_(
         storage, place.offset, place.size, place.stride
     )
 
 
-def _replace(model: nn.Module, recorder: _Recorder, parameters: dict[str, _Place]) -> None:
+def _replace(model: nn.Module, recorder: _ConstructorRecorder, parameters: dict[str, _TensorPlace]) -> None:
     """Meta parameters for fake ones; real tensors for all others that modules hold."""
     with recorder.mode:
         plain = {*vars(torch.empty(0)), "_is_param"}

@@ -54,7 +54,7 @@ def described_model(model: str, request: RunRequest, *, live: bool = False, trac
             values, _ = _values(model)
             if not any(values.get(f"{tower}_config") for tower in TOWERS):
                 return found
-            from jettison.models.towers import with_towers
+            from jettison.models.recorded import with_towers
 
             if (whole := with_towers(found, values)) is not None:
                 return whole
@@ -67,11 +67,7 @@ def described_model(model: str, request: RunRequest, *, live: bool = False, trac
 
 
 def _as_family(model: str, family: str) -> ModelSpec:
-    """A configuration as if its type were another.
-
-    Raises:
-        UsageError: a preset, whose type is known, or no such family.
-    """
+    """A configuration as if its type were another."""
     if model in PRESETS:
         raise UsageError(f"got --family {family} for the preset {model}, whose architecture is known; drop it")
     if family not in FAMILIES:
@@ -86,7 +82,6 @@ def _as_family(model: str, family: str) -> ModelSpec:
 
 
 def _values(model: str) -> tuple[Mapping[str, Any], str]:
-    """Read a model's ``config.json``, and its name."""
     if is_hub_id(model):
         return read_values(hub_config(model))[0], model
     return read_values(Path(model))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.core.errors import UsageError, install
+from jettison.models.reference import ARCHITECTURES, Llama, LlamaConfig
 
 safe_open: Any
 SafetensorError: Any
@@ -38,7 +39,7 @@ _TABLES: Final = (r"rotary_emb\.inv_freq$",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class FileTensor:
     """A tensor of a file."""
 
     size: torch.Size
@@ -51,7 +52,7 @@ class WeightsFolder:
 
     path: Path
     files: tuple[Path, ...]
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, FileTensor]
 
     def names_for(self, model: nn.Module, rename: Callable[[str], str]) -> dict[str, str]:
         """The name of each tensor in the folder, by its name in the model; of names of one parameter, the first.
@@ -94,7 +95,6 @@ class WeightsFolder:
             )
 
     def _require_same(self, name: str, other: str) -> None:
-        """Two names of what is one parameter in the model."""
         with ExitStack() as opened:
             files = [opened.enter_context(safe_open(file, framework="pt")) for file in self.files]
             one, two = (next(file for file in files if n in set(file.keys())).get_slice(n) for n in (name, other))
@@ -124,7 +124,7 @@ def open_weights(path: Path) -> WeightsFolder:
     if not path.is_dir():
         raise UsageError(f"model.pretrained: {path} is not a folder; expected one with config.json and safetensors")
     files = _files(path)
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, FileTensor] = {}
     for file in files:
         for name, entry in _entries(file).items():
             if name in tensors:
@@ -156,7 +156,7 @@ def _files(path: Path) -> list[Path]:
     raise UsageError(f"model.pretrained: {path} has neither {SINGLE} nor {INDEX}")
 
 
-def _entries(file: Path) -> dict[str, Entry]:
+def _entries(file: Path) -> dict[str, FileTensor]:
     out = {}
     try:
         with safe_open(file, framework="pt") as opened:
@@ -169,14 +169,13 @@ def _entries(file: Path) -> dict[str, Entry]:
                         f"model.pretrained: {name} in {file} is {kind}; expected one of {', '.join(_DTYPES)}: "
                         "quantized weights cannot be trained"
                     )
-                out[name] = Entry(size=torch.Size(part.get_shape()), dtype=dtype)
+                out[name] = FileTensor(size=torch.Size(part.get_shape()), dtype=dtype)
     except (OSError, SafetensorError) as error:
         raise UsageError(f"model.pretrained: {file} cannot be read: {error}") from error
     return out
 
 
 def _saved(model: nn.Module) -> Sequence[tuple[list[str], Tensor]]:
-    """Each parameter and each buffer of the state, and its names."""
     groups: dict[int, tuple[list[str], Tensor]] = {}
     state = model.state_dict().keys()
     named: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
@@ -189,3 +188,129 @@ def _saved(model: nn.Module) -> Sequence[tuple[list[str], Tensor]]:
 def _said(what: str, names: Sequence[str]) -> list[str]:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return [f"{what} {', '.join(names[:3])}{more}"] if names else []
+
+
+# llama names ----------------------------------------------------------------------------------------------------------
+#
+# The `Llama` of record as transformers has it: names of tensors, and configurations, in both directions
+
+
+_TYPE, _FORM = next((one["model_type"], one) for one in ARCHITECTURES.values() if "hub" in one)
+_SETTINGS: Final[dict[str, Any]] = {"model_type": _TYPE, **_FORM["hub"]["settings"]}
+_KEYS: Final = {name: keys[0] for name, keys in _FORM["keys"].items()} | {"head_dim": "head_dim"}
+_SIZES: Final = {name: key for name, key in _KEYS.items() if name != "positions"}
+
+
+def hub_name(name: str) -> str:
+    """Return transformers' name of a tensor of `Llama`."""
+    module, _, leaf = name.rpartition(".")
+    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
+    if layer is None:
+        return f"{_FORM['hub']['ends'][module]}.{leaf}"
+    return f"model.layers.{layer[1]}.{_FORM['hub']['tensors'][layer[2]]}.{leaf}"
+
+
+def reference_config(hub: Any) -> LlamaConfig:
+    """Sizes out of a configuration of transformers.
+
+    Raises:
+        UsageError: it describes what the code of record does not do.
+    """
+    rope = dict(getattr(hub, "rope_parameters", None) or {})
+    theta = rope.pop("rope_theta", 10000.0)
+    values = {name: getattr(hub, name, None) for name in _SETTINGS} | {"rope_type": rope.pop("rope_type", "default")}
+    expected = _SETTINGS | {"rope_type": "default"}
+    wrong = [f"{name} {value}, not {expected[name]}" for name, value in values.items() if value != expected[name]]
+    if wrong:
+        raise UsageError(
+            f'model.code: the reference Llama cannot be this model: it has {"; ".join(wrong)}; set code = "huggingface"'
+        )
+    return LlamaConfig(**{name: getattr(hub, key) for name, key in _SIZES.items()}, rope_base=theta)
+
+
+def hub_values(config: LlamaConfig, *, positions: int) -> dict[str, Any]:
+    """Return the values of its config.json."""
+    return {
+        **_SETTINGS,
+        "architectures": [_FORM["hub"]["class"]],
+        **{key: getattr(config, name) for name, key in _SIZES.items()},
+        _KEYS["positions"]: positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+# hub form -------------------------------------------------------------------------------------------------------------
+#
+# How a model is written for `from_pretrained`: names of tensors there, its config.json, and files that go with it
+
+
+BESIDE: Final = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template*",
+    "generation_config.json",
+)
+"""Files of a pretrained model's folder that go with its weights: the tokenizer's, and how text is generated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubForm:
+    """A model's Hub format, read before the model is sharded.
+
+    Args:
+        rename: what files call a tensor of the model.
+        sizes: of every tensor of its state, by its name in the model; of names of one parameter, all.
+        config: what config.json says, but for the dtype.
+        source: the folder that the model came from, whose `BESIDE` are copied.
+    """
+
+    rename: Callable[[str], str]
+    sizes: Mapping[str, torch.Size]
+    config: Mapping[str, Any]
+    source: Path | None
+
+    def files_beside(self) -> list[Path]:
+        """Those to copy."""
+        if self.source is None:
+            return []
+        found = {file for pattern in BESIDE for file in self.source.glob(pattern) if file.is_file()}
+        return sorted(found)
+
+
+def hub_form(model: nn.Module, *, described: Path | None, source: Path | None, positions: int) -> HubForm:
+    """Read the Hub format of a model that was just built.
+
+    Args:
+        described: the config.json that it was built from, or its folder.
+        source: see `HubForm`.
+        positions: the longest sequence, of a model that has no limit.
+
+    Raises:
+        UsageError: transformers has no such model.
+    """
+    rename: Callable[[str], str] = str
+    sizes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if isinstance(model, Llama):
+        config, rename = hub_values(model.config, positions=positions), hub_name
+    elif type(model).__module__.startswith("transformers."):
+        own: Any = model.config
+        config = json.loads(own.to_json_string()) | {"architectures": [type(model).__name__]}
+        config.pop("use_cache", None)  # switched off for training
+    else:
+        raise UsageError(
+            f"export: transformers has no model like {type(model).__name__}; expected one of transformers', or the "
+            'reference Llama. A GPT has to have code = "huggingface"'
+        )
+    if described is not None:
+        file = described / "config.json" if described.is_dir() else described
+        config = json.loads(file.read_text(encoding="utf-8"))
+        config.setdefault("architectures", [type(model).__name__ if rename is str else _FORM["hub"]["class"]])
+    return HubForm(rename=rename, sizes=sizes, config=config, source=source)

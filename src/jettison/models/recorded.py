@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import prod
 from textwrap import shorten
 from typing import Any, Final
 
@@ -22,17 +23,19 @@ from torch import Tensor, nn
 from jettison.capture.blocks import find_blocks, only_blocks
 from jettison.capture.fakes import fake_mode
 from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace
-from jettison.capture.recording import TensorRef
+from jettison.capture.recording import RegionTrace, TensorRef
+from jettison.capture.roles import Roles, base_name
 from jettison.capture.tracer import trace_model
-from jettison.capture.trees import tree_leaves
+from jettison.capture.trees import op_leaves, tree_leaves
+from jettison.core.dtypes import DTYPE_BYTES, dtype_name
 from jettison.core.errors import JettisonError, UsageError
-from jettison.families.left_out import not_built
+from jettison.cost.op_kinds import BATCHED, FLASH, HOLD
+from jettison.families.left_out import TOWERS, not_built
+from jettison.formula.parameters import parameter_count
 from jettison.formula.region import RecordedRegion, RecordedRegions, Region, RegionRecorder
-from jettison.formula.tape import Value, Weight
-from jettison.ledger.program import Op, Program, Source
-from jettison.models.batches import batch_for, longest_of, takes_tokens
-from jettison.models.huggingface import ConfigRequest, build, class_for, config_of
-from jettison.models.recorded_tape import TapeMaker, weight_of
+from jettison.formula.tape import Saved, Tape, TapeOp, Value, Weight
+from jettison.ledger.program import Op, Program, Slot, Source
+from jettison.models.huggingface import ConfigRequest, batch_for, build, class_for, config_of, longest_of, takes_tokens
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import LONGEST_DEFAULT
 from jettison.spec.model import ModelSpec, RecordedLayer
@@ -88,8 +91,6 @@ class RecordedConfig(RegionRecorder):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Case:
-    """Key of a trace."""
-
     seq: int
     micro_batch: int
     parameter: str
@@ -98,8 +99,6 @@ class _Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Facts:
-    """Facts of the model from its trace."""
-
     firsts: tuple[int, ...]  # by call, the first that is like it
     classes: tuple[str, ...]  # by call, of its module
     hidden: int
@@ -133,7 +132,6 @@ def _recorded(source: RecordedConfig, case: _Case) -> tuple[RecordedRegions, _Fa
 
 
 def _calls_with(trace: ModelTrace, *words: str) -> frozenset[int]:
-    """Calls of blocks that run an op with one of these in its name."""
     found = {
         key for key, cls in trace.classes.items() for op in cls.trace.program.ops for word in words if word in op.name
     }
@@ -141,7 +139,6 @@ def _calls_with(trace: ModelTrace, *words: str) -> frozenset[int]:
 
 
 def _idle(trace: ModelTrace) -> list[str]:
-    """Parts of the model with weights that no op of the forward reads."""
     model = trace.fake_model
     run = {id(p) for call in trace.calls for p in model.get_submodule(call.name).parameters()}
     read = {trace.root.names[b] for op in trace.root.program.ops for b in op.inputs if b in trace.root.names}
@@ -245,7 +242,6 @@ def recorded_model(values: Mapping[str, Any], request: RunRequest, *, name: str)
 
 
 def _inner(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a configuration."""
     found = values.get("text_config")
     return found if isinstance(found, Mapping) else values
 
@@ -281,7 +277,7 @@ def regions_of(trace: ModelTrace) -> RecordedRegions:
     for cls in trace.classes.values():
         if cls.opaque:
             raise UsageError(f"blocks like {cls.example} cannot be recorded: {cls.problem}")
-    made = _Regions(trace)
+    made = _TraceRegions(trace)
     return RecordedRegions(before=made.before(), blocks=tuple(made.blocks()), after=made.after())
 
 
@@ -298,7 +294,7 @@ def is_chain(trace: ModelTrace) -> bool:
 
 
 @dataclass
-class _Regions:
+class _TraceRegions:
     trace: ModelTrace
 
     @property
@@ -325,7 +321,6 @@ class _Regions:
     # blocks -----------------------------------------------------------------------------------------------------------
 
     def blocks(self) -> Iterator[Region]:
-        """By call; alike ones are one object."""
         known: dict[object, Region] = {}
         for call, weights, free in zip(self.trace.calls, self.owned[0], self.handed_on, strict=True):
             key = call.class_key, tuple(weights), free
@@ -378,7 +373,6 @@ class _Regions:
 
     @cached_property
     def parts(self) -> tuple[list[Op], list[Op]]:
-        """Ops before and after the blocks. See NOTE [ Around the blocks ]."""
         after: set[int] = {b.index for b in self.program.buffers if b.source is Source.BLOCK}
         late = []
         for op in self.program.ops:
@@ -396,7 +390,6 @@ class _Regions:
         return [op for op in ops if op.index not in later], [op for op in ops if op.index in later]
 
     def _kept_of(self, ops: list[Op]) -> set[int]:
-        """Buffers that autograd saved for these ops."""
         maker = self._maker(ops, {}, set())
         back = {value.storage: b for b, value in maker.values.items()}
         return {back[s.value.storage] for step in maker.tape.steps for s in step.saved}
@@ -434,7 +427,6 @@ class _Regions:
         )
 
     def before(self) -> Region:
-        """Region before the blocks; its result is the first block's stream."""
         ops, later = self.parts
         theirs = {name: w for name, w in self.owned[1].items() if name not in self._only_read_by(later)}
         inside = {b for b in self.trace.root.blocks if self._kept_inside(b)}
@@ -468,7 +460,6 @@ class _Regions:
         return Region(tape=maker.tape, output=self._loss(maker))
 
     def _only_read_by(self, ops: list[Op]) -> set[str]:
-        """Names of parameters that no other op around the blocks reads."""
         names, chosen = self.trace.root.names, {op.index for op in ops}
         here = {names[b] for op in ops for b in op.inputs if b in names}
         elsewhere = {names[b] for op in self.program.ops if op.index not in chosen for b in op.inputs if b in names}
@@ -488,9 +479,250 @@ def _differentiable(leaf: object) -> bool:
 
 
 def _output(cls: BlockClass) -> int:
-    """The buffer of a block's stream: its first result that passes a gradient."""
     refs = [leaf for leaf in cls.trace.output_leaves if isinstance(leaf, TensorRef)]
     chosen = [ref for ref in refs if ref.buffer not in cls.trace.constants and ref.dtype.is_floating_point] or refs
     if not chosen:
         raise UsageError(f"block {cls.example} returns no tensor")
     return chosen[0].buffer
+
+
+# recorded tape --------------------------------------------------------------------------------------------------------
+#
+# A recorded program, or a part of it, as a tape: its ops with their inputs, weights and what autograd kept of each
+# Ops keep their numbers, so that what is decided on the program can be timed on the tape. Which op keeps a saved tensor
+# is told by when autograd saved it: results after their op ran, arguments before. A value passes a gradient on where it
+# has numbers with a fraction and comes from a weight or from the stream.
+
+
+_PASSES: Final = frozenset({"add", "add_", "sub", "clone", "alias"})
+"""The gradient of an input is the output's."""
+_ATTENTION: Final = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+_CONSTANT: Final = ("detach", "argmax", "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_empty")
+"""No gradient goes back through these."""
+_FACTORS: Final = frozenset({"mul", "mul_", "div", "div_"})
+_SUMMAND_FIRST: Final = ("addmm", "baddbmm", "addmv")
+_SHARED: Final = "shared input"
+
+
+@dataclass(kw_only=True)
+class TapeMaker:
+    """Writes down ops of a recording, in their order.
+
+    Args:
+        module: whose forward it is.
+        weights: by name of a parameter of the module, how it is counted; another that is read is somebody else's.
+        free: buffers that somebody else pays for.
+        streams: buffers from outside through which backward passes a gradient.
+        part: the ops, where they are not all; otherwise buffers keep their numbers.
+    """
+
+    trace: RegionTrace
+    module: nn.Module
+    weights: Mapping[str, Weight]
+    streams: Collection[int]
+    free: Collection[int] = ()
+    part: Sequence[Op] | None = None
+    tape: Tape = field(default_factory=lambda: Tape(mesh={}))
+    values: dict[int, Value] = field(default_factory=dict)
+    seen: dict[TensorRef, Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program = self.trace.program
+        self.roles = Roles(trace=self.trace, module=self.module)
+        self.parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        self.views = self._views()
+        self.tape.weights.extend(self.weights.values())
+        ops = program.ops if self.part is None else self.part
+        self.made = {b for op in ops for b in op.outputs}
+        if self.part is None:
+            for b in range(len(program.buffers)):
+                self.value(b, grad=self._reached[b])
+        kept = self._kept_by()
+        for op in ops:
+            self._write(op, kept.get(op.index, ()))
+
+    def hold(self, b: int, role: str) -> None:
+        """Keep a buffer through backward for others."""
+        kept = (Saved(self.value(b), role),)
+        self.tape.steps.append(TapeOp(HOLD, "", (self.value(b),), (), kept, (), 0, 0, False, None, None, 0))
+
+    def _write(self, op: Op, kept: Sequence[int]) -> None:
+        found = [(ref, self._weight(ref.buffer)) for ref in self._read(op)]
+        weights = {w.name: w for _, w in found if w is not None}
+        inputs = tuple(self._seen(ref) for ref, weight in found if weight is None)
+        outputs = tuple(self.value(b, grad=self._reached[b]) for b in op.outputs)
+        self.tape.steps.append(
+            TapeOp(
+                _name(op),
+                op.path,
+                inputs,
+                outputs,
+                tuple(self._saved(slot) for slot in kept),
+                tuple(sorted(weights.values(), key=lambda w: -len(w.shape))),
+                op.flops,
+                op.bytes_moved,
+                base_name(op) in _PASSES,
+                op.anchor,
+                None,
+                _spread(op, inputs, outputs, tuple(weights.values())),
+            )
+        )
+
+    def _read(self, op: Op) -> list[TensorRef]:
+        call = self.trace.calls[op.index]
+        refs = [leaf for leaf in op_leaves(call.args, call.kwargs) if isinstance(leaf, TensorRef)]
+        return [*refs[1:], refs[0]] if base_name(op) in _SUMMAND_FIRST else refs
+
+    # values -----------------------------------------------------------------------------------------------------------
+
+    def value(self, b: int, *, grad: bool = False) -> Value:
+        """The whole of a buffer. Who asks first says whether a gradient passes."""
+        if b in self.values:
+            return self.values[b]
+        buffer = self.trace.program.buffers[b]
+        shape, dtype = self._form(b)
+        index = len(self.tape.values)
+        made = Value(index, shape, dtype, (), index, grad or b in self.streams, shape, buffer.nbytes)
+        self.values[b] = made
+        self.tape.values.append(made)
+        self.tape.sizes.append(buffer.nbytes)
+        if b not in self.made or buffer.source is not Source.OP:
+            source = Source.INPUT if buffer.source in (Source.OP, Source.BLOCK) else buffer.source
+            name = self.trace.names.get(b, buffer.name)
+            self.tape.sources[index] = (source, name, b in self.free or buffer.free)
+        return made
+
+    def _seen(self, ref: TensorRef) -> Value:
+        whole, dtype = self.value(ref.buffer), dtype_name(ref.dtype)
+        if (whole.shape, whole.dtype) == (ref.size, dtype):
+            return whole
+        if ref not in self.seen:
+            at, nbytes = len(self.tape.values), prod(ref.size) * DTYPE_BYTES[dtype]
+            view = replace(whole, index=at, shape=ref.size, local_shape=ref.size, dtype=dtype, nbytes=nbytes)
+            self.seen[ref] = view
+            self.tape.values.append(view)
+            self.tape.sizes.append(0)
+        return self.seen[ref]
+
+    @cached_property
+    def _reached(self) -> list[bool]:
+        program = self.trace.program
+        found = [b.index in self.streams or self._weight(b.index) is not None for b in program.buffers]
+        for op in program.ops:
+            if any(found[b] for b in op.inputs) and not base_name(op).startswith(_CONSTANT):
+                for b in op.outputs:
+                    found[b] = self._form(b)[1].startswith(("float", "bfloat", "complex"))
+        return found
+
+    def _form(self, b: int) -> tuple[tuple[int, ...], str]:
+        """A shape and a dtype that make the buffer's bytes."""
+        nbytes, view = self.trace.program.buffers[b].nbytes, self.views.get(b)
+        if view is None:
+            return (nbytes,), "uint8"
+        dtype = dtype_name(view.dtype)
+        if prod(view.size) * DTYPE_BYTES[dtype] == nbytes:
+            return view.size, dtype
+        return ((nbytes // DTYPE_BYTES[dtype],), dtype) if nbytes % DTYPE_BYTES[dtype] == 0 else ((nbytes,), "uint8")
+
+    def _views(self) -> dict[int, TensorRef]:
+        """Each buffer as the op that makes it sees it, else as an argument, else as whoever saved it does."""
+        found: dict[int, TensorRef] = {}
+        made = [ref for call in self.trace.calls for ref in call.outputs if ref is not None]
+        for ref in (*made, *self.trace.given.values(), *self.trace.slots):
+            found.setdefault(ref.buffer, ref)
+        return found
+
+    def _weight(self, b: int) -> Weight | None:
+        """The parameter that a buffer is, however it is counted."""
+        name = self.trace.names.get(b)
+        tensor = None if name is None else self.parameters.get(name)
+        if name is None or tensor is None or self.trace.program.buffers[b].source is not Source.PARAMETER:
+            return None
+        return self.weights.get(name) or weight_of(name, tensor, tied=True)
+
+    # what is kept -----------------------------------------------------------------------------------------------------
+
+    def _kept_by(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for slot, after in zip(self.trace.program.slots, self.trace.saved_after, strict=True):
+            found.setdefault(self._keeper(slot, after), []).append(slot.index)
+        return found
+
+    def _keeper(self, slot: Slot, after: int) -> int:
+        program = self.trace.program
+        producer = program.buffers[slot.buffer].producer
+        if producer is not None and producer == after - 1 and self.roles.saver(slot) == program.ops[producer].name:
+            return producer
+        later = (op.index for op in program.ops[after:] if slot.buffer in op.inputs)
+        return next(later, max(0, min(after, len(program.ops)) - 1))
+
+    def _saved(self, index: int) -> Saved:
+        slot, ref = self.trace.program.slots[index], self.trace.slots[index]
+        seen = self._seen(ref)
+        source, _, free = self.tape.sources.get(seen.storage, (None, "", False))
+        role = _SHARED if free and source is Source.INPUT else self.roles.role(slot, ref)
+        return Saved(seen, role)
+
+
+def _name(op: Op) -> str:
+    """As prices know it: fused attention is one op, whatever the device."""
+    name = base_name(op)
+    return FLASH if name.startswith(_ATTENTION) else BATCHED if name == "baddbmm" else op.name
+
+
+def _spread(op: Op, inputs: Sequence[Value], outputs: Sequence[Value], weights: Sequence[Weight]) -> int:
+    """Bytes of a smaller factor's gradient, which is made in the product's shape and then summed."""
+    if base_name(op) not in _FACTORS or not outputs:
+        return 0
+    size = prod(outputs[0].shape)
+    smaller = any(v.grad and prod(v.shape) < size for v in inputs) or any(w.numel < size for w in weights)
+    return outputs[0].nbytes if smaller else 0
+
+
+def weight_of(name: str, tensor: Tensor, *, tied: bool = False) -> Weight:
+    """A parameter as it stands."""
+    nbytes, numel = tensor.numel() * tensor.element_size(), tensor.numel()
+    return Weight(name=name, shape=tuple(tensor.shape), places=(), nbytes=nbytes, numel=numel, tied=tied)
+
+
+# Towers beside a text model in closed form: their weights, as transformers builds them --------------------------------
+#
+# A tower sees images or sound, and a batch of text alone does not run it. Its weights are there all the same, with
+# gradients and optimizer state where they train: that is counted, exactly; what it would save and compute is not.
+
+
+def with_towers(model: ModelSpec, values: Mapping[str, Any]) -> ModelSpec | None:
+    """The same model with the weights of its towers; None where what is beside the text cannot be told from it.
+
+    Args:
+        values: its decoded ``config.json``.
+
+    Raises:
+        UsageError: transformers cannot make the model.
+    """
+    whole = build(config_of(values, model.name), ConfigRequest(), fake_mode(allow_non_fake_inputs=True))
+    text = {id(p) for part in _text_of(whole) for p in part.parameters()}
+    beside = tuple((name, tuple(p.shape)) for name, p in whole.named_parameters() if id(p) not in text)
+    count = sum(p.numel() for p in whole.parameters() if id(p) not in text)
+    if not beside or parameter_count(model) + count != sum(p.numel() for p in whole.parameters()):
+        return None
+    parts = sorted({name.rsplit(".", name.count(".") - 1)[0] if name.count(".") > 1 else name for name, _ in beside})
+    said = (
+        f"{_listed(parts)} ({count:,} parameters) are counted with the embedding: weights, gradients and optimizer "
+        "state. A batch of text does not run them: what they save and compute for images or sound is not in the figures"
+    )
+    left = tuple(words for words in model.left_out if not any(f"the {tower} tower" in words for tower in TOWERS))
+    return replace(model, beside=beside, left_out=(said, *left))
+
+
+def _text_of(whole: nn.Module) -> list[nn.Module]:
+    found = []
+    for name in ("get_decoder", "get_input_embeddings", "get_output_embeddings"):
+        part = getattr(whole, name, lambda: None)()
+        if isinstance(part, nn.Module) and part is not whole:
+            found.append(part)
+    return found
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -25,8 +25,7 @@ from jettison.capture.tracer import trace_model
 from jettison.core.errors import UsageError
 from jettison.families.hub import hub_config, is_hub_id
 from jettison.families.presets import PRESETS
-from jettison.models.batches import batch_for
-from jettison.models.huggingface import ConfigRequest, build, read_config
+from jettison.models.huggingface import ConfigRequest, batch_for, build, read_config
 from jettison.spec.precision import Optimizer
 
 OPTIMIZERS: dict[str, Any] = {

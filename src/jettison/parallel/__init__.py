@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jettison.parallel.context import Context
-    from jettison.parallel.context_models import apply_context_parallel
+    from jettison.parallel.context import Context, apply_context_parallel
     from jettison.parallel.dropout import OwnDraws, seed_ranks
     from jettison.parallel.known_models import apply_tensor_parallel, tensor_parallel_plan
     from jettison.parallel.parameters import reduce_partial_gradients
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 _NAMES_OF = MappingProxyType(
     {
         "styles": ("BlockInput", "ColumnParallel", "Replicated", "RowParallel", "SplitInput", "VocabularyParallel"),
-        "context": ("Context",),
-        "context_models": ("apply_context_parallel",),
+        "context": ("Context", "apply_context_parallel"),
         "dropout": ("OwnDraws", "seed_ranks"),
         "known_models": ("apply_tensor_parallel", "tensor_parallel_plan"),
         "parameters": ("reduce_partial_gradients",),

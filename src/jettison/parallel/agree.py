@@ -119,7 +119,6 @@ def talking_groups(traces: Iterable[ModelTrace]) -> set[tuple[int, ...]]:
 
 
 def _given(traces: Iterable[ModelTrace]) -> Iterator[Any]:
-    """Arguments of what talks to other ranks: names of groups, and others."""
     for one in traces:
         yield from _given(one.more)
         for region in (one.root, *(cls.trace for cls in one.classes.values())):
@@ -129,7 +128,7 @@ def _given(traces: Iterable[ModelTrace]) -> Iterator[Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class BudgetVerdict:
     """Whether plans fit, of one rank, or of several together.
 
     Args:
@@ -141,12 +140,12 @@ class Verdict:
     refused: dict[str, Any] | None = None
 
     @classmethod
-    def fits(cls, minimum_budget_bytes: Iterable[int]) -> Verdict:
+    def fits(cls, minimum_budget_bytes: Iterable[int]) -> BudgetVerdict:
         """Of a rank that has plans, which would have fitted such budgets too."""
         return cls(needs_bytes=max(minimum_budget_bytes, default=0))
 
     @classmethod
-    def refuses(cls, error: Infeasible, rank: int | None = None) -> Verdict:
+    def refuses(cls, error: Infeasible, rank: int | None = None) -> BudgetVerdict:
         """Of a rank that has none.
 
         Args:
@@ -163,10 +162,10 @@ class Verdict:
             return None
         return Infeasible(**self.refused | {"minimum_budget_bytes": self.needs_bytes})
 
-    def __or__(self, other: Verdict) -> Verdict:
+    def __or__(self, other: BudgetVerdict) -> BudgetVerdict:
         """Of the ranks of both. Of several that have no plan the one that needs most is named."""
         refused = [one.refused for one in (self, other) if one.refused is not None]
-        return Verdict(
+        return BudgetVerdict(
             needs_bytes=max(self.needs_bytes, other.needs_bytes),
             refused=max(refused, key=lambda one: one["minimum_budget_bytes"], default=None),
         )
@@ -209,7 +208,7 @@ class Agreement:
             own = each.merged(own, merge)
         return own
 
-    def settled(self, own: Verdict) -> Verdict:
+    def settled(self, own: BudgetVerdict) -> BudgetVerdict:
         """What this rank's verdict and those of all others come to. An agreement says this or `check`, not both.
 
         Raises:
@@ -268,20 +267,20 @@ class Agreement:
             PlanMismatch: it failed there, or took longer than the timeout.
         """
         made: Made | None = None
-        said: Verdict | str = ""
+        said: BudgetVerdict | str = ""
         if not self.leads:
             said = self.rounds[0].told("plan")
         else:
             try:
                 made = make()
             except Infeasible as error:
-                said = Verdict.refuses(error)
+                said = BudgetVerdict.refuses(error)
             else:
                 said = tell(made) if self.rounds else ""
         for each in self.rounds:
             if each.leads:
                 each.tell("plan", said)
-        if isinstance(said, Verdict):
+        if isinstance(said, BudgetVerdict):
             for each in self.rounds:
                 each.over = True
             raise said.error or AssertionError
@@ -359,7 +358,6 @@ class Round(Ranks):
         return PlanMismatch(why)
 
     def missing(self, places: Sequence[int]) -> str:
-        """See `Ranks.missing`."""
         return (
             f"{ranks_in_words(self.ranks[place] for place in places)} did not say within {self.seconds:g} s which plan "
             f"to run; every one of ranks {listed(self.ranks)} must apply one, and as often as the others"
@@ -408,7 +406,6 @@ class Round(Ranks):
             self.fail(f"{ranks_in_words([self.rank])} has no plan, so none of ranks {listed(self.ranks)} starts: {why}")
 
     def _difference(self, most: EqualRanks, *others: EqualRanks) -> str:
-        """What is wrong, in words: a rank of each of the two largest groups knows where they differ."""
         if self.place == most.runs[0][0]:
             self.tell("digests", self._digests)
         if self.place == others[0].runs[0][0]:
@@ -430,7 +427,6 @@ class Round(Ranks):
 
 @cache
 def _group_key(ranks: tuple[int, ...]) -> str:
-    """A short name of a group, however many they are."""
     return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
 
 
@@ -452,4 +448,4 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-__all__ = ["Agreement", "Verdict", "groups_for", "ranks_in", "summary", "talking_groups"]
+__all__ = ["Agreement", "BudgetVerdict", "groups_for", "ranks_in", "summary", "talking_groups"]

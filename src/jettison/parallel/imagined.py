@@ -220,11 +220,7 @@ def _replicate_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _check_groups(name: str, groups: Sequence[Any]) -> None:
-    """Whether what FSDP manages in one module can be sharded again.
-
-    Raises:
-        UnsupportedModule: it cannot.
-    """
+    """Whether what FSDP manages in one module can be sharded again."""
     if len(groups) > 1:
         raise UnsupportedModule(
             f"{name} is sharded by FSDP2 over several meshes at once, which no dry run repeats yet; use apply() with a "
@@ -239,11 +235,7 @@ def _check_groups(name: str, groups: Sequence[Any]) -> None:
 
 
 def _set_alike(made: Sequence[tuple[Any, Any]]) -> None:
-    """What was set after `fully_shard`, by its modules' ``set_...`` methods.
-
-    Args:
-        made: FSDP's states of a model, and those of its copy.
-    """
+    """What was set after `fully_shard`, by its modules' ``set_...`` methods."""
     ours = {id(state): copied for state, copied in made}
     for state, copied in made:
         for name in _PREFETCHED:
@@ -254,12 +246,10 @@ def _set_alike(made: Sequence[tuple[Any, Any]]) -> None:
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether a module inside has it already."""
     return hasattr(parameter, "placements")
 
 
 def _reshards(state: Any, group: Any) -> bool | int | None:
-    """``reshard_after_forward`` as it was given."""
     if state._auto_reshard_after_forward:
         return None
     after = group.post_forward_mesh_info

@@ -101,7 +101,6 @@ _MODELS: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("ut
 
 
 def _known_as(part: str, form: type[_Form]) -> Mapping[str, _Form]:
-    """Forms of a part by the names of their classes."""
     found: dict[str, dict[str, Any]] = {}
     for model in (one for one in _MODELS if part in one):
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in model[part].items()}
@@ -128,7 +127,7 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True) ->
     Raises:
         UnsupportedModule: a module is not known, is not as its class usually is, or holds parameters of its own.
     """
-    planner = _Planner(sequence_parallel=sequence_parallel)
+    planner = _StylePlanner(sequence_parallel=sequence_parallel)
     planner.visit(model, "")
     planner.refuse_rest(model)
     return planner.plan
@@ -174,14 +173,11 @@ def apply_tensor_parallel(
 
 
 @dataclass(kw_only=True)
-class _Planner:
-    """Walks the model from the top."""
-
+class _StylePlanner:
     sequence_parallel: bool
     plan: Plan = field(default_factory=dict)
 
     def visit(self, module: nn.Module, path: str) -> None:
-        """Plan a module by its class."""
         if (head := _form(module, HEADS)) is not None:
             self._headed(module, path, head)
         elif (stack := _form(module, STACKS)) is not None:
@@ -199,7 +195,6 @@ class _Planner:
             )
 
     def refuse_rest(self, model: nn.Module) -> None:
-        """Nothing may be left that no style takes care of."""
         for path, module in model.named_modules():
             for name in module._parameters:
                 if path not in self.plan and module._parameters[name] is not None:
@@ -326,7 +321,6 @@ def _probability(attention: nn.Module, name: str | None) -> float:
 
 
 def _ties(model: nn.Module) -> Iterator[list[str]]:
-    """Names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -10,14 +10,18 @@ them whole in one all-reduce; call it before clipping and the optimizer step.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from jettison.capture.blocks import find_blocks
+from jettison.capture.sharded import parameter_groups
 from jettison.core.errors import UsageError
 from jettison.parallel.regions import Axis, all_reduce
 
@@ -72,3 +76,39 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
         whole = all_reduce(torch.cat([t.reshape(-1) for t in locals_]), Axis.of(mesh), 0)
         for parameter, part, local in zip(members, whole.split([t.numel() for t in locals_]), locals_, strict=True):
             parameter.grad = DTensor.from_local(part.view_as(local), mesh, [Replicate()], run_check=False)
+
+
+# FSDP2 in units that recipes can use: one for each block, and one for the rest ----------------------------------------
+#
+# What a recipe computes again it computes while its block's parameters are gathered for the block's own backward, so
+# that nothing is gathered twice. A plan may be applied before or after; see `jettison.capture.sharded` for what
+# happens then.
+
+
+def shard_blocks(
+    model: nn.Module, mesh: DeviceMesh, *, regions: Iterable[str] | None = None, **options: Any
+) -> nn.Module:
+    """`fully_shard` every block, then the model, in place.
+
+    Args:
+        mesh: the data-parallel axis, or two for FSDP within replicas. Parameters may be sharded by tensor parallelism.
+        regions: names of the blocks; by default the model's repeated blocks, which are what plans are made of.
+        options: of `fully_shard`: ``mp_policy``, ``reshard_after_forward``, ...
+
+    Raises:
+        UsageError: a name in ``regions`` is not a module of the model.
+    """
+    for name in find_blocks(model, regions):
+        fully_shard(model.get_submodule(name), mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def forget_forwards(model: nn.Module) -> None:
+    """After forwards that no backward follows: free what they gathered, and what they noted for prefetching."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            for group in parameter_groups(module._get_fsdp_state()):
+                group._post_forward_indices.clear()
+                group.comm_ctx.post_forward_order.clear()

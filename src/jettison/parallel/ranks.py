@@ -194,7 +194,6 @@ class Ranks:
         return True
 
     def _missing(self, topic: str, branches: Sequence[int]) -> Iterator[int]:
-        """Places that never came, in branches of which some have not been heard."""
         for place in branches:
             if self.store.check([self._said(topic, place)]):
                 continue
@@ -204,7 +203,6 @@ class Ranks:
             yield from self._missing(topic, below)
 
     def _forget(self) -> None:
-        """All ranks have come to a later topic, so they know what was told before."""
         for key in self._told:
             self.store.delete_key(key)
         self._told.clear()

@@ -115,8 +115,6 @@ _Move = Callable[[Tensor, Axis, int], Tensor]
 
 
 class _Border(torch.autograd.Function):
-    """One move forward, another backward. Saves nothing."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, ahead: _Move, back: _Move) -> Tensor:
         ctx.where, ctx.back = (axis, dim), back

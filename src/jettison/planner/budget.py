@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from jettison.core.errors import UsageError
 from jettison.core.parse_units import parse_bytes
 from jettison.core.units import format_bytes, format_percent
-from jettison.measure.tensors import static_tensors, unique_bytes
+from jettison.dryrun.counter import static_tensors, unique_bytes
 from jettison.predict.allowance import FRAGMENTS
 from jettison.runtime.host_pool import left_on_host
 

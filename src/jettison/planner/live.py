@@ -19,9 +19,9 @@ from jettison.core.parse_units import parse_bytes
 from jettison.core.process import seldom_collected
 from jettison.core.progress import Progress, on_terminal, reported, shown
 from jettison.core.units import format_bytes
+from jettison.dryrun.counter import elsewhere_bytes
 from jettison.dryrun.schedules import Scheduled, is_schedule, modules_of
 from jettison.dryrun.user_step import Step
-from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group
 from jettison.planner.apply import agreed, apply_candidate, apply_from_another_rank, apply_plan, expect_loop, likeness
 from jettison.planner.batches import BatchPlans

@@ -25,8 +25,8 @@ from jettison.dryrun.observed import observe_block
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.packing_price import packing_seconds
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, dry_run, dry_run_block, make_state
+from jettison.dryrun.tape import Tape
 from jettison.ledger.program import Program
-from jettison.measure.tape import Tape
 from jettison.planner.host import ALL, MOVE_SECONDS, SEND, Host, movable, with_moves
 from jettison.planner.points import compiled_points, exactly, policy_of, seconds_by_traffic, with_packs
 from jettison.runtime.install import returned

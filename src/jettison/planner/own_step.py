@@ -18,9 +18,9 @@ from jettison.capture.model_trace import Loop, LossFn, as_call, call_model, loss
 from jettison.capture.sharded import sharded_modules
 from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.core.progress import Progress
+from jettison.dryrun.counter import elsewhere_bytes
 from jettison.dryrun.schedules import Scheduled, is_schedule, modules_of
 from jettison.dryrun.user_step import Step
-from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
 from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop, likeness
 from jettison.planner.batches import BatchPlans

@@ -20,8 +20,8 @@ from jettison.dryrun.around_blocks import around_stubs
 from jettison.dryrun.composed import Book, Label, Labels
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks
+from jettison.dryrun.tape import Tape
 from jettison.ledger.program import Program
-from jettison.measure.tape import Tape
 from jettison.planner.host import SEND, Host, is_timed, less_on_host
 from jettison.planner.options import Options, options_of, step_of
 from jettison.planner.plan_tensors import plan_tensors

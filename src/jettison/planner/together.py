@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jettison.capture.model_trace import ModelTrace
 from jettison.core.errors import Infeasible
 from jettison.dryrun.schedules import Scheduled, stages_of
-from jettison.parallel.agree import Agreement, Group, Verdict, groups_for, ranks_in, talking_groups
+from jettison.parallel.agree import Agreement, BudgetVerdict, Group, groups_for, ranks_in, talking_groups
 from jettison.planner.handle import Applied
 from jettison.planner.kept_plans import KeptPlans
 from jettison.solve.plan import Plan
@@ -103,11 +103,11 @@ class Together:
         applied: Applied | None = None
         try:
             applied = make()
-            verdict = Verdict.fits(plan.minimum_budget_bytes for plan in applied.plans)
+            verdict = BudgetVerdict.fits(plan.minimum_budget_bytes for plan in applied.plans)
         except Infeasible as error:
             if not (self.replicas.rounds or self.stages.rounds):
                 raise
-            verdict = Verdict.refuses(error, distributed.get_rank())
+            verdict = BudgetVerdict.refuses(error, distributed.get_rank())
         try:
             verdict = self.stages.settled(self.replicas.settled(verdict))
             if verdict.error is not None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.nn import functional
 
 from jettison.capture.model_trace import LossFn
 from jettison.capture.streams import Streams
@@ -23,13 +27,23 @@ from jettison.models.deferred import Deferred, NotDeferrable, deferred
 from jettison.models.huggingface import ConfigRequest
 from jettison.models.huggingface import build as build_hub_model
 from jettison.models.huggingface import read_config as read_hub_config
-from jettison.models.llama_names import hub_name, reference_config
-from jettison.models.pretrained import SafetensorError, WeightsFolder, open_weights
-from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig
+from jettison.models.pretrained import SafetensorError, WeightsFolder, hub_name, open_weights, reference_config
+from jettison.models.reference import (
+    ARCHITECTURES,
+    RECORD,
+    Gpt,
+    Llama,
+    causal_rows_mask,
+    document_mask,
+    document_numbers,
+    positions_within,
+)
 from jettison.models.request import call_factory
+from jettison.parallel.context import Context, asked_kernel
 from jettison.parallel.parameters import put_whole
 from jettison.spec.model import ModelSpec
 from jettison.train.checkpoint_reading import DAMAGE, read_tensors, reason
+from jettison.train.data import Corpus
 from jettison.train.ranks import World, agreed
 from jettison.train.recipe import ModelSection
 
@@ -143,97 +157,61 @@ def _from_factory(target: str, device: torch.device) -> Built:
 
 
 def _reference(section: ModelSection, seq: int, device: torch.device) -> Built:
-    """Our own code, which has one form of each architecture."""
     if section.pretrained is not None:
         path = Path(section.pretrained)
-        sizes = reference_config(read_hub_config(path))
+        record = reference_config(read_hub_config(path))
         with device:
-            return Built(model=Llama(sizes).train(), call=shifted_before, spec=read_config(path))
-    values = _sizes(section, seq)
-    spec = parse_config(values, name=str(section.architecture))
-    fixed: dict[str, Any] = {"tied": False, "attention": "sdpa"}
-    if section.architecture == "gpt":
-        fixed = {"tied": True, "attention": "eager", "ffn": 4 * section.hidden}
-    for name, only in fixed.items():
+            return Built(model=Llama(record).train(), call=shifted_before, spec=read_config(path))
+    if section.architecture is None:
+        raise UsageError('model.code: "reference" goes with an architecture and its sizes')
+    sizes, values = _sizes(section, seq)
+    form = ARCHITECTURES[section.architecture]
+    ffn = {"ffn": _ffn(section)} if form["code_ffn"] else {}
+    for name, only in (form["code"] | ffn).items():
         if getattr(section, name) not in (None, only):
             raise UsageError(f'model.{name}: the reference model has {only} only; set code = "huggingface"')
-    config: Any
-    if section.architecture == "gpt":
-        config = GptConfig(
-            layers=section.layers,
-            hidden=section.hidden,
-            heads=section.heads,
-            vocab=section.vocab,
-            positions=values["n_positions"],
-            dropout=section.dropout,
-        )
-    elif section.architecture == "llama":
-        config = LlamaConfig(
-            layers=section.layers,
-            hidden=section.hidden,
-            heads=section.heads,
-            kv_heads=values["num_key_value_heads"],
-            head_dim=section.hidden // section.heads,
-            ffn=values["intermediate_size"],
-            vocab=section.vocab,
-        )
-    else:
-        raise UsageError('model.code: "reference" goes with an architecture and its sizes')
+    kind, config = RECORD[section.architecture]
     with device:
-        model: nn.Module = Gpt(config) if section.architecture == "gpt" else Llama(config)
-    return Built(model=model.train(), call=shifted_before, spec=spec)
+        model = kind(config(**{one.name: sizes[one.name] for one in fields(config) if one.name in sizes}))
+    return Built(model=model.train(), call=shifted_before, spec=parse_config(values, name=section.architecture))
 
 
 def _described(section: ModelSection, seq: int) -> tuple[Any, ModelSpec]:
-    """A configuration as transformers has it, and what it comes to."""
     if section.config is not None or section.pretrained is not None:
         path = Path(section.config or section.pretrained or "")
         return read_hub_config(path), read_config(path)
     if section.preset is not None:
         spec = preset(section.preset)
         return _hub_config(PRESETS[section.preset]), spec
-    values = _sizes(section, seq)
+    _, values = _sizes(section, seq)
     return _hub_config(values), parse_config(values, name=str(section.architecture))
 
 
-def _sizes(section: ModelSection, seq: int) -> dict[str, Any]:
-    """The sizes of a section as a config.json would write them."""
-    positions = section.positions or seq
-    if section.architecture == "gpt":
-        dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), section.dropout)
-        if section.kv_heads not in (None, section.heads):
-            raise UsageError("model.kv_heads: a GPT has as many as heads")
-        return {
-            "model_type": "gpt2",
-            "n_embd": section.hidden,
-            "n_layer": section.layers,
-            "n_head": section.heads,
-            "n_inner": section.ffn or 4 * section.hidden,
-            "vocab_size": section.vocab,
-            "n_positions": positions,
-            "activation_function": "gelu_pytorch_tanh",
-            "tie_word_embeddings": section.tied is not False,
-            "dtype": "float32",
-            "bos_token_id": None,
-            "eos_token_id": None,
-            **dropout,
-        }
-    if section.dropout:
-        raise UsageError("model.dropout: a Llama has none")
-    return {
-        "model_type": "llama",
-        "hidden_size": section.hidden,
-        "num_hidden_layers": section.layers,
-        "num_attention_heads": section.heads,
-        "num_key_value_heads": section.kv_heads or section.heads,
-        "intermediate_size": section.ffn or -(-8 * section.hidden // 3 // 64) * 64,
-        "vocab_size": section.vocab,
-        "max_position_embeddings": positions,
-        "tie_word_embeddings": bool(section.tied),
+def _sizes(section: ModelSection, seq: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sizes of an architecture by our names, and as a config.json has them."""
+    form = ARCHITECTURES[str(section.architecture)]
+    for name, why in form["refused"].items():
+        if getattr(section, name) not in (None, 0, section.heads):
+            raise UsageError(f"model.{name}: {why}")
+    sizes = {name: getattr(section, name) for name in ("layers", "hidden", "heads", "vocab", "dropout")} | {
+        "kv_heads": section.kv_heads or section.heads,
+        "head_dim": section.hidden // section.heads,
+        "ffn": section.ffn or _ffn(section),
+        "positions": section.positions or seq,
+    }
+    values = {key: sizes[name] for name, keys in form["keys"].items() for key in keys} | {
+        "model_type": form["model_type"],
+        "tie_word_embeddings": form["tied"] if section.tied is None else section.tied,
         "dtype": "float32",
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    return sizes, values | form["fixed"]
+
+
+def _ffn(section: ModelSection) -> int:
+    times, over, multiple = ARCHITECTURES[str(section.architecture)]["ffn"]
+    return int(-(-times * section.hidden // over // multiple) * multiple)
 
 
 def _hub_config(values: Any) -> Any:
@@ -253,7 +231,6 @@ def vocabulary(built: Built) -> int | None:
 
 
 def _embedding(model: nn.Module) -> Any:
-    """The one that a model names, or the only one that it has."""
     try:
         named = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -306,14 +283,12 @@ def _read(
     for part in parts:
         held |= {names[name]: buffer for name, buffer in part.named_buffers() if name in names}
     try:
-        read_tensors(held, folder.tensors, lambda: _Reader(folder.path, folder.files), world, world.host)
+        read_tensors(held, folder.tensors, lambda: _WeightsReader(folder.path, folder.files), world, world.host)
     except (*DAMAGE, SafetensorError) as error:
         raise agreed(UsageError(f"model.pretrained: {folder.path} cannot be read: {reason(error)}")) from error
 
 
-class _Reader(HuggingFaceStorageReader):
-    """torch's, for the files that belong to the model; others may lie beside them."""
-
+class _WeightsReader(HuggingFaceStorageReader):
     def __init__(self, path: Path, files: Sequence[Path]) -> None:
         super().__init__(str(path))
         self.fs = _Listed(files)
@@ -325,7 +300,6 @@ class _Listed(FileSystem):
         self._files = [str(file) for file in files]
 
     def ls(self, path: object) -> list[str]:
-        """Of the only folder that is looked into."""
         return self._files
 
 
@@ -338,3 +312,177 @@ def _keeping_parameters() -> Iterator[None]:
         yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+# What a rank's model is called with: documents kept apart, and a part of every sequence -------------------------------
+#
+# Rows are windows of one long text; a token that the recipe names may end a document. Attention then stays within
+# documents, and positions are counted from their beginnings. What comes first in a document is still predicted from the
+# end of the one before: every token counts in the loss, so that it is the same mean on every layout.
+#
+# With context parallelism labels are shifted before they are cut, so that a token at the end of a rank's piece is
+# asked for what follows it on another rank. Every rank's loss is the mean over its tokens, as many as any other's, so
+# that the mean over ranks, which data parallelism takes of gradients, is that over all tokens.
+
+
+_NEEDED: Final = ("input_ids", "labels", "position_ids", "attention_mask")
+_AT_A_TIME: Final = 1 << 22  # tokens that are looked at
+
+
+def check_occurs(corpus: Corpus, end: int) -> None:
+    """Is there such a token?
+
+    Raises:
+        UsageError: nowhere, so that all of the text would be one document.
+    """
+    for start in range(0, len(corpus.tokens), _AT_A_TIME):
+        if np.any(corpus.tokens[start : start + _AT_A_TIME] == end):
+            return
+    raise UsageError(f"data.document_end: got {end}, which is nowhere in the text; expected what ends a document")
+
+
+def keep_apart(built: Built, end: int, *, bf16: bool) -> Built:
+    """The same model, called with what keeps documents apart.
+
+    Args:
+        end: the token that ends a document.
+        bf16: attention is computed in bf16, whatever parameters are.
+
+    Raises:
+        UsageError: it is not known how to tell this model.
+    """
+    model = built.model
+    if isinstance(model, Gpt | Llama):
+        return replace(built, call=lambda rows: (*built.call(rows), document_numbers(rows[:, :-1], end)))
+    _check(model)
+    dtype = _dtype(model, bf16=bf16)
+
+    def call(rows: Tensor) -> dict[str, Any]:
+        documents_bs = document_numbers(rows[:, :-1], end)
+        told = {"position_ids": positions_within(documents_bs), "attention_mask": document_mask(documents_bs, dtype)}
+        return built.call(rows) | told
+
+    return replace(built, call=call)
+
+
+def _check(model: nn.Module) -> None:
+    """Does it take positions and a mask, and is there nothing in it but attention that goes by the mask?"""
+    config: Any = getattr(model, "config", None)
+    takes = inspect.signature(model.forward).parameters
+    name = type(model).__name__
+    missing = [word for word in _NEEDED if word not in takes]
+    if missing or getattr(config, "_attn_implementation", None) not in ("eager", "sdpa"):
+        what = f"its forward does not take {missing[0]}" if missing else "its attention is neither eager nor sdpa"
+        raise _refused(name, what)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        raise _refused(name, f"it has layers of {', '.join(sorted(kinds))}")
+    if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
+        raise _refused(name, "its attention has a sliding window")
+    if _hears_across(_with_weights(model)):
+        raise _refused(name, "what it says of one document changes with the one before")
+
+
+def _with_weights(model: nn.Module) -> nn.Module:
+    """The model; where its weights are made later, one of the same configuration that is as small as that can be had:
+    one layer, a few words.
+    """
+    if next(model.parameters()).device.type != "meta":
+        return model
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    kind: Any = type(model)
+    try:
+        config.num_hidden_layers, config.vocab_size = 1, 8
+        config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:1]
+        with torch.random.fork_rng(), torch.device("cpu"):
+            made: nn.Module = kind(config)
+            return made
+    except Exception as error:  # of anybody's constructor
+        what = f"it cannot be tried in small before it has weights ({type(error).__name__}); say model.build = 'whole'"
+        raise _refused(type(model).__name__, what) from error
+
+
+@torch.no_grad()
+def _hears_across(model: nn.Module) -> bool:
+    device = next(model.parameters()).device
+    documents_bs = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]], device=device)
+    ids_bs = torch.tensor([[1, 2, 3, 0, 1, 2, 3, 1], [3, 1, 1, 0, 1, 2, 3, 1]], device=device)
+    dtype = _dtype(model, bf16=False)
+    told = {"position_ids": positions_within(documents_bs), "attention_mask": document_mask(documents_bs, dtype)}
+    trained = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        one, other = (model(input_ids=row[None], **told).logits[:, 4:] for row in ids_bs)
+    finally:
+        for module, mode in trained.items():
+            module.training = mode
+    return not torch.allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+def _refused(name: str, what: str) -> UsageError:
+    return UsageError(
+        f"data.document_end: documents cannot be kept apart in a {name}: {what}. Use another model, or leave "
+        "document_end out, and let attention see the documents before"
+    )
+
+
+def in_parts(built: Built, context: Context, *, end: int | None, bf16: bool) -> Built:
+    """The same model, after `apply_context_parallel`, called with this rank's tokens.
+
+    Args:
+        end: the token that ends a document, where documents are kept apart.
+        bf16: attention is computed in bf16, whatever parameters are.
+
+    Raises:
+        UsageError: a factory's loss, of which it is not known over how many tokens it is a mean.
+    """
+    if built.loss_fn is not None:
+        raise UsageError(
+            "layout.cp: the factory has a loss function of its own, which would have to know over how many tokens of "
+            "all ranks it is a mean; expected a model that is given labels and returns its loss"
+        )
+    if isinstance(built.model, Gpt | Llama):
+        return replace(built, call=lambda rows: _for_record(rows, context, end))
+    dtype = _dtype(built.model, bf16=bf16)
+    masked = asked_kernel(built.model) == "eager"
+    return replace(built, call=lambda rows: _for_hub(rows, context, end, dtype if masked or end is not None else None))
+
+
+def _for_record(rows: Tensor, context: Context, end: int | None) -> dict[str, Any]:
+    ids_bs, seq = rows[:, :-1], rows.shape[1] - 1
+    return {
+        "ids_bs": context.take(ids_bs, 1),
+        "labels_bs": context.take(rows[:, 1:], 1),
+        "documents_bs": None if end is None else document_numbers(ids_bs, end),
+        "part": (context.positions(seq, rows.device), seq),
+    }
+
+
+def _for_hub(rows: Tensor, context: Context, end: int | None, masked: torch.dtype | None) -> dict[str, Any]:
+    """transformers' models take labels that are shifted already by name, and the number of tokens to divide by: the
+    last token of a sequence has no label, and its rank one less to count.
+    """
+    ids_bs, seq = rows[:, :-1], rows.shape[1] - 1
+    positions_n = context.positions(seq, rows.device)
+    own = context.take(ids_bs, 1)
+    told: dict[str, Any] = {
+        "input_ids": own,
+        "labels": own,
+        "shift_labels": context.take(functional.pad(ids_bs[:, 1:], (0, 1), value=-100), 1),
+        "num_items_in_batch": rows.shape[0] * (seq - 1) / context.axis.size,
+        "position_ids": positions_n.unsqueeze(0),
+    }
+    if end is not None:
+        assert masked is not None
+        documents_bs = document_numbers(ids_bs, end)
+        told["position_ids"] = positions_within(documents_bs)[:, positions_n]
+        told["attention_mask"] = document_mask(documents_bs, masked, positions_n)
+    elif masked is not None:
+        told["attention_mask"] = causal_rows_mask(positions_n, seq, masked)[None, None]
+    return told
+
+
+def _dtype(model: nn.Module, *, bf16: bool) -> torch.dtype:
+    return torch.bfloat16 if bf16 else next(p.dtype for p in model.parameters() if p.is_floating_point())

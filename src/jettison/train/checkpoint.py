@@ -6,7 +6,7 @@
 
 A checkpoint is renamed into place when every rank has written its part, and `latest` is replaced after that; an old one
 is renamed before it is removed. It holds tensors only: what else a run needs follows from its recipe and the step
-(NOTE [ Positions ] in train/data_order.py).
+(NOTE [ Positions ] in train/data.py).
 
 NOTE [ The last finite one ]
 Weights with an infinity or a NaN are not written. Finite ones may still be spoilt, which only the next step shows: one
@@ -32,10 +32,18 @@ from torch.distributed.tensor import DTensor
 
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.progress import Progress
-from jettison.train.checkpoint_reading import DAMAGE, FILE_ERRORS, Writer, check_parts, digest_of, load_tensors, reason
+from jettison.train.checkpoint_reading import (
+    DAMAGE,
+    FILE_ERRORS,
+    DigestWriter,
+    check_parts,
+    digest_of,
+    load_tensors,
+    reason,
+)
+from jettison.train.log import PARTIAL, remove, sync_folder, write_durably
 from jettison.train.ranks import World, agreed, sockets_when_used
 from jettison.train.recipe import CheckpointSection, ModelSection, OptimizerSection, TrainRecipe
-from jettison.train.run_folder import PARTIAL, remove, sync_folder, write_durably
 
 SCHEMA: Final = "jettison.checkpoint/3"
 RUN: Final = "run.json"
@@ -178,7 +186,6 @@ def _word(values: Mapping[str, Any], name: str) -> str:
 
 
 def _plain(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What JSON can hold, by name."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key not in _NOT_IN_A_CONFIG:
@@ -196,8 +203,6 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 @dataclass(kw_only=True)
 class _Pending:
-    """A save that is being written."""
-
     state: RunState
     future: Future[Any]
 
@@ -285,10 +290,10 @@ class Checkpoints:
         target = str(self._partial(state.step))
         try:
             if self.section.asynchronous:
-                future = dcp.async_save(dict(tensors), storage_writer=Writer(target), process_group=self._group)
+                future = dcp.async_save(dict(tensors), storage_writer=DigestWriter(target), process_group=self._group)
                 self._pending = _Pending(state=state, future=future)
                 return
-            dcp.save(dict(tensors), storage_writer=Writer(target), process_group=self._group)
+            dcp.save(dict(tensors), storage_writer=DigestWriter(target), process_group=self._group)
         except FILE_ERRORS as error:
             self._give_up(state.step, error)
         else:
@@ -401,11 +406,7 @@ class Checkpoints:
         return found
 
     def _marked(self) -> Path | None:
-        """What `latest` names; where that was removed, the newest complete one.
-
-        Raises:
-            UsageError: it is there and incomplete, or there is no other.
-        """
+        """What `latest` names; where that was removed, the newest complete one."""
         complete = self._complete()
         newest = complete[-1] if complete else None
         try:
@@ -430,7 +431,6 @@ class Checkpoints:
         return newest
 
     def _complete(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
         return sorted(path.parent for path in self.folder.glob(f"step-*/{RUN}") if not path.parent.suffix)
 
 

@@ -7,8 +7,8 @@ that are not tensors, so that reading a checkpoint from elsewhere runs none of i
 themselves with ``torch.load(weights_only=True)``.
 
 NOTE [ Every byte is checked ]
-`Writer` puts a digest of each part, the bytes that hold one rank's piece of a tensor, into the description. A part is a
-zip archive: its own checksums say nothing about the directory that tells where values lie. Each rank checks the parts
+`DigestWriter` puts a digest of each part, the bytes that hold one rank's piece of a tensor, into the description. A part
+is a zip archive: its own checksums say nothing about the directory that tells where values lie. Each rank checks the parts
 that it is about to read. The description has its digest in run.json, and that file one of itself.
 """
 
@@ -87,7 +87,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class Reader(dcp.FileSystemReader):
+class CheckedReader(dcp.FileSystemReader):
     """torch's reader, with the notes above.
 
     Args:
@@ -119,7 +119,7 @@ class Reader(dcp.FileSystemReader):
         return super().read_data(plan, planner)
 
 
-class Writer(dcp.FileSystemWriter):
+class DigestWriter(dcp.FileSystemWriter):
     """torch's writer; the description also has a digest of each part, which torch's own reader ignores."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
@@ -160,7 +160,7 @@ def check_parts(path: Path, description: str, world: World) -> None:
     Raises:
         one of `DAMAGE`: they are not the same.
     """
-    metadata = Reader(path, description).read_metadata()
+    metadata = CheckedReader(path, description).read_metadata()
     parts = sorted(metadata.storage_data.items(), key=lambda part: (part[1].relative_path, part[1].offset))
     for index, where in parts[world.rank :: world.size]:
         require_intact(path, index, where)
@@ -178,10 +178,10 @@ def load_tensors(
         UsageError: some have no place here, or are not there, or are of another shape or dtype.
         one of `DAMAGE`: the files are not what was written.
     """
-    metadata = world.together(lambda: Reader(path, description).read_metadata())
+    metadata = world.together(lambda: CheckedReader(path, description).read_metadata())
     there = dict(metadata.state_dict_metadata)
     _require_all(tensors, there, path, world)
-    read_tensors(tensors, there, lambda: Reader(path, description), world, group)
+    read_tensors(tensors, there, lambda: CheckedReader(path, description), world, group)
 
 
 def read_tensors(
@@ -235,10 +235,7 @@ def _read_grouped(
     reader: Callable[[], dcp.StorageReader],
     group: dist.ProcessGroup,
 ) -> None:
-    """Those that are cut into groups on one side only: read whole, and each rank's part taken.
-
-    Tensor parallelism gives the projection that is q, k and v in one a dim for the three.
-    """
+    """Those that are cut into groups on one side only: read whole, and each rank's part taken."""
     whole = {name: torch.empty(there[name].size, dtype=tensor.dtype) for name, tensor in tensors.items()}
     dcp.load(whole, storage_reader=reader(), process_group=group)
     for name, tensor in tensors.items():

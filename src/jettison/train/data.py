@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from jettison.core.errors import UsageError
-from jettison.train.data_order import InOrder, Order
 from jettison.train.recipe import DataSection
 
 if TYPE_CHECKING:
     from jettison.train.ranks import World
+
 
 _BLOCK: Final = 1 << 22  # tokens that are looked at in one go
 _PLACES: Final = 1024  # between both ends, that are looked at when a text is not read whole
@@ -66,11 +66,11 @@ class Corpus:
         """In how many pieces it is looked at."""
         return -(-len(self.tokens) // _BLOCK)
 
-    def block(self, number: int) -> Block:
+    def block(self, number: int) -> TextBlock:
         """A look at one of them."""
         part = self.tokens[number * _BLOCK : (number + 1) * _BLOCK]
         highest = int(part.max())
-        return Block(digest=_digest(part, highest), highest=highest)
+        return TextBlock(digest=_digest(part, highest), highest=highest)
 
     @cached_property
     def sample(self) -> str:
@@ -83,7 +83,7 @@ class Corpus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class TextBlock:
     """What a stretch of tokens is, and the highest of them."""
 
     digest: str
@@ -102,7 +102,7 @@ class Survey:
     highest: int
 
     @classmethod
-    def of(cls, blocks: Sequence[Block]) -> Survey:
+    def of(cls, blocks: Sequence[TextBlock]) -> Survey:
         """All blocks of a text, in order."""
         digest = hashlib.blake2b("".join(block.digest for block in blocks).encode(), digest_size=8).hexdigest()
         return cls(digest=digest, highest=max(block.highest for block in blocks))
@@ -121,16 +121,12 @@ class Survey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Read:
-    """What some ranks found, the first of them first.
-
-    Args:
-        other: the first of them that has another text than the first, and how many tokens that has.
-    """
+class _TextRead:
+    """What some ranks found, the first of them first."""
 
     length: int
     sample: str
-    blocks: Mapping[int, Block]
+    blocks: Mapping[int, TextBlock]
     rank: int
     other: tuple[int, int] | None = None
 
@@ -143,9 +139,9 @@ def surveyed(corpus: Corpus, world: World) -> Survey:
     """
     step, first = (1, 0) if corpus.blocks <= _SMALL else (world.size, world.rank)
 
-    def look() -> _Read:
+    def look() -> _TextRead:
         blocks = {n: corpus.block(n) for n in range(first, corpus.blocks, step)}
-        return _Read(length=len(corpus.tokens), sample=corpus.sample, blocks=blocks, rank=world.rank)
+        return _TextRead(length=len(corpus.tokens), sample=corpus.sample, blocks=blocks, rank=world.rank)
 
     found = world.gathered(world.together(look), _both)
 
@@ -163,8 +159,7 @@ def surveyed(corpus: Corpus, world: World) -> Survey:
     return world.from_leader(whole)
 
 
-def _both(one: _Read, more: _Read) -> _Read:
-    """What ranks found, and others that come after them."""
+def _both(one: _TextRead, more: _TextRead) -> _TextRead:
     alike = all(one.blocks.get(number, block) == block for number, block in more.blocks.items())
     differs = (one.length, one.sample) != (more.length, more.sample) or not alike
     other = one.other or ((more.rank, more.length) if differs else more.other)
@@ -176,7 +171,7 @@ class Batches:
     """Micro-batches of a run by position, see NOTE [ Positions ]."""
 
     corpus: Corpus
-    order: Order | InOrder
+    order: ShuffledOrder | InOrder
     global_batch: int
     micro_batch: int
 
@@ -264,3 +259,71 @@ def _hub_tokens(section: DataSection) -> Any:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"] + end for text in texts]
     return np.concatenate([np.asarray(row, dtype=np.uint32) for row in rows])
+
+
+# Which sequences a step trains on, and every seed: functions of (seed, position). No torch, no state ------------------
+#
+# NOTE [ Positions ]
+# Nothing about data order or random numbers is carried from step to step. Sequence n of a run (n = step x
+# global_batch + its place in the batch) is a window of the text that `ShuffledOrder` finds from n alone, and random
+# streams are seeded for each micro-batch from (seed, step, number of the micro-batch in the global batch). A run that
+# is resumed at a step, on whatever layout, therefore continues with the same sequences, and with the same dropout
+# wherever micro-batches are the same: a rank is handed its share of the global batch, not a stream of its own.
+
+
+_ROUNDS = 4
+
+
+def derived_seed(*parts: int | str) -> int:
+    """A seed below 2^63 for this position: unlike ones for unlike positions, on every machine the same."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class ShuffledOrder:
+    """The order in which windows are visited: every one once in each pass over the text, shuffled each time."""
+
+    windows: int
+    seed: int
+
+    def window(self, n: int) -> int:
+        """The window that sequence ``n`` of the run is."""
+        turn, place = divmod(n, self.windows)
+        return _Shuffle(self.windows, derived_seed(self.seed, "order", turn)).at(place)
+
+
+class InOrder:
+    """Every window in its place, from the first."""
+
+    def window(self, n: int) -> int:
+        """The window that sequence ``n`` is."""
+        return n
+
+
+@dataclass(frozen=True)
+class _Shuffle:
+    """A permutation of range(n) that is worked out point by point: a Feistel network, walked until it is within range.
+
+    It needs no memory, where shuffling a list of all windows of a large corpus would.
+    """
+
+    n: int
+    key: int
+
+    def at(self, place: int) -> int:
+        while True:
+            place = self._pass(place)
+            if place < self.n:
+                return place
+
+    @cached_property
+    def _half(self) -> int:
+        return max(1, ((self.n - 1).bit_length() + 1) // 2)
+
+    def _pass(self, place: int) -> int:
+        mask = (1 << self._half) - 1
+        left, right = place >> self._half, place & mask
+        for number in range(_ROUNDS):
+            left, right = right, left ^ (derived_seed(self.key, number, right) & mask)
+        return left << self._half | right

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
-from jettison.capture.model_trace import call_model, loss_of
+from jettison.capture.fakes import fake_copy, fake_mode
+from jettison.capture.model_trace import ModelTrace, call_model, loss_of
+from jettison.capture.sharded import sharded_parameters
+from jettison.capture.streams import Streams
 from jettison.core.errors import TraceError, UsageError
-from jettison.parallel.fsdp import forget_forwards
+from jettison.dryrun.counter import AllocationCounter
+from jettison.parallel.parameters import forget_forwards
 from jettison.train.build_model import Built
+from jettison.train.optim import make_optimizer
 from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import RankModule
+from jettison.train.recipe import OptimizerSection
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Opens a named part of the step, for its peak of memory."""
@@ -125,7 +134,6 @@ class WholeModel(Engine):
             _fill_buckets(run)
 
     def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> WholeModel:
-        """See `Engine`."""
         (fake_model,) = fake_modules
         return WholeModel(replace(self._built, model=fake_model), places, self._device, autocast=self._autocast)
 
@@ -134,7 +142,6 @@ class WholeModel(Engine):
         return (min(micro_batches, 2),)
 
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor:
-        """See `Engine`."""
         losses = []
         for number, batch in enumerate(batches):
             with self._averaging(last=number == len(batches) - 1):
@@ -166,11 +173,7 @@ class WholeModel(Engine):
         optimizer.zero_grad(set_to_none=not isinstance(self._run, DistributedDataParallel))
 
     def _loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """The scalar to minimise.
-
-        Raises:
-            UsageError: the model gives none.
-        """
+        """The scalar to minimise."""
         output = call_model(model, self._built.call(batch.rows))
         try:
             return loss_of(output, self._built.loss_fn)
@@ -204,3 +207,146 @@ def named_parameters(engine: Engine) -> Iterator[tuple[str, nn.Parameter]]:
     for part in engine.parts:
         for name, parameter in part.named_parameters():
             yield engine.names(name), parameter
+
+
+@contextmanager
+def undisturbed(engine: Engine) -> Iterator[None]:
+    """Modules as for inference, without gradients; as they were afterwards, with their buffers and random streams."""
+    modes = [(module, module.training) for part in engine.parts for module in part.modules()]
+    buffers = [(buffer, buffer.clone()) for part in engine.parts for buffer in part.buffers()]
+    streams = Streams.now()
+    for module, _ in modes:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        streams.restore()
+
+
+# dry step -------------------------------------------------------------------------------------------------------------
+#
+# A step of the loop on fake tensors, for a planner: the same engine, over fake copies of this rank's modules
+# NOTE [ Imagined ranks ]
+# Fake copies are cut and sharded as their originals are, on a mesh whose groups send nothing, and torch's own FSDP2
+# and pipeline schedules run on them. So whatever those allocate is counted: gathered parameters, whole gradients
+# before they are scattered, copies for a collective, micro-batches in flight, buffers that are received into. One
+# rank dry-runs alone, since nobody is waited for.
+
+
+class LoopStep:
+    """See `jettison.dryrun.step.DryStep`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        places: Places,
+        section: OptimizerSection,
+        rows: Tensor,
+        micro_batches: int,
+        *,
+        evaluates: bool,
+    ) -> None:
+        """Of an engine whose parts are not sharded yet. All ranks call it.
+
+        Args:
+            rows: of one micro-batch, as the engine gets them.
+            evaluates: between steps; that has to fit as well, and counts as a part of the forward.
+        """
+        self._evaluates = evaluates
+        self.mode: FakeTensorMode = fake_mode(allow_non_fake_inputs=True)
+        self.modules: Sequence[nn.Module] = [fake_copy(part, self.mode, rows.device) for part in engine.parts]
+        self._imagined = places.imagined()
+        for module in self.modules:
+            self._imagined.shard(module)
+        self.optimizer = make_optimizer(section, (p for module in self.modules for p in module.parameters()))
+        self._engine, self._rows = engine, rows
+        self._micro_batches = micro_batches
+        self._buckets = places.averaging == "ddp"
+        self._engines: dict[int, Engine] = {}
+
+    @property
+    def last(self) -> Sequence[torch.optim.Optimizer]:
+        return (self.optimizer,)
+
+    def around(self, trace: ModelTrace) -> AbstractContextManager[None]:
+        return trace.context()
+
+    def alive(self) -> Iterable[Tensor]:
+        """Buckets of DistributedDataParallel are gradients that are there from the start."""
+        if self._buckets:
+            for parameter in (p for module in self.modules for p in module.parameters() if p.requires_grad):
+                parameter.grad = torch.empty_like(parameter)
+        return alive(self.modules, self.optimizer)
+
+    def leave_gradients(self, counter: AllocationCounter) -> None:
+        self.passes(counter)
+
+    def passes(self, counter: AllocationCounter) -> tuple[int, int, None]:
+        """See `DryStep`. Where passes alternate, both peaks are that of them all."""
+        counts = self._engine.dry_run_counts(self._micro_batches)
+        left = self._micro_batches - counts[-1]
+        evaluated = self._evaluated(counter, left)
+        start, peaks = counter.live_bytes, []
+        for count in counts:
+            self.optimizer.zero_grad(set_to_none=not self._buckets)
+            peaks.append(self._run(count, counter, start))
+        forward, backward = peaks[-1]
+        if len(counts) == 1:
+            each = self._engines[counts[0]].micro_batch_bytes() + self._rows.numel() * self._rows.element_size()
+            more = (left * each,) * 2
+        else:
+            more = (left * (forward - peaks[0][0]), left * (backward - peaks[0][1]))
+        return max(forward + more[0], evaluated), backward + more[1], None
+
+    def _evaluated(self, counter: AllocationCounter, left: int) -> int:
+        """The peak of an evaluation, which has one micro-batch at a time, beside what steps receive into.
+
+        It comes before the passes, whose gradients the optimizer wants; but for the first ones, which nobody measures.
+        """
+        if not self._evaluates or not self._engines:
+            return 0
+        self.optimizer.zero_grad(set_to_none=not self._buckets)
+        engine = next(iter(self._engines.values()))
+        counter.reset_peak()
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), undisturbed(engine):
+            engine.evaluate([MicroBatch(rows=self._rows.clone(), seed=0) for _ in range(self._micro_batches)])
+        return counter.peak_bytes + left * engine.micro_batch_bytes()
+
+    def _run(self, micro_batches: int, counter: AllocationCounter, start: int) -> tuple[int, int]:
+        peaks: dict[str, int] = {}
+
+        @contextmanager
+        def phase(name: str) -> Iterator[None]:
+            counter.reset_peak()
+            counter.phase(name, first=not peaks)
+            yield
+            torch.clear_autocast_cache()  # leaving autocast does it, but for the one that the recording was made under
+            peaks[name] = max(counter.peak_bytes, peaks.get(name, 0))
+
+        if micro_batches not in self._engines:
+            self._engines[micro_batches] = made = self._engine.imagined(self.modules, self._imagined)
+            made.start(micro_batches)
+        others = counter.live_bytes - start  # what another number of micro-batches was received into
+        batches = [MicroBatch(rows=self._rows.clone(), seed=0) for _ in range(micro_batches)]
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            self._engines[micro_batches].forward_backward(batches, phase)
+        passes = peaks.get("passes", 0)
+        return peaks.get("forward", passes) - others, peaks.get("backward", passes) - others
+
+
+def alive(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What lives before a step: parameters, buffers, gradients, the optimizer's state."""
+    parameters = [p for module in modules for p in module.parameters()]
+    # a forward without a backward, as an evaluation is, leaves FSDP's root with whole ones: the parts live beside them
+    parameters += [p for module in modules for p in sharded_parameters(module)]
+    buffers = [b for module in modules for b in module.buffers()]
+    state = [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    found = [*parameters, *buffers, *gradients, *state]
+    return [t.to_local() if isinstance(t, DTensor) else t for t in found]

@@ -8,17 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
-from jettison.capture.streams import Streams
 from jettison.core.errors import UsageError
-from jettison.train.data import Batches, Survey, open_corpus, surveyed
-from jettison.train.data_order import InOrder, derived_seed
-from jettison.train.engine import Engine, MicroBatch
+from jettison.train.data import Batches, InOrder, Survey, derived_seed, open_corpus, surveyed
+from jettison.train.engine import Engine, MicroBatch, undisturbed
 from jettison.train.ranks import World
 from jettison.train.recipe import TrainRecipe
 
@@ -104,23 +98,3 @@ def evaluate(found: EvaluationSet, engine: Engine, world: World, *, data_rank: i
     together = world.merged(losses, lambda earlier, later: later | earlier)  # of a micro-batch the first one's word
     total = math.fsum(together[number] for number in sorted(together))
     return Evaluated(loss=total / len(together), seconds=time.perf_counter() - started)
-
-
-@contextmanager
-def undisturbed(engine: Engine) -> Iterator[None]:
-    """Modules as for inference, without gradients; as they were afterwards, with their buffers and random streams."""
-    modes = [(module, module.training) for part in engine.parts for module in part.modules()]
-    buffers = [(buffer, buffer.clone()) for part in engine.parts for buffer in part.buffers()]
-    streams = Streams.now()
-    for module, _ in modes:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        streams.restore()

@@ -24,14 +24,12 @@ from torch.distributed.tensor import DTensor
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import Progress, silent
-from jettison.models.hub_form import HubForm
-from jettison.models.pretrained import INDEX, open_weights
+from jettison.models.pretrained import INDEX, HubForm, open_weights
 from jettison.train.checkpoint_reading import DAMAGE, reason
 from jettison.train.engine import Engine, named_parameters
-from jettison.train.failures import same_everywhere
-from jettison.train.ranks import World, agreed, joined, waiting_for
+from jettison.train.log import partial_of, remove, sync_folder, write_durably
+from jettison.train.ranks import World, agreed, joined, same_everywhere, waiting_for
 from jettison.train.recipe import ExportSection, TrainRecipe
-from jettison.train.run_folder import partial_of, remove, sync_folder, write_durably
 from jettison.train.setup import Session, prepare
 
 _SCHEMA: Final = "jettison.weights/1"
@@ -72,7 +70,6 @@ def export(section: ExportSection, form: HubForm, engine: Engine, world: World) 
 
 
 def _tensors(engine: Engine, form: HubForm, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """What this rank holds, by the names in files, in the shapes and the dtype that files have."""
     held: dict[str, Tensor] = dict(named_parameters(engine))
     for part in engine.parts:
         held |= {name: buffer for name, buffer in part.named_buffers() if name in form.sizes}
@@ -102,11 +99,7 @@ def _in_files(whole: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most_byt
 
 
 def _complete(partial: Path, folder: Path, form: HubForm, whole: Mapping[str, Any]) -> None:
-    """What goes with the tensors; then all of it into its place. The leading rank's.
-
-    Raises:
-        UsageError: a file is not what should have been written.
-    """
+    """What goes with the tensors; then all of it into its place. The leading rank's."""
     shutil.rmtree(partial / "sharded")
     for file in form.files_beside():
         shutil.copyfile(file, partial / file.name)

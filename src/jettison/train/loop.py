@@ -17,29 +17,44 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from jettison.core.errors import JettisonError, UsageError
 from jettison.core.parse_units import parse_seconds
 from jettison.core.progress import Progress, silent
 from jettison.ledger.levels import StepLevels
-from jettison.measure.environment import environment
 from jettison.train.checkpoint import SaveFailed
-from jettison.train.data_order import derived_seed
+from jettison.train.data import derived_seed
 from jettison.train.engine import MicroBatch
 from jettison.train.evaluation import Evaluated, EvaluationSet, evaluate
 from jettison.train.export import export_session
-from jettison.train.failures import NotFinite, Watch, is_loss_of_a_rank, leave, lost, out_of_range, same_everywhere
 from jettison.train.log import SCHEMA, RunLog, TrainResult
 from jettison.train.optim import StepTotals, clip, set_rate, squared_norm, step_totals
 from jettison.train.phase_memory import PhasePeaks
-from jettison.train.ranks import World, agreed, joined, waiting_for
+from jettison.train.ranks import (
+    HangWatch,
+    RankLost,
+    World,
+    agreed,
+    is_loss_of_a_rank,
+    joined,
+    leave,
+    same_everywhere,
+    waiting_for,
+)
 from jettison.train.recipe import TrainRecipe
 from jettison.train.setup import Session, prepare
+from jettison.verify.environment import environment
 
 _SKIPPED_IN_A_ROW: Final = 10
 """After so many it is not the batch: the weights are spoilt, and skipping changes nothing."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _SAME_SECONDS: Final = 2.0
 """torchrun hands on the SIGINT that a terminal has already sent to its ranks: so close together, they are one."""
+_TIMED_OUT: Final = ("timed out", "timeout")
 _NAMED: Final = 8  # ranks, of those whose loss is not finite
+
+
+class NotFinite(JettisonError, RuntimeError):
+    """A loss or gradient is not finite, and the recipe says to stop then, or skipping did not help."""
 
 
 def train(
@@ -71,35 +86,51 @@ def train(
         seconds = parse_seconds(recipe.timeout)
         stepping = held.enter_context(ExitStack())
         stepping.enter_context(waiting_for(world, seconds))
-        watch = stepping.enter_context(Watch(world, seconds, leave if world.device.type == "cuda" else None))
-        run = _Run(session, watch, stop, say, warn)
+        watch = stepping.enter_context(HangWatch(world, seconds, leave if world.device.type == "cuda" else None))
+        run = _Loop(session, watch, stop, say, warn)
         try:
             result = run.to_the_end()
             stepping.close()
             return result if result.stopped else replace(result, export=export_session(session, say))
         except IndexError as error:
-            raise out_of_range(error, session) from error
+            raise _out_of_range(error, session) from error
         except RuntimeError as error:
             if not is_loss_of_a_rank(error):
                 raise
-            raise lost(error, session, watch) from error
+            raise _lost(error, session, watch) from error
         finally:
             run.close()
 
 
+def _lost(error: RuntimeError, session: Session, watch: HangWatch) -> RankLost:
+    first, step = str(error).splitlines()[0][:200], session.step + 1
+    hangs = watch.who() if any(word in str(error).lower() for word in _TIMED_OUT) else None
+    if hangs is None:
+        return RankLost(f"another rank has gone during step {step}: {first}; start again to resume")
+    return RankLost(
+        f'{hangs} has not moved for timeout = "{session.recipe.timeout}", and the others wait in step {step}; '
+        "start again to resume, with a longer timeout where this was no fault"
+    )
+
+
+def _out_of_range(error: IndexError, session: Session) -> UsageError:
+    """An embedding was asked for what it does not have; most are found before, see `survey.vocabulary`."""
+    return UsageError(
+        f"model: it cannot look up what it was given in step {session.step + 1}: {error}; the text has tokens up to "
+        f"{session.text.highest}, and batch.seq is {session.recipe.batch.seq}. Expected a vocabulary and positions "
+        "above these"
+    )
+
+
 @dataclass(kw_only=True)
 class _Interval:
-    """What has gone by since the last line of the log."""
-
     started: float
     steps: int = 0
     measured: bool = False
 
 
 @dataclass(kw_only=True)
-class _Seen:
-    """What the result is made of."""
-
+class _RunFacts:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of steps that nothing slowed down
     peaks: dict[int, PhasePeaks] = field(default_factory=dict)  # of the first two steps of this process, and the last
@@ -109,23 +140,20 @@ class _Seen:
     levels: StepLevels | None = None  # over this rank's second step, or its first
 
 
-class _Run:
-    """One process's way through the steps."""
-
-    def __init__(self, session: Session, watch: Watch, stop: StopRequest, say: Progress, warn: Progress) -> None:
+class _Loop:
+    def __init__(self, session: Session, watch: HangWatch, stop: StopRequest, say: Progress, warn: Progress) -> None:
         self.session = session
         self.world: World = session.world
         self.watch = watch
         self.stop = stop
         self.say, self.warn = say, warn
-        self.seen = _Seen()
+        self.seen = _RunFacts()
         self._skipped_in_a_row = 0
         self._eval_meter = session.eval_meter()
         self.first_step = session.step
         self.log = self.world.together(lambda: self._open_log() if self.world.leads else None)
 
     def to_the_end(self) -> TrainResult:
-        """Step after step, each followed by what hangs on it."""
         session, recipe = self.session, self.session.recipe
         self._write("start", **self._about())
         if self.log is not None and session.planned is not None:
@@ -155,7 +183,6 @@ class _Run:
         return result
 
     def close(self) -> None:
-        """Let go of files."""
         if self.log is not None:
             self.log.close()
 
@@ -190,7 +217,6 @@ class _Run:
             yield
 
     def _batches(self) -> list[MicroBatch]:
-        """This rank's share of the global batch: see NOTE [ Positions ]."""
         session, seed = self.session, self.session.recipe.seed
         first = session.data_rank * session.accumulation
         return [
@@ -204,11 +230,7 @@ class _Run:
     # what hangs on it ------------------------------------------------------------------------------------------------
 
     def _agreed(self, totals: StepTotals, loss: Tensor | None) -> bool:
-        """Are weights to be changed? All ranks come to the same.
-
-        Raises:
-            SaveFailed, NotFinite: the recipe says to stop then.
-        """
+        """Are weights to be changed? All ranks come to the same."""
         checkpoints, recipe = self.session.checkpoints, self.session.recipe
         if totals.failed and recipe.checkpoint.on_error == "stop":
             raise agreed(SaveFailed('stopping: a checkpoint could not be written and checkpoint.on_error is "stop"'))
@@ -253,7 +275,6 @@ class _Run:
         return agreed(NotFinite(f"{text}. Lower optimizer.lr or optimizer.clip, look at the data, {advice}"))
 
     def _evaluate(self, found: EvaluationSet) -> float:
-        """On the other text; how many seconds it took."""
         session = self.session
         self.watch.at(f"evaluating after step {session.step}")
         with self._eval_meter.step() as measured, self._eval_meter.phase("evaluation"):
@@ -285,11 +306,7 @@ class _Run:
         self._write("checkpoint", step=self.session.step)
 
     def _finish(self) -> None:
-        """The last checkpoint, on the disk.
-
-        Raises:
-            SaveFailed: it is not there.
-        """
+        """The last checkpoint, on the disk."""
         checkpoints = self.session.checkpoints
         if checkpoints is None:
             return
@@ -403,7 +420,6 @@ class _Run:
 
 
 def _highest(one: dict[int, PhasePeaks], other: dict[int, PhasePeaks]) -> dict[int, PhasePeaks]:
-    """By number, that of the rank where it is highest; of equal ones the first rank's."""
     return {
         number: max((of[number] for of in (one, other) if number in of), key=lambda peaks: peaks.peak_bytes)
         for number in one.keys() | other.keys()

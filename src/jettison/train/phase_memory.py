@@ -21,10 +21,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from jettison.dryrun.counter import AllocationCounter, Workspace, unique_bytes
+from jettison.dryrun.peak import ALLOCATION_EVENT, quiet_profiler
 from jettison.ledger.levels import StepLevels
-from jettison.measure.memory import AllocationCounter, Workspace
-from jettison.measure.peak import ALLOCATION_EVENT, quiet_profiler
-from jettison.measure.tensors import unique_bytes
 
 _MARK: Final = "jettison.phase."
 _COLLECTIVES: Final = ("c10d", "_c10d_functional")
@@ -157,7 +156,6 @@ class _Counter(AllocationCounter):
         super()._raise_peak(live_bytes)
 
     def _wait(self) -> None:
-        """Until nothing is let go of any more."""
         left, unchanged = -1, 0
         while unchanged < 3:
             left, unchanged = self._live_bytes, unchanged + 1 if left == self._live_bytes else 0
@@ -165,7 +163,6 @@ class _Counter(AllocationCounter):
 
 
 def _replayed(results: Any, static_bytes: int) -> Iterator[tuple[str, list[int]]]:
-    """The levels within each marked stretch of time."""
     marks: list[tuple[int, int, str]] = []
     changes: list[tuple[int, int]] = []
     for event in results.events():

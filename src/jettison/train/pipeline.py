@@ -26,12 +26,20 @@ from jettison.core.errors import UsageError
 from jettison.dryrun.imagined_pipeline import ImaginedStage, imagined_transfers, send_nothing
 from jettison.memory.actions import DeviceOrder
 from jettison.memory.schedule import order
-from jettison.models.documents import document_numbers
-from jettison.models.reference import Gpt, Llama, LlamaConfig, gpt_beside, gpt_places, llama_beside, mean_loss
-from jettison.parallel.fsdp import forget_forwards
+from jettison.models.reference import (
+    Gpt,
+    Llama,
+    LlamaConfig,
+    document_numbers,
+    gpt_beside,
+    gpt_places,
+    llama_beside,
+    mean_loss,
+)
+from jettison.parallel.parameters import forget_forwards
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.spec.layout import Layout, Schedule
-from jettison.train.data_order import derived_seed
+from jettison.train.data import derived_seed
 from jettison.train.engine import Engine, MicroBatch, Phase
 from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import RankModule
@@ -128,7 +136,7 @@ def _chunks(whole: Gpt | Llama, layout: Layout) -> Iterator[range]:
         start += count
 
 
-class _Stage(PipelineStage):
+class _RankStage(PipelineStage):
     """A stage whose forwards run in a context. A schedule's step is both passes, and autocast is for the first."""
 
     context: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -141,7 +149,7 @@ class _Stage(PipelineStage):
 class Pipeline(Engine):
     """This rank's stages. Each draws from streams of its own, seeded by micro-batch and stage."""
 
-    stage_class: type[_Stage] = _Stage
+    stage_class: type[_RankStage] = _RankStage
 
     def __init__(
         self,
@@ -197,7 +205,6 @@ class Pipeline(Engine):
         return made
 
     def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> Pipeline:
-        """See `Engine`."""
         stages = [cast(StageModule, m) for m in fake_modules]
         batch, end = self._batch, self._document_end
         return _ImaginedPipeline(stages, places, batch, self._device, autocast=self._autocast, document_end=end)
@@ -254,7 +261,6 @@ class Pipeline(Engine):
         self._made, self._schedule = self._laid_out(micro_batches, self._places.layout.schedule)
 
     def _laid_out(self, micro_batches: int, kind: Schedule) -> tuple[list[Any], Any]:
-        """Stages that talk to each other, and their schedule."""
         layout = self._places.layout
         count = layout.pp * layout.virtual_stages
         made = [
@@ -341,7 +347,6 @@ class Pipeline(Engine):
             return self.stages[-1].loss(logits, labels_bs)
 
     def _told(self, rows: Tensor) -> dict[str, Tensor]:
-        """What every stage is called with by name."""
         if self._document_end is None:
             return {}
         return {"documents_bs": document_numbers(rows[:, :-1], self._document_end)}
@@ -366,9 +371,7 @@ class Pipeline(Engine):
         return stage.logits(self._batch.micro_batch, torch.bfloat16 if self._autocast else self._dtype(stage))
 
 
-class _ImaginedStage(ImaginedStage, _Stage):
-    """Of a schedule that sends nothing."""
-
+class _ImaginedRankStage(ImaginedStage, _RankStage):
     def forward_maybe_with_nosync(self, *args: Any, **more: Any) -> Any:
         try:
             return super().forward_maybe_with_nosync(*args, **more)
@@ -377,25 +380,20 @@ class _ImaginedStage(ImaginedStage, _Stage):
 
 
 class _ImaginedPipeline(Pipeline):
-    """Over fake copies of stages on fake tensors, and groups that send nothing."""
-
-    stage_class = _ImaginedStage
+    stage_class = _ImaginedRankStage
 
     def _laid_out(self, micro_batches: int, kind: Schedule) -> tuple[list[Any], Any]:
-        """As for real; but what stages would ask each other they know."""
         made, schedule = super()._laid_out(micro_batches, kind)
         send_nothing(schedule, made)
         return made, schedule
 
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor | None:
-        """See `Engine`."""
         with imagined_transfers(self._made) as transfers:
             found = super().forward_backward(batches, phase)
             self._transferred_bytes = transfers.left_bytes()
         return found
 
     def micro_batch_bytes(self) -> int:
-        """And what it is received into, and what it sends."""
         return super().micro_batch_bytes() + self._transferred_bytes
 
 

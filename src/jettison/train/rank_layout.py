@@ -15,9 +15,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from jettison.parallel import apply_context_parallel, apply_tensor_parallel, reduce_partial_gradients, seed_ranks
 from jettison.parallel.context import Context
-from jettison.parallel.fsdp import shard_blocks
+from jettison.parallel.parameters import shard_blocks
 from jettison.spec.layout import Layout
-from jettison.train.data_order import derived_seed
+from jettison.train.data import derived_seed
 from jettison.train.ranks import World, sockets_when_used
 
 _AXES = ("pp", "replica", "shard", "tp")

@@ -60,7 +60,7 @@ class RankModule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class RankDecision:
     """What is to be done on a rank: a plan for each part, or a policy word.
 
     Args:
@@ -78,7 +78,7 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class RankPlans:
     """What was done.
 
     Args:
@@ -99,7 +99,7 @@ def decide(
     dry_step: DryStep | None,
     progress: Progress,
     keeping: Keeping | None = None,
-) -> Decision:
+) -> RankDecision:
     """What is to be done, on this rank alone. Changes nothing.
 
     Args:
@@ -113,13 +113,13 @@ def decide(
     if section.file is not None:
         return _from_files(Path(section.file), parts)
     if section.policy is not None:
-        return Decision(policy=section.policy)
+        return RankDecision(policy=section.policy)
     assert section.budget is not None and dry_step is not None
     with holding(True) as losses:
         made, traces = _made(parts, section, dry_step, losses, progress, keeping)
     assert losses is not None
     losses.let_go()  # `carry_out` knows by the plans whether it is to hold them
-    return Decision(plans=tuple(made), likenesses=tuple(map(likeness, traces)))
+    return RankDecision(plans=tuple(made), likenesses=tuple(map(likeness, traces)))
 
 
 def _made(
@@ -130,7 +130,6 @@ def _made(
     progress: Progress,
     keeping: Keeping | None,
 ) -> tuple[list[Plan], list[ModelTrace]]:
-    """Plans under a budget, and what they are for."""
     assert section.budget is not None
     began = time.perf_counter()
     traces = [_trace(part) for part in parts]
@@ -154,7 +153,7 @@ def _made(
     return made, traces
 
 
-def carry_out(parts: Sequence[RankModule], decision: Decision, host_budget: str | None) -> int:
+def carry_out(parts: Sequence[RankModule], decision: RankDecision, host_budget: str | None) -> int:
     """Do it to this rank's modules; FLOPs that backwards of a micro-batch then compute again.
 
     Args:
@@ -187,19 +186,17 @@ def carry_out(parts: Sequence[RankModule], decision: Decision, host_budget: str 
     return sum(map(_recomputed_flops, applied))
 
 
-def _from_files(path: Path, parts: Sequence[RankModule]) -> Decision:
-    """Plans that were made before, for this model as it is on this rank."""
+def _from_files(path: Path, parts: Sequence[RankModule]) -> RankDecision:
     if parts[0].number is not None and path.is_file():
         raise UsageError(
             f"plan.file: got the file {path}, and every stage of a pipeline has a plan of its own; expected the folder "
             f"that holds {plan_name(0)} and those that follow, such as the log folder of a run under a budget"
         )
     found = [_from_file(path / plan_name(part.number) if path.is_dir() else path, part) for part in parts]
-    return Decision(plans=tuple(plan for plan, _ in found), likenesses=tuple(like for _, like in found))
+    return RankDecision(plans=tuple(plan for plan, _ in found), likenesses=tuple(like for _, like in found))
 
 
 def _from_file(path: Path, part: RankModule) -> tuple[Plan, str]:
-    """A plan, and what a module has to be like for it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -218,11 +215,7 @@ def _from_file(path: Path, part: RankModule) -> tuple[Plan, str]:
 
 
 def _apply(part: RankModule, plan: Plan, like: str, room: int | None) -> Applied:
-    """The planning rank's plan on this rank's programs.
-
-    Raises:
-        PlanMismatch: this rank's model is another one, or ranks would not run the same.
-    """
+    """The planning rank's plan on this rank's programs."""
     with Agreement(groups_for(part.model, part.agreeing)) as agreement:
         applied = apply_from_another_rank(part.model, _trace(part), plan, like, host_budget_bytes=room)
         return agreed(applied, agreement)

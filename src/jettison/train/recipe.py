@@ -1,7 +1,7 @@
 """A training run as it is asked for: a TOML file, or ``module:name`` in Python, becomes frozen sections. No torch.
 
 What a run does is a function of its recipe: the order of the data and every random number follow from ``seed`` and the
-step (NOTE [ Positions ] in train/data_order.py), so a recipe and a step are all that a checkpoint says beside tensors.
+step (NOTE [ Positions ] in train/data.py), so a recipe and a step are all that a checkpoint says beside tensors.
 A field declares its smallest value; what hangs on several fields is checked by their section.
 """
 
@@ -39,7 +39,7 @@ def at_least(smallest: int, default: Any = MISSING, expected: str = "") -> Any:
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
-class Section:
+class RecipeSection:
     """A part of a recipe; a key that it does not have is an error."""
 
     __slots__ = ()
@@ -61,7 +61,7 @@ class Section:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSection(Section):
+class ModelSection(RecipeSection):
     """What is trained: one of ``architecture`` (with its sizes), ``preset``, ``config``, ``pretrained``, ``factory``.
 
     Args:
@@ -115,7 +115,7 @@ class ModelSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchSection(Section):
+class BatchSection(RecipeSection):
     """``global_batch`` sequences of ``seq`` tokens a step, ``micro_batch`` of them at a time on one data-parallel rank:
     global_batch = micro_batch x accumulation x dp.
     """
@@ -140,7 +140,7 @@ class BatchSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayoutSection(Section):
+class LayoutSection(RecipeSection):
     """How the model is spread; the product of dp, cp, tp and pp is the number of ranks.
 
     Args:
@@ -216,14 +216,13 @@ class LayoutSection(Section):
         return ranks // shards, shards
 
     def _product(self, dp: int) -> str:
-        """dp x tp x pp, with its numbers; with cp where there is some."""
         sizes = {"dp": dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
         named = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
         return f"{' x '.join(named)} = {' x '.join(map(str, named.values()))}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanSection(Section):
+class PlanSection(RecipeSection):
     """At most one of: a ``budget`` for one rank's peak ("2GiB"), a plan ``file``, a ``policy`` word.
 
     Args:
@@ -260,7 +259,7 @@ class PlanSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataSection(Section):
+class DataSection(RecipeSection):
     """Where tokens come from.
 
     Args:
@@ -271,7 +270,7 @@ class DataSection(Section):
         name, subset, split, column: of the data set, and where its text is.
         tokenizer: of the hub; without one, a token is a byte.
         document_end: the token that ends a document: attention then stays within documents, and positions start again
-            after it (train/inputs.py). Left out, a sequence is one text.
+            after it (train/build_model.py). Left out, a sequence is one text.
     """
 
     kind: Literal["bytes", "tokens", "stdlib", "huggingface"] = "stdlib"
@@ -294,7 +293,7 @@ class DataSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerSection(Section):
+class OptimizerSection(RecipeSection):
     """AdamW or SGD, with a linear warm-up and a cosine down to ``min_lr``.
 
     Args:
@@ -339,7 +338,7 @@ class OptimizerSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointSection(Section):
+class CheckpointSection(RecipeSection):
     """Where and how often the run is saved; without a ``folder`` it is not.
 
     Args:
@@ -358,7 +357,7 @@ class CheckpointSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportSection(Section):
+class ExportSection(RecipeSection):
     """Where the weights go at the end of a run, as a folder that transformers' ``from_pretrained`` loads.
 
     Args:
@@ -379,7 +378,7 @@ class ExportSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvalSection(Section):
+class EvalSection(RecipeSection):
     """The loss on another text, at the end of a run and in between.
 
     Args:
@@ -398,7 +397,7 @@ class EvalSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LogSection(Section):
+class LogSection(RecipeSection):
     """What is written down.
 
     Args:
@@ -427,7 +426,7 @@ class LogSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainRecipe(Section):
+class TrainRecipe(RecipeSection):
     """A whole run.
 
     Args:

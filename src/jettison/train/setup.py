@@ -12,32 +12,35 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from jettison.core.errors import Infeasible, UsageError
+from jettison.capture.fakes import fake_copy, fake_mode
+from jettison.capture.tracer import trace_model
+from jettison.core.errors import Infeasible, TraceError, UsageError
 from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import Progress
+from jettison.cost.flops import PASSES, forward_flops
+from jettison.cost.utilisation import utilisation
 from jettison.dryrun.step import DryStep
-from jettison.models.hub_form import HubForm, hub_form
-from jettison.parallel.linear import can_split_backward
+from jettison.models.pretrained import HubForm, hub_form
+from jettison.parallel.styles import can_split_backward
 from jettison.planner.budget import AskedBudget
 from jettison.planner.kept_plans import Keeping
+from jettison.spec.hardware import hardware
 from jettison.spec.layout import Layout, Schedule
-from jettison.train.build_model import Built, build, fill, vocabulary
+from jettison.spec.model import ModelSpec
+from jettison.spec.run import Run
+from jettison.train.build_model import Built, build, check_occurs, fill, in_parts, keep_apart, vocabulary
 from jettison.train.checkpoint import Checkpoints, RunState, described_model, optimizer_state, schedule
-from jettison.train.data import Batches, Survey, open_corpus, surveyed
-from jettison.train.data_order import Order, derived_seed
-from jettison.train.dry_step import LoopStep, alive
-from jettison.train.engine import Engine, WholeModel, named_parameters
+from jettison.train.data import Batches, ShuffledOrder, Survey, derived_seed, open_corpus, surveyed
+from jettison.train.engine import Engine, LoopStep, WholeModel, alive, named_parameters
 from jettison.train.evaluation import EvaluationSet, evaluation_set
-from jettison.train.inputs import check_occurs, in_parts, keep_apart
+from jettison.train.log import claimed, require_place
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
 from jettison.train.phase_memory import MemoryMeter
 from jettison.train.pipeline import Pipeline
 from jettison.train.rank_layout import Places
-from jettison.train.rank_plan import Decision, Planned, RankModule, carry_out, decide
+from jettison.train.rank_plan import RankDecision, RankModule, RankPlans, carry_out, decide
 from jettison.train.ranks import World, agreed
-from jettison.train.recipe import PlanSection, TrainRecipe
-from jettison.train.run_folder import claimed, require_place
-from jettison.train.step_flops import StepWork, peak_flops_per_second, spec_flops, traced_flops
+from jettison.train.recipe import LogSection, PlanSection, TrainRecipe
 
 
 @dataclass(kw_only=True)
@@ -56,7 +59,7 @@ class Session:
     optimizer: torch.optim.Optimizer
     hub: HubForm | None
     evaluation: EvaluationSet | None
-    planned: Planned | None
+    planned: RankPlans | None
     work: StepWork
     meter: MemoryMeter
     checkpoints: Checkpoints | None
@@ -100,7 +103,6 @@ def _sizes(recipe: TrainRecipe, layout: Layout) -> dict[str, int]:
 
 
 def _first_state(recipe: TrainRecipe, layout: Layout, text: Survey, model: Mapping[str, Any]) -> RunState:
-    """Return the state of a run before its first step."""
     return RunState(
         step=0,
         steps=recipe.steps,
@@ -218,7 +220,6 @@ def _folders(recipe: TrainRecipe, world: World, warn: Progress) -> AbstractConte
 
 
 def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
-    """The layout, and the micro-batches of a step on one data-parallel rank."""
     layout = recipe.layout.over(ranks)
     if layout.schedule is Schedule.ZERO_BUBBLE and layout.zero == 3:
         raise UsageError(
@@ -266,7 +267,7 @@ def _engine(recipe: TrainRecipe, built: Built, places: Places, device: torch.dev
 
 def _batches(recipe: TrainRecipe) -> Batches:
     corpus = open_corpus(recipe.data, recipe.batch.seq)
-    order = Order(corpus.windows, recipe.seed)
+    order = ShuffledOrder(corpus.windows, recipe.seed)
     return Batches(corpus, order, recipe.batch.global_batch, recipe.batch.micro_batch)
 
 
@@ -276,19 +277,15 @@ KEPT_PLAN: Final = "kept-plan.json"
 
 def _plan(
     recipe: TrainRecipe, world: World, places: Places, parts: list[RankModule], dry_step: DryStep | None, say: Progress
-) -> Planned | None:
-    """One rank decides for all that run the same stage: prices are timed, and two ranks would not time alike.
-
-    Raises:
-        Infeasible: by the stage that needs most.
-    """
+) -> RankPlans | None:
+    """One rank decides for all that run the same stage: prices are timed, and two ranks would not time alike."""
     wanted = recipe.plan
     if not wanted.given or wanted.policy == "none":
         if recipe.model.compile is None:
             return None
         wanted = PlanSection(policy="none")  # compiled, each as without a plan
 
-    def decided() -> Decision | Infeasible | None:
+    def decided() -> RankDecision | Infeasible | None:
         try:
             return decide(parts, wanted, dry_step, say, _keeping(recipe, places)) if places.plans else None
         except Infeasible as error:
@@ -303,16 +300,16 @@ def _plan(
     failed = world.merged(own if isinstance(own, Infeasible) else None, _needier)
     if failed is not None:
         raise agreed(failed)
-    highest = int(world.most(own.predicted_peak_bytes or 0 if isinstance(own, Decision) else 0))
-    if isinstance(own, Decision):
+    highest = int(world.most(own.predicted_peak_bytes or 0 if isinstance(own, RankDecision) else 0))
+    if isinstance(own, RankDecision):
         world.tell(f"plan of stage {places.stage}", own)
     # rank 0, which is in stage 0, keeps the plans of all stages; the others follow that of their own
     stages = range(places.layout.pp) if world.leads else (places.stage,)
-    made: list[Decision] = [world.told(f"plan of stage {stage}") for stage in stages]
+    made: list[RankDecision] = [world.told(f"plan of stage {stage}") for stage in stages]
     decision = made[0]
     flops = world.together(lambda: carry_out(parts, decision, wanted.host_budget))
     rounds = range(len(decision.plans))  # chunks go round the stages
-    return Planned(
+    return RankPlans(
         recomputed_flops=flops,
         plans=tuple(found.plans[chunk] for chunk in rounds for found in made),
         predicted_peak_bytes=highest or None,
@@ -342,7 +339,6 @@ def _needier(one: Infeasible | None, other: Infeasible | None) -> Infeasible | N
 
 
 def _work(recipe: TrainRecipe, layout: Layout, accumulation: int, built: Built, batches: Batches) -> StepWork:
-    """Of the whole model, before ranks share it."""
     peak = peak_flops_per_second(recipe.log, recipe.precision)
     flops: float | None = None
     if built.spec is not None:
@@ -363,3 +359,65 @@ def _found(checkpoints: Checkpoints | None, recipe: TrainRecipe, *, must_resume:
             )
         raise UsageError(f"--resume: there is no checkpoint in {where}")
     return found
+
+
+# How much work a step is, and what share of the devices' peak that comes to -------------------------------------------
+#
+# MFU counts what the model needs: one forward, and two for its backward; HFU also counts what is computed again. A
+# multiply-add is 2, attention counts in full whatever its mask hides, and only matrix products and attention count.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """FLOPs of one step over all ranks, and the peak FLOP/s of one device; None: not known.
+
+    Args:
+        model_flops: what the model needs.
+        recomputed_flops: what is computed again on top.
+    """
+
+    model_flops: float | None
+    recomputed_flops: float = 0.0
+    devices: int = 1
+    peak_flops_per_second: float | None = None
+
+    def mfu(self, seconds: float) -> float | None:
+        """Model FLOPs utilisation of a step that took so long."""
+        return self._share(self.model_flops, seconds)
+
+    def hfu(self, seconds: float) -> float | None:
+        """Hardware FLOPs utilisation."""
+        return self._share(None if self.model_flops is None else self.model_flops + self.recomputed_flops, seconds)
+
+    def _share(self, flops: float | None, seconds: float) -> float | None:
+        peak = self.peak_flops_per_second
+        if flops is None or peak is None:
+            return None
+        return utilisation(flops, seconds=seconds, devices=self.devices, peak_flops_per_second=peak)
+
+
+def spec_flops(spec: ModelSpec, *, sequences: int, seq: int) -> float:
+    """FLOPs of training on this many sequences, without recompute, by the closed form."""
+    return PASSES * sequences * forward_flops(Run(model=spec, seq=seq))
+
+
+def traced_flops(built: Built, batch: Any, *, micro_batches: int) -> float | None:
+    """The same from a trace of one micro-batch's forward; None where there can be none."""
+    mode = fake_mode(allow_non_fake_inputs=True)
+    try:
+        traced = trace_model(fake_copy(built.model, mode, "cpu"), batch, loss_fn=built.loss_fn, mode=mode)
+    except TraceError:
+        return None
+    programs = [traced.root.program, *(traced.program(call) for call in traced.calls)]
+    return float(PASSES * micro_batches * sum(op.flops for program in programs for op in program.ops))
+
+
+def peak_flops_per_second(log: LogSection, precision: str) -> float | None:
+    """Of one device, as the recipe or the accelerator's file says for products of this precision."""
+    if log.peak_tflops is not None:
+        return log.peak_tflops * 1e12
+    if log.gpu is None:
+        return None
+    rates = hardware(log.gpu).flops_per_second
+    found = rates.bf16 if precision.startswith("bf16") else rates.fp32  # torch's fp32 products are not tf32
+    return None if found is None else float(found)

@@ -16,21 +16,18 @@ from torch.utils.checkpoint import CheckpointError
 from jettison.capture.model_trace import LossFn, expect_module
 from jettison.core.errors import ProofFailed, UnsupportedModule, UsageError
 from jettison.core.progress import Progress, on_terminal, shown
-from jettison.measure.departures import Departure, Watch
-from jettison.measure.environment import environment
-from jettison.measure.gradients import compare_gradients, independent_copy, parameter_digest, plain_name
-from jettison.measure.timing import interleaved
 from jettison.report.proof import Proof
 from jettison.runtime.planned import PlannedForward
+from jettison.verify.departures import Departure, ValueWatch
+from jettison.verify.gradients import compare_gradients, independent_copy, plain_name
 from jettison.verify.side_by_side import (
     MAX_DEPARTURES,
     ROUNDS,
     STEPS,
-    Comparison,
     Side,
     compare_steps,
-    device_name,
     mirrored,
+    proof_of,
     random_state,
     set_random_state,
 )
@@ -95,58 +92,17 @@ def verify_given(
         before = replace(theirs, model=independent_copy(model), optimizer=None)
         found = compare_steps(plain_side, theirs, steps)
         same = found.gradients and found.losses and again and not values
-        departures, watch = ((), Watch()) if same else _departures(before, start)
-    proof = _proof(plain_side, theirs, found, departures, left_out, again, (steps, repeats, rounds), progress)
-    return replace(proof, values_compared=watch.compared, values_bytes=watch.compared_bytes) if values else proof
-
-
-def _proof(
-    plain: Side,
-    theirs: Side,
-    found: Comparison,
-    departures: tuple[Departure, ...],
-    left_out: LeftOut,
-    again: bool,
-    counts: tuple[int, int, int],
-    progress: Progress,
-) -> Proof:
-    parameters = parameter_digest(plain.model) == parameter_digest(theirs.model)
-    with torch.enable_grad():
-        progress("measuring peaks")
-        baseline, measured = plain.memory(), theirs.memory()
-        progress("timing steps")
-        timing = interleaved(counts[2], {"plain": plain.whole_step, "given": theirs.whole_step}, warmup=1)
-    theirs.model.zero_grad(set_to_none=True)
-    ratio = timing["given"]
-    return Proof(
-        gradients_identical=found.gradients,
-        losses_identical=found.losses,
-        random_state_identical=found.random,
-        buffers_identical=found.buffers,
-        parameters_identical=parameters,
-        gradients_compared=found.compared,
-        differences=tuple(found.differences),
-        steps=counts[0],
-        budget_bytes=None,
-        predicted_peak_bytes=None,
-        measured_peak_bytes=measured.peak_bytes,
-        baseline_peak_bytes=baseline.peak_bytes,
-        step_time_ratio=ratio.ratio,
-        step_time_ratio_low=ratio.ratio_low,
-        step_time_ratio_high=ratio.ratio_high,
-        baseline_step_seconds=timing["plain"].median_seconds,
-        rounds=counts[2],
-        layers=(),
-        plan_hash=None,
-        device=device_name(theirs.model),
-        torch_version=torch.__version__,
+        departures, watch = ((), ValueWatch()) if same else _departures(before, start)
+        proof = proof_of(plain_side, theirs, found, "given", steps, rounds, progress)
+    model.zero_grad(set_to_none=True)
+    return replace(
+        proof,
         left_out=_words(left_out),
-        repeats=counts[1],
+        repeats=repeats,
         repeats_identical=again,
         departures=tuple(one.sentence() for one in departures),
-        measured_levels=measured.levels,
-        baseline_levels=baseline.levels,
-        environment=environment(),
+        values_compared=watch.compared if values else proof.values_compared,
+        values_bytes=watch.compared_bytes if values else proof.values_bytes,
     )
 
 
@@ -161,11 +117,7 @@ def _refuse_planned(model: nn.Module) -> None:
 
 
 def _like(against: nn.Module, model: nn.Module) -> nn.Module:
-    """``against`` with the values of ``model``'s parameters and buffers.
-
-    Raises:
-        UsageError: it has others.
-    """
+    """``against`` with the values of ``model``'s parameters and buffers."""
     kinds = (nn.Module.named_parameters, nn.Module.named_buffers)
     ours, theirs = ({plain_name(n): t for kind in kinds for n, t in kind(m)} for m in (against, model))
     if ours.keys() != theirs.keys():
@@ -180,11 +132,7 @@ def _like(against: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def _left_out(plain: Side) -> LeftOut:
-    """Run a plain step of a copy, and note what it leaves out.
-
-    Raises:
-        UsageError: it does not train the copy.
-    """
+    """Run a plain step of a copy, and note what it leaves out."""
     side = replace(plain, model=independent_copy(plain.model), optimizer=None, under=nullcontext)
     with plainly() as found:
         side.step()
@@ -198,12 +146,8 @@ def _left_out(plain: Side) -> LeftOut:
 
 
 def _check_runs(theirs: Side, start: Any) -> None:
-    """Whether a step works at all as the model is.
-
-    Raises:
-        ProofFailed: it does not.
-    """
-    side, watch = replace(theirs, model=independent_copy(theirs.model), optimizer=None), Watch()
+    """Whether a step works at all as the model is."""
+    side, watch = replace(theirs, model=independent_copy(theirs.model), optimizer=None), ValueWatch()
     set_random_state(start)
     try:
         with watch.watching(side.model):
@@ -216,7 +160,6 @@ def _check_runs(theirs: Side, start: Any) -> None:
 
 
 def _repeats(theirs: Side, start: Any, repeats: int) -> bool:
-    """Whether so many steps from one state have the same gradients, to the bit."""
     first = None
     for _ in range(repeats):
         side = replace(theirs, model=independent_copy(theirs.model), optimizer=None)
@@ -229,11 +172,11 @@ def _repeats(theirs: Side, start: Any, repeats: int) -> bool:
     return True
 
 
-def _departures(theirs: Side, start: Any) -> tuple[tuple[Departure, ...], Watch]:
+def _departures(theirs: Side, start: Any) -> tuple[tuple[Departure, ...], ValueWatch]:
     """The first tensors whose values depart, elements counted for the first of them; and what was watched."""
 
-    def watched(keep: Departure | None) -> Watch:
-        side, watch = replace(theirs, model=independent_copy(theirs.model)), Watch(keep=keep)
+    def watched(keep: Departure | None) -> ValueWatch:
+        side, watch = replace(theirs, model=independent_copy(theirs.model)), ValueWatch(keep=keep)
         set_random_state(start)
         with watch.watching(side.model):
             side.step()

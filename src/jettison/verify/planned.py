@@ -21,10 +21,6 @@ from jettison.capture.tracer import trace_model
 from jettison.core.errors import UsageError
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.ledger.program import Program
-from jettison.measure.departures import Departure, form_of
-from jettison.measure.environment import environment
-from jettison.measure.gradients import differing_elements, independent_copy, parameter_digest, tensor_bytes
-from jettison.measure.timing import interleaved
 from jettison.planner import Applied, apply, auto_checkpoint
 from jettison.planner.plan_tensors import plan_tensors
 from jettison.report.proof import LayerProof, Proof
@@ -38,15 +34,17 @@ from jettison.runtime.witness import Check
 from jettison.solve.plan import Plan, PlanTensor, policy_word
 from jettison.solve.policy import CheckpointPolicy, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
+from jettison.verify.departures import Departure, form_of
+from jettison.verify.gradients import differing_elements, independent_copy, tensor_bytes
 from jettison.verify.side_by_side import (
     MAX_DEPARTURES,
     ROUNDS,
     STEPS,
     Side,
     compare_steps,
-    device_name,
     leaving_untrained,
     mirrored,
+    proof_of,
 )
 
 Look = Callable[[Side, Side], None]
@@ -144,7 +142,6 @@ def verify(
 
 
 def _with_values(proof: Proof, planned: Side, progress: Progress) -> Proof:
-    """One more step, in which nothing escapes."""
     progress("comparing every value")
     with torch.enable_grad(), every_value() as seen:
         planned.step()
@@ -155,57 +152,28 @@ def _with_values(proof: Proof, planned: Side, progress: Progress) -> Proof:
 def _prove(
     plain: Side, planned: Side, applied: Applied, steps: int, rounds: int, progress: Callable[[str], None]
 ) -> Proof:
+    def alike() -> AbstractContextManager[None]:
+        """Blocks of the plain side run compiled where the planned side's do, each as without a plan."""
+        module = plain.model.get_submodule
+        regions = (region for region in applied.regions if isinstance(region, CompiledRegion))
+        return forwards({module(one.name): one.plainly_compiled(module(one.name)) for one in regions})
+
     with torch.enable_grad():
         progress("training side by side")
-        with _compiled_alike(plain.model, applied):
+        with alike():
             found = compare_steps(plain, planned, steps)
-            parameters = parameter_digest(plain.model) == parameter_digest(planned.model)
-            progress("measuring peaks")
-            baseline, measured = plain.memory(), planned.memory()
-        progress("counting what layers hold")
-        layers, tensors = _layers(plain, planned, applied)
-        progress("timing steps")
-        with _compiled_alike(plain.model, applied):
-            timing = interleaved(rounds, {"plain": plain.whole_step, "planned": planned.whole_step}, warmup=1)
-    plan, ratio = applied.plan, timing["planned"]
-    return Proof(
-        gradients_identical=found.gradients,
-        losses_identical=found.losses,
-        random_state_identical=found.random,
-        buffers_identical=found.buffers,
-        parameters_identical=parameters,
-        gradients_compared=found.compared,
-        differences=tuple(found.differences),
-        steps=steps,
-        budget_bytes=plan.budget_bytes if plan else None,
-        predicted_peak_bytes=plan.predicted.peak_bytes if plan else None,
-        measured_peak_bytes=measured.peak_bytes,
-        baseline_peak_bytes=baseline.peak_bytes,
-        step_time_ratio=ratio.ratio,
-        step_time_ratio_low=ratio.ratio_low,
-        step_time_ratio_high=ratio.ratio_high,
-        baseline_step_seconds=timing["plain"].median_seconds,
-        rounds=rounds,
-        layers=layers,
-        plan_hash=plan.hash if plan else None,
-        device=device_name(planned.model),
-        torch_version=torch.__version__,
-        tensors=tensors,
-        predicted_levels=plan.levels if plan else None,
-        measured_levels=measured.levels,
-        baseline_levels=baseline.levels,
-        environment=environment(),
-    )
-
-
-def _compiled_alike(model: nn.Module, applied: Applied) -> AbstractContextManager[None]:
-    """The plain side's blocks run compiled where the planned side's do, each as without a plan."""
-    return forwards(
-        {
-            model.get_submodule(region.name): region.plainly_compiled(model.get_submodule(region.name))
-            for region in applied.regions
-            if isinstance(region, CompiledRegion)
-        }
+        proof = proof_of(plain, planned, found, "planned", steps, rounds, progress, under=alike)
+    progress("counting what layers hold")
+    layers, tensors = _layers(plain, planned, applied)
+    proof, plan = replace(proof, layers=layers, tensors=tensors), applied.plan
+    if plan is None:
+        return proof
+    return replace(
+        proof,
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.predicted.peak_bytes,
+        plan_hash=plan.hash,
+        predicted_levels=plan.levels,
     )
 
 
@@ -289,7 +257,7 @@ OUTSIDE = "loss"
 
 
 @dataclass(kw_only=True)
-class _Listener:
+class _PackListener:
     """What every region packed, in order, and what was saved outside of all of them."""
 
     packed: list[tuple[str, Any]] = field(default_factory=list)
@@ -298,7 +266,6 @@ class _Listener:
 
     @contextmanager
     def regions(self) -> Iterator[None]:
-        """Listen where regions get their arguments, and at the one place where they decide."""
         enter: Callable[..., None] = Frame.enter
         pack: Callable[[Frame, Tensor], Any] = Frame.pack
 
@@ -321,8 +288,6 @@ class _Listener:
 
     @contextmanager
     def loss(self) -> Iterator[None]:
-        """Listen to plain autograd."""
-
         def pack(tensor: Tensor) -> Tensor:
             # a node that saves its own result, with its graph, would own itself: no backward comes to free it
             bare = tensor if tensor.is_leaf else tensor.detach()
@@ -333,7 +298,6 @@ class _Listener:
             yield
 
     def shared(self) -> frozenset[int]:
-        """Storages that several block calls were given."""
         uses = Counter(storage._cdata for storages in self.given for storage in storages)
         return frozenset(key for key, count in uses.items() if count > 1)
 
@@ -360,7 +324,7 @@ def observed_saved_bytes(
     Args:
         order: names to report even where nothing is held.
     """
-    listener = _Listener()
+    listener = _PackListener()
     with torch.enable_grad(), listener.regions():
         output = call_model(model, batch)
         with listener.loss():

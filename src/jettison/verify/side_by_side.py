@@ -17,14 +17,16 @@ from jettison.capture.streams import Streams
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.capture.undo import is_in_memory
+from jettison.core.progress import Progress
+from jettison.dryrun.counter import AllocationCounter, AllocationEvent, static_tensors, unique_bytes
+from jettison.dryrun.peak import PhaseMarks, measured_peak
 from jettison.ledger.levels import PhaseLevels, StepLevels
-from jettison.measure.allocations import allocation_timeline
-from jettison.measure.gradients import buffer_digest, compare_gradients, rng_digest, same_bits
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.peak import PhaseMarks, measured_peak
-from jettison.measure.tensors import static_tensors, unique_bytes
+from jettison.report.proof import Proof
 from jettison.runtime.planned import PlannedForward
-from jettison.traces.timeline import MemoryTimeline
+from jettison.traces.timeline import Label, MemoryTimeline, TimelineWriter
+from jettison.verify.environment import environment
+from jettison.verify.gradients import buffer_digest, compare_gradients, parameter_digest, rng_digest, same_bits
+from jettison.verify.timing import interleaved
 
 STEPS = 3  # the first one makes the optimizer's state, the second and third use it
 MAX_DEPARTURES = 5
@@ -124,7 +126,7 @@ def _moved(levels: StepLevels | None, by_bytes: int) -> StepLevels | None:
 
 
 @dataclass(kw_only=True)
-class Comparison:
+class StepComparison:
     """Results of steps that two models ran in turn."""
 
     gradients: bool = True
@@ -135,9 +137,9 @@ class Comparison:
     differences: list[str]
 
 
-def compare_steps(plain: Side, planned: Side, steps: int) -> Comparison:
+def compare_steps(plain: Side, planned: Side, steps: int) -> StepComparison:
     """Train both from equal states, each step from the same random numbers."""
-    found = Comparison(differences=[])
+    found = StepComparison(differences=[])
     for number in range(1, steps + 1):
         for side in (plain, planned):
             side.model.zero_grad(set_to_none=True)
@@ -161,6 +163,57 @@ def compare_steps(plain: Side, planned: Side, steps: int) -> Comparison:
         found.differences += [f"step {number}: gradient of {d.name}: {d.reason}" for d in report.differences]
     del found.differences[MAX_DIFFERENCES:]
     return found
+
+
+def proof_of(
+    plain: Side,
+    other: Side,
+    found: StepComparison,
+    name: str,
+    steps: int,
+    rounds: int,
+    progress: Progress,
+    *,
+    under: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Proof:
+    """Measure peaks and step times of both sides, after steps that were compared.
+
+    Args:
+        name: of the other side.
+        under: a context that whole steps of both run in.
+    """
+    parameters = parameter_digest(plain.model) == parameter_digest(other.model)
+    with under():
+        progress("measuring peaks")
+        baseline, measured = plain.memory(), other.memory()
+        progress("timing steps")
+        timing = interleaved(rounds, {"plain": plain.whole_step, name: other.whole_step}, warmup=1)
+    return Proof(
+        gradients_identical=found.gradients,
+        losses_identical=found.losses,
+        random_state_identical=found.random,
+        buffers_identical=found.buffers,
+        parameters_identical=parameters,
+        gradients_compared=found.compared,
+        differences=tuple(found.differences),
+        steps=steps,
+        budget_bytes=None,
+        predicted_peak_bytes=None,
+        measured_peak_bytes=measured.peak_bytes,
+        baseline_peak_bytes=baseline.peak_bytes,
+        step_time_ratio=timing[name].ratio,
+        step_time_ratio_low=timing[name].ratio_low,
+        step_time_ratio_high=timing[name].ratio_high,
+        baseline_step_seconds=timing["plain"].median_seconds,
+        rounds=rounds,
+        layers=(),
+        plan_hash=None,
+        device=device_name(other.model),
+        torch_version=torch.__version__,
+        measured_levels=measured.levels,
+        baseline_levels=baseline.levels,
+        environment=environment(),
+    )
 
 
 def mirrored(
@@ -221,3 +274,38 @@ def device_name(model: nn.Module) -> str:
     """``cpu``, or the GPU's name."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+# allocations ----------------------------------------------------------------------------------------------------------
+#
+# What an `AllocationCounter` saw, as a timeline: of a real step or of a dry run, operator by operator
+
+
+STATIC = "static"
+"""The operator of what was there before the step."""
+
+
+def allocation_timeline(title: str, events: Sequence[AllocationEvent]) -> MemoryTimeline:
+    """Storages from birth to death; the role is the operator that returned one, and the module's place has the phase
+    in which it did. There is no clock: an event is a µs.
+
+    A storage that is resized is taken for gone, and another one made.
+    """
+    writer = TimelineWriter(title)
+    sizes: dict[int, int] = {}
+    numbers: dict[int, int] = {}
+    begun, phase = False, ""
+    for event in events:
+        if event.phase != phase:
+            phase = event.phase
+            writer.mark(phase)
+        time_ns = 1000 * writer.events
+        begun = begun or event.operator != STATIC
+        before = sizes.get(event.storage, 0)
+        sizes[event.storage] = after = before + event.delta_bytes
+        if before:
+            writer.free(numbers.pop(event.storage), time_ns)
+        if after:
+            label = Label(module=phase, role=event.operator)
+            numbers[event.storage] = writer.allocate(after, label, time_ns) if begun else writer.already(after, label)
+    return writer.timeline()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from jettison.measure import buffer_digest, compare_gradients, independent_copy, rng_digest, run_steps
+from jettison.verify.gradients import buffer_digest, compare_gradients, independent_copy, rng_digest, run_steps
 
 
 class Tied(nn.Module):

@@ -33,15 +33,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, parts_of, plain
 from jettison.capture.values import WHICH_DEVICE, fakes_below, outside_of_compiled, which_device
-from jettison.measure.tape import NOBODY, Tape, leaves_of
+from jettison.dryrun.tape import NOBODY, Tape, leaves_of
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """(operator, args, kwargs) -> bytes that the kernel allocates and frees inside the call."""
@@ -62,7 +63,7 @@ _STATE = "generator state"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class ByteMark:
     """One named point of a step: bytes live there, and the peak since the mark before."""
 
     name: str
@@ -86,7 +87,7 @@ class AllocationEvent:
 
 
 @dataclass(slots=True)
-class _Storage:
+class _CountedStorage:
     bytes: int
     operator: Any  # or a word for where it came from
     node: int
@@ -99,7 +100,7 @@ class _Storage:
 class _Withheld:
     """The peak of an `add`, say, whose first operand may have died with it; see NOTE [Accumulating in place]."""
 
-    operand: _Storage
+    operand: _CountedStorage
     operand_key: int
     live_bytes: int
 
@@ -132,7 +133,7 @@ class AllocationCounter(TorchDispatchMode):
         tape: Tape | None = None,
     ) -> None:
         super().__init__()
-        self._storages: dict[int, _Storage] = {}
+        self._storages: dict[int, _CountedStorage] = {}
         self._met = 0
         self._withheld: _Withheld | None = None
         self._workspace = workspace
@@ -145,7 +146,7 @@ class AllocationCounter(TorchDispatchMode):
         self._live_bytes = 0
         self._peak_bytes = 0
         self._mark_peak_bytes = 0
-        self._marks: list[Mark] = []
+        self._marks: list[ByteMark] = []
         self._events: list[AllocationEvent] | None = [] if record_events else None
         self._phase = ""
         self._fakes: QuickFakeMode | None = None  # where only its modes are below
@@ -164,7 +165,7 @@ class AllocationCounter(TorchDispatchMode):
         return self._peak_bytes
 
     @property
-    def marks(self) -> tuple[Mark, ...]:
+    def marks(self) -> tuple[ByteMark, ...]:
         """Every mark so far, in order."""
         return tuple(self._marks)
 
@@ -244,10 +245,10 @@ class AllocationCounter(TorchDispatchMode):
         self._settle()
         self._peak_bytes = self._mark_peak_bytes = self._live_bytes
 
-    def mark(self, name: str) -> Mark:
+    def mark(self, name: str) -> ByteMark:
         """Record bytes live now and the peak since the last mark; `peak_bytes` is untouched."""
         self._settle()
-        mark = Mark(name=name, live_bytes=self._live_bytes, peak_bytes=self._mark_peak_bytes)
+        mark = ByteMark(name=name, live_bytes=self._live_bytes, peak_bytes=self._mark_peak_bytes)
         self._marks.append(mark)
         self._mark_peak_bytes = self._live_bytes
         return mark
@@ -395,7 +396,7 @@ class AllocationCounter(TorchDispatchMode):
     def _add(self, storage: Any, nbytes: int, operator: Any, node: int) -> None:
         key = storage._cdata
         self._met += 1
-        entry = _Storage(0, operator, node, self._met)
+        entry = _CountedStorage(0, operator, node, self._met)
         if self._tape is not None:
             entry.born = self._tape.here
         this = weakref.ref(self)
@@ -411,7 +412,7 @@ class AllocationCounter(TorchDispatchMode):
         self._storages[key] = entry
         self._change(entry, nbytes)
 
-    def _change(self, entry: _Storage, delta_bytes: int) -> None:
+    def _change(self, entry: _CountedStorage, delta_bytes: int) -> None:
         entry.bytes += delta_bytes
         self._live_bytes += delta_bytes
         if self._events is not None:
@@ -540,3 +541,70 @@ def number_bytes(func: Any, args: tuple[Any, ...]) -> int:
     if not isinstance(func._schema.arguments[1].type, torch.TensorType):
         return 0
     return 1 if isinstance(args[1], bool) else 16 if isinstance(args[1], complex) else 8
+
+
+# Which tensors are alive before a step, and how many bytes lie under them ---------------------------------------------
+
+
+def unique_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages under `tensors`."""
+    sizes = {}
+    for tensor in tensors:
+        for part in parts_of(tensor):
+            storage = part.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def static_tensors(
+    model: nn.Module, batch: Any = (), optimizer: torch.optim.Optimizer | None = None
+) -> tuple[Tensor, ...]:
+    """What is alive before a step: parameters, their gradients, buffers, the optimizer's state, the batch."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    state = tree_leaves(list(optimizer.state.values())) if optimizer is not None else []
+    others = [leaf for leaf in [*state, *tree_leaves(batch)] if isinstance(leaf, Tensor)]
+    return (*parameters, *gradients, *model.buffers(), *others)
+
+
+# What an accelerator's allocator holds beside the tensors of a step ---------------------------------------------------
+
+
+def elsewhere_bytes(model: nn.Module, batch: Any = (), optimizer: torch.optim.Optimizer | None = None) -> int:
+    """Bytes on the model's CUDA device that are neither its own nor the batch's nor the optimizer's.
+
+    Other models, the workspaces that cuBLAS keeps for each of its handles, and what blocks of the caching allocator are
+    larger than their tensors. All of it counts in ``max_memory_allocated``. 0 on the CPU.
+    """
+    tensors = static_tensors(model, batch, optimizer)
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    if len(devices) != 1:
+        return 0
+    device = devices.pop()
+    have_workspaces(device)
+    gc.collect()
+    torch.cuda.synchronize(device)
+    known = AllocationCounter(tensors, device="cuda").live_bytes
+    return max(0, torch.cuda.memory_allocated(device) - known)
+
+
+def have_workspaces(device: torch.device) -> None:
+    """Products on this thread and on autograd's, which has handles of its own: what cuBLAS and cuBLASLt keep for each
+    is there from now on. Products that run again in backward are autograd's thread's.
+    """
+    if device.type == "cuda":
+        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            _Products.apply(torch.ones(16, 16, device=device, requires_grad=True)).sum().backward()
+
+
+class _Products(torch.autograd.Function):
+    """A product with a bias, and one without, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        return torch.addmm(a[0], a, a @ a)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.contiguous()
+        return torch.addmm(grad[0], grad, grad @ grad)

@@ -15,8 +15,8 @@ from torch import Tensor, UntypedStorage
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from jettison.capture.tensor_subclasses import parts_of
+from jettison.dryrun.counter import unique_bytes
 from jettison.ledger.levels import StepLevels
-from jettison.measure.tensors import unique_bytes
 
 ALLOCATION_EVENT = "[memory]"
 _MARK = "jettison.step."

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jettison.measure import compare_gradients, measured_peak
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.peak import measured_peak
+from jettison.verify.gradients import compare_gradients
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
-from jettison.measure.gradients import differing_elements, tensor_bytes
+from jettison.verify.gradients import differing_elements, tensor_bytes
 
 _RECOMPUTES = "_recomputation_hook."  # hooks by which torch's checkpoint collects what it computes again
 
@@ -63,9 +63,7 @@ class Departure:
 
 
 @dataclass(kw_only=True)
-class _Seen:
-    """A tensor, or what a module returned, as it was in forward."""
-
+class _ForwardValue:
     module: str
     position: int
     form: str
@@ -74,7 +72,7 @@ class _Seen:
 
 
 @dataclass(kw_only=True)
-class Watch:
+class ValueWatch:
     """What was seen in one step; `departures` in the order in which the forward made those tensors.
 
     Args:
@@ -94,7 +92,7 @@ class Watch:
     calling: list[str] = field(default_factory=list)
     _again: list[tuple[str, str]] = field(default_factory=list)
     _path: list[str] = field(default_factory=list)
-    _returned: dict[str, dict[bytes, list[_Seen]]] = field(default_factory=lambda: defaultdict(dict))
+    _returned: dict[str, dict[bytes, list[_ForwardValue]]] = field(default_factory=lambda: defaultdict(dict))
     _given: list[tuple[str, bytes]] = field(default_factory=list)
 
     @property
@@ -113,7 +111,7 @@ class Watch:
         before = register_module_forward_pre_hook(lambda module, args: self._enters(names.get(module), args))
         after = register_module_forward_hook(lambda module, _, output: self._leaves(names.get(module), output))
         try:
-            with _Calls(self.calling):
+            with _RunningFunctions(self.calling):
                 yield
         finally:
             before.remove()
@@ -134,7 +132,7 @@ class Watch:
         def unpacks(handle: Any) -> Tensor:
             packed, seen = handle
             try:
-                with _Calls(self.calling):  # the one around the step sleeps while `backward` runs
+                with _RunningFunctions(self.calling):  # the one around the step sleeps while `backward` runs
                     tensor = unpack(packed)
             except CheckpointError as error:
                 self._fails(str(error), region)
@@ -151,7 +149,6 @@ class Watch:
         return self.calling[-1] if self.calling else ""
 
     def _noted(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Of a recompute: the ops whose tensors it packs, in order."""
         again: list[tuple[str, str]] = []
         self._again = again
 
@@ -207,10 +204,10 @@ class Watch:
         if earlier and not any(seen.digest == _digest(output) for seen in earlier):
             self._compare(earlier[-1], output, "")
 
-    def _seen(self, value: Any, module: str, position: int, *, saved: bool) -> _Seen:
+    def _seen(self, value: Any, module: str, position: int, *, saved: bool) -> _ForwardValue:
         wanted = self.keep is not None and bool(self.keep.op) == saved and self.keep.position == position
         kept = _first(value)
-        return _Seen(
+        return _ForwardValue(
             module=module,
             position=position,
             form=form_of(value),
@@ -218,7 +215,7 @@ class Watch:
             value=kept.detach().clone() if wanted and kept is not None else None,
         )
 
-    def _compare(self, seen: _Seen, value: Any, op: str) -> None:
+    def _compare(self, seen: _ForwardValue, value: Any, op: str) -> None:
         form = form_of(value)
         if form == seen.form and _digest(value) == seen.digest:
             return
@@ -239,7 +236,7 @@ class Watch:
         )
 
 
-class _Calls(TorchFunctionMode):
+class _RunningFunctions(TorchFunctionMode):
     """The functions of torch that are running, innermost last."""
 
     def __init__(self, calling: list[str]) -> None:

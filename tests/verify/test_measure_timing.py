@@ -11,11 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.dryrun import op_costs
+from jettison.dryrun.counter import AllocationCounter
 from jettison.dryrun.kernel_trial import OpRequest, least_seconds, workspaces
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
 from jettison.dryrun.stand_ins import StandInMemory
-from jettison.measure import interleaved, rng_digest
-from jettison.measure.memory import AllocationCounter
+from jettison.verify.gradients import rng_digest
+from jettison.verify.timing import interleaved
 
 aten = torch.ops.aten
 

@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.capture.fakes import StepFakeMode, fake_batch, fake_copy, fake_mode
-from jettison.measure import measured_peak
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors, unique_bytes
+from jettison.dryrun.counter import AllocationCounter, static_tensors, unique_bytes
+from jettison.dryrun.peak import measured_peak
 
 KIB = 1024
 

@@ -33,8 +33,7 @@ from jettison.diagnose.facts import MemoryFacts, StepBytes, StepPhase, Survivor
 from jettison.diagnose.frames import Frame, is_library, place_of, text_of_frame
 from jettison.diagnose.growth import FEWEST_STEPS, FIRST_STEPS, SHARE_OF_STEPS, grown_bytes
 from jettison.diagnose.watch_record import WatchRecord
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import AllocationCounter, static_tensors
 
 HISTORY: Final = 200_000
 """Events of the caching allocator that are kept for a snapshot."""
@@ -42,7 +41,7 @@ _FOLDERS: Final = tuple(f"{folder}{os.sep}" for folder in (*torch.__path__, *jet
 _ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-class Meter(Protocol):
+class LoopMeter(Protocol):
     """What says how much is allocated."""
 
     device: str
@@ -60,7 +59,7 @@ class Meter(Protocol):
 class LoopWatch:
     """A loop that is watched. `step` says where steps end, where no optimizer of torch's does."""
 
-    def __init__(self, meter: Meter, out: Path) -> None:
+    def __init__(self, meter: LoopMeter, out: Path) -> None:
         self.out = out
         self.steps: list[StepBytes] = []
         self._meter = meter
@@ -140,7 +139,8 @@ def watch(model: nn.Module | None = None, *, out: str | Path = "jettison-watch.j
     if model is not None:
         expect_module(model)
     with ExitStack() as stack:
-        meter: Meter = CudaMeter(Path(out).with_suffix(".pickle")) if _on_cuda(model) else CountingMeter(model, stack)
+        snapshot = Path(out).with_suffix(".pickle")
+        meter: LoopMeter = CudaLoopMeter(snapshot) if _on_cuda(model) else CountingMeter(model, stack)
         found = LoopWatch(meter, Path(out))
         stack.callback(register_optimizer_step_post_hook(found.optimizer_stepped).remove)
         if model is not None:
@@ -169,7 +169,7 @@ def _product(shape: list[int]) -> int:
     return size
 
 
-class CudaMeter:
+class CudaLoopMeter:
     """The caching allocator, its history, and a snapshot at the moment at which it gives up."""
 
     device = "cuda"
@@ -249,7 +249,6 @@ class _Placed(AllocationCounter):
         super().__init__(tensors)
 
     def alive(self) -> list[tuple[str, int, int]]:
-        """Place, step and bytes of what is there."""
         kept = {entry.number: entry.bytes for entry in self._storages.values()}
         self._places = {number: place for number, place in self._places.items() if number in kept}
         return [(place, step, kept[number]) for number, (place, step) in self._places.items()]

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from jettison.cli.doctor import environment_notes
+from jettison.cli.doctor_model import Hazard, Sighting, look_for_hazards
 from jettison.cli.main import run
-from jettison.measure.hazards import Hazard, Sighting, look_for_hazards
 
 
 class Block(nn.Module):

@@ -7,9 +7,8 @@ from torch import nn
 
 from jettison.diagnose.snapshot import read_snapshot
 from jettison.diagnose.snapshot_file import write_snapshot
-from jettison.measure.allocations import allocation_timeline
-from jettison.measure.memory import AllocationCounter
-from jettison.measure.tensors import static_tensors
+from jettison.dryrun.counter import AllocationCounter, static_tensors
+from jettison.verify.side_by_side import allocation_timeline
 
 
 def test_a_real_step_as_a_timeline_and_as_a_snapshot(tmp_path: Path) -> None:
