@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from jettison.verify.gradients import buffer_digest, compare_gradients, independent_copy, rng_digest, run_steps
+from jettison.verify.gradients import buffer_digest, compare_gradients, independent_copy, rng_digest, tensor_bytes
 
 
 class Tied(nn.Module):
@@ -25,15 +25,25 @@ def loss_of(model, batch):
     return nn.functional.cross_entropy(model(batch), batch)
 
 
+def run_steps(model, batches):
+    """Losses' bits of steps with SGD. Gradients of the last one remain."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in batches:
+        model.zero_grad(set_to_none=True)
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(tensor_bytes(loss).hex())
+    return losses
+
+
 def pair():
     torch.manual_seed(0)
     model = Tied()
     twin = independent_copy(model)
     batches = [torch.arange(8) % 16] * 3
-    losses = [
-        run_steps(each, batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_of)
-        for each in (model, twin)
-    ]
+    losses = [run_steps(each, batches) for each in (model, twin)]
     return model, twin, losses
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from jettison.capture.blocks import find_blocks
 from jettison.capture.model_trace import LossFn, call_model, loss_of
 from jettison.capture.signature import kernel_switches
+from jettison.core.objects import swapped
 from jettison.core.progress import Progress, silent
 from jettison.diagnose.finding import Change, Finding, FindingKind
 from jettison.models.request import ModelRequest, load
@@ -226,11 +227,8 @@ def _nested_arguments(watch: _HazardWatch) -> Iterator[None]:
                 watch.again.add(name)
             return real.apply(function, keeps_random_state, *args)
 
-    checkpoints.CheckpointFunction = Watched
-    try:
+    with swapped(checkpoints, CheckpointFunction=Watched):
         yield
-    finally:
-        checkpoints.CheckpointFunction = real
 
 
 def _name_of(function: Any) -> str:

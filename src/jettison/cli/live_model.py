@@ -32,8 +32,8 @@ from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.spec.hardware import Hardware
 from jettison.traces.timeline import MemoryTimeline
-from jettison.verify.environment import environment
 from jettison.verify.side_by_side import allocation_timeline
+from jettison.verify.timing import environment
 
 
 @dataclass(frozen=True, kw_only=True)

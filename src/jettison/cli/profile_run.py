@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from jettison.cli.profile import profile_files
 from jettison.cli.train import train
 from jettison.core.errors import UsageError
+from jettison.core.objects import swapped
 from jettison.core.progress import Progress, silent
 from jettison.core.units import format_seconds
 from jettison.diagnose.profile_file import RECOMPUTES
@@ -187,14 +188,10 @@ def _alone(made: Any) -> Iterator[None]:
 
         return begun
 
-    usual = [getattr(kind, name) for kind, name in kinds]
-    for (kind, name), begin in zip(kinds, usual, strict=True):
-        setattr(kind, name, refusing(begin))
-    try:
+    with ExitStack() as stack:
+        for kind, name in kinds:
+            stack.enter_context(swapped(kind, **{name: refusing(getattr(kind, name))}))
         yield
-    finally:
-        for (kind, name), begin in zip(kinds, usual, strict=True):
-            setattr(kind, name, begin)
 
 
 @contextmanager
@@ -206,8 +203,5 @@ def _annotated() -> Iterator[None]:
         with record_function(RECOMPUTES):
             return recompute(frame, handle)
 
-    Frame.recompute = named  # type: ignore[method-assign,assignment]
-    try:
+    with swapped(Frame, recompute=named):
         yield
-    finally:
-        Frame.recompute = recompute  # type: ignore[method-assign]

@@ -1,7 +1,9 @@
-"""Objects in one line, and as keys by identity."""
+"""Objects in one line, as keys by identity, and with other attributes for a while."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import Any, Generic, TypeVar
 
@@ -38,3 +40,16 @@ class Same(Generic[T]):
 
     def __hash__(self) -> int:
         return id(self.it)
+
+
+@contextmanager
+def swapped(owner: Any, **values: Any) -> Iterator[None]:
+    """An object, a module or a class has these attributes while this is entered, and its own ones afterwards."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

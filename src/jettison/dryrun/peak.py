@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -38,10 +38,6 @@ class PeakReport:
     reserved_bytes: int | None = None
     requested_bytes: int | None = None
     levels: StepLevels | None = None  # over the marked phases of the step
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data; byte counts are integers."""
-        return asdict(self)
 
 
 @dataclass(kw_only=True)

@@ -2,11 +2,9 @@
 
 NOTE [ Weights later ]
 The constructor runs on fake tensors while a dispatch mode writes down every operator that makes or changes one. The
-model then has parameters on ``meta``, which can be cut and sharded at no cost. `Deferred.fill` runs the operators
-again, for real and in their order, so that every random number is the one that the constructor would have drawn: the
-weights are those of the model built whole, to the bit. What nobody asks for is drawn and let go of; what is asked for
-is handed over as soon as nothing changes it any more. So one tensor is alive at a time, for all constructors that
-finish a parameter before they go on to the next.
+model then has parameters on ``meta``, which are cut and sharded at no cost. `Deferred.fill` runs the operators again,
+for real and in their order: every random number is the one that the constructor would have drawn, so the weights are
+bitwise those of the model built whole. A tensor is handed over as soon as nothing changes it any more.
 """
 
 from __future__ import annotations

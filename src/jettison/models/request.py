@@ -125,7 +125,7 @@ def load(request: ModelRequest, *, fake: bool) -> Loaded:
     if not colon or not factory.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         kind = "no such file" if "/" in request.model or request.model.endswith(".json") else "not a model"
         raise UsageError(f"{request.model!r} is {kind}; expected {EXPECTED}")
-    return _from_factory(request, module, factory)
+    return _from_factory(request)
 
 
 def optimizer_for(request: ModelRequest, model: nn.Module) -> torch.optim.Optimizer | None:
@@ -145,18 +145,11 @@ def _from_config(request: ModelRequest, path: Path, *, fake: bool) -> Loaded:
     return Loaded(model=model, batch=batch_for(model, config, asked), mode=mode)
 
 
-def _from_factory(request: ModelRequest, module: str, factory: str) -> Loaded:
+def _from_factory(request: ModelRequest) -> Loaded:
     for name in ("precision", "attention"):
         if getattr(request, name) is not None:
             raise UsageError(f"--{name} does not apply to {request.model}: the factory decides it")
-    made = call_factory(request.model, module, factory)
-    parts = made if isinstance(made, tuple) else (made,)
-    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
-        got = ", ".join(type(part).__name__ for part in parts)
-        raise UsageError(
-            f"{request.model} returned ({got}); expected a model, (model, batch) or (model, batch, loss_fn)"
-        )
-    model, batch, loss_fn = (*parts, None, None)[:3]
+    model, batch, loss_fn = made_by(request.model)
     if batch is not None:
         for name in ("seq", "micro_batch"):
             if getattr(request, name) is not None:
@@ -171,16 +164,18 @@ def _from_factory(request: ModelRequest, module: str, factory: str) -> Loaded:
     return Loaded(model=model.train(), batch=batch_for(model, config, asked))
 
 
-def call_factory(model: str, module: str, factory: str) -> Any:
-    """Call ``module:factory``.
-
-    Args:
-        model: both, as they were given.
+def made_by(factory: str) -> tuple[nn.Module, Any, LossFn | None]:
+    """A model that ``module:factory`` returns, with its batch and its loss; None: it returns none.
 
     Raises:
-        UsageError: see `named_function`.
+        UsageError: there is no such function, or it returns something else.
     """
-    return _function(model, module, factory)()
+    made = named_function(factory)()
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise UsageError(f"{factory} returned ({got}); expected a model, (model, batch) or (model, batch, loss_fn)")
+    return (*parts, None, None)[:3]  # type: ignore[return-value]
 
 
 def named_function(name: str) -> Callable[..., Any]:
@@ -192,10 +187,6 @@ def named_function(name: str) -> Callable[..., Any]:
     module, colon, function = name.partition(":")
     if not colon or not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         raise UsageError(f"got {name!r}; expected module:function")
-    return _function(name, module, function)
-
-
-def _function(model: str, module: str, factory: str) -> Callable[..., Any]:
     sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(module)
@@ -203,12 +194,12 @@ def _function(model: str, module: str, factory: str) -> Callable[..., Any]:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise UsageError(
-            f"{model!r}: there is no module {error.name!r} in {os.getcwd()} or among installed ones"
+            f"{name!r}: there is no module {error.name!r} in {os.getcwd()} or among installed ones"
         ) from error
     finally:
         sys.path.remove(os.getcwd())
-    function: Any = getattr(found, factory, None)
-    if not callable(function):
-        names = [name for name, value in vars(found).items() if inspect.isfunction(value) and not name.startswith("_")]
-        raise UsageError(f"{model!r}: {module} has no function {factory!r}; it has {', '.join(names[:8]) or 'none'}")
-    return function
+    made: Any = getattr(found, function, None)
+    if not callable(made):
+        names = [key for key, value in vars(found).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise UsageError(f"{name!r}: {module} has no function {function!r}; it has {', '.join(names[:8]) or 'none'}")
+    return made  # type: ignore[no-any-return]

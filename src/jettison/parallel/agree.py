@@ -1,30 +1,20 @@
-"""Ranks that communicate inside a model must compute the same ops again, or one waits for ever for another.
+"""Ranks that communicate inside a model must recompute the same ops, or one waits for ever for another.
 
 NOTE [ Agreement ]
-Before the first step every rank says what it is about to compute again, region by region, and all of them learn whether
-they say the same. They talk through the key-value store of `torch.distributed`, not by a collective: a rank that never
-comes is named after a time, where a collective would hang, and nothing is sent over the wires that the step will use.
-What is said are digests, 32 bytes a rank, which are compared on their way up a tree (NOTE [ A tree of ranks ]): a
-branch whose ranks say the same is one digest, any other the largest groups of ranks with equal digests. Where they
-differ, one rank of each of the two largest groups says what its digest was made of, so that all learn which region it
-is.
+Before the first step every rank says what it is about to recompute, region by region, and all learn whether they say
+the same: digests of 32 bytes, compared on their way up a tree of ranks (NOTE [ A tree of ranks ]) in the store of
+`torch.distributed`, where a rank that never comes is named after a time and a collective would hang. Where digests
+differ, one rank of each of the two largest groups says what its digest was made of, so that the region can be named.
 
-A rank may be in several groups. It takes them in the order of their ranks, as all do, so that no two wait for each
-other. A plan goes from group to group: a rank has it from that of its groups whose first rank is the lowest, and hands
-it out in those where it is the first itself. So it comes from lower ranks only, and all have one that is handed out.
+A rank takes its groups in the order of their ranks, as all do, so that no two wait for each other. It has its plan from
+the group whose first rank is the lowest, and hands it out in those where it is the first itself.
 
-FSDP2 may come after the plan. Its gathers take turns with what is computed again, so ranks whose plans differ would
-wait for each other for ever. The model's own region therefore looks once more as its first step begins, and has the
-ranks compared that share parameters by now.
-
-Shapes are not compared. A dim that does not divide is sharded unevenly, and DTensor then pads on some ranks only: the
-ops that are computed again must be the same, padding aside, but not their sizes.
+Ranks that share parameters only by the first step (FSDP2 may come after the plan) are compared as that step begins.
+Shapes are not compared: a dim that does not divide is sharded unevenly, and DTensor pads on some ranks only.
 
 NOTE [ One refusal ]
-Ranks may have different plans: stages of a pipeline, replicas with batches of their own. So one may have none where the
-others do. What it says, `Infeasible` with a budget that would do, is what scripts catch to ask again. If it alone said
-so, it would ask alone, and wait for ranks that are at their first step; and these would wait for it there. So a refusal
-is every rank's: the same error, at the same time, with the smallest budget under which all of them find a plan.
+A rank that alone has no plan would ask again with another budget alone, and wait for ranks at their first step. So a
+refusal is every rank's: the same `Infeasible`, with the smallest budget under which all of them find a plan.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Random streams: the same numbers on every tensor-parallel rank where all do the same, others where each does its own.
 
 NOTE [ Whose numbers ]
-With sequence parallelism every dropout of a transformer works on a part of its own: of the heads, or of the sequence.
-So the default generators differ from rank to rank (`seed_ranks`), and nothing else is needed; recordings, checkpoints
-and recipes see one stream, as ever.
-Without it, activations outside the blocks are whole on every rank and their masks must be equal, so the default
-generators are in step; only the attention core, which has heads of its own, draws others. `OwnDraws` lends it a
-generator: seeded with the rank, and with one number of the common stream. That number is all that the loan takes, so a
-checkpoint that puts the common stream back gets the same loan. A recording writes down how the CPU's state becomes the
-one that is lent and the one that is left (`Recorder.lend`), so that recipes get the same loan; what another device
-draws under it is kept.
+With sequence parallelism every dropout works on a part of its own (of the heads, or of the sequence): the default
+generators differ from rank to rank (`seed_ranks`), and nothing else is needed. Without it, masks outside the blocks are
+equal, so the default generators are in step, and `OwnDraws` lends the attention core another one: seeded with the
+rank and with one number of the common stream, which is all that the loan takes from it. A recording writes down how the
+CPU's state becomes the one that is lent and the one that is left (`Recorder.lend`), so that recipes get the same loan.
 """
 
 from __future__ import annotations

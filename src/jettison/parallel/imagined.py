@@ -32,9 +32,7 @@ _SET_ON_GROUPS = (
     "force_sum_reduction_for_comms",
     "unshard_in_backward",
 )
-"""What FSDP's modules can be told later on, by the names that it has inside. Memory hangs on all of them: with a factor
-of one's own, for example, gradients of a mesh of one rank are divided into new tensors.
-"""
+"""What FSDP's modules can be told later on, and memory hangs on, by the names that it has inside."""
 
 _imagined: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
 
@@ -88,15 +86,13 @@ def gradients_stay(model: nn.Module) -> bool:
 class ImaginedReplica(nn.Module):
     """What is left of DistributedDataParallel where nothing is sent: its reducer wants real tensors.
 
-    Once it knows in which order gradients come, it makes its buckets anew, as a forward begins. Gradients that are
-    views of the old ones, and are there by then, move over: for that moment there are both. Where parameters may be
-    unused, and the graph is not static, buckets stay (``should_rebuild_buckets`` in
-    torch/csrc/distributed/c10d/reducer.hpp). What no rank uses has a part of a bucket, and no gradient.
+    Once it knows in which order gradients come, it makes its buckets anew as a forward begins; gradients that are views
+    of the old ones are then there twice for a moment. Where parameters may be unused, and the graph is not static,
+    buckets stay (``should_rebuild_buckets`` in torch/csrc/distributed/c10d/reducer.hpp).
 
-    Where gradients are freed between steps, those of a backward that averages nothing are tensors of their own beside
-    the buckets: autograd makes them, and the reducer, whose hooks do nothing then, does not know of them. In the first
-    backward that averages, each is copied into its bucket once it is complete, and becomes a view of it
-    (``mark_variable_ready_dense`` in torch/csrc/distributed/c10d/reducer.cpp).
+    Where gradients are freed between steps, those of a backward that averages nothing are tensors beside the buckets.
+    In the first backward that averages, each is copied into its bucket once it is complete, and becomes a view of it
+    (``mark_variable_ready_dense`` in reducer.cpp).
 
     Args:
         views: gradients are views of buckets.

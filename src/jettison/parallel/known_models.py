@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,16 +43,7 @@ Plan = dict[str, Style]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerForm:
-    """How one kind of layer names its parts. Paths of the attention and feed-forward parts are relative to these.
-
-    Args:
-        dim: of the sequence.
-        joined: the query projection holds q, k and v of each head; otherwise those of a projection are one of them.
-        groups: the first projection is this many side by side.
-        head_norms: norms of single heads; optional.
-        divided: see `BlockInput`.
-        dropout: of the attention core: a probability, or a module with one.
-    """
+    """How one kind of layer names its parts; see known_models.toml."""
 
     dim: int
     norms: tuple[str, str]
@@ -71,13 +62,7 @@ class LayerForm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackForm:
-    """How a model names what stands before and after its layers.
-
-    Args:
-        scatters: the embedding of the tokens returns shards, and that of the positions takes its part of the ids.
-            Otherwise activations stay whole up to ``splits``, for code there that reads their shape.
-        splits: "" is the first layer.
-    """
+    """How a model names what stands before and after its layers; see known_models.toml."""
 
     tokens: str
     layers: str
@@ -88,8 +73,7 @@ class StackForm:
     head: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadForm:
+class HeadForm(NamedTuple):
     """A model, and a head on it."""
 
     body: str

@@ -2,20 +2,15 @@
 
 NOTE [ A tree of ranks ]
 Ranks stand in a row; a *place* is where. The place above another is that with its last digit in base 16 that is not 0
-set to 0. So a branch is a run of places, of which the first is at its top, and 16,384 ranks are four levels. Each rank
-sends one value to the rank above it, once it has heard all that are right below it: what its whole branch comes to.
-Upwards nobody hears more than 15 ranks a level. Downwards the first rank sets one key that all read: the store sends it
-once to each rank in any case, and copies of it for branches would only be written besides.
-
-Keys hold no lists of ranks, and go again: a value once an answer to it has come, what was told once all ranks are known
-to have gone on.
+set to 0: a branch is a run of places, and 16,384 ranks are four levels. Each rank sends one value to the rank above it,
+once it has heard all right below: what its branch comes to. Downwards the first rank sets one key that all read. A key
+goes again once an answer to it has come, or once all ranks are known to have gone on.
 
 NOTE [ Waiting ]
-A rank that waits asks the store now and then, instead of waiting in it: so it also sees that another rank has failed,
-and learns why; Python handles signals; another thread gets at the store, whose client serves one caller at a time. It
-asks after an eighth of what it has waited already, and so often that all ranks together ask some 8,000 times a second
-at most. The first rank names those that did not come: it looks at the branches that it has not heard from, in which
-every rank that waits for others has left a note that it is there.
+A rank that waits asks the store now and then, instead of waiting in it: so it learns that another rank has failed,
+Python handles signals, and other threads get at the store. It asks after an eighth of what it has waited already, all
+ranks together some 8,000 times a second at most. The first rank names those that did not come: in branches that it has
+not heard from, every rank that waits for others has left a note.
 """
 
 from __future__ import annotations

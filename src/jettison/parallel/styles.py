@@ -112,6 +112,7 @@ class Style(ParallelStyle):
         """
 
 
+@dataclass(eq=False, kw_only=True)
 class ColumnParallel(Style):
     """Shard a linear layer's outputs. Behind a `BlockInput` with ``dim`` it holds the shard of its input.
 
@@ -123,12 +124,10 @@ class ColumnParallel(Style):
         collected: every rank gets all outputs (logits, for a loss that all ranks compute).
     """
 
-    def __init__(self, *, unit: int = 1, groups: int = 1, enters: bool = False, collected: bool = False) -> None:
-        super().__init__()
-        self.unit = unit
-        self.groups = groups
-        self.enters = enters
-        self.collected = collected
+    unit: int = 1
+    groups: int = 1
+    enters: bool = False
+    collected: bool = False
 
     def check(self, module: nn.Module, ways: int) -> None:
         units = _linear_sizes(module)[1] // self.groups // self.unit
@@ -150,6 +149,7 @@ class ColumnParallel(Style):
         return module
 
 
+@dataclass(eq=False, kw_only=True)
 class RowParallel(Style):
     """Shard a linear layer's inputs, and sum what the ranks get; the bias is added to the sum.
 
@@ -158,10 +158,8 @@ class RowParallel(Style):
         draws: the loan of `BlockInput` ends here.
     """
 
-    def __init__(self, *, dim: int | None = None, draws: OwnDraws | None = None) -> None:
-        super().__init__()
-        self.dim = dim
-        self.draws = draws
+    dim: int | None = None
+    draws: OwnDraws | None = None
 
     def check(self, module: nn.Module, ways: int) -> None:
         inputs = _linear_sizes(module)[0]
@@ -223,6 +221,7 @@ def _end_loan(draws: OwnDraws, *_: Any) -> None:
     draws.end()
 
 
+@dataclass(eq=False, kw_only=True)
 class BlockInput(Style):
     """The input of an attention or feed-forward block whose layers are sharded: f, or g along ``dim``.
 
@@ -231,11 +230,9 @@ class BlockInput(Style):
         draws: what the module draws, from here to the `RowParallel` with the same loan, is each rank's own.
     """
 
-    def __init__(self, *, dim: int | None = None, divided: Sequence[str] = (), draws: OwnDraws | None = None) -> None:
-        super().__init__()
-        self.dim = dim
-        self.divided = tuple(divided)
-        self.draws = draws
+    dim: int | None = None
+    divided: Sequence[str] = ()
+    draws: OwnDraws | None = None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = Axis.of(device_mesh)
@@ -247,12 +244,11 @@ class BlockInput(Style):
         return module
 
 
+@dataclass(eq=False, kw_only=True)
 class SplitInput(Style):
     """Whole activations become shards along ``dim`` before the module, which has no sharded parameters."""
 
-    def __init__(self, *, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
+    dim: int
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         move = partial(split, axis=Axis.of(device_mesh), dim=self.dim)
@@ -288,6 +284,7 @@ class _ReplicatedForward:
         return out if self.gathers is None else gather_input(out, self.axis, self.gathers)
 
 
+@dataclass(eq=False, kw_only=True)
 class Replicated(Style):
     """A norm, or another layer of which every rank has the whole.
 
@@ -298,11 +295,9 @@ class Replicated(Style):
             this dim.
     """
 
-    def __init__(self, *, sharded: bool = False, split_ids: int | None = None, gathers: int | None = None) -> None:
-        super().__init__()
-        self.sharded = sharded
-        self.split_ids = split_ids
-        self.gathers = gathers
+    sharded: bool = False
+    split_ids: int | None = None
+    gathers: int | None = None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name in list(module._parameters):
@@ -355,6 +350,7 @@ class _VocabularyForward(_Forward):
         return f_bar(out, self.axis) if self.dim is None else g_bar(out, self.axis, self.dim)
 
 
+@dataclass(eq=False, kw_only=True)
 class VocabularyParallel(Style):
     """Shard an embedding's rows. Every rank looks up the ids that it has, and the results are summed.
 
@@ -362,9 +358,7 @@ class VocabularyParallel(Style):
         dim: the sum is scattered along this dim; None: every rank gets all of it.
     """
 
-    def __init__(self, *, dim: int | None = None) -> None:
-        super().__init__()
-        self.dim = dim
+    dim: int | None = None
 
     def check(self, module: nn.Module, ways: int) -> None:
         if type(module) is not nn.Embedding or module.max_norm is not None or module.scale_grad_by_freq:

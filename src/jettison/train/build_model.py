@@ -19,12 +19,12 @@ from torch.nn import functional
 
 from jettison.capture.model_trace import LossFn
 from jettison.capture.streams import Streams
-from jettison.core.errors import UsageError, install
+from jettison.core.errors import UsageError
 from jettison.core.progress import Progress
 from jettison.families.config import parse_config, read_config
 from jettison.families.presets import PRESETS, preset
 from jettison.models.deferred import Deferred, NotDeferrable, deferred
-from jettison.models.huggingface import ConfigRequest
+from jettison.models.huggingface import ConfigRequest, config_of
 from jettison.models.huggingface import build as build_hub_model
 from jettison.models.huggingface import read_config as read_hub_config
 from jettison.models.pretrained import SafetensorError, WeightsFolder, hub_name, open_weights, reference_config
@@ -38,7 +38,7 @@ from jettison.models.reference import (
     document_numbers,
     positions_within,
 )
-from jettison.models.request import call_factory
+from jettison.models.request import made_by
 from jettison.parallel.context import Context, asked_kernel
 from jettison.parallel.parameters import put_whole
 from jettison.spec.model import ModelSpec
@@ -142,15 +142,9 @@ def shifted_before(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _from_factory(target: str, device: torch.device) -> Built:
     """What a factory returns, without the batch that it may have for other verbs."""
-    module, colon, name = target.partition(":")
-    if not colon or not name:
+    if ":" not in target:
         raise UsageError(f"model.factory: got {target!r}; expected module:function")
-    made = call_factory(target, module, name)
-    parts = made if isinstance(made, tuple) else (made,)
-    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
-        got = ", ".join(type(part).__name__ for part in parts)
-        raise UsageError(f"{target} returned ({got}); expected a model, (model, batch) or (model, batch, loss_fn)")
-    model, _, loss_fn = (*parts, None, None)[:3]
+    model, _, loss_fn = made_by(target)
     if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
         model.to(device)
     return Built(model=model.train(), call=shifted_within, loss_fn=loss_fn)
@@ -182,9 +176,9 @@ def _described(section: ModelSection, seq: int) -> tuple[Any, ModelSpec]:
         return read_hub_config(path), read_config(path)
     if section.preset is not None:
         spec = preset(section.preset)
-        return _hub_config(PRESETS[section.preset]), spec
+        return config_of(PRESETS[section.preset], section.preset), spec
     _, values = _sizes(section, seq)
-    return _hub_config(values), parse_config(values, name=str(section.architecture))
+    return config_of(values, str(section.architecture)), parse_config(values, name=str(section.architecture))
 
 
 def _sizes(section: ModelSection, seq: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -212,14 +206,6 @@ def _sizes(section: ModelSection, seq: int) -> tuple[dict[str, Any], dict[str, A
 def _ffn(section: ModelSection) -> int:
     times, over, multiple = ARCHITECTURES[str(section.architecture)]["ffn"]
     return int(-(-times * section.hidden // over // multiple) * multiple)
-
-
-def _hub_config(values: Any) -> Any:
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise UsageError(f"this model's code is that of transformers: {install('hf')}") from error
-    return AutoConfig.for_model(**values)
 
 
 def vocabulary(built: Built) -> int | None:

@@ -4,14 +4,12 @@
     folder/latest              the name of the newest complete one
     folder/*.partial           what is being written or removed, or what a killed run left; gone at the next start
 
-A checkpoint is renamed into place when every rank has written its part, and `latest` is replaced after that; an old one
-is renamed before it is removed. It holds tensors only: what else a run needs follows from its recipe and the step
-(NOTE [ Positions ] in train/data.py).
+A checkpoint is renamed into place when every rank has written its part. It holds tensors only: what else a run needs
+follows from its recipe and the step (NOTE [ Positions ] in train/data.py).
 
 NOTE [ The last finite one ]
-Weights with an infinity or a NaN are not written. Finite ones may still be spoilt, which only the next step shows: one
-whose loss and gradient are finite *proves* the weights that it began with. The newest proven checkpoint is never
-removed, whatever `keep` says.
+Weights with an infinity or a NaN are not written. Finite ones may be spoilt, which the next step shows: one whose loss
+and gradient are finite *proves* the weights that it began with. The newest proven checkpoint is never removed.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from jettison.train.checkpoint_reading import (
     load_tensors,
     reason,
 )
-from jettison.train.log import PARTIAL, remove, sync_folder, write_durably
+from jettison.train.log import PARTIAL, put_in_place, remove, sync_folder, write_durably
 from jettison.train.ranks import World, agreed, sockets_when_used
 from jettison.train.recipe import CheckpointSection, ModelSection, OptimizerSection, TrainRecipe
 
@@ -201,12 +199,6 @@ def _digest(values: Mapping[str, Any]) -> str:
     return digest_of(json.dumps(values, sort_keys=True).encode())
 
 
-@dataclass(kw_only=True)
-class _Pending:
-    state: RunState
-    future: Future[Any]
-
-
 class Checkpoints:
     """The checkpoints of one run. Every method is called by all ranks together, in a folder that is claimed."""
 
@@ -221,7 +213,7 @@ class Checkpoints:
         """Why the last save came to nothing, as far as this rank knows."""
         self._tried: int | None = None  # the last step that was loaded or begun to be saved: the same on all ranks
         self._proven: int | None = None
-        self._pending: _Pending | None = None
+        self._pending: tuple[RunState, Future[Any]] | None = None  # what is being written
         # torch's checkpoints send through a group on the host, and threads of async saves through one of their own, or
         # their words would mix with the training's
         with sockets_when_used():
@@ -291,7 +283,7 @@ class Checkpoints:
         try:
             if self.section.asynchronous:
                 future = dcp.async_save(dict(tensors), storage_writer=DigestWriter(target), process_group=self._group)
-                self._pending = _Pending(state=state, future=future)
+                self._pending = state, future
                 return
             dcp.save(dict(tensors), storage_writer=DigestWriter(target), process_group=self._group)
         except FILE_ERRORS as error:
@@ -308,7 +300,7 @@ class Checkpoints:
 
     def poll(self) -> None:
         """Put a save into place that has been written meanwhile."""
-        if self._pending is not None and self._pending.future.done():
+        if self._pending is not None and self._pending[1].done():
             self.wait()
 
     def wait(self) -> None:
@@ -316,12 +308,13 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        state, future = pending
         try:
-            pending.future.result()
+            future.result()
         except FILE_ERRORS as error:
-            self._give_up(pending.state.step, error)
+            self._give_up(state.step, error)
         else:
-            self._commit(pending.state)
+            self._commit(state)
 
     def newest(self) -> str:
         """The newest complete checkpoint, in words."""
@@ -353,11 +346,7 @@ class Checkpoints:
         partial, final = self._partial(state.step), self.folder / _name(state.step)
         description = digest_of((partial / ".metadata").read_bytes())
         write_durably(partial / RUN, state.text(torch=torch.__version__, description=description))
-        sync_folder(partial)
-        if final.exists():  # `latest` names another one
-            remove(final)
-        partial.rename(final)
-        sync_folder(self.folder)
+        put_in_place(partial, final)
         write_durably(self.folder / f"{_LATEST}{PARTIAL}", final.name + "\n")
         (self.folder / f"{_LATEST}{PARTIAL}").replace(self.folder / _LATEST)
         sync_folder(self.folder)

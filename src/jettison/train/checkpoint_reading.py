@@ -1,15 +1,14 @@
 """Reading a checkpoint: none of its code is run, every byte is checked, and no tensor is left out.
 
 NOTE [ Nothing is executed ]
-torch.distributed.checkpoint describes its tensors in a pickle, and reads values that are not tensors from another. Our
-reader takes the description with an unpickler that knows only the classes of such a description, and refuses values
-that are not tensors, so that reading a checkpoint from elsewhere runs none of its code. torch reads the tensors
+torch.distributed.checkpoint describes its tensors in a pickle. Our reader takes the description with an unpickler that
+knows only the classes of such a description, and refuses values that are not tensors. torch reads the tensors
 themselves with ``torch.load(weights_only=True)``.
 
 NOTE [ Every byte is checked ]
-`DigestWriter` puts a digest of each part, the bytes that hold one rank's piece of a tensor, into the description. A part
-is a zip archive: its own checksums say nothing about the directory that tells where values lie. Each rank checks the parts
-that it is about to read. The description has its digest in run.json, and that file one of itself.
+`DigestWriter` puts a digest of each part, the bytes that hold one rank's piece of a tensor, into the description: a zip
+archive's own checksums say nothing about its directory. Each rank checks the parts that it is about to read. The
+description has its digest in run.json, and that file one of itself.
 """
 
 from __future__ import annotations

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import operator
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from jettison.core.errors import UsageError
+from jettison.train.ranks import World, agreed
 from jettison.train.recipe import DataSection
-
-if TYPE_CHECKING:
-    from jettison.train.ranks import World
-
 
 _BLOCK: Final = 1 << 22  # tokens that are looked at in one go
 _PLACES: Final = 1024  # between both ends, that are looked at when a text is not read whole
@@ -120,50 +118,28 @@ class Survey:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TextRead:
-    """What some ranks found, the first of them first."""
-
-    length: int
-    sample: str
-    blocks: Mapping[int, TextBlock]
-    rank: int
-    other: tuple[int, int] | None = None
-
-
 def surveyed(corpus: Corpus, world: World) -> Survey:
     """See NOTE [ Who reads what ]. All ranks call it.
 
     Raises:
         UsageError: on every rank, about the first that has another text than rank 0.
     """
-    step, first = (1, 0) if corpus.blocks <= _SMALL else (world.size, world.rank)
-
-    def look() -> _TextRead:
-        blocks = {n: corpus.block(n) for n in range(first, corpus.blocks, step)}
-        return _TextRead(length=len(corpus.tokens), sample=corpus.sample, blocks=blocks, rank=world.rank)
-
-    found = world.gathered(world.together(look), _both)
-
-    def whole() -> Survey:
-        assert found is not None
-        if found.other is not None:
-            rank, length = found.other
-            raise UsageError(
-                f"data: rank {rank} has another text than rank 0: {length} tokens and {found.length}"
-                f"{', of which some differ' if length == found.length else ''}; expected the same under one name "
+    is_small, length = corpus.blocks <= _SMALL, len(corpus.tokens)
+    own = range(corpus.blocks) if is_small else range(world.rank, corpus.blocks, world.size)
+    blocks = world.together(lambda: {number: corpus.block(number) for number in own})
+    text = length, corpus.sample, blocks if is_small else None
+    expected: tuple[int, str, object] = world.from_leader(lambda: text)
+    other = world.first(None if text == expected else (world.rank, length))
+    if other is not None:
+        raise agreed(
+            UsageError(
+                f"data: rank {other[0]} has another text than rank 0: {other[1]} tokens and {expected[0]}"
+                f"{', of which some differ' if other[1] == expected[0] else ''}; expected the same under one name "
                 "on every machine"
             )
-        return Survey.of([found.blocks[number] for number in range(corpus.blocks)])
-
-    return world.from_leader(whole)
-
-
-def _both(one: _TextRead, more: _TextRead) -> _TextRead:
-    alike = all(one.blocks.get(number, block) == block for number, block in more.blocks.items())
-    differs = (one.length, one.sample) != (more.length, more.sample) or not alike
-    other = one.other or ((more.rank, more.length) if differs else more.other)
-    return replace(one, blocks={**more.blocks, **one.blocks}, other=other)
+        )
+    found = world.gathered(blocks, operator.or_)
+    return world.from_leader(lambda: Survey.of([(found or {})[number] for number in range(corpus.blocks)]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from jettison.core.progress import Progress, silent
 from jettison.models.pretrained import INDEX, HubForm, open_weights
 from jettison.train.checkpoint_reading import DAMAGE, reason
 from jettison.train.engine import Engine, named_parameters
-from jettison.train.log import partial_of, remove, sync_folder, write_durably
+from jettison.train.log import partial_of, put_in_place, write_durably
 from jettison.train.ranks import World, agreed, joined, same_everywhere, waiting_for
 from jettison.train.recipe import ExportSection, TrainRecipe
 from jettison.train.setup import Session, prepare
@@ -111,11 +111,7 @@ def _complete(partial: Path, folder: Path, form: HubForm, whole: Mapping[str, An
     found = open_weights(partial).tensors
     if {name: (tuple(entry.size), entry.dtype) for name, entry in found.items()} != dict(whole):
         raise UsageError(f"{partial / INDEX} does not name the tensors that were written")
-    sync_folder(partial)
-    if folder.exists():
-        remove(folder)
-    partial.rename(folder)
-    sync_folder(folder.parent)
+    put_in_place(partial, folder)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -275,6 +275,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def put_in_place(partial: Path, final: Path) -> None:
+    """Rename a folder that is written, and whose files are on the disk, to what it is called."""
+    sync_folder(partial)
+    if final.exists():
+        remove(final)
+    partial.rename(final)
+    sync_folder(final.parent)
+
+
 def remove(path: Path) -> None:
     """A file or a folder; a folder is incomplete from the first moment on."""
     if path.suffix != PARTIAL:

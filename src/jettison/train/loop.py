@@ -42,7 +42,7 @@ from jettison.train.ranks import (
 )
 from jettison.train.recipe import TrainRecipe
 from jettison.train.setup import Session, prepare
-from jettison.verify.environment import environment
+from jettison.verify.timing import environment
 
 _SKIPPED_IN_A_ROW: Final = 10
 """After so many it is not the batch: the weights are spoilt, and skipping changes nothing."""

@@ -1,10 +1,9 @@
 """The optimizer: its groups, its state by name, and what all ranks know of a step before it takes one.
 
 NOTE [ One sum a step ]
-The norm of the gradient has to be summed over all ranks before weights may change. Whether some rank was asked to stop,
-or could not save, and the loss, are numbers beside it in the same message. So ranks stop after the same step, though a
-signal reaches them at different moments, or only one of them: whatever a rank knew when it sent its share, all know
-when they have the sum, and a signal that comes later is in the next one. No message is sent for it, and nobody polls.
+The norm of the gradient is summed over all ranks before weights may change. The loss, whether some rank was asked to
+stop, and whether one could not save, are numbers beside it in the same message. So ranks stop after the same step,
+though a signal reaches them at different moments, or only one of them; a signal that comes later is in the next sum.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """The ranks of a run: under torchrun as many as it started, else this process alone.
 
 NOTE [ What ranks say ]
-Tensors of the steps go through process groups. Everything else that ranks say to each other (what went wrong where,
-whose plan it is, who reads which text) is said a few times in a run and goes through the ranks' store, in a tree
-(NOTE [ A tree of ranks ]). A gloo group for it would be a socket from each rank to each other one. What is known anew
-in every step, such as whether some rank was asked to stop, travels with the sum of the gradient's squares
-(NOTE [ One sum a step ]).
+Tensors of the steps go through process groups. What is said a few times in a run (what went wrong where, whose plan it
+is, who reads which text) goes through the ranks' store, in a tree (NOTE [ A tree of ranks ]): a gloo group for it would
+be a socket from each rank to each other one. What is known anew in every step travels with the sum of the gradient's
+squares (NOTE [ One sum a step ]).
 """
 
 from __future__ import annotations

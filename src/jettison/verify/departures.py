@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
+from jettison.core.objects import swapped
 from jettison.verify.gradients import differing_elements, tensor_bytes
 
 _RECOMPUTES = "_recomputation_hook."  # hooks by which torch's checkpoint collects what it computes again
@@ -47,6 +48,14 @@ class Departure:
     became: str
     differing_elements: int | None = None
     max_absolute_difference: float | None = None
+
+    @classmethod
+    def between(cls, before: Tensor | None, now: Tensor | None, became: str, *, was: str, **more: Any) -> Departure:
+        """Count elements where both values are there and of one form."""
+        counts: tuple[int | None, float | None] = (None, None)
+        if before is not None and now is not None and was == became:
+            counts = differing_elements(before, now)
+        return cls(was=was, became=became, differing_elements=counts[0], max_absolute_difference=counts[1], **more)
 
     def sentence(self) -> str:
         """For people."""
@@ -105,18 +114,16 @@ class ValueWatch:
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Of steps that run in here."""
         names = {module: name for name, module in model.named_modules()}
-        hooks: Any = torch._C._autograd
-        push = hooks._push_saved_tensors_default_hooks
-        hooks._push_saved_tensors_default_hooks = lambda pack, unpack: push(*self._watched(pack, unpack))
+        push: Any = torch._C._autograd._push_saved_tensors_default_hooks
+        watched = {push.__name__: lambda pack, unpack: push(*self._watched(pack, unpack))}
         before = register_module_forward_pre_hook(lambda module, args: self._enters(names.get(module), args))
         after = register_module_forward_hook(lambda module, _, output: self._leaves(names.get(module), output))
         try:
-            with _RunningFunctions(self.calling):
+            with swapped(torch._C._autograd, **watched), _RunningFunctions(self.calling):
                 yield
         finally:
             before.remove()
             after.remove()
-            hooks._push_saved_tensors_default_hooks = push
 
     def _watched(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> tuple[Any, Any]:
         if pack.__qualname__.startswith(_RECOMPUTES):
@@ -216,22 +223,12 @@ class ValueWatch:
         )
 
     def _compare(self, seen: _ForwardValue, value: Any, op: str) -> None:
-        form = form_of(value)
-        if form == seen.form and _digest(value) == seen.digest:
+        if form_of(value) == seen.form and _digest(value) == seen.digest:
             return
-        counts: tuple[int | None, float | None] = (None, None)
-        now = _first(value)
-        if seen.value is not None and now is not None and form == seen.form:
-            counts = differing_elements(seen.value, now.detach())
+        was, now = (None if one is None else one.detach() for one in (seen.value, _first(value)))
         self.found.append(
-            Departure(
-                module=seen.module,
-                op=op,
-                position=seen.position,
-                was=seen.form,
-                became=form,
-                differing_elements=counts[0],
-                max_absolute_difference=counts[1],
+            Departure.between(
+                was, now, form_of(value), module=seen.module, op=op, position=seen.position, was=seen.form
             )
         )
 

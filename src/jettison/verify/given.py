@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from jettison.capture.model_trace import LossFn, expect_module
 from jettison.core.errors import ProofFailed, UnsupportedModule, UsageError
+from jettison.core.objects import swapped
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.report.proof import Proof
 from jettison.runtime.planned import PlannedForward
@@ -147,11 +148,9 @@ def _left_out(plain: Side) -> LeftOut:
 
 def _check_runs(theirs: Side, start: Any) -> None:
     """Whether a step works at all as the model is."""
-    side, watch = replace(theirs, model=independent_copy(theirs.model), optimizer=None), ValueWatch()
-    set_random_state(start)
+    watch = ValueWatch()
     try:
-        with watch.watching(side.model):
-            side.step()
+        _step_of_a_copy(theirs, start, watch)
     except CheckpointError as error:
         where = f" in {watch.failed_in}" if watch.failed_in else ""
         named = f" ({watch.failed_at})" if watch.failed_at else ""
@@ -160,32 +159,28 @@ def _check_runs(theirs: Side, start: Any) -> None:
 
 
 def _repeats(theirs: Side, start: Any, repeats: int) -> bool:
-    first = None
-    for _ in range(repeats):
-        side = replace(theirs, model=independent_copy(theirs.model), optimizer=None)
-        set_random_state(start)
+    models = [_step_of_a_copy(theirs, start) for _ in range(min(repeats, 1))]
+    return all(compare_gradients(*models, _step_of_a_copy(theirs, start)).identical for _ in range(1, repeats))
+
+
+def _step_of_a_copy(theirs: Side, start: Any, watch: ValueWatch | None = None) -> nn.Module:
+    """Return a copy of the model after a step from this state of the random streams, which may be watched."""
+    side = replace(theirs, model=independent_copy(theirs.model), optimizer=None)
+    set_random_state(start)
+    with nullcontext() if watch is None else watch.watching(side.model):
         side.step()
-        if first is None:
-            first = side.model
-        elif not compare_gradients(first, side.model).identical:
-            return False
-    return True
+    return side.model
 
 
 def _departures(theirs: Side, start: Any) -> tuple[tuple[Departure, ...], ValueWatch]:
     """The first tensors whose values depart, elements counted for the first of them; and what was watched."""
 
-    def watched(keep: Departure | None) -> ValueWatch:
-        side, watch = replace(theirs, model=independent_copy(theirs.model)), ValueWatch(keep=keep)
-        set_random_state(start)
-        with watch.watching(side.model):
-            side.step()
-        return watch
-
-    watch = watched(None)
+    watch = ValueWatch()
+    _step_of_a_copy(theirs, start, watch)
     found = watch.departures[:MAX_DEPARTURES]
     if found:
-        counted = [one for one in watched(found[0]).departures if one.position == found[0].position]
+        _step_of_a_copy(theirs, start, counting := ValueWatch(keep=found[0]))
+        counted = [one for one in counting.departures if one.position == found[0].position]
         found[:1] = counted[:1] or found[:1]
     return tuple(found), watch
 
@@ -231,9 +226,6 @@ def plainly() -> Iterator[LeftOut]:
     What drops or moves tensors in an autograd function of its own (Megatron's, DeepSpeed's) still does.
     """
     found = LeftOut()
-    hooks: Any = torch._C._autograd
-    push, pop = hooks._push_saved_tensors_default_hooks, hooks._pop_saved_tensors_default_hooks
-    reentrant = checkpoints.CheckpointFunction
 
     class Plain:
         @staticmethod
@@ -244,10 +236,9 @@ def plainly() -> Iterator[LeftOut]:
     def leave_out(*_: Callable[[Tensor], Any]) -> None:
         found.hooks += 1
 
-    hooks._push_saved_tensors_default_hooks, hooks._pop_saved_tensors_default_hooks = leave_out, lambda: None
-    checkpoints.CheckpointFunction = Plain
-    try:
+    push, pop = "_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"
+    with (
+        swapped(torch._C._autograd, **{push: leave_out, pop: lambda: None}),
+        swapped(checkpoints, CheckpointFunction=Plain),
+    ):
         yield found
-    finally:
-        hooks._push_saved_tensors_default_hooks, hooks._pop_saved_tensors_default_hooks = push, pop
-        checkpoints.CheckpointFunction = reentrant

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,6 @@ from torch import Tensor, nn
 
 from jettison.capture.object_copies import share_finalized, without_finalizers
 from jettison.runtime.copies import trains_plainly
-
-LossOf = Callable[[nn.Module, Any], Tensor]
-OptimizerFactory = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -43,15 +40,6 @@ class GradientReport:
     def identical(self) -> bool:
         """True if at least one gradient was compared and none differs in any bit."""
         return self.compared > 0 and not self.differences
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "identical": self.identical,
-            "compared": self.compared,
-            "without_gradient": list(self.without_gradient),
-            "differences": [vars(difference) for difference in self.differences],
-        }
 
 
 def independent_copy(model: nn.Module) -> nn.Module:
@@ -108,22 +96,6 @@ def compare_gradients(model_a: nn.Module, model_b: nn.Module) -> GradientReport:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal in shape, dtype and every bit."""
     return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(_bits(a), _bits(b)))
-
-
-def run_steps(
-    model: nn.Module, batches: Iterable[Any], optimizer_factory: OptimizerFactory | None, loss_of: LossOf
-) -> tuple[str, ...]:
-    """Train over `batches`; the losses' bits, as hexadecimal of their bytes. Gradients of the last step remain."""
-    optimizer = optimizer_factory(model.parameters()) if optimizer_factory is not None else None
-    losses = []
-    for batch in batches:
-        model.zero_grad(set_to_none=True)
-        loss = loss_of(model, batch)
-        loss.backward()
-        if optimizer is not None:
-            optimizer.step()
-        losses.append(tensor_bytes(loss).hex())
-    return tuple(losses)
 
 
 def rng_digest(generators: Mapping[str, torch.Generator] | None = None) -> str:

@@ -19,6 +19,7 @@ from jettison.capture.stub import forwards
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import UsageError
+from jettison.core.objects import swapped
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.ledger.program import Program
 from jettison.planner import Applied, apply, auto_checkpoint
@@ -35,7 +36,7 @@ from jettison.solve.plan import Plan, PlanTensor, policy_word
 from jettison.solve.policy import CheckpointPolicy, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
 from jettison.verify.departures import Departure, form_of
-from jettison.verify.gradients import differing_elements, independent_copy, tensor_bytes
+from jettison.verify.gradients import independent_copy, tensor_bytes
 from jettison.verify.side_by_side import (
     MAX_DEPARTURES,
     ROUNDS,
@@ -280,11 +281,8 @@ class _PackListener:
             self.packed.append((frame.name, packed))
             return packed
 
-        Frame.enter, Frame.pack = entering, packing  # type: ignore[method-assign,assignment]
-        try:
+        with swapped(Frame, enter=entering, pack=packing):
             yield
-        finally:
-            Frame.enter, Frame.pack = enter, pack  # type: ignore[method-assign,assignment]
 
     @contextmanager
     def loss(self) -> Iterator[None]:
@@ -403,11 +401,10 @@ def every_value() -> Iterator[ValuesSeen]:
             _compare(seen, frame, had, plain(tensor).detach())
         return tensor
 
-    Frame.pack, Frame.recompute = packing, recomputing  # type: ignore[method-assign,assignment]
     try:
-        yield seen
+        with swapped(Frame, pack=packing, recompute=recomputing):
+            yield seen
     finally:
-        Frame.pack, Frame.recompute = pack, recompute  # type: ignore[method-assign]
         seen.departures.sort(key=lambda one: one.position)
 
 
@@ -418,15 +415,14 @@ def _compare(seen: ValuesSeen, frame: Frame, had: _Kept, now: Tensor) -> None:
     if was == became and tensor_bytes(had.tensor) == tensor_bytes(now):
         return
     slot = frame.recipe.trace.program.slots[had.handle.index]
-    counts = differing_elements(had.tensor, now) if was == became else (None, None)
     seen.departures.append(
-        Departure(
+        Departure.between(
+            had.tensor,
+            now,
+            became,
+            was=was,
             module=".".join(filter(None, (frame.name, slot.path))),
             op=slot.op or "the start",
             position=had.position,
-            was=was,
-            became=became,
-            differing_elements=counts[0],
-            max_absolute_difference=counts[1],
         )
     )

@@ -24,9 +24,8 @@ from jettison.ledger.levels import PhaseLevels, StepLevels
 from jettison.report.proof import Proof
 from jettison.runtime.planned import PlannedForward
 from jettison.traces.timeline import Label, MemoryTimeline, TimelineWriter
-from jettison.verify.environment import environment
 from jettison.verify.gradients import buffer_digest, compare_gradients, parameter_digest, rng_digest, same_bits
-from jettison.verify.timing import interleaved
+from jettison.verify.timing import environment, interleaved
 
 STEPS = 3  # the first one makes the optimizer's state, the second and third use it
 MAX_DEPARTURES = 5

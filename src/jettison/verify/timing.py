@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
+import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
+
+from jettison import __version__
+from jettison.core.process import cores
+from jettison.core.units import format_bytes
 
 Clock = Callable[[], float]
 
@@ -28,10 +34,6 @@ class CaseTiming:
     ratio_high: float
     seconds: tuple[float, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, every sample included."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TimingReport:
@@ -43,10 +45,6 @@ class TimingReport:
 
     def __getitem__(self, name: str) -> CaseTiming:
         return next(case for case in self.cases if case.name == name)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {"baseline": self.baseline, "rounds": self.rounds, "cases": [case.to_json() for case in self.cases]}
 
 
 def interleaved(
@@ -134,3 +132,36 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+# environment ----------------------------------------------------------------------------------------------------------
+#
+# What a figure was measured on, in words: versions, cores, accelerator. Nothing that names a machine or its owner
+
+
+_PACKAGES = ("transformers", "numpy")
+
+
+def environment() -> dict[str, str]:
+    """Names and values in the order in which to show them."""
+    found = {
+        "jettison": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: text for name in _PACKAGES if name in sys.modules and (text := _version(name)) is not None},
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu cores": str(cores()),
+        "threads": str(torch.get_num_threads()),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found["accelerator"] = f"{properties.name}, {format_bytes(properties.total_memory)}"
+        found["cuda"] = str(torch.version.cuda)
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

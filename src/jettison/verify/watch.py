@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Protocol
@@ -25,7 +26,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-import jettison
 from jettison.capture.model_trace import expect_module
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes
@@ -37,7 +37,7 @@ from jettison.dryrun.counter import AllocationCounter, static_tensors
 
 HISTORY: Final = 200_000
 """Events of the caching allocator that are kept for a snapshot."""
-_FOLDERS: Final = tuple(f"{folder}{os.sep}" for folder in (*torch.__path__, *jettison.__path__))
+_FOLDERS: Final = tuple(f"{folder}{os.sep}" for folder in (*torch.__path__, Path(__file__).parents[1]))
 _ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -108,7 +108,7 @@ class LoopWatch:
     def given(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         """The model is called: the largest batch of a step is kept."""
         shapes = [list(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        elements = sum(_product(shape) for shape in shapes)
+        elements = sum(map(prod, shapes))
         if self._batch is None or elements > self._batch[1]:
             self._batch = ", ".join(str(shape) for shape in shapes[:3]), elements
 
@@ -160,13 +160,6 @@ def _on_cuda(model: nn.Module | None) -> bool:
     if model is None:
         return torch.cuda.is_available()
     return any(parameter.is_cuda for parameter in model.parameters())
-
-
-def _product(shape: list[int]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size
 
 
 class CudaLoopMeter:
