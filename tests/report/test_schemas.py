@@ -101,7 +101,7 @@ def test_what_a_handle_and_a_run_say() -> None:
 
     import jettison
     from jettison.train.export import ExportResult
-    from jettison.train.log import TrainResult
+    from jettison.train.run_folder import TrainResult
 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)))
     batch = (torch.randn(4, 8),)

@@ -18,9 +18,9 @@ from jettison.cli.train import train
 from jettison.core.errors import Infeasible, UsageError
 from jettison.core.parse_units import parse_bytes
 from jettison.report.schemas import check
-from jettison.train.log import RunLog, TrainResult
 from jettison.train.ranks import RankLost
 from jettison.train.recipe import CheckpointSection, ModelSection, OptimizerSection
+from jettison.train.run_folder import RunLog, TrainResult
 from support.patience import PATIENCE
 from support.train_runs import command, curve, environment, lines, tensors_of, tiny
 

@@ -20,8 +20,8 @@ from jettison.core.errors import UsageError
 from jettison.train.build_model import Built, shifted_within, vocabulary
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.data import Corpus
-from jettison.train.log import LOCK, claimed
 from jettison.train.recipe import BatchSection, CheckpointSection, DataSection, LogSection, ModelSection, TrainRecipe
+from jettison.train.run_folder import LOCK, claimed
 from support.patience import PATIENCE
 
 GPT = ModelSection(architecture="gpt", layers=2, hidden=32, heads=4)
@@ -48,7 +48,7 @@ def saved(folder: Path) -> list[str]:
 def test_folders_are_tried_before_anything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As root no permission is in the way: the disk has to refuse by itself."""
     said: list[str] = []
-    monkeypatch.setattr("jettison.train.log.os.fsync", full)
+    monkeypatch.setattr("jettison.train.run_folder.os.fsync", full)
     with pytest.raises(UsageError, match=r"^log.folder: cannot write to .*: No space left on device; make"):
         train(recipe(tmp_path), progress=said.append)
     assert said == [] and not (tmp_path / "ck").exists() and not (tmp_path / "log").exists()
@@ -88,7 +88,7 @@ def test_what_cannot_be_cleared_away_is_said(tmp_path: Path, monkeypatch: pytest
     def denied(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("jettison.train.log.shutil.rmtree", denied)
+    monkeypatch.setattr("jettison.train.run_folder.shutil.rmtree", denied)
     with pytest.raises(
         UsageError, match=r"^checkpoint.folder: .*step-00000002.partial, left by a run .*cannot be removed"
     ):
@@ -195,7 +195,7 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
 
 def test_the_lock_of_a_process_that_died_is_taken_over(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from jettison.train.log import claimed\n"
+        "import os, sys; from pathlib import Path; from jettison.train.run_folder import claimed\n"
         "with claimed({'x': Path(sys.argv[1])}, leads=True, rank=0, warn=print):\n"
         "    print(os.getpid(), flush=True); os._exit(9)"
     )

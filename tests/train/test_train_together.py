@@ -110,7 +110,7 @@ def texts(folder: Path) -> dict[str, str]:
 
 def probe(folder: Path) -> str:
     """Rank 1 alone cannot write."""
-    from jettison.train import log as run_folder
+    from jettison.train import run_folder
 
     before: Callable[..., None] = run_folder.write_durably
 

@@ -32,10 +32,8 @@ from jettison.verify.gradients import independent_copy, tensor_bytes
 
 # hazards --------------------------------------------------------------------------------------------------------------
 #
-# What in a model makes recompute silently wrong, seen in one step of it: a forward and a backward, watched
 # Whoever runs a block's Python again in backward relies on the block giving the same tensors twice, and on nothing else
-# noticing. Each hazard is a way in which that fails without an error. Blocks that do run again in the step have it now;
-# for the others it waits until somebody switches checkpointing on.
+# noticing. Each hazard is a way in which that fails without an error.
 
 
 _CHOICES: Final = (
@@ -305,7 +303,7 @@ class _Ops(TorchDispatchMode):
                 )
 
 
-# doctor model --------------------------------------------------------------------------------------------------------
+# findings -------------------------------------------------------------------------------------------------------------
 
 
 SCHEMA: Final = "jettison.doctor_model/1"

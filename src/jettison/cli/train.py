@@ -21,8 +21,8 @@ from jettison.report.console import hint, progress
 
 if TYPE_CHECKING:
     from jettison.train.export import ExportResult
-    from jettison.train.log import TrainResult
     from jettison.train.recipe import PlanSection, TrainRecipe
+    from jettison.train.run_folder import TrainResult
 
 
 def command(

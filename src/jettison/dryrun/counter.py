@@ -543,7 +543,7 @@ def number_bytes(func: Any, args: tuple[Any, ...]) -> int:
     return 1 if isinstance(args[1], bool) else 16 if isinstance(args[1], complex) else 8
 
 
-# Which tensors are alive before a step, and how many bytes lie under them ---------------------------------------------
+# tensors that are alive before a step ---------------------------------------------------------------------------------
 
 
 def unique_bytes(tensors: Iterable[Tensor]) -> int:
@@ -567,7 +567,7 @@ def static_tensors(
     return (*parameters, *gradients, *model.buffers(), *others)
 
 
-# What an accelerator's allocator holds beside the tensors of a step ---------------------------------------------------
+# what an allocator holds beside them ----------------------------------------------------------------------------------
 
 
 def elsewhere_bytes(model: nn.Module, batch: Any = (), optimizer: torch.optim.Optimizer | None = None) -> int:

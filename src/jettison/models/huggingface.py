@@ -230,9 +230,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# batches --------------------------------------------------------------------------------------------------------------
+# batches of random tokens, pixels or sound ----------------------------------------------------------------------------
 #
-# Batches of random tokens, pixels or sound for a model of transformers, with labels where its loss wants them
 # Always real tensors, since a forward may look at them. What a model takes is read off its class and its configuration.
 
 

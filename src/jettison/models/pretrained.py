@@ -1,4 +1,4 @@
-"""A folder of weights in Hugging Face's layout: which tensors it has, where, and what a model calls them.
+"""A folder of weights in Hugging Face's layout, read and written: its tensors, their names in a model, its config.json.
 
     FOLDER/config.json
     FOLDER/model.safetensors, or several files and model.safetensors.index.json, which says what is in which
@@ -190,9 +190,7 @@ def _said(what: str, names: Sequence[str]) -> list[str]:
     return [f"{what} {', '.join(names[:3])}{more}"] if names else []
 
 
-# llama names ----------------------------------------------------------------------------------------------------------
-#
-# The `Llama` of record as transformers has it: names of tensors, and configurations, in both directions
+# names and sizes of the `Llama` of record in transformers -------------------------------------------------------------
 
 
 _TYPE, _FORM = next((one["model_type"], one) for one in ARCHITECTURES.values() if "hub" in one)
@@ -241,9 +239,7 @@ def hub_values(config: LlamaConfig, *, positions: int) -> dict[str, Any]:
     }
 
 
-# hub form -------------------------------------------------------------------------------------------------------------
-#
-# How a model is written for `from_pretrained`: names of tensors there, its config.json, and files that go with it
+# writing for `from_pretrained` ----------------------------------------------------------------------------------------
 
 
 BESIDE: Final = (

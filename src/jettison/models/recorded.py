@@ -256,7 +256,7 @@ def _number(config: Any, *names: str) -> int:
     return 0
 
 
-# A traced model as the regions of a described one: what is around its blocks, and the blocks --------------------------
+# regions of a trace ---------------------------------------------------------------------------------------------------
 #
 # NOTE [ Around the blocks ]
 # What no block's result leads to stands before the blocks. What a result leads to, and leads to a block again (the norm
@@ -486,12 +486,10 @@ def _output(cls: BlockClass) -> int:
     return chosen[0].buffer
 
 
-# recorded tape --------------------------------------------------------------------------------------------------------
+# a recorded program as a tape -----------------------------------------------------------------------------------------
 #
-# A recorded program, or a part of it, as a tape: its ops with their inputs, weights and what autograd kept of each
 # Ops keep their numbers, so that what is decided on the program can be timed on the tape. Which op keeps a saved tensor
-# is told by when autograd saved it: results after their op ran, arguments before. A value passes a gradient on where it
-# has numbers with a fraction and comes from a weight or from the stream.
+# is told by when autograd saved it: results after their op ran, arguments before.
 
 
 _PASSES: Final = frozenset({"add", "add_", "sub", "clone", "alias"})
@@ -685,10 +683,10 @@ def weight_of(name: str, tensor: Tensor, *, tied: bool = False) -> Weight:
     return Weight(name=name, shape=tuple(tensor.shape), places=(), nbytes=nbytes, numel=numel, tied=tied)
 
 
-# Towers beside a text model in closed form: their weights, as transformers builds them --------------------------------
+# towers beside a text model in closed form ----------------------------------------------------------------------------
 #
-# A tower sees images or sound, and a batch of text alone does not run it. Its weights are there all the same, with
-# gradients and optimizer state where they train: that is counted, exactly; what it would save and compute is not.
+# A batch of text does not run a tower of images or sound. Its weights, gradients and optimizer state are counted;
+# what it would save and compute is not.
 
 
 def with_towers(model: ModelSpec, values: Mapping[str, Any]) -> ModelSpec | None:

@@ -294,14 +294,12 @@ def _flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) ->
     return int(2 * b * a * m * k[2] * (d + v[3]))
 
 
-# Context parallelism for the models that are known: what stands in the place of attention's core ----------------------
+# models that are known ------------------------------------------------------------------------------------------------
 #
-# Known are the models of record, and transformers' models of which `known_models` knows the layers. In a model of
-# record the core is an attribute of each attention; in transformers it is a function that the configuration names,
-# and a name of ours is registered there, as other people's kernels are (`AttentionInterface.register`).
-#
-# A model is then called with this rank's tokens and their positions (`Context.take`, `Context.positions`), and with
-# labels that were shifted before they were taken.
+# Known are the models of record, whose attentions have their core as an attribute, and transformers' models of which
+# `known_models` knows the layers: there the core is a function that the configuration names, and ours is registered
+# (`AttentionInterface.register`). A model is then called with this rank's tokens and their positions (`Context.take`,
+# `Context.positions`), and with labels that were shifted before they were taken.
 
 
 NAME: Final = "jettison_context"

@@ -78,11 +78,10 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = DTensor.from_local(part.view_as(local), mesh, [Replicate()], run_check=False)
 
 
-# FSDP2 in units that recipes can use: one for each block, and one for the rest ----------------------------------------
+# FSDP2, a unit for each block -----------------------------------------------------------------------------------------
 #
-# What a recipe computes again it computes while its block's parameters are gathered for the block's own backward, so
-# that nothing is gathered twice. A plan may be applied before or after; see `jettison.capture.sharded` for what
-# happens then.
+# What a recipe recomputes it computes while its block's parameters are unsharded for the block's own backward, so that
+# nothing is all-gathered twice. A plan may be applied before or after; see `jettison.capture.sharded`.
 
 
 def shard_blocks(

@@ -300,15 +300,15 @@ def _keeping_parameters() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-# What a rank's model is called with: documents kept apart, and a part of every sequence -------------------------------
+# documents kept apart, and a part of every sequence -------------------------------------------------------------------
 #
-# Rows are windows of one long text; a token that the recipe names may end a document. Attention then stays within
-# documents, and positions are counted from their beginnings. What comes first in a document is still predicted from the
-# end of the one before: every token counts in the loss, so that it is the same mean on every layout.
+# A token that the recipe names may end a document: attention stays within documents, and positions count from their
+# beginnings. What comes first in a document is still predicted from the end of the one before, so that the loss is the
+# same mean on every layout.
 #
-# With context parallelism labels are shifted before they are cut, so that a token at the end of a rank's piece is
-# asked for what follows it on another rank. Every rank's loss is the mean over its tokens, as many as any other's, so
-# that the mean over ranks, which data parallelism takes of gradients, is that over all tokens.
+# With context parallelism labels are shifted before they are cut. Every rank's loss is the mean over its tokens, as
+# many as any other's, so that the mean over ranks, which data parallelism takes of gradients, is that over all
+# tokens.
 
 
 _NEEDED: Final = ("input_ids", "labels", "position_ids", "attention_mask")

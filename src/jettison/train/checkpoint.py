@@ -39,9 +39,9 @@ from jettison.train.checkpoint_reading import (
     load_tensors,
     reason,
 )
-from jettison.train.log import PARTIAL, put_in_place, remove, sync_folder, write_durably
 from jettison.train.ranks import World, agreed, sockets_when_used
 from jettison.train.recipe import CheckpointSection, ModelSection, OptimizerSection, TrainRecipe
+from jettison.train.run_folder import PARTIAL, put_in_place, remove, sync_folder, write_durably
 
 SCHEMA: Final = "jettison.checkpoint/3"
 RUN: Final = "run.json"

@@ -237,14 +237,13 @@ def _hub_tokens(section: DataSection) -> Any:
     return np.concatenate([np.asarray(row, dtype=np.uint32) for row in rows])
 
 
-# Which sequences a step trains on, and every seed: functions of (seed, position). No torch, no state ------------------
+# the order of the data, and every seed --------------------------------------------------------------------------------
 #
 # NOTE [ Positions ]
 # Nothing about data order or random numbers is carried from step to step. Sequence n of a run (n = step x
-# global_batch + its place in the batch) is a window of the text that `ShuffledOrder` finds from n alone, and random
-# streams are seeded for each micro-batch from (seed, step, number of the micro-batch in the global batch). A run that
-# is resumed at a step, on whatever layout, therefore continues with the same sequences, and with the same dropout
-# wherever micro-batches are the same: a rank is handed its share of the global batch, not a stream of its own.
+# global_batch + its place in the batch) is a window that `ShuffledOrder` finds from n alone, and random streams are
+# seeded for each micro-batch from (seed, step, its number in the global batch). So a run that is resumed on whatever
+# layout continues with the same sequences, and with the same dropout wherever micro-batches are the same.
 
 
 _ROUNDS = 4

@@ -229,14 +229,13 @@ def undisturbed(engine: Engine) -> Iterator[None]:
         streams.restore()
 
 
-# dry step -------------------------------------------------------------------------------------------------------------
+# a dry step, for a planner --------------------------------------------------------------------------------------------
 #
-# A step of the loop on fake tensors, for a planner: the same engine, over fake copies of this rank's modules
 # NOTE [ Imagined ranks ]
-# Fake copies are cut and sharded as their originals are, on a mesh whose groups send nothing, and torch's own FSDP2
-# and pipeline schedules run on them. So whatever those allocate is counted: gathered parameters, whole gradients
-# before they are scattered, copies for a collective, micro-batches in flight, buffers that are received into. One
-# rank dry-runs alone, since nobody is waited for.
+# Fake copies of this rank's modules are cut and sharded as their originals are, on a mesh whose groups send nothing,
+# and torch's own FSDP2 and pipeline schedules run on them. So whatever those allocate is counted: unsharded
+# parameters and gradients, copies for a collective, micro-batches in flight, receive buffers. One rank dry-runs
+# alone.
 
 
 class LoopStep:

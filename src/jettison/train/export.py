@@ -27,9 +27,9 @@ from jettison.core.progress import Progress, silent
 from jettison.models.pretrained import INDEX, HubForm, open_weights
 from jettison.train.checkpoint_reading import DAMAGE, reason
 from jettison.train.engine import Engine, named_parameters
-from jettison.train.log import partial_of, put_in_place, write_durably
 from jettison.train.ranks import World, agreed, joined, same_everywhere, waiting_for
 from jettison.train.recipe import ExportSection, TrainRecipe
+from jettison.train.run_folder import partial_of, put_in_place, write_durably
 from jettison.train.setup import Session, prepare
 
 _SCHEMA: Final = "jettison.weights/1"

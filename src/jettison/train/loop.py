@@ -26,7 +26,6 @@ from jettison.train.data import derived_seed
 from jettison.train.engine import MicroBatch
 from jettison.train.evaluation import Evaluated, EvaluationSet, evaluate
 from jettison.train.export import export_session
-from jettison.train.log import SCHEMA, RunLog, TrainResult
 from jettison.train.optim import StepTotals, clip, set_rate, squared_norm, step_totals
 from jettison.train.phase_memory import PhasePeaks
 from jettison.train.ranks import (
@@ -41,6 +40,7 @@ from jettison.train.ranks import (
     waiting_for,
 )
 from jettison.train.recipe import TrainRecipe
+from jettison.train.run_folder import SCHEMA, RunLog, TrainResult
 from jettison.train.setup import Session, prepare
 from jettison.verify.timing import environment
 

@@ -31,8 +31,8 @@ from jettison.planner.planner import fingerprint
 from jettison.runtime.chunked_loss import Hold, holding
 from jettison.runtime.offload import place_of
 from jettison.solve.plan import Plan
-from jettison.train.log import plan_name
 from jettison.train.recipe import PlanSection
+from jettison.train.run_folder import plan_name
 
 
 @dataclass(frozen=True, kw_only=True)

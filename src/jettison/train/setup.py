@@ -33,7 +33,6 @@ from jettison.train.checkpoint import Checkpoints, RunState, described_model, op
 from jettison.train.data import Batches, ShuffledOrder, Survey, derived_seed, open_corpus, surveyed
 from jettison.train.engine import Engine, LoopStep, WholeModel, alive, named_parameters
 from jettison.train.evaluation import EvaluationSet, evaluation_set
-from jettison.train.log import claimed, require_place
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
 from jettison.train.phase_memory import MemoryMeter
 from jettison.train.pipeline import Pipeline
@@ -41,6 +40,7 @@ from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import RankDecision, RankModule, RankPlans, carry_out, decide
 from jettison.train.ranks import World, agreed
 from jettison.train.recipe import LogSection, PlanSection, TrainRecipe
+from jettison.train.run_folder import claimed, require_place
 
 
 @dataclass(kw_only=True)
@@ -361,10 +361,10 @@ def _found(checkpoints: Checkpoints | None, recipe: TrainRecipe, *, must_resume:
     return found
 
 
-# How much work a step is, and what share of the devices' peak that comes to -------------------------------------------
+# work of a step -------------------------------------------------------------------------------------------------------
 #
-# MFU counts what the model needs: one forward, and two for its backward; HFU also counts what is computed again. A
-# multiply-add is 2, attention counts in full whatever its mask hides, and only matrix products and attention count.
+# MFU counts one forward and two for its backward; HFU also counts recomputation. A multiply-add is 2, attention
+# counts in full whatever its mask hides, and only matmuls and attention count.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -275,9 +275,7 @@ def device_name(model: nn.Module) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-# allocations ----------------------------------------------------------------------------------------------------------
-#
-# What an `AllocationCounter` saw, as a timeline: of a real step or of a dry run, operator by operator
+# the step as a timeline -----------------------------------------------------------------------------------------------
 
 
 STATIC = "static"

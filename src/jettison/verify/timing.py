@@ -1,4 +1,4 @@
-"""Step times that can be compared on a noisy machine: interleaved rounds, with ratios taken inside each round."""
+"""Step times that can be compared on a noisy machine, with ratios taken inside each round; and what machine it is."""
 
 from __future__ import annotations
 
@@ -134,16 +134,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-# environment ----------------------------------------------------------------------------------------------------------
-#
-# What a figure was measured on, in words: versions, cores, accelerator. Nothing that names a machine or its owner
+# what a figure was measured on ----------------------------------------------------------------------------------------
 
 
 _PACKAGES = ("transformers", "numpy")
 
 
 def environment() -> dict[str, str]:
-    """Names and values in the order in which to show them."""
+    """Versions, cores, accelerator, in the order in which to show them. Nothing names a machine or its owner."""
     found = {
         "jettison": __version__,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""What a run writes down, and what it came to: one JSON object a line, and TensorBoard's files where that is installed.
+"""A run's folder: its log, what the run came to, and how one run alone writes there so that it lasts.
 
 log.jsonl has the objects {"event": "start" | "step" | "checkpoint" | "end", ...}; those that start a run name the
 schema. A run that is resumed at a step drops the lines of later steps, which it does again: each step stands there
@@ -222,9 +222,8 @@ class TrainResult:
             yield f"weights for from_pretrained: {self.export}"
 
 
-# run folder -----------------------------------------------------------------------------------------------------------
+# the folder -----------------------------------------------------------------------------------------------------------
 #
-# A run's folders: tried before anything is computed, held by one run at a time, and written so that it lasts
 # NOTE [ One run in a folder ]
 # The leading rank holds an flock on ``run.lock`` for as long as the run goes. The kernel lets go of it when the process
 # ends, however it ends, so a lock that is left over is never in the way; the file says whose it was.
