@@ -146,7 +146,6 @@ class AllocationCounter(TorchDispatchMode):
         self._live_bytes = 0
         self._peak_bytes = 0
         self._mark_peak_bytes = 0
-        self._marks: list[ByteMark] = []
         self._events: list[AllocationEvent] | None = [] if record_events else None
         self._phase = ""
         self._fakes: QuickFakeMode | None = None  # where only its modes are below
@@ -163,11 +162,6 @@ class AllocationCounter(TorchDispatchMode):
         """Highest `live_bytes` (plus workspace) since construction or `reset_peak`."""
         self._settle()
         return self._peak_bytes
-
-    @property
-    def marks(self) -> tuple[ByteMark, ...]:
-        """Every mark so far, in order."""
-        return tuple(self._marks)
 
     @property
     def events(self) -> tuple[AllocationEvent, ...]:
@@ -246,10 +240,9 @@ class AllocationCounter(TorchDispatchMode):
         self._peak_bytes = self._mark_peak_bytes = self._live_bytes
 
     def mark(self, name: str) -> ByteMark:
-        """Record bytes live now and the peak since the last mark; `peak_bytes` is untouched."""
+        """Return bytes live now and the peak since the last mark; `peak_bytes` is untouched."""
         self._settle()
         mark = ByteMark(name=name, live_bytes=self._live_bytes, peak_bytes=self._mark_peak_bytes)
-        self._marks.append(mark)
         self._mark_peak_bytes = self._live_bytes
         return mark
 

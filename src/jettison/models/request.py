@@ -175,7 +175,7 @@ def made_by(factory: str) -> tuple[nn.Module, Any, LossFn | None]:
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         got = ", ".join(type(part).__name__ for part in parts)
         raise UsageError(f"{factory} returned ({got}); expected a model, (model, batch) or (model, batch, loss_fn)")
-    return (*parts, None, None)[:3]  # type: ignore[return-value]
+    return (*parts, None, None)[:3]
 
 
 def named_function(name: str) -> Callable[..., Any]:
@@ -202,4 +202,4 @@ def named_function(name: str) -> Callable[..., Any]:
     if not callable(made):
         names = [key for key, value in vars(found).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise UsageError(f"{name!r}: {module} has no function {function!r}; it has {', '.join(names[:8]) or 'none'}")
-    return made  # type: ignore[no-any-return]
+    return made

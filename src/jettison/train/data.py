@@ -142,6 +142,14 @@ def surveyed(corpus: Corpus, world: World) -> Survey:
     return world.from_leader(lambda: Survey.of([(found or {})[number] for number in range(corpus.blocks)]))
 
 
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Token rows [b, s + 1] on this rank's device, and the seed of every random number drawn on them."""
+
+    rows: Tensor
+    seed: int
+
+
 @dataclass(frozen=True, eq=False)
 class Batches:
     """Micro-batches of a run by position, see NOTE [ Positions ]."""
@@ -155,6 +163,15 @@ class Batches:
         """Micro-batch ``micro`` of the global batch of ``step``, both counted from 0: [b, s + 1] of int64."""
         first = step * self.global_batch + micro * self.micro_batch
         return self.corpus.rows(self.order.window(n) for n in range(first, first + self.micro_batch))
+
+    def share(self, step: int, micros: Iterable[int], device: torch.device, *seeds: int | str) -> list[MicroBatch]:
+        """These micro-batches of a step; each has its position beside ``seeds``."""
+        return [
+            MicroBatch(
+                rows=self.rows(step, micro).to(device, non_blocking=True), seed=derived_seed(*seeds, step, micro)
+            )
+            for micro in micros
+        ]
 
 
 def open_corpus(section: DataSection, seq: int) -> Corpus:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from jettison.core.errors import TraceError, UsageError
 from jettison.dryrun.counter import AllocationCounter
 from jettison.parallel.parameters import forget_forwards
 from jettison.train.build_model import Built
+from jettison.train.data import MicroBatch
 from jettison.train.optim import make_optimizer
 from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import RankModule
@@ -30,14 +31,6 @@ from jettison.train.recipe import OptimizerSection
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Opens a named part of the step, for its peak of memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Token rows [b, s + 1] on this rank's device, and the seed of every random number drawn on them."""
-
-    rows: Tensor
-    seed: int
 
 
 class Engine(ABC):

@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 
 from jettison.core.errors import UsageError
-from jettison.train.data import Batches, InOrder, Survey, derived_seed, open_corpus, surveyed
-from jettison.train.engine import Engine, MicroBatch, undisturbed
+from jettison.train.data import Batches, InOrder, Survey, open_corpus, surveyed
+from jettison.train.engine import Engine, undisturbed
 from jettison.train.ranks import World
 from jettison.train.recipe import TrainRecipe
 
@@ -85,14 +85,7 @@ def evaluate(found: EvaluationSet, engine: Engine, world: World, *, data_rank: i
     with undisturbed(engine):
         for number in range(found.count):
             micros = range(first, first + accumulation)
-            batches = [
-                MicroBatch(
-                    rows=found.batches.rows(number, micro).to(world.device, non_blocking=True),
-                    seed=derived_seed("eval", number, micro),
-                )
-                for micro in micros
-            ]
-            own = engine.evaluate(batches)
+            own = engine.evaluate(found.batches.share(number, micros, world.device, "eval"))
             if own is not None:
                 losses |= {number * of_a_batch + micro: loss for micro, loss in zip(micros, own.tolist(), strict=True)}
     together = world.merged(losses, lambda earlier, later: later | earlier)  # of a micro-batch the first one's word

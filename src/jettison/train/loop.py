@@ -22,8 +22,6 @@ from jettison.core.parse_units import parse_seconds
 from jettison.core.progress import Progress, silent
 from jettison.ledger.levels import StepLevels
 from jettison.train.checkpoint import SaveFailed
-from jettison.train.data import derived_seed
-from jettison.train.engine import MicroBatch
 from jettison.train.evaluation import Evaluated, EvaluationSet, evaluate
 from jettison.train.export import export_session
 from jettison.train.optim import StepTotals, clip, set_rate, squared_norm, step_totals
@@ -193,9 +191,12 @@ class _Loop:
         session, section = self.session, self.session.recipe.optimizer
         rate = section.rate(session.step, session.recipe.steps)
         set_rate(session.optimizer, rate)
-        checkpoints = session.checkpoints
+        checkpoints, first = session.checkpoints, session.data_rank * session.accumulation
+        micros, seed = range(first, first + session.accumulation), session.recipe.seed
         with session.meter.step() as measured:
-            loss = session.engine.forward_backward(self._batches(), self._phase)
+            batches = session.batches.share(session.step, micros, self.world.device, seed, "step")
+            loss = session.engine.forward_backward(batches, self._phase)
+            del batches
             with self._phase("optimizer"):
                 squares = squared_norm(session.parameters, stages=session.layout.pp, copies=set(session.engine.tied))
                 asked, failed = self.stop.name is not None, checkpoints is not None and checkpoints.failed
@@ -215,17 +216,6 @@ class _Loop:
         self.watch.at(f"in the {name} of step {self.session.step + 1}")
         with self.session.meter.phase(name):
             yield
-
-    def _batches(self) -> list[MicroBatch]:
-        session, seed = self.session, self.session.recipe.seed
-        first = session.data_rank * session.accumulation
-        return [
-            MicroBatch(
-                rows=session.batches.rows(session.step, micro).to(self.world.device, non_blocking=True),
-                seed=derived_seed(seed, "step", session.step, micro),
-            )
-            for micro in range(first, first + session.accumulation)
-        ]
 
     # what hangs on it ------------------------------------------------------------------------------------------------
 

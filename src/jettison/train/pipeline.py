@@ -39,8 +39,8 @@ from jettison.models.reference import (
 from jettison.parallel.parameters import forget_forwards
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.spec.layout import Layout, Schedule
-from jettison.train.data import derived_seed
-from jettison.train.engine import Engine, MicroBatch, Phase
+from jettison.train.data import MicroBatch, derived_seed
+from jettison.train.engine import Engine, Phase
 from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import RankModule
 from jettison.train.recipe import BatchSection

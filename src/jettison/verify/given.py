@@ -159,8 +159,8 @@ def _check_runs(theirs: Side, start: Any) -> None:
 
 
 def _repeats(theirs: Side, start: Any, repeats: int) -> bool:
-    models = [_step_of_a_copy(theirs, start) for _ in range(min(repeats, 1))]
-    return all(compare_gradients(*models, _step_of_a_copy(theirs, start)).identical for _ in range(1, repeats))
+    first = _step_of_a_copy(theirs, start)
+    return all(compare_gradients(first, _step_of_a_copy(theirs, start)).identical for _ in range(1, repeats))
 
 
 def _step_of_a_copy(theirs: Side, start: Any, watch: ValueWatch | None = None) -> nn.Module:
