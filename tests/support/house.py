@@ -90,8 +90,10 @@ def _named_in_texts(source: Source, names: frozenset[str]) -> set[str]:
 
 
 def imports(modules: Sequence[Source]) -> set[Import]:
-    """Every import between modules of the package. A package stands for its ``__init__``."""
-    names = frozenset(module.name for module in modules)
+    """Every import between modules of the package, but for the outermost ``__init__``: it is loaded before any of them,
+    and loads none. A room stands for its ``__init__``.
+    """
+    names = frozenset(module.name for module in modules if "." in module.name)
     found = set()
     for module in modules:
         targets = [(name, True, False) for name in _named_in_texts(module, names)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
@@ -13,10 +16,11 @@ from jettison.cli.app import Force, Format, Out, asked, deliver, refuse_to_overw
 from jettison.cli.file_kinds import misplaced
 from jettison.cli.snapshots import is_snapshot
 from jettison.core.errors import UsageError
+from jettison.core.progress import Progress, silent
 from jettison.core.units import format_bytes, format_flops, format_percent, format_seconds
 from jettison.diagnose.facts import MemoryFacts
 from jettison.diagnose.profile_file import ProfilerTrace, is_trace, read_profile
-from jettison.diagnose.slow import slow_findings, snapshot_findings
+from jettison.diagnose.slow import slow_findings, slow_first, snapshot_findings
 from jettison.diagnose.snapshot import Snapshot, facts_of_snapshot, read_snapshot
 from jettison.diagnose.step_profile import PHASES, StepProfile, profile_steps
 from jettison.report.console import progress
@@ -60,8 +64,6 @@ def command(
         require_target(targets[0])
         if (advice := misplaced(Path(targets[0]), "profile")) is not None:  # it would be run
             raise UsageError(advice)
-        from jettison.cli.profile_run import profile_run
-
         with progress() as say:
             said = profile_run(targets[0], steps=steps, gpu=known, trace=trace, progress=say)
     request = asked(targets=targets, steps=steps, gpu=gpu, trace=trace)
@@ -84,6 +86,30 @@ def require_target(target: str) -> None:
             f"there is no file {target}; give a trace, a memory snapshot, a script, or a recipe (a TOML file or "
             "module:name)"
         )
+
+
+def profile_run(
+    target: str, *, steps: int, gpu: Hardware | None = None, trace: Path | None = None, progress: Progress = silent
+) -> FindingsReport:
+    """Run a script or a recipe for some steps, and say what they show.
+
+    Args:
+        target: a Python file, or a recipe as `train` takes it.
+        trace: where the trace is kept.
+
+    Raises:
+        UsageError: there is no such file, or no optimizer of torch's made so many steps.
+    """
+    from jettison.cli.profile_run import record_run
+
+    with tempfile.TemporaryDirectory(prefix="jettison-profile-") as folder:
+        path = Path(folder) / "trace.json" if trace is None else trace
+        seconds = record_run(target, path, steps=steps, progress=progress).seconds
+        report = profile_files([path], gpu)
+    first, usual = seconds[0], median(seconds[1:])  # the first step is not in the trace: it was timed
+    rows = [*report.facts, ("first step", f"{format_seconds(first)}; {format_seconds(usual)} the others")]
+    findings = (*report.findings, *slow_first(0, first, usual))
+    return replace(report, facts=rows, more=report.more | {"step_seconds": seconds}, findings=findings)
 
 
 def profile_files(files: Sequence[Path], gpu: Hardware | None = None) -> FindingsReport:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -18,31 +17,25 @@ from torch.autograd import profiler as autograd_profiler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from jettison.cli.profile import profile_files
 from jettison.cli.train import train
 from jettison.core.errors import UsageError
 from jettison.core.objects import swapped
 from jettison.core.progress import Progress, silent
-from jettison.core.units import format_seconds
 from jettison.diagnose.profile_file import RECOMPUTES
-from jettison.diagnose.slow import slow_first
 from jettison.dryrun.peak import quiet_profiler
-from jettison.report.findings import FindingsReport
 from jettison.runtime.frame import Frame
-from jettison.spec.hardware import Hardware
 from jettison.train.recipe import CheckpointSection, EvalSection, ExportSection, read_recipe
 
+WARMUP_STEPS = 2
 
-def profile_run(
-    target: str, *, steps: int, gpu: Hardware | None = None, trace: Path | None = None, progress: Progress = silent
-) -> FindingsReport:
-    """Run it until ``steps`` steps are recorded, after two, or it ends, and say what they show.
+
+def record_run(target: str, trace: Path, *, steps: int, progress: Progress = silent) -> Recorded:
+    """Run it until ``steps`` steps are recorded into a trace, after two, or it ends.
 
     Of a recipe nothing is kept: no log, no checkpoint, no weights.
 
     Args:
         target: a Python file, or a recipe as `train` takes it.
-        trace: where the trace is kept.
 
     Raises:
         UsageError: there is no such file, or no optimizer of torch's made so many steps.
@@ -52,20 +45,18 @@ def profile_run(
     is_script = target.endswith(".py")
     if is_script and not Path(target).is_file():
         raise UsageError(f"there is no script {target}; give a script, a recipe, a trace or a memory snapshot")
-    with tempfile.TemporaryDirectory(prefix="jettison-profile-") as folder:
-        path = Path(folder) / "trace.json" if trace is None else trace
-        with recorded(path, steps=steps, progress=progress) as found:
-            if is_script:
-                with _as_script(Path(target)):
-                    runpy.run_path(target, run_name="__main__")
-            else:
-                _train(target, WARMUP_STEPS + steps, folder, progress)
-        if len(found.seconds) <= WARMUP_STEPS:
-            raise UsageError(
-                f"{target} ended after {len(found.seconds)} optimizer steps; more than {WARMUP_STEPS} are needed, of "
-                "optimizers of torch's"
-            )
-        return _with_first_step(profile_files([path], gpu), found)
+    with recorded(trace, steps=steps, progress=progress) as found:
+        if is_script:
+            with _as_script(Path(target)):
+                runpy.run_path(target, run_name="__main__")
+        else:
+            _train(target, WARMUP_STEPS + steps, progress)
+    if len(found.seconds) <= WARMUP_STEPS:
+        raise UsageError(
+            f"{target} ended after {len(found.seconds)} optimizer steps; more than {WARMUP_STEPS} are needed, of "
+            "optimizers of torch's"
+        )
+    return found
 
 
 @contextmanager
@@ -82,32 +73,14 @@ def _as_script(path: Path) -> Iterator[None]:
         sys.path.remove(str(path.resolve().parent))
 
 
-def _train(target: str, steps: int, folder: str, progress: Progress) -> None:
+def _train(target: str, steps: int, progress: Progress) -> None:
     asked = read_recipe(target)
-    # memory is measured by torch's profiler as well, and there can be one at a time
-    log = replace(asked.log, folder=f"{folder}/log", report=False, memory_steps=0)
-    checkpoint, evaluation, export = CheckpointSection(), EvalSection(), ExportSection()
-    train(
-        replace(asked, steps=steps, log=log, checkpoint=checkpoint, eval=evaluation, export=export), progress=progress
-    )
-
-
-def _with_first_step(report: FindingsReport, found: Recorded) -> FindingsReport:
-    """The first step is not in the trace: it was timed."""
-    first, others = found.seconds[0], found.seconds[1:]
-    rows = [*report.facts, ("first step", f"{format_seconds(first)}; {format_seconds(median(others))} the others")]
-    more = report.more | {"step_seconds": found.seconds}
-    findings = (*report.findings, *slow_first(0, first, median(others)))
-    return replace(report, facts=rows, more=more, findings=findings)
-
-
-# the recorder ---------------------------------------------------------------------------------------------------------
-#
-# Two steps run before the trace: the first is only timed (it loads kernels and makes the optimizer's state), the second
-# warms the profiler up. After the last one the loop is left.
-
-
-WARMUP_STEPS = 2
+    with tempfile.TemporaryDirectory(prefix="jettison-profile-") as folder:
+        # memory is measured by torch's profiler as well, and there can be one at a time
+        log = replace(asked.log, folder=f"{folder}/log", report=False, memory_steps=0)
+        checkpoint, evaluation, export = CheckpointSection(), EvalSection(), ExportSection()
+        recipe = replace(asked, steps=steps, log=log, checkpoint=checkpoint, eval=evaluation, export=export)
+        train(recipe, progress=progress)
 
 
 class Enough(BaseException):
