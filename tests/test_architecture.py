@@ -35,7 +35,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("planner",),
     ("frameworks",),
     ("report", "integrations"),
-    ("verify", "server"),
+    ("verify",),
     ("train",),
     ("cli",),
     ("__main__",),
@@ -58,7 +58,6 @@ WITHOUT_TORCH = (
     "diagnose",
     "traces",
     "report",
-    "server",
     "cli",
 )
 """Rooms that can be imported where torch is not installed."""

@@ -16,7 +16,7 @@ from jettison.core.errors import DoesNotFit
 from jettison.families.presets import PRESETS
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import ENTRY_FIELDS
-from jettison.report.parts import span
+from jettison.report.tables import span
 from support.patience import PATIENCE
 
 GPT_22B = ("gpt-22b", "--tp", 8, "--micro-batch", 4)

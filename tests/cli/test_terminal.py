@@ -19,7 +19,7 @@ from rich.console import Console
 
 from jettison.cli.main import run
 from jettison.report.console import LEAST_WIDTH, PLAIN_WIDTH, shown_width
-from jettison.report.fitted import FittedTable
+from jettison.report.tables import FittedTable
 from support.patience import PATIENCE
 
 WIDTHS = (80, 100, 140)
@@ -40,8 +40,7 @@ def process(*arguments: str, **more: object) -> subprocess.Popen[bytes]:
 
 
 def wide() -> FittedTable:
-    table = FittedTable("Stages", ("stage", "layers"), [f"figure {i} of eight" for i in range(8)])
-    table.add_column("where it is")
+    table = FittedTable("Stages", ("stage", "layers"), [f"figure {i} of eight" for i in range(8)], ("where it is",))
     for stage in range(3):
         table.add_row(
             f"{stage}", "embedding, 0-7", *[f"{stage}{i}.20 GiB" for i in range(8)], "in backward of layers.7"

@@ -20,7 +20,7 @@ from jettison.formula.region import Region, layer_region
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
-from jettison.report.parts import rate_note
+from jettison.report.tables import rate_note
 from jettison.spec.fp8 import RECIPES, Fp8Recipe, Library
 from jettison.spec.hardware import hardware
 from jettison.spec.precision import NARROW, PRECISIONS

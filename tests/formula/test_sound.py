@@ -15,7 +15,7 @@ from jettison.predict.forecast import forecast
 from jettison.predict.largest import fit
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve, run_of
-from jettison.report.forecast import advice
+from jettison.report.ledger import advice
 from jettison.spec.model import ModelSpec
 
 _BASE = {

@@ -105,8 +105,8 @@ PAGES: dict[str, Page] = {
     "docs/report.md": Page(files=MODELS, slow=("jettison plan my_models:tower", "jettison report proof.json")),
     "docs/serve.md": Page(
         not_here={
-            "$ jettison explore --serve": "tests/server/test_explore_served.py",
-            "$ curl http": "tests/server/test_documents_served.py",
+            "$ jettison explore --serve": "tests/report/test_explore_served.py",
+            "$ curl http": "tests/report/test_documents_served.py",
         }
     ),
     "docs/start.md": Page(not_here={"pip install .": INSTALLS}),

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ import pytest
 
 from jettison.cli.main import run
 from jettison.families.presets import PRESETS
-from jettison.report.explorer import PANELS, asked, built, explorer_page, fit_data
-from jettison.report.explorer_closed_form import RANKS, SEQUENCES, closed_form_data
-from jettison.report.explorer_models import subjects
-from jettison.report.explorer_segments import segments_data
-from jettison.report.explorer_step import step_data
+from jettison.report.explorer import PANELS, built, explorer_page
+from jettison.report.explorer_closed_form import RANKS, SEQUENCES, closed_forms
+from jettison.report.explorer_models import page_models
+from jettison.report.explorer_plans import fit_data, segments_data
+from jettison.report.explorer_steps import step_data
 from jettison.report.page import page as whole_page
 from predict.test_closed_form_node import POINTS_OF_A_DOCUMENT
 from support.browser import (
@@ -85,8 +84,7 @@ def test_a_page_is_about_so_many_models_and_no_more(tmp_path: Path, capsys: pyte
 
 def test_what_several_processes_work_out_is_what_one_does() -> None:
     """Under the names of sets that take long stand short ones."""
-    short = {"front": fit_data, "time": segments_data, "step": step_data}
-    builders = {name: partial(asked, build) for name, build in short.items()}
+    builders = {"front": fit_data, "time": segments_data, "step": step_data}
     assert list(one := built(builders, ["gpt2"])) == list(builders)
     assert built(builders, ["gpt2"], jobs=2) == one
 
@@ -99,7 +97,7 @@ def test_a_model_that_is_none_is_refused_before_anything_is_written(tmp_path: Pa
 
 def test_every_position_of_the_controls_has_its_table() -> None:
     """All layers, choices, lengths, batches and ranks that the page offers: exactly one table holds for each."""
-    data = closed_form_data(subjects(["gemma2-9b", "gpt-22b"])[:2])
+    data = closed_forms(page_models(["gemma2-9b", "gpt-22b"])[:2])
     missing = []
     for layer in data["layers"]:
         for key, tables in data["document"]["forms"][layer["form"]].items():
@@ -116,7 +114,7 @@ def test_every_position_of_the_controls_has_its_table() -> None:
 
 
 def test_ranks_are_those_over_which_a_model_divides() -> None:
-    layers = {layer["label"]: layer["ranks"] for layer in closed_form_data(subjects(["qwen2-7b"])[:1])["layers"]}
+    layers = {layer["label"]: layer["ranks"] for layer in closed_forms(page_models(["qwen2-7b"])[:1])["layers"]}
     assert layers == {"qwen2-7b": [1, 2, 4]}
     assert set(layers["qwen2-7b"]) < set(RANKS)
 

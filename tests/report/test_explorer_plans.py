@@ -18,13 +18,10 @@ from jettison.cli.main import run
 from jettison.core.units import GIB
 from jettison.predict.forecast import forecast
 from jettison.predict.played import play
-from jettison.report import explorer_time
-from jettison.report.explorer import fit_data, offload_data
-from jettison.report.explorer_common import answered, run_of, usual_layout
-from jettison.report.explorer_front import budgets, front_data
-from jettison.report.explorer_segments import segments_data
-from jettison.report.explorer_step import LAYOUTS, MODEL, step_data
-from jettison.report.explorer_time import ITERATIONS, time_data
+from jettison.report import explorer_steps
+from jettison.report.explorer_models import answered, run_of, usual_layout
+from jettison.report.explorer_plans import budgets, fit_data, front_data, offload_data, segments_data
+from jettison.report.explorer_steps import ITERATIONS, LAYOUTS, MODEL, step_data, time_data
 from jettison.spec.hardware import hardware
 from support.patience import PATIENCE
 
@@ -84,7 +81,7 @@ def test_published_iterations_are_the_papers() -> None:
 def test_iteration_times_are_what_estimate_answers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explorer_time, "ITERATIONS", {name: ITERATIONS[name] for name in ("22B", "175B")})
+    monkeypatch.setattr(explorer_steps, "ITERATIONS", {name: ITERATIONS[name] for name in ("22B", "175B")})
     found = time_data([SMALL])
     assert [model["name"] for model in found["models"]] == ["22B", "175B", SMALL]
     for model in found["models"]:
@@ -190,7 +187,7 @@ def test_the_knee_is_where_layers_and_not_inputs_put_it() -> None:
 
 
 def test_a_link_is_what_a_hardware_file_with_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jettison.report.explorer.GIGABYTES", (16, 128))
+    monkeypatch.setattr("jettison.report.explorer_plans.GIGABYTES", (16, 128))
     model = offload_data()["models"][0]
     for row in (*model["rows"], {"mix": model["again"]}):
         command = row["mix"]["command"].replace("python -c", f"{sys.executable} -c")

@@ -10,12 +10,9 @@ import pytest
 
 from jettison.core.units import format_bytes, format_seconds
 from jettison.predict.played import PlayedStage, play
-from jettison.report.explorer import fit_data, offload_data
-from jettison.report.explorer_common import answered, run_of
-from jettison.report.explorer_front import front_data
-from jettison.report.explorer_segments import segments_data
-from jettison.report.explorer_step import LAYOUTS, MODEL, step_data
-from jettison.report.explorer_time import time_data
+from jettison.report.explorer_models import answered, run_of
+from jettison.report.explorer_plans import fit_data, front_data, offload_data, segments_data
+from jettison.report.explorer_steps import LAYOUTS, MODEL, step_data, time_data
 from jettison.report.page import json_for_html, page
 from jettison.spec.hardware import hardware
 from support.browser import (

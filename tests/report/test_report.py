@@ -21,7 +21,7 @@ from jettison.core.errors import UsageError
 from jettison.ledger.levels import POINTS, StepLevels
 from jettison.report import headless, untrusted
 from jettison.report.page import json_for_html
-from jettison.report.subject import Fate, Kind
+from jettison.report.subject import Fate, SubjectKind
 from jettison.solve.plan import Plan
 from support.report_cases import HOSTILE, plan, proof, run_log
 
@@ -43,7 +43,7 @@ def printed(table: Any, width: int) -> str:
 
 def test_a_proof_says_what_it_says(tmp_path: Path) -> None:
     (subject,) = report([written(tmp_path, "proof.json", proof().to_json())]).subjects
-    assert (subject.kind, subject.holds) == (Kind.PROOF, True)
+    assert (subject.kind, subject.holds) == (SubjectKind.PROOF, True)
     assert {amount.what: amount.nbytes for amount in subject.amounts} == {
         "budget": 9000,
         "predicted peak": 8900,
@@ -79,7 +79,7 @@ def test_a_proof_that_fails_says_why_first(tmp_path: Path) -> None:
 
 def test_a_plan_says_what_it_decides(tmp_path: Path) -> None:
     (subject,) = report([written(tmp_path, "plan.json", plan().to_json())]).subjects
-    assert subject.kind is Kind.PLAN
+    assert subject.kind is SubjectKind.PLAN
     assert subject.holds is None
     assert [(row.layer, row.policy, row.predicted_bytes, row.host_bytes) for row in subject.layers[:2]] == [
         ("layers.0", "mixed", 1536, 4096),
@@ -135,7 +135,7 @@ def test_a_run_and_the_plan_that_it_followed(tmp_path: Path) -> None:
     path = run_log(tmp_path)
     (subject,) = report([path]).subjects
     assert report([tmp_path]).subjects == (subject,)
-    assert (subject.kind, subject.holds) == (Kind.RUN, True)
+    assert (subject.kind, subject.holds) == (SubjectKind.RUN, True)
     assert subject.sentences == ("the measured peak is within the budget", "5 steps", "loss from 4.000000 to 0.800000")
     assert {a.what: a.nbytes for a in subject.amounts} == {
         "budget": 9000,

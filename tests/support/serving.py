@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from jettison.server import Limits
+from jettison.report.server import Limits
 from support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ def main() -> None:
     """The server's own process."""
     from jettison.cli.served import SERVICE
     from jettison.report.page import page
-    from jettison.server import offer, serve_page
+    from jettison.report.server import offer, serve_page
 
     asked = json.loads(sys.argv[1])
     limits = Limits(**asked["limits"])

@@ -16,8 +16,7 @@ from jettison.core.errors import JettisonError, UsageError
 from jettison.core.files import write_whole
 from jettison.core.parse_units import Tokens
 from jettison.predict.run_fields import CommonRequest
-from jettison.report.console import hint, show
-from jettison.report.json_text import json_text
+from jettison.report.console import hint, json_text, show
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

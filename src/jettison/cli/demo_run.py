@@ -29,8 +29,8 @@ from jettison.dryrun.step import fake_optimizer
 from jettison.planner.apply import apply_candidate
 from jettison.planner.handle import Applied
 from jettison.planner.planner import make_planner
-from jettison.report.proof import Proof
-from jettison.report.tables import plan_table, proof_table
+from jettison.report.plan import plan_table
+from jettison.report.proof import Proof, proof_table
 from jettison.solve.plan import Plan
 from jettison.train.data import standard_library_text
 from jettison.verify.gradients import independent_copy, same_bits

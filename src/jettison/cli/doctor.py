@@ -28,7 +28,7 @@ from jettison.models.model_types import require_known_file
 from jettison.report.console import hint, progress
 from jettison.report.findings import FindingsReport
 from jettison.report.schemas import keys_of, shaped
-from jettison.report.tables import doctor_table
+from jettison.report.tables import facts as facts_table
 
 if TYPE_CHECKING:
     from jettison.diagnose.fit import Calibration
@@ -67,7 +67,7 @@ def command(
         keys = keys_of("jettison.doctor/1")
         known = {name: value for name, value in by_name.items() if name in keys}
         document = shaped({"schema": "jettison.doctor/1", **known, "facts": by_name})
-        deliver(lambda: document, lambda: doctor_table(found), form=form, out=None, request=asked())
+        deliver(lambda: document, lambda: facts_table(found), form=form, out=None, request=asked())
         return
     if out is not None and out.suffix != ".toml":
         raise UsageError(f"got --out {out}; expected a name that ends in .toml, so that --gpu takes it as a file")
@@ -88,7 +88,7 @@ def command(
         return
     table = figures(measured)
     request = asked(calibrate=True, quick=quick, device=device, ranks=ranks)
-    deliver(lambda: calibration_document(measured), lambda: doctor_table(table), form=form, out=None, request=request)
+    deliver(lambda: calibration_document(measured), lambda: facts_table(table), form=form, out=None, request=request)
 
 
 def _said(oom: Path | None, model: str | None) -> FindingsReport:

@@ -27,7 +27,7 @@ from jettison.core.progress import Progress, silent
 from jettison.diagnose.finding import Change, Finding, FindingKind
 from jettison.models.request import ModelRequest, load
 from jettison.report.findings import FindingsReport
-from jettison.report.parts import span
+from jettison.report.tables import span
 from jettison.verify.gradients import independent_copy, tensor_bytes
 
 # hazards --------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from jettison.core.process import cores
 from jettison.core.units import format_bytes
 from jettison.report.console import hint, progress
 from jettison.report.explorer import explorer_page
-from jettison.report.explorer_models import subjects
+from jettison.report.explorer_models import page_models
 from jettison.report.headless import require_browser, save_figures
 
 
@@ -70,9 +70,9 @@ def _serve(models: tuple[str, ...], *, out: Path | None, port: int | None, show:
     if out is not None:
         raise UsageError(f"got --out {out} and --serve; a page that is served is no file: leave one away")
     from jettison.cli.served import SERVICE
-    from jettison.server import serve_page
+    from jettison.report.server import serve_page
 
-    subjects(models)  # what is no model is refused before anything is served
+    page_models(models)  # what is no model is refused before anything is served
     with ExitStack() as spinner:
 
         def started(url: str) -> None:

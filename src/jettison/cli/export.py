@@ -17,11 +17,9 @@ from jettison.core.files import write_whole
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.frameworks.described import DescribedPricer, subject_of
 from jettison.frameworks.export import Exported, Exporter, exporter
-from jettison.report.console import hint, show
+from jettison.report.console import hint, json_text, show
 from jettison.report.console import progress as on_screen
-from jettison.report.export import export_table
-from jettison.report.json_text import json_text
-from jettison.report.plan import DESCRIBED, SCHEMA
+from jettison.report.plan import DESCRIBED, SCHEMA, export_table
 from jettison.report.untrusted import parse_json, read_text
 from jettison.solve.plan import Plan
 from jettison.spec.frameworks import named

@@ -23,8 +23,7 @@ from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import TRACED, Resolved, is_live, refuse_for_trace, resolve
 from jettison.predict.whole_micro_batches import settled
 from jettison.report.console import hint, progress
-from jettison.report.forecast import forecast_report
-from jettison.report.summary import Comparison, LedgerReport
+from jettison.report.ledger import ComparedLedger, LedgerReport, forecast_report
 from jettison.spec.recompute import Mode
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def ledger(
         return report
     own = report.ledger.on_rank(report.mesh_sizes)
     differences = tuple(compare(*in_step(own, other)))
-    return replace(report, comparison=Comparison(path=str(flags.compare), differences=differences))
+    return replace(report, comparison=ComparedLedger(path=str(flags.compare), differences=differences))
 
 
 def _live(model: str, request: RunRequest, progress: Progress) -> LedgerReport:

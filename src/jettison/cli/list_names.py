@@ -16,8 +16,8 @@ from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes, format_count
 from jettison.families.presets import PRESETS, preset
 from jettison.formula.parameters import parameter_count
-from jettison.report.parts import titled
 from jettison.report.schemas import shaped
+from jettison.report.tables import grid
 from jettison.spec.frameworks import named
 from jettison.spec.hardware import Hardware, hardware, hardware_names
 from jettison.spec.precision import PRECISIONS, Precision
@@ -190,7 +190,7 @@ class NamesReport:
         for section in self.sections:
             texts = [header for header, _ in section.shown if header in SENTENCES]
             figures = [header for header, _ in section.shown if header not in SENTENCES]
-            table = titled(section.title, ("name", *texts), figures)
+            table = grid(section.title, ("name", *texts), figures)
             for row in section.rows:
                 table.add_row(row["name"], *(cell(row) for _, cell in section.shown))
             parts += ["", table]

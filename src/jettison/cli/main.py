@@ -17,8 +17,7 @@ from jettison.cli.app import Answered, app, error_document
 from jettison.cli.interrupts import EXIT_INTERRUPTED, end_at_once_on_interrupt, end_now, interrupted, say_interrupted
 from jettison.cli.suggestions import message_of, misplaced_file, refuse_fractions
 from jettison.core.errors import JettisonError, install
-from jettison.report.console import hint
-from jettison.report.json_text import json_text
+from jettison.report.console import hint, json_text
 
 VERBS = (
     "demo", "doctor", "estimate", "explore", "export", "ledger", "list", "plan", "profile", "report", "search", "train",

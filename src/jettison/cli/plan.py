@@ -34,8 +34,7 @@ from jettison.models.model_types import require_known_file
 from jettison.predict.limit import Limit, limit_of
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import TRACED, flag_of, is_live, refuse_for_trace, resolve
-from jettison.report.console import hint, progress
-from jettison.report.json_text import json_text
+from jettison.report.console import hint, json_text, progress
 from jettison.report.plan import ForecastPlan, LayerChoice, infeasible_document
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.recompute import Mode, Recompute

@@ -25,7 +25,7 @@ from jettison.diagnose.snapshot import Snapshot, facts_of_snapshot, read_snapsho
 from jettison.diagnose.step_profile import PHASES, StepProfile, profile_steps
 from jettison.report.console import progress
 from jettison.report.findings import FindingsReport
-from jettison.report.parts import exact, titled
+from jettison.report.tables import exact, grid
 from jettison.spec.hardware import Hardware, hardware
 
 SCHEMA: Final = "jettison.profile/1"
@@ -190,7 +190,7 @@ def _rows(trace: ProfilerTrace, found: StepProfile, used: dict[str, float]) -> l
 
 
 def _phases(found: StepProfile) -> RenderableType:
-    table = titled("Phases of a step, on the host", ("phase",), ("time", "share", "peak"))
+    table = grid("Phases of a step, on the host", ("phase",), ("time", "share", "peak"))
     for name in PHASES:
         ns = found.phase_ns.get(name, 0)
         peak = found.peak_bytes.get(name)

@@ -14,9 +14,9 @@ from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
 from jettison.report.console import hint, progress
 from jettison.report.headless import require_browser, save_figures
-from jettison.report.read_subject import read_subject
 from jettison.report.report import Report
 from jettison.report.snapshot import SnapshotReport
+from jettison.report.subject import read_subject
 
 
 def command(

@@ -31,8 +31,7 @@ from jettison.models.described import described_model
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import is_live
 from jettison.predict.training_cost import Wanted
-from jettison.report.console import hint, progress
-from jettison.report.json_text import json_text
+from jettison.report.console import hint, json_text, progress
 from jettison.report.search import SearchReport, nothing_document
 from jettison.search.journal import Journal
 from jettison.search.request import MARGIN, SearchRequest

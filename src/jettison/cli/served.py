@@ -16,15 +16,15 @@ from jettison.cli.search import answer as search
 from jettison.core.errors import Infeasible, JettisonError
 from jettison.core.progress import Progress
 from jettison.predict.run_fields import RunRequest
-from jettison.report.json_text import json_text
+from jettison.report.console import json_text
 from jettison.report.plan import infeasible_document
+from jettison.report.server.questions import ServedAnswer, Service, VerbForm
 from jettison.search.request import SearchRequest
 from jettison.search.search import NothingFits
-from jettison.server.questions import Answer, Form, Service
 
 
-def answer(asked: dict[str, Any], say: Progress) -> Answer:
-    """Answer a `Question`, as a dict. An upload lies in the working directory meanwhile, under its name.
+def answer(asked: dict[str, Any], say: Progress) -> ServedAnswer:
+    """Answer a `ServedQuestion`, as a dict. An upload lies in the working directory meanwhile, under its name.
 
     Raises:
         JettisonError: what the verb says.
@@ -42,45 +42,45 @@ def answer(asked: dict[str, Any], say: Progress) -> Answer:
         os.unlink(file)
 
 
-def _plan(model: str, request: RunRequest, flags: PlanFlags, say: Progress) -> Answer:
+def _plan(model: str, request: RunRequest, flags: PlanFlags, say: Progress) -> ServedAnswer:
     say("planning")
     try:
         report = plan(model, request, flags, progress=say)
     except Infeasible as error:
         document = infeasible_document(error, said(model, request, flags))
-        return Answer(text=json_text(document), exit_code=error.exit_code)
+        return ServedAnswer(text=json_text(document), exit_code=error.exit_code)
     document = report.document()
     for key in ("made_by", "request"):
         document[key] = document[key] | {"model": model}  # where an upload lies here is nobody's concern
-    return Answer(text=json_text(document), exit_code=0)
+    return ServedAnswer(text=json_text(document), exit_code=0)
 
 
-def _ledger(model: str, request: RunRequest, flags: LedgerFlags, say: Progress) -> Answer:
+def _ledger(model: str, request: RunRequest, flags: LedgerFlags, say: Progress) -> ServedAnswer:
     say("adding up")
     report = ledger(model, request, flags, progress=say)
     text = json_text(report.document())
     try:
         report.require()
     except JettisonError as error:
-        return Answer(text=text, exit_code=error.exit_code)
-    return Answer(text=text, exit_code=0)
+        return ServedAnswer(text=text, exit_code=error.exit_code)
+    return ServedAnswer(text=text, exit_code=0)
 
 
-def _estimate(model: str, request: RunRequest, flags: EstimateFlags, say: Progress) -> Answer:
+def _estimate(model: str, request: RunRequest, flags: EstimateFlags, say: Progress) -> ServedAnswer:
     say("estimating")
-    return Answer(text=json_text(estimate(model, request, flags).document()), exit_code=0)
+    return ServedAnswer(text=json_text(estimate(model, request, flags).document()), exit_code=0)
 
 
-def _search(model: str, request: SearchRequest, flags: SearchFlags, say: Progress) -> Answer:
+def _search(model: str, request: SearchRequest, flags: SearchFlags, say: Progress) -> ServedAnswer:
     say("searching")
     try:
         report = search(model, request, flags, jobs=1, progress=say)
     except NothingFits as error:
-        return Answer(text=json_text(nothing(model, request, flags, error)), exit_code=error.exit_code)
-    return Answer(text=json_text(report.document()), exit_code=0)
+        return ServedAnswer(text=json_text(nothing(model, request, flags, error)), exit_code=error.exit_code)
+    return ServedAnswer(text=json_text(report.document()), exit_code=0)
 
 
-_VERBS: Final[Mapping[str, Callable[..., Answer]]] = {
+_VERBS: Final[Mapping[str, Callable[..., ServedAnswer]]] = {
     "plan": _plan,
     "ledger": _ledger,
     "estimate": _estimate,
@@ -89,9 +89,9 @@ _VERBS: Final[Mapping[str, Callable[..., Answer]]] = {
 SERVICE: Final = Service(
     answers=__name__,
     forms={
-        "plan": Form(PlanFlags, RunRequest),
-        "ledger": Form(LedgerFlags, RunRequest),
-        "estimate": Form(EstimateFlags, RunRequest),
-        "search": Form(SearchFlags, SearchRequest),
+        "plan": VerbForm(PlanFlags, RunRequest),
+        "ledger": VerbForm(LedgerFlags, RunRequest),
+        "estimate": VerbForm(EstimateFlags, RunRequest),
+        "search": VerbForm(SearchFlags, SearchRequest),
     },
 )

@@ -31,8 +31,7 @@ from jettison.core.progress import Progress, silent
 from jettison.models.model_types import require_known_file
 from jettison.report.console import hint, progress
 from jettison.report.plan import DESCRIBED
-from jettison.report.proof import Proof
-from jettison.report.tables import proof_table
+from jettison.report.proof import Proof, proof_table
 from jettison.solve.plan import SCHEMA as PLAN_SCHEMA
 from jettison.solve.plan import Plan
 

@@ -56,7 +56,7 @@ LINKS: Final = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
+class RecomputeOption:
     """The run under one way of keeping or not keeping activations. ``fits``: the device, with its allowance."""
 
     recompute: str
@@ -108,6 +108,9 @@ class LayerOffload:
 
     Args:
         ways: over each of `LINKS`, and first over the device's own where that is none of them.
+        hides: each way is shorter than the pass that it lies in.
+        break_even_bytes_per_second: a link in one direction over which both ways, unhidden, take as long as computing
+            the layer again.
     """
 
     layer_bytes: int
@@ -116,25 +119,16 @@ class LayerOffload:
     backward_seconds: float
     again_seconds: float
     ways: tuple[LinkTrip, ...]
-
-    @property
-    def hides(self) -> bool:
-        """Is each way shorter than the pass that it lies in?"""
-        return self.one_way_seconds <= min(self.forward_seconds, self.backward_seconds)
-
-    @property
-    def break_even_bytes_per_second(self) -> float:
-        """A link in one direction over which both ways, unhidden, take as long as computing the layer again."""
-        return 2 * self.layer_bytes / self.again_seconds
+    hides: bool
+    break_even_bytes_per_second: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trilemma:
-    """What a step's time goes into, and the alternatives."""
+    """Parts of a step's time, and the alternatives."""
 
-    estimate: Estimate
     kinds: tuple[tuple[Class, float], ...]  # of the busiest stage's compute
-    options: tuple[Option, ...]
+    options: tuple[RecomputeOption, ...]
     trades: tuple[Trade, ...]
     offload: LayerOffload | None
     sentences: tuple[str, ...]
@@ -142,34 +136,31 @@ class Trilemma:
 
 def trilemma(found: Estimate) -> Trilemma:
     """Everything that `--explain` adds to an estimate."""
-    run, hardware = found.run, found.hardware
-    options = tuple(_options(found))
-    offload = _offload(run, hardware, found.execution)
+    timing = Timing(run=found.run, hardware=found.hardware, execution=found.execution)
+    options, offload = tuple(_options(found)), _offload(timing)
     return Trilemma(
-        estimate=found,
-        kinds=_kinds(found),
+        kinds=_kinds(found, timing),
         options=options,
-        trades=tuple(trades(run, hardware, found.execution)),
+        trades=tuple(trades(found.run, found.hardware, found.execution)),
         offload=offload,
         sentences=tuple(_sentences(found, options, offload)),
     )
 
 
-def _kinds(found: Estimate) -> tuple[tuple[Class, float], ...]:
-    run = found.run
-    timing = Timing(run=run, hardware=found.hardware, execution=found.execution)
+def _kinds(found: Estimate, timing: Timing) -> tuple[tuple[Class, float], ...]:
     totals = dict.fromkeys(Class, 0.0)
-    for item in (item for chunk in walk(run)[found.busiest] for item in timing.items(chunk)):
-        seconds = item.prices.by_class(item.region)
-        for kind in Class:
-            totals[kind] += item.count * run.micro_batches * seconds[kind]
+    for chunk in walk(found.run)[found.busiest]:
+        for item in timing.items(chunk):
+            seconds = item.prices.by_class(item.region)
+            for kind in Class:
+                totals[kind] += item.count * found.run.micro_batches * seconds[kind]
     return tuple(totals.items())
 
 
 # alternatives ---------------------------------------------------------------------------------------------------------
 
 
-def _options(found: Estimate) -> Iterator[Option]:
+def _options(found: Estimate) -> Iterator[RecomputeOption]:
     """None, selective of both kinds, full and offloading, and the run as it is."""
     run = found.run
     modes = [Recompute(mode=mode) for mode in (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.FULL)]
@@ -180,7 +171,7 @@ def _options(found: Estimate) -> Iterator[Option]:
         other = replace(run, recompute=mode)
         timed = found if mode == current else estimate(other, found.hardware, execution=found.execution)
         peak = forecast(other).peak_bytes
-        yield Option(
+        yield RecomputeOption(
             recompute=f"{mode} + offload" if mode.offload else replace(mode, whole=0).words,
             current=mode == current,
             step_seconds=timed.step_seconds,
@@ -190,36 +181,25 @@ def _options(found: Estimate) -> Iterator[Option]:
         )
 
 
-def trades(run: Run, hardware: Hardware, execution: Execution | None = None) -> Iterator[Trade]:
+def trades(run: Run, hardware: Hardware, execution: Execution | None = None) -> list[Trade]:
     """The saved tensors of the run's most frequent layer, largest first, each against all others being kept."""
-    how = execution or execution_of(run)
     layer = max(run.model.kinds, key=run.model.layers.count)
     region = layer_region(run.scene, layer)
-    prices = Timing(run=run, hardware=hardware, execution=how).prices(layer)
-    program, smallest = region.program, SMALLEST * region.saved_bytes
-    seen: set[int] = set()
-    rows = []
-    for slot in program.slots:
-        buffer = program.buffers[slot.buffer]
-        if slot.buffer in seen or buffer.free or buffer.nbytes < smallest:
-            continue
-        seen.add(slot.buffer)
-        rows.append(_trade(prices, region, slot.buffer))
-    yield from sorted(rows, key=lambda row: -row.nbytes)
+    prices = Timing(run=run, hardware=hardware, execution=execution or execution_of(run)).prices(layer)
+    buffers, smallest = region.program.buffers, SMALLEST * region.saved_bytes
+    saved = dict.fromkeys(slot.buffer for slot in region.program.slots)
+    found = [_trade(prices, region, b) for b in saved if not buffers[b].free and buffers[b].nbytes >= smallest]
+    return sorted(found, key=lambda row: -row.nbytes)
 
 
 def _trade(prices: PriceModel, region: Region, buffer: int) -> Trade:
-    hardware = prices.hardware
-    nbytes = region.program.buffers[buffer].nbytes
+    hardware, nbytes = prices.hardware, region.program.buffers[buffer].nbytes
     closure = region.program.closure(buffer)
-    again = None
+    again = limit = None
     if closure.anchor is None and closure.ops:
         again = prices.seconds(region, frozenset(closure.ops)).again.seconds
+        limit = 2 * nbytes / again if again else None
     role, path = called(region, buffer)
-    limit = 2 * nbytes / again if again else None
-    quicker = (
-        link.name for link in LINKS if limit is not None and link.bytes_per_second * hardware.reached.host > limit
-    )
     return Trade(
         role=role,
         path=path,
@@ -227,12 +207,14 @@ def _trade(prices: PriceModel, region: Region, buffer: int) -> Trade:
         again_seconds=again,
         moved_seconds=None if hardware.host_bytes_per_second is None else host_seconds(nbytes, hardware),
         break_even_bytes_per_second=limit,
-        links=tuple(quicker),
+        links=tuple(
+            link.name for link in LINKS if limit is not None and link.bytes_per_second * hardware.reached.host > limit
+        ),
     )
 
 
 def called(region: Region, buffer: int) -> tuple[str, str]:
-    """What people call a saved tensor (several names, where several tensors share a storage), and where it is read."""
+    """Name of a saved tensor (several, where several tensors share a storage), and where it is read."""
     storages = {index: storage for storage, index in region.buffers.items()}
     found = [
         (saved.role, step.path)
@@ -243,42 +225,47 @@ def called(region: Region, buffer: int) -> tuple[str, str]:
     return (", ".join(dict.fromkeys(role for role, _ in found)), found[0][1]) if found else (HELD, "")
 
 
-def _first_layer(timing: Timing) -> Item:
-    part = next(group.part for group in walk(timing.run)[0][0] if group.part.is_layer)
+def _timed(timing: Timing, part: StageRegion) -> Item:
     return timing.items([RegionGroup(part=part, names=(part.name,))])[0]
 
 
-def _offload(run: Run, hardware: Hardware, execution: Execution) -> LayerOffload | None:
+def _offload(timing: Timing) -> LayerOffload | None:
+    hardware = timing.hardware
     if hardware.host_bytes_per_second is None:
         return None
-    plain = replace(run, recompute=Recompute())
-    timing = Timing(run=plain, hardware=hardware, execution=execution)
-    item = _first_layer(timing)
-    repeated = _first_layer(replace(timing, run=replace(run, recompute=Recompute(mode=Mode.FULL))))
-    nbytes, again = item.region.saved_bytes, repeated.seconds.again.seconds
-    forward, backward = item.seconds.forward.seconds, item.seconds.backward_seconds
+
+    def first_layer(recompute: Recompute) -> Item:
+        run = replace(timing.run, recompute=recompute)
+        part = next(group.part for group in walk(run)[0][0] if group.part.is_layer)
+        return _timed(replace(timing, run=run), part)
+
+    plain, again = first_layer(Recompute()), first_layer(Recompute(mode=Mode.FULL)).seconds.again.seconds
+    nbytes = plain.region.saved_bytes
+    forward, backward = plain.seconds.forward.seconds, plain.seconds.backward_seconds
     at_hand = HostLink(name=f"{hardware.name}'s own", bytes_per_second=hardware.host_bytes_per_second)
     known = hardware.host_bytes_per_second in {link.bytes_per_second for link in LINKS}
-    ways = []
+    trips = []
     for link in LINKS if known else (at_hand, *LINKS):
         took = host_seconds(nbytes, replace(hardware, host_bytes_per_second=link.bytes_per_second))
-        ways.append(
-            LinkTrip(link=link, one_way_seconds=took, hides=took <= min(forward, backward), quicker=2 * took < again)
-        )
+        hides, quicker = took <= min(forward, backward), 2 * took < again
+        trips.append(LinkTrip(link=link, one_way_seconds=took, hides=hides, quicker=quicker))
+    one_way = host_seconds(nbytes, hardware)
     return LayerOffload(
         layer_bytes=nbytes,
-        one_way_seconds=host_seconds(nbytes, hardware),
+        one_way_seconds=one_way,
         forward_seconds=forward,
         backward_seconds=backward,
         again_seconds=again,
-        ways=tuple(ways),
+        ways=tuple(trips),
+        hides=one_way <= min(forward, backward),
+        break_even_bytes_per_second=2 * nbytes / again,
     )
 
 
 # in words -------------------------------------------------------------------------------------------------------------
 
 
-def _sentences(found: Estimate, options: tuple[Option, ...], offload: LayerOffload | None) -> Iterator[str]:
+def _sentences(found: Estimate, options: tuple[RecomputeOption, ...], offload: LayerOffload | None) -> Iterator[str]:
     parts = found.breakdown
     named = {
         "compute": parts.compute,
@@ -320,7 +307,7 @@ HERE, AGAIN, THERE = "kept", "computed again", "on the host"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
-    """One layer, of one micro-batch on one rank.
+    """Why a layer does what it does: what is computed again and what moves, and what that takes.
 
     Args:
         again, moved: names of tensors that backward computes again, and that go to the host, largest first.
@@ -328,6 +315,7 @@ class Reason:
         way_seconds: one way to the host; ``forward_seconds`` and ``backward_seconds`` of the next region are beside it.
     """
 
+    layer: str
     again: tuple[str, ...]
     freed_bytes: int
     again_seconds: float
@@ -339,7 +327,7 @@ class Reason:
 
     @property
     def stalled_seconds(self) -> float:
-        """What both ways are waited for."""
+        """Seconds that both ways are waited for."""
         return sum(max(0.0, self.way_seconds - beside) for beside in (self.forward_seconds, self.backward_seconds))
 
     def __str__(self) -> str:
@@ -377,24 +365,24 @@ def layer_reasons(answer: AutoForecast) -> dict[str, Reason]:
                     key = (part.region, part.chosen, *((other.region, other.chosen) for other in beside))
                     if key not in known:
                         known[key] = _reason(timing, part, beside)
-                    found[part.name] = known[key]
+                    found[part.name] = replace(known[key], layer=part.name)
     return {name: found[name] for name in run.model.layer_names}
 
 
 def _following(chunk: Sequence[StageRegion], at: int) -> Sequence[StageRegion]:
-    """What comes after a layer or its segment, whose passes are beside its copies: a region, or a whole segment."""
+    """Region or segment after a layer or its segment, whose passes overlap with its copies."""
     part = chunk[at]
     after = at + (part.segment if part.first else 1)
     return chunk[after : after + chunk[after].segment] if after < len(chunk) else ()
 
 
 def _reason(timing: Timing, part: StageRegion, following: Sequence[StageRegion]) -> Reason:
-    took = timing.items([RegionGroup(part=part, names=(part.name,))])[0].seconds
-    beside = [timing.items([RegionGroup(part=other, names=(other.name,))])[0].seconds for other in following]
+    took, beside = _timed(timing, part).seconds, [_timed(timing, other).seconds for other in following]
     where = whereabouts(part)
     program = part.region.program
     moved = program.kept_bytes(part.chosen.moved) if part.chosen is not None else 0
     return Reason(
+        layer=part.name,
         again=_names(part.region, [b for b, place in where.items() if place == AGAIN]),
         freed_bytes=program.kept_bytes(program.saved_buffers()) - (program.kept_bytes(part.kept) if part.first else 0),
         again_seconds=took.again.seconds,
@@ -421,7 +409,7 @@ def _names(region: Region, buffers: list[int]) -> tuple[str, ...]:
 
 
 def tensor_name(region: Region, buffer: int) -> str:
-    """What people call it, the first of several names."""
+    """First name of a saved tensor."""
     role, path = called(region, buffer)
     return role.split(", ")[0] or path
 

@@ -1,4 +1,4 @@
-"""What `jettison estimate` says: a document for programs, tables for people."""
+"""Estimates of a step: a document for programs, tables for people."""
 
 from __future__ import annotations
 
@@ -13,23 +13,19 @@ from rich.text import Text
 from jettison.core.units import format_bytes, format_change, format_flops, format_percent, format_seconds
 from jettison.cost.flops import Counting, tokens
 from jettison.predict.forecast import Forecast
-from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.residuals import Sureness, sure_of
 from jettison.predict.run_request import Resolved
-from jettison.predict.stage_time import StageSeconds
 from jettison.predict.time import Estimate
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
-from jettison.report.fitted import FittedTable
-from jettison.report.ledger_table import MOST_STAGES, batch_text, frozen_text, host_text, layout_text, tuning_text
-from jettison.report.parts import device_notes, exact, facts_table, titled
-from jettison.report.schemas import shaped
-from jettison.report.summary import request_document
+from jettison.report.ledger import request_document
+from jettison.report.ledger_table import MOST_STAGES, run_facts
+from jettison.report.schemas import document, part
+from jettison.report.tables import FittedTable, device_notes, exact, facts, grid
 from jettison.spec.kernels import Scans
 
 if TYPE_CHECKING:  # asked for rarely
-    from jettison.report.alternatives import LayerOffload, Option, Trade, Trilemma
+    from jettison.report.alternatives import LayerOffload, RecomputeOption, Trade, Trilemma
 
-SCHEMA = "jettison.estimate/1"
 PARTS = ("compute", "communication", "bubble", "recompute", "other")
 
 
@@ -52,12 +48,12 @@ class EstimateReport:
 
     @property
     def sure(self) -> Sureness:
-        """How sure the time of a step is."""
+        """Range of the step's time."""
         return sure_of(self.found)
 
     @property
     def training(self) -> TrainingCost | None:
-        """What so many tokens take, where that was asked."""
+        """Days and price of so many tokens, where they were asked for."""
         return training_cost(
             self.wanted,
             step_seconds=self.found.step_seconds,
@@ -73,69 +69,62 @@ class EstimateReport:
 
     @property
     def warnings(self) -> Iterator[str]:
-        """What a reader should know before believing it."""
-        yield from self.found.run.model.left_out
+        """Warnings for a reader."""
+        run, device = self.found.run, self.found.hardware
+        yield from run.model.left_out
         if not self.fits:
             yield (
-                f"this run does not fit {self.found.hardware.name}: its peak of {format_bytes(self.memory.peak_bytes)} "
+                f"this run does not fit {device.name}: its peak of {format_bytes(self.memory.peak_bytes)} "
                 f"is more than the {format_bytes(self.available_bytes)} left for tensors"
             )
         if self.eager_memory:
             yield f"the peak is of layers that are not compiled: {self.eager_memory}"
-        run = self.found.run
         if run.kernels.scans is Scans.WRITTEN and any(layer.scan is not None for layer in run.model.described):
             yield (
                 "scans that are written out op by op were never timed: their part of this time is of kernels and bytes "
                 "alone, and was held against no run; --scans fused has timed ones, of Mamba 2 and the gated delta rule"
             )
-        if self.found.hardware.reached_source.startswith("estimated"):
-            yield f"how much of its peaks {self.found.hardware.name} reaches is estimated, not measured"
-        yield from device_notes(self.found.hardware, self.found.run)
-        if self.found.hardware.note:
-            yield f"{self.found.hardware.name}: {self.found.hardware.note}"
+        yield from device_notes(device, run)
+        if device.note:
+            yield f"{device.name}: {device.note}"
 
     def document(self) -> dict[str, Any]:
         """For programs. Seconds are of one step on the busiest stage, bytes of the worst rank."""
-        found, run = self.found, self.found.run
-        device, sure = found.hardware.under(found.execution.stack), self.sure
-        document: dict[str, Any] = {
-            "schema": SCHEMA,
-            "model": self.model,
-            "request": request_document(self.asked),
-            "gpu": found.hardware.name,
-            "gpus": run.layout.world,
-            "recompute": str(run.recompute),
-            "whole_micro_batches": run.recompute.whole,
-            "fusion": str(found.execution.fusion),
-            "stack": found.execution.stack,
-            "step_seconds": found.step_seconds,
-            "step_range_seconds": list(sure.seconds(found.step_seconds)),
-            "sureness": sure.document(),
-            "training": None if self.training is None else self.training.document(),
-            "tokens_per_second_per_gpu": found.tokens_per_second_per_gpu,
-            "mfu": found.mfu,
-            "hfu": found.hfu,
-            "mfu_by": {str(counting): found.mfu_by(counting) for counting in Counting},
-            "model_flops": found.model_flops(),
-            "hardware_flops": found.hardware_flops,
-            "breakdown": {f"{name}_seconds": getattr(found.breakdown, name) for name in PARTS},
-            "busiest_stage": found.busiest,
-            "stages": [_stage(found, index) for index in range(len(found.stages))],
-            "peak_bytes": self.memory.peak_bytes,
-            "host_states": None if self.memory.host_states is None else asdict(self.memory.host_states),
-            "available_bytes": self.available_bytes,
-            "fits": self.fits,
-            "reached": {name: share for name, share in asdict(device.reached).items() if share is not None},
-            "reached_source": device.reached_source,
-            "warnings": list(self.warnings),
-        }
-        if self.trilemma is not None:
-            document |= _explanation(self.trilemma)
-        return shaped(document)
+        found, run, training = self.found, self.found.run, self.training
+        device = found.hardware.under(found.execution.stack)
+        more = {} if self.trilemma is None else _explanation(self.trilemma)
+        return document(
+            "jettison.estimate/1",
+            found,
+            model=self.model,
+            request=request_document(self.asked),
+            gpu=found.hardware.name,
+            gpus=run.layout.world,
+            recompute=str(run.recompute),
+            whole_micro_batches=run.recompute.whole,
+            fusion=str(found.execution.fusion),
+            stack=found.execution.stack,
+            step_range_seconds=list(self.sure.seconds(found.step_seconds)),
+            sureness=asdict(self.sure),
+            training=training and training.document(),
+            mfu_by={str(counting): found.mfu_by(counting) for counting in Counting},
+            model_flops=found.model_flops(),
+            breakdown={f"{name}_seconds": getattr(found.breakdown, name) for name in PARTS},
+            busiest_stage=found.busiest,
+            stages=[_stage(found, index) for index in range(len(found.stages))],
+            peak_bytes=self.memory.peak_bytes,
+            host_states=self.memory.host_states and asdict(self.memory.host_states),
+            available_bytes=self.available_bytes,
+            fits=self.fits,
+            reached={name: share for name, share in asdict(device.reached).items() if share is not None},
+            reached_source=device.reached_source,
+            warnings=list(self.warnings),
+            **more,
+        )
 
     def table(self) -> RenderableType:
         """For people."""
-        tables: list[RenderableType] = [facts_table(list(_facts(self))), _parts_table(self.found)]
+        tables: list[RenderableType] = [facts(_facts(self)), _parts_table(self.found)]
         if len(self.found.stages) > 1:
             tables.append(_stages_table(self.found))
         if self.trilemma is not None:
@@ -148,16 +137,17 @@ class EstimateReport:
 
 def _stage(found: Estimate, index: int) -> dict[str, Any]:
     stage = found.stages[index]
-    return {
-        "stage": index,
-        "busy_seconds": found.replay.busy[index],
-        "bubble_seconds": found.replay.bubble[index],
-        "forward_seconds": sum(stage.forward),
-        "backward_seconds": sum(stage.backward),
-        "recompute_seconds": sum(part.seconds for part in stage.again),
-        "end_seconds": stage.end,
-        "optimizer_seconds": stage.optimizer,
-    }
+    return part(
+        "EstimateStage",
+        stage=index,
+        busy_seconds=found.replay.busy[index],
+        bubble_seconds=found.replay.bubble[index],
+        forward_seconds=sum(stage.forward),
+        backward_seconds=sum(stage.backward),
+        recompute_seconds=sum(part.seconds for part in stage.again),
+        end_seconds=stage.end,
+        optimizer_seconds=stage.optimizer,
+    )
 
 
 def _explanation(trilemma: Trilemma) -> dict[str, Any]:
@@ -167,16 +157,9 @@ def _explanation(trilemma: Trilemma) -> dict[str, Any]:
         "kinds": [{"kind": str(kind), "seconds": seconds} for kind, seconds in trilemma.kinds],
         "options": [asdict(option) for option in trilemma.options],
         "links": [asdict(link) for link in LINKS],
-        "trades": [asdict(trade) | {"links": list(trade.links)} for trade in trilemma.trades],
-        "offload": None if trilemma.offload is None else _offload(trilemma.offload),
+        "trades": [asdict(trade) for trade in trilemma.trades],
+        "offload": trilemma.offload and asdict(trilemma.offload),
         "sentences": list(trilemma.sentences),
-    }
-
-
-def _offload(offload: LayerOffload) -> dict[str, Any]:
-    return asdict(offload) | {
-        "hides": offload.hides,
-        "break_even_bytes_per_second": offload.break_even_bytes_per_second,
     }
 
 
@@ -186,15 +169,8 @@ def _offload(offload: LayerOffload) -> dict[str, Any]:
 def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
     found, run = report.found, report.found.run
     yield "model", f"{report.model} on {run.layout.world} x {found.hardware.name}"
-    yield "layout", layout_text(run.layout)
-    yield "batch", batch_text(report.asked)
-    if run.tuning is not None:
-        yield "trained", tuning_text(run)
-    for beside in frozen_bytes(run):
-        yield str(beside.beside.role), frozen_text(beside)
-    if (text := host_text(run, report.memory.host_states)) is not None:
-        yield "on the host", text
-    yield ("recompute", f"{run.recompute.words}; fusion {found.execution.fusion}")
+    yield from run_facts(report.asked, report.memory.host_states)
+    yield "recompute", f"{run.recompute.words}; fusion {found.execution.fusion}"
     yield "step", format_seconds(found.step_seconds)
     yield "range", report.sure.words(found.step_seconds)
     yield "throughput", f"{found.tokens_per_second_per_gpu:,.0f} tokens a second on each GPU"
@@ -211,95 +187,92 @@ def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
 
 def _parts_table(found: Estimate) -> FittedTable:
     of = f" of stage {found.busiest}" if len(found.stages) > 1 else ""
-    table = titled(f"Where the time{of} goes", ("part",), ("seconds", "share"))
-    for name in PARTS:
-        seconds = getattr(found.breakdown, name)
-        table.add_row(name, format_seconds(seconds), format_percent(seconds / found.step_seconds))
+    parts = {name: getattr(found.breakdown, name) for name in PARTS}
+    rows = [(name, format_seconds(n), format_percent(n / found.step_seconds)) for name, n in parts.items()]
+    table = grid(f"Where the time{of} goes", ("part",), ("seconds", "share"), rows)
     table.add_section()
     table.add_row("step", format_seconds(found.step_seconds), "")
     return table
 
 
 def _stages_table(found: Estimate) -> FittedTable:
-    right = ("forward", "backward", "of it again", "busy", "bubble", "optimizer")
-    table = titled("Pipeline stages: one micro-batch, and a whole step", ("stage",), right)
-    rows = [(_cells(found, i), i) for i in range(len(found.stages))]
-    groups = [[i for _, i in same] for _, same in groupby(rows, key=lambda row: row[0])]
+    """Neighbours that are alike as one row; of many rows, the first and the last."""
+    cells = []
+    for stage, busy, bubble in zip(found.stages, found.replay.busy, found.replay.bubble, strict=True):
+        again = sum(part.seconds for part in stage.again)
+        cells.append([*map(format_seconds, (sum(stage.forward), sum(stage.backward), again, busy, bubble))])
+        cells[-1].append(format_seconds(stage.optimizer))
+    groups = [[i for i, _ in same] for _, same in groupby(enumerate(cells), key=lambda each: each[1])]
     half = MOST_STAGES // 2
     shown = groups if len(groups) <= MOST_STAGES else groups[:half] + groups[-half:]
-    for members in shown:
-        name = str(members[0]) if len(members) == 1 else f"{members[0]} to {members[-1]}"
-        table.add_row(name, *_cells(found, members[0]), style="bold" if found.busiest in members else "")
-    return table
-
-
-def _cells(found: Estimate, index: int) -> tuple[str, ...]:
-    stage: StageSeconds = found.stages[index]
-    seconds = (sum(stage.forward), sum(stage.backward), sum(part.seconds for part in stage.again))
-    step = (found.replay.busy[index], found.replay.bubble[index], stage.optimizer)
-    return tuple(map(format_seconds, (*seconds, *step)))
+    return grid(
+        "Pipeline stages: one micro-batch, and a whole step",
+        ("stage",),
+        ("forward", "backward", "of it again", "busy", "bubble", "optimizer"),
+        [(f"{of[0]} to {of[-1]}" if len(of) > 1 else str(of[0]), *cells[of[0]]) for of in shown],
+        bold=[index for index, of in enumerate(shown) if found.busiest in of],
+    )
 
 
 def _explanation_tables(trilemma: Trilemma) -> Iterator[RenderableType]:
-    kinds = titled("What the compute is", ("kernels",), ("seconds", "share"))
     whole = sum(seconds for _, seconds in trilemma.kinds) or 1.0
-    for kind, seconds in trilemma.kinds:
-        kinds.add_row(str(kind), format_seconds(seconds), format_percent(seconds / whole))
-    yield kinds
+    rows = [(str(kind), format_seconds(seconds), format_percent(seconds / whole)) for kind, seconds in trilemma.kinds]
+    yield grid("What the compute is", ("kernels",), ("seconds", "share"), rows)
     yield _options_table(trilemma.options)
     yield _trades_table(trilemma.trades, moved=trilemma.offload is not None)
     if trilemma.offload is not None:
-        yield _ways_table(trilemma.offload)
+        yield _trips_table(trilemma.offload)
     yield Group(*(Text(line) for line in trilemma.sentences))
 
 
-def _options_table(options: tuple[Option, ...]) -> FittedTable:
-    table = titled("Ways to keep activations", ("recompute",), ("step", "against none", "MFU", "peak", "fits"))
+def _options_table(options: tuple[RecomputeOption, ...]) -> FittedTable:
     plain = next(option.step_seconds for option in options if option.recompute == "none")
-    for option in options:
-        name = f"{option.recompute} (as it is)" if option.current else option.recompute
-        table.add_row(
-            name,
+    rows = [
+        (
+            f"{option.recompute} (as it is)" if option.current else option.recompute,
             format_seconds(option.step_seconds),
             format_change(option.step_seconds / plain - 1),
             format_percent(option.mfu),
             format_bytes(option.peak_bytes),
             "yes" if option.fits else "no",
-            style="bold" if option.current else "",
         )
-    return table
+        for option in options
+    ]
+    current = [index for index, option in enumerate(options) if option.current]
+    right = ("step", "against none", "MFU", "peak", "fits")
+    return grid("Ways to keep activations", ("recompute",), right, rows, bold=current)
 
 
-def _ways_table(offload: LayerOffload) -> FittedTable:
+def _trips_table(offload: LayerOffload) -> FittedTable:
     """A whole layer over each link."""
     even = f"{offload.break_even_bytes_per_second / 1e9:,.0f} GB/s"
     title = (
         f"A layer's {format_bytes(offload.layer_bytes)}: computed again in {format_seconds(offload.again_seconds)}, "
         f"as quick as moved at {even}"
     )
-    table = titled(title, ("link",), ("GB/s one way", "out", "out and back", "hides", "quicker unhidden"))
-    for way in offload.ways:
-        table.add_row(
-            way.link.name,
-            f"{way.link.bytes_per_second / 1e9:,.0f}",
-            format_seconds(way.one_way_seconds),
-            format_seconds(2 * way.one_way_seconds),
-            "yes" if way.hides else "no",
-            "yes" if way.quicker else "no",
+    rows = [
+        (
+            trip.link.name,
+            f"{trip.link.bytes_per_second / 1e9:,.0f}",
+            format_seconds(trip.one_way_seconds),
+            format_seconds(2 * trip.one_way_seconds),
+            "yes" if trip.hides else "no",
+            "yes" if trip.quicker else "no",
         )
-    return table
+        for trip in offload.ways
+    ]
+    return grid(title, ("link",), ("GB/s one way", "out", "out and back", "hides", "quicker unhidden"), rows)
 
 
 def _trades_table(trades: tuple[Trade, ...], *, moved: bool) -> FittedTable:
     """Args: moved: there is a host to move it to."""
+    left = ("tensor", "read by")
     if not moved:
-        table = titled("What a layer saves", ("tensor", "read by"), ("bytes", "computed again"))
-        for trade in trades:
-            table.add_row(trade.role, trade.path, format_bytes(trade.nbytes), _again(trade))
-        return table
+        rows = [(trade.role, trade.path, format_bytes(trade.nbytes), _again(trade)) for trade in trades]
+        return grid("What a layer saves", left, ("bytes", "computed again"), rows)
     right = ("bytes", "again", "one way to the host", "break-even link")
-    table = titled("What a layer saves: computed again or moved", ("tensor", "read by"), right)
-    table.add_column("moving is quicker over")
+    title, last = "What a layer saves: computed again or moved", "moving is quicker over"
+    table = grid(title, left, right, last=(last,))
     for trade in trades:
         way = "" if trade.moved_seconds is None else format_seconds(trade.moved_seconds)
         limit = trade.break_even_bytes_per_second

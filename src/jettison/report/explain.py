@@ -1,4 +1,4 @@
-"""Where the peak of a run comes from, and what would lower it: figures first, then sentences of them.
+"""Explanation of a run's peak, and of what would lower it: figures first, then sentences of them.
 
 NOTE [ Parts of a moment ]
 Bytes at a moment are a sum (NOTE [ What is there when ] in `memory.step`), linear in everything that a stage holds.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
@@ -39,7 +39,7 @@ _LONGEST: Final = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class PeakShare:
     """Bytes of a part, and the fraction that they are of the whole."""
 
     name: str
@@ -100,7 +100,7 @@ class Remark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """Of the worst stage of a forecast; see the classes of the fields.
+    """Explanation of the worst stage of a forecast; see the classes of the fields.
 
     Args:
         parts: of the peak; their bytes add up to it.
@@ -114,18 +114,14 @@ class Explanation:
     phase: str
     where: str
     in_flight: int
-    parts: tuple[Share, ...]
-    roles: tuple[Share, ...]
+    parts: tuple[PeakShare, ...]
+    roles: tuple[PeakShare, ...]
     core: Core
     recompute: tuple[Variant, ...]
     sequence_parallelism: tuple[Variant, ...]
     sharding: tuple[Variant, ...]
     remarks: tuple[Remark, ...]
     sentences: tuple[str, ...]
-
-    def document(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self)
 
 
 def explain(found: Forecast, *, budget_bytes: int | None = None) -> Explanation:
@@ -163,7 +159,7 @@ def explain(found: Forecast, *, budget_bytes: int | None = None) -> Explanation:
 # what there is --------------------------------------------------------------------------------------------------------
 
 
-def peak_parts(stage: Stage) -> tuple[Share, ...]:
+def peak_parts(stage: Stage) -> tuple[PeakShare, ...]:
     """The peak of a stage as a sum; see NOTE [ Parts of a moment ].
 
     Gradients are those that wait for the optimizer; what a region's backward makes of them counts as transient, as do
@@ -197,7 +193,7 @@ _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         ),
     }
 )
-"""Which fields of a stage's load and of its units each part is made of."""
+"""Fields of a stage's load and of its units, by part."""
 
 
 def _alone(load: StageLoad, kept: frozenset[str]) -> StageLoad:
@@ -236,7 +232,7 @@ def _whole(load: StageLoad) -> StageLoad:
     return replace(nothing, chunks=chunks)
 
 
-def _roles(found: Forecast, stage: Stage) -> tuple[Share, ...]:
+def _roles(found: Forecast, stage: Stage) -> tuple[PeakShare, ...]:
     mesh = found.run.layout.mesh_sizes
     held = {name for name, nbytes in found.layer_bytes() if nbytes}
     of_region: dict[tuple[Region, frozenset[int]], Counter[str]] = {}
@@ -262,10 +258,12 @@ def region_roles(part: StageRegion, mesh: dict[str, int], kept: frozenset[int]) 
     return found
 
 
-def _shares(parts: Iterable[tuple[str, int]]) -> tuple[Share, ...]:
+def _shares(parts: Iterable[tuple[str, int]]) -> tuple[PeakShare, ...]:
     known = list(parts)
-    whole = sum(nbytes for _, nbytes in known)
-    return tuple(Share(name=name, nbytes=nbytes, fraction=nbytes / whole if whole else 0.0) for name, nbytes in known)
+    whole = sum(n for _, n in known)
+    return tuple(
+        PeakShare(name=name, nbytes=nbytes, fraction=nbytes / whole if whole else 0.0) for name, nbytes in known
+    )
 
 
 # the attention core ---------------------------------------------------------------------------------------------------
@@ -373,7 +371,7 @@ def _variant(change: str, found: Forecast, *, current: bool) -> Variant:
 
 
 def recomputed_flops(found: Forecast) -> Iterator[int]:
-    """Of each region in one backward. In a segment all layers but the last run through to their outputs."""
+    """FLOPs recomputed for each region in one backward. In a segment all layers but the last run to their outputs."""
     rule = found.run.gradient_rule
     size = found.run.recompute.number if found.run.recompute.mode is Mode.EVERY else 1
     for chunk in (chunk for stage in found.stages for chunk in stage.parts):
@@ -389,7 +387,7 @@ def recomputed_flops(found: Forecast) -> Iterator[int]:
 
 
 def remarks(found: Forecast, budget_bytes: int | None) -> Iterator[Remark]:
-    """What a run does in vain, and what its user should know."""
+    """Remarks: options without effect, and what a user should know."""
     run, peak = found.run, found.peak_bytes
     mode = run.recompute
     if mode.mode is Mode.SELECTIVE:
@@ -432,8 +430,8 @@ def _offloading(found: Forecast) -> Iterator[Remark]:
         )
 
 
-def cause(stage: Stage, parts: tuple[Share, ...]) -> str:
-    """Where the peak is, and what most of it is."""
+def cause(stage: Stage, parts: tuple[PeakShare, ...]) -> str:
+    """Place of the peak, and its largest part."""
     largest = max(parts, key=lambda part: part.nbytes)
     what = largest.name
     if what == "activations in flight" and stage.in_flight > 1:
@@ -447,7 +445,7 @@ def cause(stage: Stage, parts: tuple[Share, ...]) -> str:
 def remedy(
     found: Forecast, variants: tuple[Variant, ...], recompute_flops: int, budget_bytes: int | None = None
 ) -> str:
-    """Which of the changes that were tried is the cheapest that fits; without a budget, which helps most.
+    """Cheapest of the changes tried that fits; without a budget, the one that helps most.
 
     Args:
         recompute_flops: of the run itself.

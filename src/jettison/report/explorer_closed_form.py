@@ -1,4 +1,4 @@
-"""What the closed-form panels are given: the formulas of the page's layers, and the sizes to put into them."""
+"""Data of the closed-form panels: the formulas of the page's layers, and the sizes to put into them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jettison.core.errors import UsageError
 from jettison.formula.named import Choices, has_names, structure
 from jettison.predict.closed_form import Form, form_of, sizes_of
 from jettison.predict.closed_form_document import closed_form_document
-from jettison.report.explorer_models import Subject
+from jettison.report.explorer_models import PageModel, page_models
 from jettison.spec.layout import Layout
 from jettison.spec.model import Layer, ModelSpec, Moe
 
@@ -24,8 +24,13 @@ PRECISIONS: Final = ("bf16", "fp32", "fp8")
 _LAYOUTS: Final = ((False, False, False), (True, False, False), (True, True, False), (True, True, True))
 
 
-def closed_form_data(subjects: Sequence[Subject]) -> dict[str, Any]:
+def closed_form_data(models: Sequence[str] = ()) -> dict[str, Any]:
     """``{"document": the formulas, "layers": [one for each kind of layer of each model], "sequences": ...}``."""
+    return closed_forms(page_models(models))
+
+
+def closed_forms(subjects: Sequence[PageModel]) -> dict[str, Any]:
+    """The same of these models alone."""
     kinds = [
         (subject, layer)
         for subject in subjects
@@ -47,7 +52,7 @@ def closed_form_data(subjects: Sequence[Subject]) -> dict[str, Any]:
 
 
 def all_choices(model: ModelSpec) -> Iterator[Choices]:
-    """Whatever the page's controls can ask of a model."""
+    """All that the page's controls can ask of a model."""
     sites = model.dropout_sites
     drops = (True, False) if sites.attention or sites.residual else (False,)
     for kernels, attention, precision, dropout, (parallel, sp, gathered) in product(
@@ -79,7 +84,7 @@ def _divides(model: ModelSpec, t: int) -> bool:
     return True
 
 
-def _form(kinds: Sequence[tuple[Subject, Layer]]) -> Form:
+def _form(kinds: Sequence[tuple[PageModel, Layer]]) -> Form:
     """The tables that any position of the page's controls needs for these layers, which are alike but for sizes."""
     points: list[dict[str, int]] = []
     for subject, layer in kinds:
@@ -91,7 +96,7 @@ def _form(kinds: Sequence[tuple[Subject, Layer]]) -> Form:
     return form_of(first.model, layer, all_choices(first.model), points)
 
 
-def _layer(subject: Subject, layer: Layer, form: int) -> dict[str, Any]:
+def _layer(subject: PageModel, layer: Layer, form: int) -> dict[str, Any]:
     """One entry of the page's choice of models."""
     model, run = subject.model, subject.run
     sizes = sizes_of(model, layer, s=1, b=1)
@@ -115,16 +120,12 @@ def _layer(subject: Subject, layer: Layer, form: int) -> dict[str, Any]:
 
 
 def _which(model: ModelSpec, layer: Layer) -> str:
-    """Which of a model's layers, where there are several kinds."""
+    """Name a kind of layers, where a model has several."""
     if len(model.kinds) == 1:
         return ""
     same = [i for i, each in enumerate(model.layers) if each == layer]
     runs = [list(group) for _, group in groupby(enumerate(same), key=lambda pair: pair[1] - pair[0])]
     spans = [f"{run[0][1]}" if len(run) == 1 else f"{run[0][1]} to {run[-1][1]}" for run in runs]
     where = ", ".join(spans) if len(spans) <= 2 else f"{same[0]}, {same[1]}, ... {same[-1]}"
-    return f", {_words(layer)} (layers {where})"
-
-
-def _words(layer: Layer) -> str:
     mlp = "experts" if isinstance(layer.mlp, Moe) else "dense"
-    return mlp if layer.window is None else f"{mlp}, window {layer.window}"
+    return f", {mlp}{f', window {layer.window}' if layer.window is not None else ''} (layers {where})"

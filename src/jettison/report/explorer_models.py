@@ -1,18 +1,26 @@
-"""Which models the explorer is about: those asked for, and the published ones that figures are held against."""
+"""Models and runs of the explorer: those asked for, the published ones, and commands that answer the same."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.families.presets import PRESETS
+from jettison.predict.allowance import available_bytes
+from jettison.predict.auto_recompute import AutoForecast
+from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
+from jettison.predict.time import Estimate, estimate
+from jettison.predict.whole_plan import choose_with_whole
+from jettison.spec.hardware import Hardware
 from jettison.spec.model import ModelSpec
+from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
 
 PUBLISHED: Final = ("gpt-22b", "gpt-175b", "gpt-530b", "gpt-1t")
@@ -21,10 +29,14 @@ USUAL: Final = ("llama3-8b", "llama3-70b")
 """Beside them where nothing is asked for."""
 PUBLISHED_MICRO_BATCH: Final = {"gpt-22b": 4}
 """Table 3 again; the others train on one sequence at a time."""
+MOST: Final = 8
+"""Models that a page may be asked about: it stays below 1 MB, and is worked out within a minute or two."""
+SECONDS_DIGITS: Final = 9
+"""Digits of seconds in a page's data: nanoseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class PageModel:
     """A model of the page. ``argument`` names it on a command line."""
 
     argument: str
@@ -39,15 +51,11 @@ class Subject:
 
     @property
     def micro_batch(self) -> int:
-        """Of its published training."""
+        """Micro-batch of its published training."""
         return PUBLISHED_MICRO_BATCH.get(self.argument, 1)
 
 
-MOST: Final = 8
-"""Models that a page may be asked about: it stays below 1 MB, and is worked out within a minute or two."""
-
-
-def subjects(models: Sequence[str]) -> tuple[Subject, ...]:
+def page_models(models: Sequence[str]) -> tuple[PageModel, ...]:
     """Those asked for first, then the published ones, each once.
 
     Raises:
@@ -57,16 +65,83 @@ def subjects(models: Sequence[str]) -> tuple[Subject, ...]:
     if len(wanted) > MOST:
         raise UsageError(f"got {len(wanted)} models; a page holds at most {MOST}: write several pages")
     more = [name for name in (*PUBLISHED, *(() if wanted else USUAL)) if name not in wanted]
-    return tuple(_subject(name, asked=name in wanted) for name in (*wanted, *more))
+    return tuple(_page_model(name, asked=name in wanted) for name in (*wanted, *more))
 
 
-def _subject(argument: str, *, asked: bool) -> Subject:
-    model = model_spec(argument)
-    label = argument if argument in PRESETS else _file_label(argument, model)
-    return Subject(argument=argument, label=label, model=model, asked=asked)
+def _page_model(argument: str, *, asked: bool) -> PageModel:
+    model, path = model_spec(argument), Path(argument)
+    file = (path.parent.name if path.suffix == ".json" else path.name) or model.name
+    return PageModel(argument=argument, label=argument if argument in PRESETS else file, model=model, asked=asked)
 
 
-def _file_label(argument: str, model: ModelSpec) -> str:
-    path = Path(argument)
-    folder = path.parent.name if path.suffix == ".json" else path.name
-    return folder or model.name
+# Runs and their commands ----------------------------------------------------------------------------------------------
+
+
+def run_of(model: str, **asked: Any) -> Run:
+    """The run that a request stands for.
+
+    Raises:
+        UsageError: no such model, or a run that makes no sense.
+    """
+    return resolve(model_spec(model), RunRequest(**asked)).run
+
+
+def line(verb: str, model: str, asked: dict[str, Any], *more: str) -> str:
+    """The command that answers a request, as it is typed."""
+    words = ["jettison", verb, shlex.quote(model)]
+    for name, value in asked.items():
+        flag = name.replace("_", "-")
+        words.append(f"--no-{flag}" if value is False else f"--{flag}" if value is True else f"--{flag} {value}")
+    return " ".join([*words, *more])
+
+
+def flags_text(asked: dict[str, Any]) -> str:
+    """A layout and batch for people."""
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in asked.items()) or "one device"
+
+
+def answered(run: Run, hardware: Hardware) -> tuple[Forecast, Estimate]:
+    """Memory and time of a run; where its recompute is left to the planner, on what the hardware leaves.
+
+    Raises:
+        Infeasible: no plan fits.
+    """
+    if run.recompute.mode is not Mode.AUTO:
+        return forecast(run), estimate(run, hardware)
+    return planned(choose_with_whole(run, available_bytes(hardware, run), hardware))
+
+
+def planned(choice: AutoForecast) -> tuple[Forecast, Estimate]:
+    """Memory and time of a plan."""
+    memory = choice.forecast
+    chosen = [part.chosen for part in memory.parts if part.is_layer]
+    return memory, estimate(memory.run, choice.hardware, chosen=chosen)
+
+
+def usual_layout(model: str, hardware: Hardware) -> dict[str, Any]:
+    """A layout for a model that nobody gave one: tensor parallelism within a node of 8 as far as the model divides, and
+    the fewest replicas with everything sharded over them (ZeRO 3) under which it fits, with all that can be computed
+    again; or the most of these.
+    """
+    tp = next(_allowed(model, (8, 4, 2)), {})
+    found = tp
+    for replicas in (1, 8, 64, 512):
+        found = tp | ({"dp": replicas, "zero": 3} if replicas > 1 else {})
+        run = run_of(model, recompute="full", **found)
+        if forecast(run).peak_bytes <= available_bytes(hardware, run):
+            break
+    return found
+
+
+def _allowed(model: str, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    for size in sizes:
+        try:
+            run_of(model, tp=size)
+        except UsageError:
+            continue
+        yield {"tp": size}
+
+
+def rounded(seconds: float) -> float:
+    """Seconds as a page has them."""
+    return round(seconds, SECONDS_DIGITS)

@@ -10,15 +10,15 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jettison.diagnose.finding import Finding
-from jettison.report.parts import facts_table
-from jettison.report.schemas import shaped
+from jettison.report.schemas import document
+from jettison.report.tables import facts
 
 NONE: Final = "nothing to mend was found"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FindingsReport:
-    """What was found, below a few facts.
+    """Findings, below a few facts.
 
     Args:
         schema: of the JSON document.
@@ -34,13 +34,12 @@ class FindingsReport:
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
-        found = [finding.document() for finding in self.findings]
-        return shaped({"schema": self.schema, **self.more, "findings": found})
+        return document(self.schema, **self.more, findings=[finding.document() for finding in self.findings])
 
     def table(self) -> RenderableType:
         """For a terminal."""
         found = [Text(), *(line for finding in self.findings for line in _lines(finding))] if self.findings else []
-        return Group(facts_table(list(self.facts)), *self.tables, *(found or [Text(), Text(NONE)]))
+        return Group(facts(self.facts), *self.tables, *(found or [Text(), Text(NONE)]))
 
 
 def _lines(finding: Finding) -> list[Text]:

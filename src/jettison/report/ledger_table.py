@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -13,19 +13,18 @@ from rich.text import Text
 from jettison.core.units import format_bytes, format_count, format_percent, format_seconds
 from jettison.formula.parameters import parameter_count, trained_parameter_count
 from jettison.ledger.compare import describe
-from jettison.predict.frozen_models import FrozenBytes, frozen_bytes
+from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.run_request import Resolved
 from jettison.predict.states_on_host import HostStates
-from jettison.report.fitted import FittedTable
-from jettison.report.parts import exact, facts_table, span, titled
-from jettison.report.summary import Comparison, LayerRow, LedgerReport, PhaseRow, StageBytes
+from jettison.report.ledger import ComparedLedger, LedgerReport
+from jettison.report.schemas import LayerRow, PhaseRow, StageBytes
+from jettison.report.tables import FittedTable, exact, facts, grid, span
 from jettison.spec.layout import Layout
 from jettison.spec.run import Run
 
 if TYPE_CHECKING:
-    from jettison.predict.largest import Edge, FitAnswer
+    from jettison.predict.largest import FitAnswer
     from jettison.report.explain import Core, Explanation, Variant
-
 
 MOST_STAGES = 20
 MOST_DIFFERENCES = 20
@@ -42,7 +41,7 @@ PLACES = {
 
 def ledger_table(report: LedgerReport) -> RenderableType:
     """Everything about a run, or about a traced model, at a glance."""
-    tables: list[RenderableType] = [facts_table(list(_facts(report))), _layers_table(report), _roles_table(report)]
+    tables: list[RenderableType] = [facts(_facts(report)), _layers_table(report), _roles_table(report)]
     if len(report.stages) > 1:
         tables.append(_stages_table(report))
     tables.append(_phases_table(report))
@@ -55,50 +54,41 @@ def ledger_table(report: LedgerReport) -> RenderableType:
     return Group(*(part for table in tables for part in ("", table)))
 
 
-def _comparison_table(found: Comparison) -> RenderableType:
-    """What two ledgers do not have alike; of many, the first ones."""
+def _comparison_table(found: ComparedLedger) -> RenderableType:
+    """Differences of two ledgers; of many, the first ones."""
     if not found.differences:
         return f"{found.path} has the same saved tensors in every layer, to the byte"
-    table = titled(f"Compared with {found.path}", ("layer", "expected", "found"), ("bytes",))
-    for difference in found.differences[:MOST_DIFFERENCES]:
-        expected, other = (describe(side) for side in (difference.expected, difference.found))
-        table.add_row(difference.layer, expected, other, f"{difference.delta_bytes:+,d}")
-    if len(found.differences) > MOST_DIFFERENCES:
-        table.add_row(f"and {len(found.differences) - MOST_DIFFERENCES} more", "", "", "")
-    return table
+    rows = [
+        (one.layer, describe(one.expected), describe(one.found), f"{one.delta_bytes:+,d}") for one in found.differences
+    ]
+    if len(rows) > MOST_DIFFERENCES:
+        rows[MOST_DIFFERENCES:] = [(f"and {len(rows) - MOST_DIFFERENCES} more", "", "", "")]
+    return grid(f"Compared with {found.path}", ("layer", "expected", "found"), ("bytes",), rows)
 
 
 def peak_sentence(report: LedgerReport) -> str:
-    """Where the peak is, and what step 0 has instead."""
+    """The peak, its place, and the peak of step 0."""
     worst = report.worst
     stage = f" on stage {worst.stage}" if len(report.stages) > 1 else ""
-    where = f", {_where(worst.peak_phase, worst.peak_where)}" if worst.peak_phase else ""
+    if worst.peak_phase:
+        at = f"in {worst.peak_phase}" + (f" of {worst.peak_where}" if worst.peak_where else "")
+        stage += f", {PLACES.get(worst.peak_phase) or at}"
     first = max((s.first_step_peak_bytes or 0 for s in report.stages), default=0)
-    if not first or first == report.peak_bytes:
-        return f"{exact(report.peak_bytes)}{stage}{where}"
-    return f"{exact(report.peak_bytes)}{stage}{where}, from step 1 on; step 0: {format_bytes(first)}"
-
-
-def _where(phase: str, where: str) -> str:
-    return PLACES.get(phase) or (f"in {phase} of {where}" if where else f"in {phase}")
+    if first and first != report.peak_bytes:
+        stage += f", from step 1 on; step 0: {format_bytes(first)}"
+    return f"{exact(report.peak_bytes)}{stage}"
 
 
 def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
     asked, worst = report.asked, report.worst
+    counted = f"{report.model}, {format_count(report.parameters)} parameters"
     if asked is None:
-        yield "model", f"{report.model}, {format_count(report.parameters)} parameters, recompute {report.recompute}"
+        yield "model", f"{counted}, recompute {report.recompute}"
         yield from report.built
     else:
-        yield "model", _model(report, asked)
-        yield "layout", layout_text(asked.run.layout)
-        yield "batch", batch_text(asked)
-        yield "training", _training(asked)
-        if asked.run.tuning is not None:
-            yield "trained", tuning_text(asked.run)
-        for found in frozen_bytes(asked.run):
-            yield str(found.beside.role), frozen_text(found)
-        if (text := host_text(asked.run, report.host_states)) is not None:
-            yield "on the host", text
+        model = asked.run.model
+        yield "model", f"{counted}, {model.depth} layers, h {model.hidden}, V {model.vocab}"
+        yield from run_facts(asked, report.host_states, training=True)
         if asked.like:
             yield "like", asked.like
         yield "recompute", _recompute(report, asked)
@@ -118,6 +108,30 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
         yield "verdict", f"{verdict}: the peak is {share} of {of}"
 
 
+def run_facts(asked: Resolved, host: HostStates | None, *, training: bool = False) -> Iterator[tuple[str, str]]:
+    """Layout and batch of a described run, what is trained of it, and what is beside it.
+
+    Args:
+        training: say the precision, optimizer and kernels, too.
+    """
+    run = asked.run
+    yield "layout", layout_text(run.layout)
+    yield "batch", _batch_text(asked)
+    if training:
+        yield "training", _training(run)
+    if run.tuning is not None:
+        yield "trained", _tuning_text(run)
+    for found in frozen_bytes(run):
+        words = str(found.beside).partition(": ")[2]
+        taken = f"{format_bytes(found.parameters)} of weights, a forward of {format_bytes(found.forward)}"
+        yield str(found.beside.role), f"{words}: {taken}"
+    if host is not None:
+        sent, fetched = format_bytes(host.to_host_bytes), format_bytes(host.to_device_bytes)
+        there = f"{format_bytes(host.host_bytes)} a rank, as {run.states_on_host} has it"
+        unknown = "; the host's own time is not counted" if run.states_on_host.steps_there else ", if all pages move"
+        yield "on the host", f"{there}; a step sends {sent} and fetches {fetched}{unknown}"
+
+
 def _recompute(report: LedgerReport, asked: Resolved) -> str:
     recompute = asked.run.recompute
     text = report.recompute + (", layers compiled" if asked.run.compiled else "")
@@ -131,14 +145,8 @@ def _recompute(report: LedgerReport, asked: Resolved) -> str:
     return f"{text}: about {seconds} a micro-batch on the slowest stage, gap {gap}; smallest budget {smallest}"
 
 
-def _model(report: LedgerReport, asked: Resolved) -> str:
-    model = asked.run.model
-    sizes = f"{model.depth} layers, h {model.hidden}, V {model.vocab}"
-    return f"{report.model}, {format_count(report.parameters)} parameters, {sizes}"
-
-
 def layout_text(layout: Layout) -> str:
-    """How the ranks are laid out, in a line."""
+    """Layout of the ranks, in a line."""
     parts = [f"tp {layout.tp}{' with sp' if layout.sp else ''}" if layout.tp > 1 else ""]
     parts += [f"{axis} {size}" if size > 1 else "" for axis, size in (("cp", layout.cp), ("pp", layout.pp))]
     parts.append(f"dp {layout.dp}" if layout.dp > 1 else "")
@@ -156,7 +164,7 @@ def layout_text(layout: Layout) -> str:
     return text + (f", ZeRO {layout.zero}{groups}{wrapped}" if layout.zero else "")
 
 
-def batch_text(asked: Resolved) -> str:
+def _batch_text(asked: Resolved) -> str:
     """The batch, in a line that says which of it nobody asked for."""
     run = asked.run
     total = run.micro_batch * run.micro_batches * run.layout.dp
@@ -174,16 +182,15 @@ def batch_text(asked: Resolved) -> str:
     return f"{', '.join(parts)}: {total} {'sequence' if total == 1 else 'sequences'} on all ranks"
 
 
-def _training(asked: Resolved) -> str:
-    run = asked.run
+def _training(run: Run) -> str:
     kernels = f"{run.kernels.name} kernels, {run.kernels.attention} attention, {run.kernels.loss} loss"
     if run.model.recorder is not None:
         kernels = f"recorded kernels, {run.kernels.attention} attention"
     return f"{run.precision.words}, {run.optimizer}, {kernels}, dropout {run.dropout:g}, gradients {run.gradients}"
 
 
-def tuning_text(run: Run) -> str:
-    """Which adapters, and how much of the model they are."""
+def _tuning_text(run: Run) -> str:
+    """Adapters, and their share of the model."""
     tuning = run.tuning
     assert tuning is not None
     trained = trained_parameter_count(run.model, tuning)
@@ -192,29 +199,13 @@ def tuning_text(run: Run) -> str:
     return f"{tuning}: {trained:,} parameters, {share:.2g} % of the model's{experts}"
 
 
-def host_text(run: Run, host: HostStates | None) -> str | None:
-    """What the host has of the optimizer, and what goes over the link."""
-    if host is None:
-        return None
-    sent, fetched = format_bytes(host.to_host_bytes), format_bytes(host.to_device_bytes)
-    there = f"{format_bytes(host.host_bytes)} a rank, as {run.states_on_host} has it"
-    unknown = "; the host's own time is not counted" if run.states_on_host.steps_there else ", if all pages move"
-    return f"{there}; a step sends {sent} and fetches {fetched}{unknown}"
-
-
-def frozen_text(found: FrozenBytes) -> str:
-    """Which model, what its weights take, and how high its forward rises."""
-    words = str(found.beside).partition(": ")[2]
-    return f"{words}: {format_bytes(found.parameters)} of weights, a forward of {format_bytes(found.forward)}"
-
-
 def _layers_table(report: LedgerReport) -> FittedTable:
     policies = len({row.policy for row in report.layers}) > 1
     left = ("layer", "recompute") if policies else ("layer",)
-    table = titled("Saved for backward by one micro-batch on one rank", left, ("bytes", "tensors", "share"))
+    table = grid("Saved for backward by one micro-batch on one rank", left, ("bytes", "tensors", "share"))
     groups: dict[tuple[str, int, int], list[LayerRow]] = {}
     for row in report.layers:
-        groups.setdefault((row.policy, row.bytes, row.tensors), []).append(row)
+        groups.setdefault((row.policy or "", row.bytes, row.tensors), []).append(row)
     total = sum(row.bytes for row in report.layers)
     for (policy, nbytes, tensors), rows in groups.items():
         each = format_bytes(nbytes) + (" each" if len(rows) > 1 else "")
@@ -228,28 +219,28 @@ def _layers_table(report: LedgerReport) -> FittedTable:
 
 
 def _roles_table(report: LedgerReport) -> FittedTable:
-    table = titled("By role, all layers together", ("role",), ("bytes", "storages", "share"))
+    """Each storage once: by the role of its first entry, at its largest size."""
     sizes: dict[str, int] = {}
     owners: dict[str, str] = {}
     for entry in report.ledger:
         owners.setdefault(entry.storage, entry.role)
-        nbytes = entry.local_storage_bytes(report.mesh_sizes)
-        sizes[entry.storage] = max(sizes.get(entry.storage, 0), nbytes)
-    totals: dict[str, list[int]] = {}
+        sizes[entry.storage] = max(sizes.get(entry.storage, 0), entry.local_storage_bytes(report.mesh_sizes))
+    of_role: dict[str, list[int]] = {}
     for storage, nbytes in sizes.items():
-        row = totals.setdefault(owners[storage], [0, 0])
-        row[0] += nbytes
-        row[1] += 1
+        of_role.setdefault(owners[storage], []).append(nbytes)
     whole = sum(sizes.values()) or 1
-    for role, (nbytes, storages) in sorted(totals.items(), key=lambda item: (-item[1][0], item[0])):
-        table.add_row(role, format_bytes(nbytes), str(storages), format_percent(nbytes / whole))
-    return table
+    rows = sorted(((sum(found), role, len(found)) for role, found in of_role.items()), key=lambda r: (-r[0], r[1]))
+    return grid(
+        "By role, all layers together",
+        ("role",),
+        ("bytes", "storages", "share"),
+        [(role, format_bytes(n), str(count), format_percent(n / whole)) for n, role, count in rows],
+    )
 
 
 def _stages_table(report: LedgerReport) -> FittedTable:
     right = ("in flight", "activations", "parameters", "gradients", "optimizer", "step 0", "peak")
-    table = titled("Pipeline stages, on each rank", ("stage", "layers"), right)
-    table.add_column("peak is in")
+    table = grid("Pipeline stages, on each rank", ("stage", "layers"), right, last=("peak is in",))
     groups = [list(group) for _, group in groupby(report.stages, key=_figures)]
     half = MOST_STAGES // 2
     shown = -1
@@ -265,9 +256,8 @@ def _stages_table(report: LedgerReport) -> FittedTable:
 
 
 def _figures(stage: StageBytes) -> tuple[object, ...]:
-    """What equal stages have in common: all but their number and the names of their layers."""
-    held = (stage.in_flight, stage.activation_bytes, stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes)
-    return (*held, stage.peak_bytes, stage.first_step_peak_bytes, stage.peak_phase, len(stage.layers))
+    """Figures of a stage: all but its number, the names of its layers, and where the peak is."""
+    return (*astuple(stage)[2:-1], len(stage.layers))
 
 
 def _stage_cells(group: list[StageBytes]) -> tuple[str, ...]:
@@ -276,46 +266,43 @@ def _stage_cells(group: list[StageBytes]) -> tuple[str, ...]:
     layers = span(first.layers, brief=True) if len(group) == 1 else f"{len(first.layers)} each"
     held = (first.activation_bytes, first.parameter_bytes, first.gradient_bytes, first.optimizer_bytes)
     peaks = (first.first_step_peak_bytes or 0, first.peak_bytes)
-    return (number, layers, str(first.in_flight), *map(format_bytes, (*held, *peaks)), first.peak_phase)
+    return (number, layers, str(first.in_flight), *map(format_bytes, (*held, *peaks)), first.peak_phase or "")
 
 
 def _phases_table(report: LedgerReport) -> FittedTable:
     """Each phase at its worst."""
     of = f" of stage {report.worst.stage}" if len(report.stages) > 1 else ""
     known = any(phase.first_step_peak_bytes is not None for phase in report.phases)
-    table = titled(
-        f"Peak of each phase{of}", ("phase", "worst at"), ("step 0", "from step 1 on") if known else ("peak",)
-    )
-    for name, phases in _by_phase(report.phases):
+    right = ("step 0", "from step 1 on") if known else ("peak",)
+    groups: dict[str, list[PhaseRow]] = {}
+    for phase in report.phases:
+        groups.setdefault(phase.phase, []).append(phase)
+    table = grid(f"Peak of each phase{of}", ("phase", "worst at"), right)
+    for name, phases in groups.items():
         worst = max(phases, key=lambda phase: phase.peak_bytes)
         first = max(phase.first_step_peak_bytes or 0 for phase in phases)
-        table.add_row(name, worst.where, *([format_bytes(first)] if known else []), format_bytes(worst.peak_bytes))
+        peaks = ([format_bytes(first)] if known else []) + [format_bytes(worst.peak_bytes)]
+        table.add_row(name, worst.where or "", *peaks)
     return table
 
 
-def _by_phase(phases: Iterable[PhaseRow]) -> Iterable[tuple[str, list[PhaseRow]]]:
-    groups: dict[str, list[PhaseRow]] = {}
-    for phase in phases:
-        groups.setdefault(phase.phase, []).append(phase)
-    return groups.items()
-
-
-# What else can be asked about a run, for people: what would fit, and where the peak comes from ------------------------
+# What would fit, and where the peak comes from ------------------------------------------------------------------------
 
 
 def fit_table(answer: FitAnswer) -> FittedTable:
     """One thing changed at a time: the last value that fits, and its neighbour that does not."""
-    title = f"What fits {format_bytes(answer.budget_bytes)}, one thing changed at a time"
-    table = titled(title, ("change",), ("fits", "peak", "does not fit", "its peak"))
-    rows: tuple[tuple[str, Edge], ...] = (
-        ("largest micro-batch", answer.micro_batch),
-        (f"longest sequence, in steps of {answer.seq_step}", answer.seq),
-        ("smallest --tp", answer.tp),
-        ("smallest --zero", answer.zero),
+    edges = {
+        "largest micro-batch": answer.micro_batch,
+        f"longest sequence, in steps of {answer.seq_step}": answer.seq,
+        "smallest --tp": answer.tp,
+        "smallest --zero": answer.zero,
+    }
+    return grid(
+        f"What fits {format_bytes(answer.budget_bytes)}, one thing changed at a time",
+        ("change",),
+        ("fits", "peak", "does not fit", "its peak"),
+        [(name, *_edge(e.value, e.peak_bytes), *_edge(e.beyond, e.beyond_peak_bytes)) for name, e in edges.items()],
     )
-    for name, edge in rows:
-        table.add_row(name, *_edge(edge.value, edge.peak_bytes), *_edge(edge.beyond, edge.beyond_peak_bytes))
-    return table
 
 
 def _edge(value: int | None, nbytes: int | None) -> tuple[str, str]:
@@ -324,18 +311,22 @@ def _edge(value: int | None, nbytes: int | None) -> tuple[str, str]:
 
 def explanation_table(found: Explanation) -> RenderableType:
     """The sum that the peak is, the run with one thing changed, and what that means in words."""
-    parts = titled(f"What the peak of stage {found.stage} is made of", ("part",), ("bytes", "share"))
-    for part in found.parts:
-        parts.add_row(part.name, format_bytes(part.nbytes), format_percent(part.fraction))
-    variants = titled("The run with one thing changed", ("change",), ("peak", "activations", "a layer", "recomputed"))
-    for group in (found.recompute, found.sequence_parallelism, found.sharding):
-        for variant in group:
-            variants.add_row(*_variant(variant), style="bold" if variant.current else "")
-    lines = [
-        *found.sentences,
-        *_core(found.core),
-        *(remark.text[:1].upper() + remark.text[1:] for remark in found.remarks),
-    ]
+    parts = grid(
+        f"What the peak of stage {found.stage} is made of",
+        ("part",),
+        ("bytes", "share"),
+        [(part.name, format_bytes(part.nbytes), format_percent(part.fraction)) for part in found.parts],
+    )
+    tried = (*found.recompute, *found.sequence_parallelism, *found.sharding)
+    variants = grid(
+        "The run with one thing changed",
+        ("change",),
+        ("peak", "activations", "a layer", "recomputed"),
+        map(_variant, tried),
+        bold=[index for index, variant in enumerate(tried) if variant.current],
+    )
+    remarks = (remark.text[:1].upper() + remark.text[1:] for remark in found.remarks)
+    lines = [*found.sentences, *_core(found.core), *remarks]
     return Group(parts, "", variants, "", *(Text(line) for line in lines))
 
 
@@ -346,7 +337,7 @@ def _variant(variant: Variant) -> tuple[str, ...]:
 
 
 def _core(core: Core) -> tuple[str, ...]:
-    """What the scores of attention have to do with it."""
+    """Share of the attention core, in a sentence."""
     if not core.saved_bytes:
         return ()
     share = f"{format_percent(core.saved_bytes / core.layer_bytes)} of a layer's bytes"

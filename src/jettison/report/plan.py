@@ -1,10 +1,10 @@
-"""The plan of a run that only its spec describes: which layers keep what, on every pipeline stage, under a budget."""
+"""Plans for people: of live models, exported ones, and those of described runs, which are a document as well."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,19 +13,99 @@ from rich.console import Group, RenderableType
 
 from jettison.core.errors import Infeasible
 from jettison.core.units import format_bytes, format_count, format_flops, format_percent, format_seconds
-from jettison.report.fitted import FittedTable
-from jettison.report.parts import exact, facts_table, span, titled
-from jettison.report.schemas import shaped
+from jettison.report.schemas import document, part
+from jettison.report.tables import FittedTable, alike, exact, facts, grid, span
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # reading plans takes libraries that most commands can do without
+    from jettison.frameworks.export import Exported
+    from jettison.frameworks.policy import Cost
     from jettison.predict.auto_recompute import AutoForecast
     from jettison.report.alternatives import NextGiB, Reason
+    from jettison.solve.plan import LayerPlan, Plan
 
 SCHEMA = "jettison.plan/1"
 DESCRIBED = "description"
-"""What such a document says under ``made_from``: it names no programs, and cannot be applied to a module."""
+"""Value of ``made_from`` in a described run's document: it names no programs, and cannot be applied to a module."""
+ROOT_NAME = "embedding, head and loss"
 MOST_FLIPS = 2
-"""Of each next GiB, in the table."""
+"""Flips of each next GiB in the table."""
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """Choices of a live model's layers, and what the plan claims."""
+    predicted = plan.predicted
+    moves = any(entry.offloaded for entry in plan.layers)
+    rows = [
+        ("budget", exact(plan.budget_bytes)),
+        ("predicted peak", exact(predicted.peak_bytes)),
+        ("smallest budget", exact(plan.minimum_budget_bytes)),
+        (f"recompute{', copies' if moves else ''}", f"{format_percent(predicted.overhead_fraction)} of a step's time"),
+        ("solver", f"gap {format_percent(plan.solver.gap)}, {format_seconds(plan.solver.seconds)}"),
+    ]
+    if plan.segments:
+        rows.append(_segments(plan.segments))
+    if moves:
+        rows.append(("on the host", exact(predicted.host_bytes)))
+
+    def cells(name: str, entry: LayerPlan) -> tuple[str, ...]:
+        moved = [format_bytes(entry.offloaded_bytes)] if moves else []
+        flops = format_flops(entry.recompute_flops)
+        return (name, str(entry.policy), format_bytes(entry.kept_bytes), *moved, flops)
+
+    same = alike(plan.layers, lambda e: (e.policy, e.kept_bytes, e.offloaded_bytes, e.recompute_flops))
+    columns = ("kept", "on the host", "recomputed") if moves else ("kept", "recomputed")
+    layers = [cells(names, entry) for names, entry in same]
+    table = grid("What each layer does", ("layer", "policy"), columns, [*layers, cells(ROOT_NAME, plan.root)])
+    return Group(facts(rows), table)
+
+
+def _segments(segments: Sequence[Sequence[str]]) -> tuple[str, str]:
+    runs = ", ".join(f"{first} to {last}" for first, last in segments)
+    return "segments", f"only the first layer holds its input in {runs}"
+
+
+def export_table(found: Exported) -> RenderableType:
+    """A plan in another trainer's words: what it costs beside the plan, what is lost, layer by layer."""
+    subject = found.subject
+    rows = [
+        ("target", f"{found.target}{f', checked with {found.checked_with}' if found.checked_with else ''}"),
+        ("model", subject.model),
+        *(("left out", text) for text in subject.left_out),
+        ("budget", exact(subject.budget_bytes)),
+        ("exact", "yes" if found.exact else "no: see what is lost"),
+    ]
+    costs = [found.plan_cost, found.cost, *(one.cost for one in found.alternatives)]
+    kinds: dict[str, Callable[[Cost], str]] = {
+        "peak": lambda cost: format_bytes(cost.peak_bytes),
+        "kept by layers": lambda cost: format_bytes(cost.layer_bytes),
+        "held for backward": lambda cost: "" if cost.held_bytes is None else format_bytes(cost.held_bytes),
+        "on the host": lambda cost: format_bytes(cost.host_bytes) if cost.host_bytes else "",
+        "computed again": lambda cost: format_flops(cost.recompute_flops),
+        f"at prices of {subject.hardware.name}": lambda cost: format_seconds(cost.recompute_seconds),
+        "a step": lambda cost: "" if cost.step_seconds is None else format_seconds(cost.step_seconds),
+    }
+    cells = [(name, *map(say, costs)) for name, say in kinds.items()]
+    whose = ("plan", found.target, *(one.words for one in found.alternatives))
+    same = alike(
+        found.policies, lambda p: (p.decision.policy, p.words or p.action, p.decision.kept_bytes, p.kept_bytes)
+    )
+    layers = [
+        (
+            name,
+            p.decision.policy,
+            p.words or str(p.action),
+            format_bytes(p.decision.kept_bytes),
+            format_bytes(p.kept_bytes),
+        )
+        for name, p in same
+    ]
+    parts: list[RenderableType] = [
+        facts(rows),
+        grid("What a step costs", ("",), whose, [row for row in cells if any(row[1:])]),
+        grid("What each layer does", ("layer", "plan", "exported"), ("kept in the plan", "kept"), layers),
+    ]
+    remarks = [*(("lost", text) for text in found.lost), *(("note", text) for text in found.notes)]
+    return Group(*parts, *([facts(remarks)] if remarks else []))
 
 
 def infeasible_document(error: Infeasible, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -34,16 +114,7 @@ def infeasible_document(error: Infeasible, request: Mapping[str, Any] | None = N
     Args:
         request: what was asked, by field.
     """
-    return shaped(
-        {
-            "schema": SCHEMA,
-            "feasible": False,
-            "budget_bytes": error.budget_bytes,
-            "minimum_budget_bytes": error.minimum_budget_bytes,
-            "reason": error.reason,
-            "request": None if request is None else dict(request),
-        }
-    )
+    return document(SCHEMA, error, feasible=False, request=None if request is None else dict(request))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +125,13 @@ class LayerChoice:
     stage: int
     policy: str
     kept_bytes: int
-    offloaded_bytes: int
-    recompute_flops: int
+    offloaded_bytes: int = 0
+    recompute_flops: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastPlan:
-    """What the planner chose for a run, for people and as a document.
+    """A planner's choice for a run, for people and as a document.
 
     ``reasons`` are by layer; ``what_if`` is what each next GiB would change, None where nobody asked. ``made_by`` is
     what was asked for, by flag: enough to make the plan again.
@@ -76,121 +147,108 @@ class ForecastPlan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What of the configuration is not in the figures."""
+        """Parts of the configuration that are not in the figures."""
         return self.choice.forecast.run.model.left_out
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.plan/1``. The hash covers the layers' choices and segments."""
-        live = ("digest", "option", "kept", "offloaded", "packed", "price")  # what of a layer only a live plan says
-        layers = [{name: getattr(layer, name) for name in LayerChoice.__slots__} for layer in self.layers]
-        segments = [list(each) for each in self.choice.segments]
+        choice, found = self.choice, self.choice.forecast
+        layers = [asdict(layer) for layer in self.layers]
+        segments = [list(each) for each in choice.segments]
         name = Path(self.model).name if Path(self.model).exists() else self.model  # wherever it lies
         decided = [name, layers, segments] if segments else [name, layers]
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
-        document = {
-            "schema": SCHEMA,
-            "made_from": DESCRIBED,
-            "feasible": True,
-            "model": self.model,
-            "budget_bytes": self.choice.budget_bytes,
-            "minimum_budget_bytes": self.choice.minimum_budget_bytes,
-            "predicted": {
-                "peak_bytes": self.choice.forecast.peak_bytes,
-                "step_seconds": self.choice.step_seconds,
-                "overhead_fraction": self.choice.overhead_fraction,
-                "stalled_seconds": self.choice.stalled_seconds * self.choice.forecast.run.micro_batches,
-                "host_bytes": self.choice.host_bytes,
+        return document(
+            SCHEMA,
+            choice,
+            made_from=DESCRIBED,
+            feasible=True,
+            model=self.model,
+            reason=None,
+            predicted={
+                "peak_bytes": found.peak_bytes,
+                "step_seconds": choice.step_seconds,
+                "overhead_fraction": choice.overhead_fraction,
+                "stalled_seconds": choice.stalled_seconds * found.run.micro_batches,
+                "host_bytes": choice.host_bytes,
                 "composed": None,
             },
-            "offload": self.choice.forecast.run.recompute.offload,
-            "host_budget_bytes": self.choice.host_budget_bytes,
-            "whole_micro_batches": self.choice.forecast.run.recompute.whole,
-            "hardware": self.choice.hardware.name,
-            "solver": {"gap": self.choice.gap, "seconds": self.solver_seconds},
-            "stages": [
-                {"stage": stage.index, "peak_bytes": stage.peak.nbytes, "in_flight": stage.in_flight}
-                for stage in self.choice.forecast.stages
+            solver={"gap": choice.gap, "seconds": self.solver_seconds},
+            layers=[layer | dict.fromkeys(_LIVE) for layer in layers],
+            segments=segments,
+            offload=found.run.recompute.offload,
+            whole_micro_batches=found.run.recompute.whole,
+            hardware=choice.hardware.name,
+            stages=[
+                part("PlanStage", stage, stage=stage.index, peak_bytes=stage.peak.nbytes) for stage in found.stages
             ],
-            "layers": [layer | dict.fromkeys(live) for layer in layers],
-            "segments": segments,
-            "reasons": [{"layer": name, **asdict(reason)} for name, reason in self.reasons.items()],
-            "made_by": self.made_by,
-            "request": self.made_by,
-            "warnings": list(self.warnings),
-            "what_if": None if self.what_if is None else [_next(row) for row in self.what_if],
-            "hash": hashlib.sha256(text.encode()).hexdigest(),
-        }
-        return shaped(document)
+            reasons=[asdict(reason) for reason in self.reasons.values()],
+            warnings=list(self.warnings),
+            what_if=None if self.what_if is None else [_next(row) for row in self.what_if],
+            made_by=self.made_by,
+            request=self.made_by,
+            hash=hashlib.sha256(text.encode()).hexdigest(),
+        )
 
     def table(self) -> RenderableType:
-        """Facts, and neighbours that do the same as one row."""
-        found = self.choice.forecast
-        share = format_percent(self.choice.overhead_fraction)
+        """Facts, and layers that do the same as one row."""
+        choice, found = self.choice, self.choice.forecast
+        recompute, share = found.run.recompute, format_percent(choice.overhead_fraction)
         rows = [
             ("model", f"{self.model}, {format_count(found.parameters)} parameters"),
-            ("budget", exact(self.choice.budget_bytes)),
+            ("budget", exact(choice.budget_bytes)),
             ("predicted peak", f"{exact(found.peak_bytes)}, on stage {found.worst.index}"),
-            ("smallest budget", exact(self.choice.minimum_budget_bytes)),
-            ("recompute", f"{share} of a step's time, on {self.choice.hardware.name}"),
+            ("smallest budget", exact(choice.minimum_budget_bytes)),
+            ("recompute", f"{share} of a step's time, on {choice.hardware.name}"),
         ]
-        if found.run.recompute.offload:
-            rows.append(("offload", self._offload()))
-        if self.choice.segments:
-            runs = ", ".join(f"{first} to {last}" for first, last in self.choice.segments)
-            rows.append(("segments", f"only the first layer holds its input in {runs}"))
-        if found.run.recompute.whole:
-            rows.append(("kept whole", f"{found.run.recompute.whole} of each window of micro-batches in flight"))
-        rows.append(("solver", f"gap {format_percent(self.choice.gap)}, {format_seconds(self.solver_seconds)}"))
-        parts: list[RenderableType] = [facts_table(rows), self._layers_table()]
+        if recompute.offload:
+            limit = "" if choice.host_budget_bytes is None else f" of {format_bytes(choice.host_budget_bytes)}"
+            waited = f"{format_seconds(choice.stalled_seconds)} of that is waiting for copies, in a micro-batch"
+            rows.append(("offload", f"{format_bytes(choice.host_bytes)}{limit} on the host; {waited}"))
+        if choice.segments:
+            rows.append(_segments(choice.segments))
+        if recompute.whole:
+            rows.append(("kept whole", f"{recompute.whole} of each window of micro-batches in flight"))
+        rows.append(("solver", f"gap {format_percent(choice.gap)}, {format_seconds(self.solver_seconds)}"))
+        parts: list[RenderableType] = [facts(rows), self._layers_table()]
         if self.what_if is not None:
             parts.append(_what_if_table(self.what_if))
         return Group(*parts)
 
-    def _offload(self) -> str:
-        choice = self.choice
-        limit = "" if choice.host_budget_bytes is None else f" of {format_bytes(choice.host_budget_bytes)}"
-        waited = f"{format_seconds(choice.stalled_seconds)} of that is waiting for copies"
-        return f"{format_bytes(choice.host_bytes)}{limit} on the host; {waited}, in a micro-batch"
-
     def _layers_table(self) -> FittedTable:
-        figures = ("stage", "kept", "on the host", "recomputed")
-        table = titled("What each layer does with one micro-batch", ("layer", "policy", "why"), figures)
-
-        def key(layer: LayerChoice) -> tuple[object, ...]:
-            moved = (layer.kept_bytes, layer.offloaded_bytes, layer.recompute_flops)
-            return layer.policy, *moved, str(self.reasons[layer.layer])
-
         groups: dict[tuple[object, ...], list[LayerChoice]] = {}
         for layer in self.layers:
-            groups.setdefault(key(layer), []).append(layer)
-        for alike in groups.values():
-            one = alike[0]
-            table.add_row(
-                span([entry.layer for entry in alike]),
-                one.policy,
-                str(self.reasons[one.layer]),
-                span([f".{stage}" for stage in dict.fromkeys(entry.stage for entry in alike)], brief=True).lstrip("."),
-                format_bytes(one.kept_bytes),
-                format_bytes(one.offloaded_bytes),
-                format_flops(one.recompute_flops),
+            moved = (layer.kept_bytes, layer.offloaded_bytes, layer.recompute_flops)
+            groups.setdefault((layer.policy, *moved, str(self.reasons[layer.layer])), []).append(layer)
+        rows = [
+            (
+                span([entry.layer for entry in same]),
+                same[0].policy,
+                str(self.reasons[same[0].layer]),
+                span([f".{stage}" for stage in dict.fromkeys(entry.stage for entry in same)], brief=True).lstrip("."),
+                format_bytes(same[0].kept_bytes),
+                format_bytes(same[0].offloaded_bytes),
+                format_flops(same[0].recompute_flops),
             )
-        return table
+            for same in groups.values()
+        ]
+        figures = ("stage", "kept", "on the host", "recomputed")
+        return grid("What each layer does with one micro-batch", ("layer", "policy", "why"), figures, rows)
+
+
+_LIVE = ("digest", "option", "kept", "offloaded", "packed", "price")
+"""Keys of a layer that only a live model's plan has a value for."""
 
 
 def _next(row: NextGiB) -> dict[str, Any]:
-    """A next GiB as what JSON is made of."""
-    return {
-        "budget_bytes": row.answer.budget_bytes,
-        "peak_bytes": row.answer.forecast.peak_bytes,
-        "step_seconds": row.answer.step_seconds,
-        "saved_seconds": row.saved_seconds,
-        "host_bytes": row.answer.host_bytes,
-        "flips": [asdict(flip) for flip in row.flips],
-    }
+    answer, flips = row.answer, [asdict(flip) for flip in row.flips]
+    peak = answer.forecast.peak_bytes
+    return part("PlanNextGiB", answer, peak_bytes=peak, saved_seconds=row.saved_seconds, flips=flips)
 
 
 def _what_if_table(rows: Sequence[NextGiB]) -> FittedTable:
-    table = titled("What each next GiB would change", ("budget", "tensors that change their place"), ("a step saves",))
+    title = "What each next GiB would change"
+    table = grid(title, ("budget", "tensors that change their place"), ("a step saves",))
     for row in rows:
         words = [
             f"{flip.tensor}: {flip.before} -> {flip.after} in {span(flip.layers, brief=True)}"

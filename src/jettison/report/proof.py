@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from jettison.core.errors import UsageError
 from jettison.core.objects import summary
-from jettison.core.units import format_bytes, format_ratio
+from jettison.core.units import format_bytes, format_percent, format_ratio, format_seconds
 from jettison.ledger.levels import StepLevels
-from jettison.report.schemas import shaped
+from jettison.report.schemas import document
+from jettison.report.tables import alike, exact, facts, grid
 from jettison.solve.plan import PlanTensor
 
 SCHEMA: Literal["jettison.proof/1"] = "jettison.proof/1"
@@ -110,13 +114,13 @@ class Proof:
 
     @property
     def prediction_error(self) -> float | None:
-        """How far the predicted peak is above the measured one, as a fraction of it; negative where it is below."""
+        """Predicted peak minus measured peak, as a fraction of the measured one."""
         if self.predicted_peak_bytes is None or self.measured_peak_bytes == 0:
             return None
         return (self.predicted_peak_bytes - self.measured_peak_bytes) / self.measured_peak_bytes
 
     def failures(self) -> tuple[str, ...]:
-        """What was not shown, one sentence each; empty where the proof holds."""
+        """Claims that were not shown, one sentence each; empty where the proof holds."""
         claims = {
             "gradients": self.gradients_identical,
             "losses": self.losses_identical,
@@ -138,12 +142,10 @@ class Proof:
 
     def document(self) -> dict[str, Any]:
         """The proof as what JSON is made of."""
-        layers = [asdict(entry) for entry in self.layers]
-        totals = {
-            name: sum(entry[name] for entry in layers) for name in ("plain_bytes", "predicted_bytes", "observed_bytes")
-        }
-        known = {"schema": SCHEMA, "passed": self.passed, **asdict(self), "layers": layers, "saved": totals}
-        return shaped(known)
+        names = ("plain_bytes", "predicted_bytes", "observed_bytes")
+        totals = {name: sum(getattr(entry, name) for entry in self.layers) for name in names}
+        known = asdict(self) | {"layers": [asdict(entry) for entry in self.layers]}
+        return document(SCHEMA, passed=self.passed, **known, saved=totals)
 
     def to_json(self) -> str:
         """The document as JSON text; `from_json` reads it back."""
@@ -157,7 +159,7 @@ class Proof:
             UsageError: the text is not a proof of this schema; the message names the first wrong key.
         """
         try:
-            _header().validate_json(text, strict=True)
+            TypeAdapter(_ProofHeader).validate_json(text, strict=True)
             return _adapter().validate_json(text, strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
@@ -168,15 +170,65 @@ class Proof:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Header:
+class _ProofHeader:
     schema: Literal["jettison.proof/1"]
-
-
-@cache
-def _header() -> TypeAdapter[_Header]:
-    return TypeAdapter(_Header)
 
 
 @cache
 def _adapter() -> TypeAdapter[Proof]:
     return TypeAdapter(Proof)
+
+
+# for people -----------------------------------------------------------------------------------------------------------
+
+
+def proof_table(proof: Proof) -> RenderableType:
+    """Claims and what was seen, then predicted and observed bytes side by side."""
+    verdict = "proven" if proof.passed else "NOT PROVEN: " + "; ".join(proof.failures())
+    lines = [Text(f"  {line}") for line in (*proof.departures, *proof.differences)]
+    judged = (Text(verdict, style="bold green" if proof.passed else "bold red"), *lines)
+    if not proof.layers:
+        return Group(facts(_facts(proof)), *judged)
+    rows = []
+    for names, entry in alike(proof.layers, lambda e: (e.policy, *_sides(e), e.counted)):
+        agree = entry.predicted_bytes == entry.observed_bytes
+        note = "not recorded" if not entry.counted else "" if agree else "differs"
+        rows.append((names, entry.policy, *map(format_bytes, _sides(entry)), note))
+    title, right = "Bytes held between forward and backward", ("plain autograd", "predicted", "observed")
+    table = grid(title, ("layer", "policy"), right, rows, last=("",))
+    total = [sum(column) for column in zip(*map(_sides, proof.layers), strict=True)]
+    table.add_section()
+    table.add_row("total", "", *map(format_bytes, total), "" if proof.saved_bytes_agree else "differs")
+    return Group(facts(_facts(proof)), table, *judged)
+
+
+def _facts(proof: Proof) -> Iterator[tuple[str, str]]:
+    def same(holds: bool, more: str = "") -> str:
+        return ("identical to the bit" if holds else "DIFFERENT") + (f" ({more})" if more else "")
+
+    if proof.left_out is not None:
+        yield "plain copy", proof.left_out
+    yield "gradients", same(proof.gradients_identical, f"{proof.gradients_compared} tensors, {proof.steps} steps")
+    yield "losses", same(proof.losses_identical)
+    yield "random number streams", same(proof.random_state_identical)
+    yield "buffers", same(proof.buffers_identical)
+    yield "parameters afterwards", same(proof.parameters_identical)
+    if proof.values_compared:
+        said = f"{proof.values_compared:,} tensors came back in backward, {format_bytes(proof.values_bytes)}"
+        yield "every value", same(not proof.departures, said)
+    if proof.repeats:
+        yield "repeated", same(proof.repeats_identical, f"{proof.repeats} times from one state")
+    if proof.budget_bytes is not None:
+        yield "budget", exact(proof.budget_bytes)
+    if proof.predicted_peak_bytes is not None and proof.prediction_error is not None:
+        yield "predicted peak", f"{exact(proof.predicted_peak_bytes)}, {proof.prediction_error:+.2%} off"
+    share = format_percent(proof.measured_peak_bytes / proof.baseline_peak_bytes)
+    yield "measured peak", f"{exact(proof.measured_peak_bytes)}, {share} of plain autograd's"
+    yield "plain autograd's peak", exact(proof.baseline_peak_bytes)
+    took = f"{format_ratio(proof.step_time_ratio)} plain autograd's {format_seconds(proof.baseline_step_seconds)}"
+    low, high = f"{proof.step_time_ratio_low:.2f}", f"{proof.step_time_ratio_high:.2f}"
+    yield "step time", f"{took} (quartiles {low} to {high}, {proof.rounds} rounds)"
+
+
+def _sides(entry: LayerProof) -> tuple[int, int, int]:
+    return entry.plain_bytes, entry.predicted_bytes, entry.observed_bytes

@@ -1,9 +1,9 @@
-"""What `jettison search` says: a document for programs; for people the fastest, why, and what more would buy."""
+"""Answers of searches: a document for programs; for people the fastest, why, and what more would buy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
@@ -15,9 +15,8 @@ from jettison.cost.execution import execution_of
 from jettison.predict.allowance import available_to
 from jettison.predict.residuals import Sureness, sureness
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
-from jettison.report.fitted import FittedTable
-from jettison.report.parts import device_notes, facts_table, titled
-from jettison.report.schemas import shaped
+from jettison.report.schemas import document, part
+from jettison.report.tables import FittedTable, device_notes, facts, grid
 from jettison.search.branch_and_bound import REACH
 from jettison.search.figures import Found, Seconds
 from jettison.search.search import Answer, More, NothingFits
@@ -31,9 +30,9 @@ SHOWN_ON_FRONT: Final = 12
 STEP_OF_FRONT: Final = 0.02
 """A row of the front for people takes less memory than the row before it by this share, at least."""
 MOST_STAGES: Final = 8
-"""Of a planner's choice, in words; the document has all."""
+"""Stages of a planner's choice in words; the document has all."""
 WORTH_SAYING: Final = 0.002
-"""Of a step: smaller differences are not spelled out."""
+"""Share of a step: smaller differences are not spelled out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +61,18 @@ class SearchReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What of the configuration is not in the figures."""
+        """Parts of the configuration that are not in the figures."""
         return self.answer.space.template.model.left_out
 
     @property
     def sure(self) -> Sureness:
-        """How sure the times are: all candidates are of one kind."""
+        """Range of the times: all candidates are of one kind."""
         template = self.answer.space.template
         return sureness(self.hardware, template.kernels.name, execution_of(template), template.model)
 
     @property
     def trainings(self) -> tuple[TrainingCost, ...]:
-        """What so many tokens take with the fastest, and with the fastest on more devices."""
+        """Days and price of so many tokens with the fastest, and with the fastest on more devices."""
         space, more = self.answer.space, self.answer.more_gpus
         chosen = [(space.gpus, self.answer.best)] + ([(more.gpus, more.best)] if isinstance(more, More) else [])
         step_tokens = space.global_batch * space.template.seq
@@ -87,84 +86,87 @@ class SearchReport:
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.search/1``; candidates are ranked, the fastest first."""
-        answer, sure, trainings = self.answer, self.sure, self.trainings
-        found = {
-            **_asked(self.model, self.hardware, answer),
-            "margin": answer.margin,
-            "request": self.request,
-            "warnings": list(self.warnings),
-            "feasible": True,
-            "sureness": sure.document(),
-            "trainings": [one.document() for one in trainings] or None,
-            "candidates": [_candidate(found, sure) for found in answer.ranked],
-            "front": [_candidate(found, sure) for found in answer.front],
-            "front_reach": REACH,
-            "runner_up": [_loss(answer.best, found) for found in rivals(answer)],
-            "without_recompute": _candidate(answer.plain, sure),
-            "more_memory": _more(answer.more_memory, answer.best, sure),
-            "more_gpus": _more(answer.more_gpus, answer.best, sure) if isinstance(answer.more_gpus, More) else None,
-            "explanation": list(sentences(answer)),
-            "evaluated": answer.evaluated,
-            "seconds": self.seconds,
-        }
-        return shaped(found)
-
-    def _margin(self) -> str:
-        answer = self.answer
-        layout, device = answer.best.candidate.setup.layout, answer.space.template.kernels.device
-        nbytes = available_to(self.hardware, layout, device) - available_to(
-            self.hardware, layout, device, answer.margin
-        )
-        return (
-            f"{format_bytes(nbytes)} stay free beside what contexts, communicators and fragments are expected to take: "
-            f"{format_percent(answer.margin)} of the way to the most that they may (--margin)"
+        answer, sure = self.answer, self.sure
+        space, template = answer.space, answer.space.template
+        more_gpus = answer.more_gpus
+        return document(
+            SCHEMA,
+            answer,
+            model=self.model,
+            request=self.request,
+            gpus=space.gpus,
+            gpu=self.hardware.name,
+            global_batch=space.global_batch,
+            seq=template.seq,
+            precision=template.precision.name,
+            optimizer=str(template.optimizer),
+            kernels=template.kernels.name,
+            attention=str(template.kernels.attention),
+            space=part("SearchedSpace", layouts=len(space.setups), candidates=space.size),
+            warnings=list(self.warnings),
+            feasible=True,
+            sureness=asdict(sure),
+            trainings=[one.document() for one in self.trainings] or None,
+            candidates=[_candidate(found, sure) for found in answer.ranked],
+            front=[_candidate(found, sure) for found in answer.front],
+            front_reach=REACH,
+            runner_up=[_loss(answer.best, found) for found in rivals(answer)],
+            without_recompute=_candidate(answer.plain, sure),
+            more_memory=_more(answer.more_memory, answer.best, sure),
+            more_gpus=_more(more_gpus, answer.best, sure) if isinstance(more_gpus, More) else None,
+            explanation=list(sentences(answer)),
+            seconds=self.seconds,
         )
 
     def table(self) -> RenderableType:
         """The fastest, why, and the front."""
-        answer = self.answer
+        answer, count = self.answer, len(self.answer.ranked)
+        ranking = _table(
+            f"The fastest {count}, one plan each" if count > 1 else "The fastest", answer.ranked, self.sure
+        )
+        front = _table("Less memory costs time", _thinned(answer.front), self.sure)
+        return Group(facts(self._facts()), "", ranking, "", *(Text(line) for line in sentences(answer)), "", front)
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        answer, device = self.answer, self.hardware
         space, template = answer.space, answer.space.template
-        facts = [
-            ("model", f"{self.model}, sequences of {template.seq}, global batch {space.global_batch}"),
-            ("devices", f"{space.gpus} x {self.hardware.name}, {format_bytes(answer.best.limit_bytes)} for tensors"),
-            (
-                "searched",
-                f"{space.size:,} plans of {len(space.setups):,} layouts with their batches; "
-                f"{answer.evaluated:,} candidates were worked out now, in {format_seconds(self.seconds)}",
-            ),
-        ]
+        yield "model", f"{self.model}, sequences of {template.seq}, global batch {space.global_batch}"
+        yield "devices", f"{space.gpus} x {device.name}, {format_bytes(answer.best.limit_bytes)} for tensors"
+        yield (
+            "searched",
+            f"{space.size:,} plans of {len(space.setups):,} layouts with their batches; "
+            f"{answer.evaluated:,} candidates were worked out now, in {format_seconds(self.seconds)}",
+        )
         if answer.margin:
-            facts.append(("margin", self._margin()))
-        if self.hardware.reached_source.startswith("estimated"):
-            facts.append(("note", f"how much of its peaks {self.hardware.name} reaches is estimated, not measured"))
-        facts.extend(("note", text) for text in device_notes(self.hardware, template))
-        if self.hardware.note:
-            facts.append(("note", self.hardware.note))
-        facts.append(("range", self.sure.words(answer.best.seconds.step)))
-        facts.extend(training_facts(self.trainings))
-        count = len(answer.ranked)
-        sure = self.sure
-        ranking = _table(f"The fastest {count}, one plan each" if count > 1 else "The fastest", answer.ranked, sure)
-        front = _table("Less memory costs time", _thinned(answer.front), sure)
-        return Group(facts_table(facts), "", ranking, "", *(Text(line) for line in sentences(answer)), "", front)
+            layout, kind = answer.best.candidate.setup.layout, template.kernels.device
+            free = available_to(device, layout, kind) - available_to(device, layout, kind, answer.margin)
+            yield (
+                "margin",
+                f"{format_bytes(free)} stay free beside what contexts, communicators and fragments are expected to "
+                f"take: {format_percent(answer.margin)} of the way to the most that they may (--margin)",
+            )
+        yield from (("note", text) for text in device_notes(device, template))
+        if device.note:
+            yield "note", device.note
+        yield "range", self.sure.words(answer.best.seconds.step)
+        yield from training_facts(self.trainings)
 
 
 def nothing_document(
     model: str, gpus: int, gpu: str, error: NothingFits, request: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Where nothing fits: the closest candidate and the bytes that it lacks."""
-    found = {
-        "schema": SCHEMA,
-        "model": model,
-        "gpus": gpus,
-        "gpu": gpu,
-        "feasible": False,
-        "candidates": [],
-        "closest": _candidate(error.closest, None),
-        "lacks_bytes": error.closest.lacks,
-        "request": dict(request or {}),
-    }
-    return shaped(found)
+    """A document where nothing fits: the closest candidate and the bytes that it lacks."""
+    return document(
+        SCHEMA,
+        model=model,
+        request=dict(request or {}),
+        gpus=gpus,
+        gpu=gpu,
+        feasible=False,
+        candidates=[],
+        closest=_candidate(error.closest, None),
+        lacks_bytes=error.closest.lacks,
+    )
 
 
 def rivals(answer: Answer) -> Iterator[Found]:
@@ -266,7 +268,7 @@ def _table(title: str, rows: Sequence[Found], sure: Sureness) -> FittedTable:
         if name in ("tp", "pp", "dp") or any(value(layout) not in ("1", "0", "") for layout in layouts)
     ]
     figures = ("batch", "step", "range", "MFU", "tokens/s/GPU", "peak", "left")
-    table = titled(title, ("", "recompute"), (*(name for name, _ in axes), *figures))
+    table = grid(title, ("", "recompute"), (*(name for name, _ in axes), *figures))
     for number, found in enumerate(rows):
         setup, seconds = found.candidate.setup, found.seconds
         table.add_row(
@@ -293,7 +295,7 @@ def _between(ends: tuple[float, float]) -> str:
 
 
 def training_facts(found: Sequence[TrainingCost]) -> Iterator[tuple[str, str]]:
-    """Of the devices that were asked for; the fewest GPU hours; and the fewest days, where those are others'."""
+    """Training on the devices that were asked for; on the cheapest; and on the fastest, where those are others."""
     if not found:
         return
     asked = found[0]
@@ -339,74 +341,45 @@ def _thinned(front: Sequence[Found]) -> list[Found]:
 # documents ------------------------------------------------------------------------------------------------------------
 
 
-def _asked(model: str, device: Hardware, answer: Answer) -> dict[str, Any]:
-    space, template = answer.space, answer.space.template
-    return {
-        "schema": SCHEMA,
-        "model": model,
-        "gpus": space.gpus,
-        "gpu": device.name,
-        "global_batch": space.global_batch,
-        "seq": template.seq,
-        "precision": template.precision.name,
-        "optimizer": str(template.optimizer),
-        "kernels": template.kernels.name,
-        "attention": str(template.kernels.attention),
-        "space": {"layouts": len(space.setups), "candidates": space.size},
-    }
-
-
 def _candidate(found: Found, sure: Sureness | None) -> dict[str, Any]:
     setup, recompute, figures = found.candidate.setup, found.candidate.recompute, found.figures
-    chosen = bool(figures.policies)
-    plan: dict[str, Any] = {
-        "recompute": str(recompute),
-        "offload": recompute.offload,
-        "offload_modules": list(recompute.sent),
-        "whole_micro_batches": figures.whole if recompute.whole else None,
-        "budget_bytes": found.candidate.budget_bytes if chosen else None,
-        "stages": list(figures.policies) if chosen else None,
-    }
-    seconds = figures.seconds
-    return {
-        "layout": _layout(setup.layout),
-        "micro_batch": setup.micro_batch,
-        "micro_batches": setup.micro_batches,
-        "plan": plan,
-        "peak_bytes": figures.peak_bytes,
-        "available_bytes": found.limit_bytes,
-        "fits": found.fits,
-        "flags": found.candidate.flags,
-        "host_bytes": figures.host_bytes if recompute.to_host else None,
-        "step_seconds": None if seconds is None else seconds.step,
-        "step_range_seconds": None if seconds is None or sure is None else list(sure.seconds(seconds.step)),
-        "mfu": None if seconds is None else seconds.mfu,
-        "tokens_per_second_per_gpu": None if seconds is None else seconds.tokens_per_second_per_gpu,
-        "breakdown": None if seconds is None else {f"{name}_seconds": took for name, took in seconds.parts.items()},
-    }
-
-
-def _layout(layout: Layout) -> dict[str, Any]:
-    names = ("tp", "sp", "pp", "virtual_stages", "cp", "ep", "dp", "zero", "world")
-    uneven = list(layout.stage_layers) if layout.stage_layers else None
-    return {name: getattr(layout, name) for name in names} | {"schedule": str(layout.schedule), "stage_layers": uneven}
+    chosen, seconds, layout = bool(figures.policies), figures.seconds, setup.layout
+    uneven = list(layout.stage_layers) or None
+    plan = part(
+        "CandidatePlan",
+        recompute=str(recompute),
+        offload=recompute.offload,
+        offload_modules=list(recompute.sent),
+        whole_micro_batches=figures.whole if recompute.whole else None,
+        budget_bytes=found.candidate.budget_bytes if chosen else None,
+        stages=list(figures.policies) if chosen else None,
+    )
+    return part(
+        "SearchedCandidate",
+        seconds,
+        layout=part("SearchedLayout", layout, schedule=str(layout.schedule), stage_layers=uneven),
+        micro_batch=setup.micro_batch,
+        micro_batches=setup.micro_batches,
+        plan=plan,
+        peak_bytes=figures.peak_bytes,
+        available_bytes=found.limit_bytes,
+        fits=found.fits,
+        flags=found.candidate.flags,
+        host_bytes=figures.host_bytes if recompute.to_host else None,
+        step_seconds=seconds and seconds.step,
+        step_range_seconds=list(sure.seconds(seconds.step)) if seconds and sure else None,
+        breakdown=seconds and {f"{name}_seconds": took for name, took in seconds.parts.items()},
+    )
 
 
 def _loss(best: Found, other: Found) -> dict[str, Any]:
-    """What a rival takes more than the best, by part."""
+    """Seconds that a rival takes more than the best, by part."""
     more = {f"{name}_seconds": other.seconds.parts[name] - took for name, took in best.seconds.parts.items()}
-    return {
-        "flags": other.candidate.flags,
-        "lost_seconds": other.seconds.step - best.seconds.step,
-        "more": more,
-        "words": _difference(best, other),
-    }
+    lost = other.seconds.step - best.seconds.step
+    return part("RivalLoss", flags=other.candidate.flags, lost_seconds=lost, more=more, words=_difference(best, other))
 
 
 def _more(more: More, best: Found, sure: Sureness) -> dict[str, Any]:
-    return {
-        "gpus": more.gpus,
-        "memory": float(more.memory),
-        "saved_seconds": best.seconds.step - more.best.seconds.step,
-        "candidate": _candidate(more.best, sure),
-    }
+    saved = best.seconds.step - more.best.seconds.step
+    candidate = _candidate(more.best, sure)
+    return part("MoreResources", more, memory=float(more.memory), saved_seconds=saved, candidate=candidate)

@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from jettison.core.units import format_bytes, format_percent
 from jettison.diagnose.snapshot import DeviceSnapshot, Snapshot
 from jettison.report.page import page
-from jettison.report.parts import exact, facts_table, titled
-from jettison.report.schemas import shaped
+from jettison.report.schemas import document, part
+from jettison.report.tables import exact, facts, grid, signed
 from jettison.traces.timeline import Difference, Ints, MemoryTimeline, by_module_and_role, by_role, compare_timelines
 
 MOST_ROWS: Final = 25
@@ -41,16 +41,12 @@ class SnapshotReport:
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
-        found: dict[str, Any] = {
-            "schema": "jettison.snapshot/1",
-            "name": self.snapshot.name,
-            "devices": [_device(device) for device in self.snapshot.devices],
-        }
-        difference = self.difference
-        if self.other is not None and difference is not None:
-            found["other"] = {"name": self.other.name, "devices": [_device(device) for device in self.other.devices]}
-            found["changes"] = [_change_fields(difference, at) for at in range(len(difference.changes))]
-        return shaped(found)
+        more: dict[str, Any] = {}
+        if self.other is not None and self.difference is not None:
+            more["other"] = {"name": self.other.name, "devices": [_device(device) for device in self.other.devices]}
+            more["changes"] = [part("SnapshotChange", one, change=one.verdict) for one in self.difference.changes]
+        devices = [_device(device) for device in self.snapshot.devices]
+        return document("jettison.snapshot/1", name=self.snapshot.name, devices=devices, **more)
 
     def table(self) -> RenderableType:
         """For a terminal."""
@@ -72,7 +68,7 @@ class SnapshotReport:
 
 
 def compare_snapshots(before: Snapshot, after: Snapshot) -> Difference:
-    """What the busiest device of each has at its peak, by module and role."""
+    """Difference of the busiest devices' peaks, by module and role."""
     return compare_timelines(before.busiest.timeline, after.busiest.timeline)
 
 
@@ -112,95 +108,80 @@ def snapshot_table(snapshot: Snapshot) -> RenderableType:
     device = snapshot.busiest
     timeline = device.timeline
     shares = timeline.shares(timeline.peak_event)
-    facts = [
-        ("snapshot", f"{snapshot.name}, device {device.index}{_beside(snapshot)}"),
+    beside = f", the fullest of {len(snapshot.devices)}" if len(snapshot.devices) > 1 else ""
+    rows = [
+        ("snapshot", f"{snapshot.name}, device {device.index}{beside}"),
         ("events", f"{len(timeline.allocation):,} of {len(timeline.nbytes):,} allocations"),
         ("peak", exact(timeline.peak_bytes)),
         ("at the end", f"{exact(timeline.end_bytes)} of {format_bytes(device.reserved_bytes)} in segments"),
     ]
-    facts += [("note", note) for note in device.notes]
+    rows += [("note", note) for note in device.notes]
     failed = [mark.text.partition(": ") for mark in timeline.marks]
-    facts += [(name, figures) for name, _, figures in failed if name == "out of memory"]
-    roles = titled("At the peak, by role", ("role",), ("bytes", "share"))
-    for role, nbytes in by_role(shares).items():
-        roles.add_row(role, format_bytes(nbytes), format_percent(nbytes / max(1, timeline.peak_bytes)))
-    rows = titled("At the peak, by module and role", ("module", "role"), ("bytes", "share", "allocations"))
-    found = by_module_and_role(shares)
-    for (module, role), (nbytes, count) in list(found.items())[:MOST_ROWS]:
-        share = format_percent(nbytes / max(1, timeline.peak_bytes))
-        rows.add_row(module or "no stack", role, format_bytes(nbytes), share, f"{count:,}")
-    if len(found) > MOST_ROWS:
-        rest = [value for _, value in list(found.items())[MOST_ROWS:]]
-        nbytes, count = sum(n for n, _ in rest), sum(c for _, c in rest)
-        rows.add_row(f"{len(rest)} more", "", format_bytes(nbytes), "", f"{count:,}")
-    return Group(facts_table(facts), roles, rows)
+    rows += [(name, figures) for name, _, figures in failed if name == "out of memory"]
 
+    def share(nbytes: int) -> str:
+        return format_percent(nbytes / max(1, timeline.peak_bytes))
 
-def _beside(snapshot: Snapshot) -> str:
-    return f", the fullest of {len(snapshot.devices)}" if len(snapshot.devices) > 1 else ""
+    of_role = [(role, format_bytes(nbytes), share(nbytes)) for role, nbytes in by_role(shares).items()]
+    found = list(by_module_and_role(shares).items())
+    of_module = [
+        (module or "no stack", role, format_bytes(nbytes), share(nbytes), f"{count:,}")
+        for (module, role), (nbytes, count) in found[:MOST_ROWS]
+    ]
+    if rest := found[MOST_ROWS:]:
+        nbytes, count = sum(n for _, (n, _) in rest), sum(c for _, (_, c) in rest)
+        of_module.append((f"{len(rest)} more", "", format_bytes(nbytes), "", f"{count:,}"))
+    right = ("bytes", "share", "allocations")
+    return Group(
+        facts(rows),
+        grid("At the peak, by role", ("role",), ("bytes", "share"), of_role),
+        grid("At the peak, by module and role", ("module", "role"), right, of_module),
+    )
 
 
 def _device(device: DeviceSnapshot) -> dict[str, Any]:
     timeline = device.timeline
     shares = timeline.shares(timeline.peak_event)
-    return {
-        "device": device.index,
-        "events": len(timeline.allocation),
-        "allocations": len(timeline.nbytes),
-        "complete": device.complete,
-        "peak_bytes": timeline.peak_bytes,
-        "peak_event": timeline.peak_event,
-        "end_bytes": timeline.end_bytes,
-        "reserved_bytes": device.reserved_bytes,
-        "segments": len(device.segments),
-        "peak_roles": by_role(shares),
-        "peak": [
+    return part(
+        "SnapshotDevice",
+        timeline,
+        device=device.index,
+        events=len(timeline.allocation),
+        allocations=len(timeline.nbytes),
+        complete=device.complete,
+        reserved_bytes=device.reserved_bytes,
+        segments=len(device.segments),
+        peak_roles=by_role(shares),
+        peak=[
             {"module": module, "role": role, "bytes": nbytes, "count": count}
             for (module, role), (nbytes, count) in by_module_and_role(shares).items()
         ],
-    }
-
-
-def _change_fields(difference: Difference, at: int) -> dict[str, Any]:
-    change = difference.changes[at]
-    return {
-        "module": change.module,
-        "role": change.role,
-        "before_bytes": change.before_bytes,
-        "after_bytes": change.after_bytes,
-        "before_count": change.before_count,
-        "after_count": change.after_count,
-        "change": change.verdict,
-    }
+    )
 
 
 def _difference_table(difference: Difference, before: str, after: str) -> RenderableType:
     change = difference.after_peak_bytes - difference.before_peak_bytes
-    facts = [
+    peaks = [
         (f"peak of {before}", exact(difference.before_peak_bytes)),
-        (f"peak of {after}", f"{exact(difference.after_peak_bytes)}: {_signed(change)}"),
+        (f"peak of {after}", f"{exact(difference.after_peak_bytes)}: {signed(change)}"),
     ]
-    roles = titled("At the peak of each, by role", ("role",), ("before", "after", "change"))
-    for role, (old, new) in difference.by_role().items():
-        roles.add_row(role, format_bytes(old), format_bytes(new), _signed(new - old))
-    table = titled("At the peak of each, by module and role", ("module", "role"), ("before", "after", "change"))
-    table.add_column("")
+    right = ("before", "after", "change")
+    of_role = [
+        (role, format_bytes(old), format_bytes(new), signed(new - old))
+        for role, (old, new) in difference.by_role().items()
+    ]
     differing = [c for c in difference.changes if c.verdict != "same"]
-    for c in differing[:MOST_ROWS]:
-        sides = (format_bytes(c.before_bytes), format_bytes(c.after_bytes), _signed(c.change_bytes))
-        table.add_row(c.module, c.role, *sides, c.verdict)
-    if len(differing) > MOST_ROWS:
-        rest = differing[MOST_ROWS:]
-        table.add_row(f"{len(rest)} more", "", "", "", _signed(sum(c.change_bytes for c in rest)), "")
-    same = len(difference.changes) - len(differing)
-    if same:
+    rows = [
+        (c.module, c.role, format_bytes(c.before_bytes), format_bytes(c.after_bytes), signed(c.change_bytes), c.verdict)
+        for c in differing[:MOST_ROWS]
+    ]
+    if rest := differing[MOST_ROWS:]:
+        rows.append((f"{len(rest)} more", "", "", "", signed(sum(c.change_bytes for c in rest)), ""))
+    table = grid("At the peak of each, by module and role", ("module", "role"), right, rows, last=("",))
+    if same := len(difference.changes) - len(differing):
         table.add_section()
-        table.add_row(f"{same} the same", "", "", "", "", "")
-    return Group(facts_table(facts), roles, table)
-
-
-def _signed(nbytes: int) -> str:
-    return f"+{format_bytes(nbytes)}" if nbytes > 0 else format_bytes(nbytes)
+        table.add_row(f"{same} the same")
+    return Group(facts(peaks), grid("At the peak of each, by role", ("role",), right, of_role), table)
 
 
 # A timeline as data of a page: small numbers in as few bytes as they need, in base64 ----------------------------------
@@ -212,7 +193,7 @@ def _signed(nbytes: int) -> str:
 
 
 def packed_timeline(timeline: MemoryTimeline) -> dict[str, Any]:
-    """What `panels/memory_timeline.js` reads. See NOTE [ Packed timelines ]."""
+    """Data of `panels/memory_timeline.js`. See NOTE [ Packed timelines ]."""
     timeline = _in_order(timeline)
     births = np.cumsum(timeline.is_birth)
     before = int((timeline.born < 0).sum())

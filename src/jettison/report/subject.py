@@ -1,21 +1,40 @@
-"""What a report is about, whatever it was read from: a plan, a proof or a training run, in one form.
+"""Subjects of reports: plans, proofs and training runs in one form, whatever they were read from.
 
-Figures, tables and the JSON of a report are all made from this, and nothing is worked out twice.
+Figures, tables and the JSON of a report are all made from a `ReportSubject`, and nothing is worked out twice. Each kind
+of document has an adapter below, and `read_subject` chooses among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
 
+from pydantic import TypeAdapter, ValidationError
+
+from jettison.core.errors import PlanMismatch, UsageError
+from jettison.core.units import format_count, format_percent, format_seconds
 from jettison.ledger.levels import StepLevels
-from jettison.solve.plan import PlanTensor
+from jettison.report.alternatives import Reason
+from jettison.report.plan import DESCRIBED, ROOT_NAME, LayerChoice
+from jettison.report.proof import SCHEMA as PROOF_SCHEMA
+from jettison.report.proof import LayerProof, Proof
+from jettison.report.untrusted import all_printable, parse_json, read_text
+from jettison.solve.plan import SCHEMA as PLAN_SCHEMA
+from jettison.solve.plan import LayerPlan, Plan, PlanTensor
+
+LOG: Final = "log.jsonl"
+RUN_SCHEMA: Final = "jettison.train/1"
+MOST_STEPS: Final = 1500
+"""Points of a curve; of longer runs every so many steps are shown, the first and the last among them."""
+_EXPECTED: Final = f"expected {PLAN_SCHEMA}, {PROOF_SCHEMA}, or {LOG} of a run ({RUN_SCHEMA})"
 
 
-class Kind(StrEnum):
-    """What was read."""
+class SubjectKind(StrEnum):
+    """Kinds of documents."""
 
     PLAN = "plan"
     PROOF = "proof"
@@ -23,7 +42,7 @@ class Kind(StrEnum):
 
 
 class Fate(StrEnum):
-    """What happens to a saved tensor between forward and backward."""
+    """Place of a saved tensor between forward and backward."""
 
     KEEP = "kept"
     AGAIN = "computed again"
@@ -51,8 +70,8 @@ class PhaseBytes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerBytes:
-    """What a layer holds between forward and backward; None where it is not known."""
+class SubjectLayer:
+    """Bytes of a layer between forward and backward; None where they are not known."""
 
     layer: str
     policy: str
@@ -110,7 +129,7 @@ class TrainStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ReportSubject:
     """One document.
 
     Args:
@@ -122,14 +141,14 @@ class Subject:
         command: what makes such a document.
     """
 
-    kind: Kind
+    kind: SubjectKind
     name: str
     holds: bool | None = None
     sentences: tuple[str, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
     amounts: tuple[Amount, ...] = ()
     phases: tuple[PhaseBytes, ...] = ()
-    layers: tuple[LayerBytes, ...] = ()
+    layers: tuple[SubjectLayer, ...] = ()
     grids: tuple[Grid, ...] = ()
     levels: dict[str, StepLevels] = field(default_factory=dict)
     ratio: Ratio | None = None
@@ -137,58 +156,471 @@ class Subject:
     environment: tuple[tuple[str, str], ...] = ()
     command: str = ""
 
-    def data(self) -> dict[str, Any]:
-        """As what JSON is made of."""
-        return asdict(self)
+
+# What is known of any of them: amounts, phases, grids -----------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decided:
-    """What a layer does with the buffers of its program, as plans and proofs say it."""
-
-    layer: str
-    digest: str
-    kept: frozenset[int]
-    offloaded: frozenset[int]
-    packed: frozenset[int]
-
-    def fate(self, tensor: PlanTensor) -> Fate:
-        """Of one tensor."""
-        if tensor.buffer in self.packed:
-            return Fate.PACK
-        if tensor.buffer in self.offloaded:
-            return Fate.HOST
-        if tensor.buffer in self.kept:
-            return Fate.KEEP
-        return Fate.SHARED if tensor.free else Fate.AGAIN
+def _amounts(**found: int | None) -> tuple[Amount, ...]:
+    """By name, with underscores for spaces; those that are known."""
+    known = ((name.replace("_", " "), nbytes) for name, nbytes in found.items())
+    return tuple(Amount(what=name, nbytes=nbytes) for name, nbytes in known if nbytes is not None)
 
 
-def grid_of(title: str, layers: Sequence[Decided], tensors: Sequence[PlanTensor]) -> Grid | None:
-    """Tensors that mean the same in several layers are one row; None where nothing is known of any."""
-    columns = [dict(_named(layer, tensors)) for layer in layers]
-    kinds = list(dict.fromkeys(kind for column in columns for kind in column))
-    if not kinds:
-        return None
-    return Grid(
-        title=title,
-        layers=tuple(layer.layer for layer in layers),
-        tensors=tuple(kind for kind, _ in kinds),
-        fates=tuple(tuple(column.get(kind) for column in columns) for kind in kinds),
+def _known(levels: Mapping[str, StepLevels | None]) -> dict[str, StepLevels]:
+    return {key: found for key, found in levels.items() if found is not None}
+
+
+def _phases(levels: Mapping[str, StepLevels | None]) -> tuple[PhaseBytes, ...]:
+    """Peaks by phase, of whatever is known."""
+    known = _known(levels)
+    names = dict.fromkeys(phase.phase for found in known.values() for phase in found.phases)
+    return tuple(
+        PhaseBytes(phase=name, **{f"{key}_bytes": found.peak_of(name) for key, found in known.items()})
+        for name in names
     )
 
 
-def _named(layer: Decided, tensors: Sequence[PlanTensor]) -> Iterator[tuple[tuple[TensorKind, int], Fate]]:
-    """A layer's tensors, those that look alike told apart by their order."""
+def _grids(layers: Sequence[LayerPlan | LayerProof], tensors: Sequence[PlanTensor]) -> tuple[Grid, ...]:
+    """The layers, and apart from them what is around: it has other tensors. Tensors that mean the same in several
+    layers are one row."""
+    found = []
+    for title, part in (
+        ("layers", [one for one in layers if one.layer not in ("", ROOT_NAME)]),
+        (ROOT_NAME, [one for one in layers if one.layer in ("", ROOT_NAME)]),
+    ):
+        columns = [dict(_named(layer, tensors)) for layer in part]
+        kinds = list(dict.fromkeys(kind for column in columns for kind in column))
+        if kinds:
+            grid = Grid(
+                title=title,
+                layers=tuple(layer.layer or ROOT_NAME for layer in part),
+                tensors=tuple(kind for kind, _ in kinds),
+                fates=tuple(tuple(column.get(kind) for column in columns) for kind in kinds),
+            )
+            found.append(grid)
+    return tuple(found)
+
+
+def _named(
+    layer: LayerPlan | LayerProof, tensors: Sequence[PlanTensor]
+) -> Iterator[tuple[tuple[TensorKind, int], Fate]]:
+    """A layer's tensors, those that look alike told apart by their order, and what happens to each."""
+    kept, moved, packed = frozenset(layer.kept), frozenset(layer.offloaded), frozenset(layer.packed)
     seen: dict[TensorKind, int] = {}
-    for tensor in tensors:
-        if tensor.digest != layer.digest:
+    for one in tensors:
+        if one.digest != layer.digest:
             continue
-        kind = TensorKind(
-            name=tensor.role or tensor.op,
-            path=tensor.path,
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            nbytes=tensor.nbytes,
-        )
+        name = one.role or one.op
+        kind = TensorKind(name=name, path=one.path, shape=one.shape, dtype=one.dtype, nbytes=one.nbytes)
         seen[kind] = seen.get(kind, 0) + 1
-        yield (kind, seen[kind]), layer.fate(tensor)
+        if one.buffer in packed:
+            fate = Fate.PACK
+        elif one.buffer in moved:
+            fate = Fate.HOST
+        elif one.buffer in kept:
+            fate = Fate.KEEP
+        else:
+            fate = Fate.SHARED if one.free else Fate.AGAIN
+        yield (kind, seen[kind]), fate
+
+
+# Proofs and plans of live models --------------------------------------------------------------------------------------
+
+
+def proof_subject(proof: Proof, name: str) -> ReportSubject:
+    """A proof, as `verify` made it."""
+    levels = {"predicted": proof.predicted_levels, "measured": proof.measured_levels, "plain": proof.baseline_levels}
+    return ReportSubject(
+        kind=SubjectKind.PROOF,
+        name=name,
+        holds=proof.passed,
+        sentences=("proven",) if proof.passed else (*proof.failures(), *proof.departures, *proof.differences),
+        facts=tuple(_proof_facts(proof)),
+        amounts=_amounts(
+            budget=proof.budget_bytes,
+            predicted_peak=proof.predicted_peak_bytes,
+            measured_peak=proof.measured_peak_bytes,
+            peak_of_plain_autograd=proof.baseline_peak_bytes,
+        ),
+        phases=_phases(levels),
+        layers=tuple(
+            SubjectLayer(
+                layer=one.layer,
+                policy=one.policy,
+                predicted_bytes=one.predicted_bytes,
+                measured_bytes=one.observed_bytes,
+                plain_bytes=one.plain_bytes,
+            )
+            if one.counted
+            else SubjectLayer(layer=one.layer, policy="not recorded")
+            for one in proof.layers
+        ),
+        grids=_grids([one for one in proof.layers if one.digest], proof.tensors),
+        levels=_known(levels),
+        ratio=Ratio(
+            median=proof.step_time_ratio,
+            low=proof.step_time_ratio_low,
+            high=proof.step_time_ratio_high,
+            plain_seconds=proof.baseline_step_seconds,
+            rounds=proof.rounds,
+        ),
+        environment=tuple((proof.environment or {"torch": proof.torch_version}).items()),
+        command="jettison verify plan.json --out proof.json",
+    )
+
+
+def _proof_facts(proof: Proof) -> Iterator[tuple[str, str]]:
+    same = f"{proof.gradients_compared} gradients compared to the bit in {proof.steps} steps"
+    yield "gradients", f"{'identical' if proof.gradients_identical else 'DIFFERENT'}: {same}"
+    if proof.prediction_error is not None:
+        yield "predicted peak", f"{proof.prediction_error:+.2%} off the measured one"
+    share = proof.measured_peak_bytes / max(1, proof.baseline_peak_bytes)
+    yield "measured peak", f"{format_percent(share)} of plain autograd's"
+    if proof.left_out is not None:
+        yield "plain copy", proof.left_out
+    yield "device", proof.device
+    yield "plan", proof.plan_hash or "none: a policy was applied"
+
+
+def plan_subject(plan: Plan, name: str, environment: dict[str, str]) -> ReportSubject:
+    """A plan of a live model."""
+    predicted, levels = plan.predicted, {"predicted": plan.levels}
+    facts = [
+        ("recompute", f"{format_percent(predicted.overhead_fraction)} of a step's time, predicted"),
+        ("solver", f"gap {format_percent(plan.solver.gap)}, {format_seconds(plan.solver.seconds)}"),
+        ("hash", plan.hash),
+    ]
+    if plan.segments:
+        facts.append(("segments", ", ".join(f"{a} to {b}" for a, b in plan.segments)))
+    return ReportSubject(
+        kind=SubjectKind.PLAN,
+        name=name,
+        facts=tuple(facts),
+        amounts=_amounts(
+            budget=plan.budget_bytes, smallest_budget=plan.minimum_budget_bytes, predicted_peak=predicted.peak_bytes
+        ),
+        phases=_phases(levels),
+        layers=tuple(_planned(entry) for entry in (*plan.layers, plan.root)),
+        grids=_plan_grids([plan]),
+        levels=_known(levels),
+        environment=tuple((environment or {"torch": plan.torch_version}).items()),
+        command=f"jettison plan MODEL --budget {plan.budget_bytes}B --out plan.json",
+    )
+
+
+def _planned(entry: LayerPlan | LayerChoice, *, stage: int | None = None, why: str = "") -> SubjectLayer:
+    return SubjectLayer(
+        layer=entry.layer or ROOT_NAME,
+        policy=str(entry.policy),
+        predicted_bytes=entry.kept_bytes,
+        host_bytes=entry.offloaded_bytes,
+        recompute_flops=entry.recompute_flops,
+        why=why,
+        stage=stage,
+    )
+
+
+def _plan_grids(plans: Sequence[Plan]) -> tuple[Grid, ...]:
+    """Grids of all layers of several plans, one a stage."""
+    tensors = tuple(dict.fromkeys(tensor for plan in plans for tensor in plan.tensors))
+    return _grids([entry for plan in plans for entry in (*plan.layers, plan.root)], tensors)
+
+
+# The log of a training run --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    schema: str
+    step: int = 0
+    world: int = 1
+    layout: dict[str, int] = field(default_factory=dict)
+    accumulation: int = 1
+    parameters: int | None = None
+    plans: tuple[str, ...] = ()
+    predicted_peak_bytes: int | None = None
+    torch: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LogStep:
+    step: int
+    loss: float | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    peak_bytes: dict[str, int] | None = None
+    measured: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _End:
+    step: int = 0
+    stopped: str | None = None
+    predicted_peak_bytes: int | None = None
+    budget_bytes: int | None = None
+    budget: str | None = None
+    first_step_peak_bytes: dict[str, int] | None = None
+    second_step_peak_bytes: dict[str, int] | None = None
+    levels: StepLevels | None = None
+    mfu: float | None = None
+    eval_loss: float | None = None
+
+
+def run_subject(text: str, name: str, *, plans: Sequence[Plan] = ()) -> ReportSubject:
+    """A training run: its log, and the plans that it followed.
+
+    Args:
+        plans: found beside it; those count that the log names by their hashes.
+
+    Raises:
+        UsageError: it is no log of a run.
+    """
+    start, steps, end = _events(text, name)
+    followed = [plan for digest in start.plans for plan in plans if plan.hash == digest]
+    predicted = max((p.levels for p in followed if p.levels), key=lambda found: found.peak_bytes, default=None)
+    measured = end.second_step_peak_bytes or end.first_step_peak_bytes or {}
+    peaks = [max(step.peak_bytes.values()) for step in steps if step.peak_bytes]
+    budget = followed[0].budget_bytes if followed else None
+    peak = max([*measured.values(), *peaks], default=None)
+    within = None if budget is None or peak is None else peak <= budget
+    verdict = {
+        None: (),
+        True: ("the measured peak is within the budget",),
+        False: ("the measured peak is above the budget",),
+    }
+    phases = {row.phase: row for row in _phases({"predicted": predicted})}
+    phases |= {
+        phase: PhaseBytes(
+            phase=phase, predicted_bytes=predicted.peak_of(phase) if predicted else None, measured_bytes=n
+        )
+        for phase, n in measured.items()
+    }
+    return ReportSubject(
+        kind=SubjectKind.RUN,
+        name=name,
+        holds=within,
+        sentences=(*verdict[within], *_sentences(steps, end)),
+        facts=tuple(_run_facts(start, steps, end)),
+        amounts=_amounts(
+            budget=budget, predicted_peak=end.predicted_peak_bytes or start.predicted_peak_bytes, measured_peak=peak
+        ),
+        phases=tuple(phases.values()),
+        layers=tuple(
+            _planned(entry, stage=number if len(followed) > 1 else None)
+            for number, plan in enumerate(followed)
+            for entry in (*plan.layers, plan.root)
+        ),
+        grids=_plan_grids(followed),
+        levels=_known({"predicted": predicted, "measured": end.levels}),
+        steps=tuple(_thinned(steps)),
+        environment=tuple((start.environment or {"torch": start.torch}).items()),
+        command="jettison train RECIPE",
+    )
+
+
+def _events(text: str, name: str) -> tuple[_Start, list[_LogStep], _End]:
+    """The last start, all steps, the last end; a line that was torn off at the end of a file is left out."""
+    kinds = {kind: TypeAdapter[Any](of) for kind, of in (("start", _Start), ("step", _LogStep), ("end", _End))}
+    found: dict[str, Any] = {"start": None, "end": _End()}
+    steps: dict[Any, _LogStep] = {}
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        where = f"{name}, line {number}"
+        try:
+            entry = parse_json(line, where)
+        except UsageError:
+            if number == len(lines):
+                break
+            raise
+        kind = entry.get("event") if isinstance(entry, dict) else None
+        if not isinstance(kind, str) or kind not in kinds:
+            continue
+        try:
+            said = kinds[kind].validate_python(entry)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise UsageError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        if kind == "step":
+            steps[said.step] = said
+        else:
+            found[kind] = said
+    start = found["start"]
+    if start is None or start.schema != RUN_SCHEMA:
+        raise UsageError(f"{name}: no line starts a run of schema {RUN_SCHEMA}; give the log.jsonl of `jettison train`")
+    return start, list(steps.values()), found["end"]
+
+
+def _sentences(steps: Sequence[_LogStep], end: _End) -> tuple[str, ...]:
+    if not steps:
+        return ("no step was logged",)
+    losses = [step.loss for step in steps if step.loss is not None]
+    found = [f"{steps[-1].step} steps" + (f", stopped by {end.stopped}" if end.stopped else "")]
+    if losses:
+        found.append(f"loss from {losses[0]:.6f} to {losses[-1]:.6f}")
+    return tuple(found)
+
+
+def _run_facts(start: _Start, steps: Sequence[_LogStep], end: _End) -> Iterator[tuple[str, str]]:
+    if start.parameters is not None:
+        yield "parameters of a rank", format_count(start.parameters)
+    yield "ranks", str(start.world)
+    sizes = " ".join(f"{key} {value}" for key, value in start.layout.items() if value > 1)
+    yield "layout", sizes or "one process"
+    if start.accumulation > 1:
+        yield "accumulation", f"{start.accumulation} micro-batches a step"
+    seconds = [s.step_seconds for s in steps if s.step_seconds is not None and not s.measured]
+    if seconds:
+        yield "step", f"{format_seconds(median(seconds))} (median of {len(seconds)})"
+    if end.eval_loss is not None:
+        yield "evaluation loss", f"{end.eval_loss:.6f}"
+    for digest in start.plans:
+        yield "plan", digest
+
+
+def _thinned(steps: Sequence[_LogStep]) -> Iterator[TrainStep]:
+    every = -(-len(steps) // MOST_STEPS)
+    for index, step in enumerate(steps):
+        if index % max(1, every) == 0 or index == len(steps) - 1:
+            yield TrainStep(
+                step=step.step,
+                loss=step.loss,
+                step_seconds=step.step_seconds,
+                tokens_per_second=step.tokens_per_second,
+                peak_bytes=max(step.peak_bytes.values()) if step.peak_bytes else None,
+                measured=step.measured,
+            )
+
+
+# Plans of runs that only a spec describes -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DescribedPredicted:
+    peak_bytes: int
+    step_seconds: float = 0.0
+    overhead_fraction: float = 0.0
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DescribedStage:
+    stage: int
+    peak_bytes: int
+    in_flight: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DescribedPlan:
+    model: str
+    budget_bytes: int
+    minimum_budget_bytes: int
+    predicted: _DescribedPredicted
+    layers: tuple[LayerChoice, ...]
+    stages: tuple[_DescribedStage, ...] = ()
+    hardware: str = ""
+    hash: str = ""
+    reasons: tuple[Reason, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def _described_subject(plan: _DescribedPlan, name: str) -> ReportSubject:
+    """Bytes are of one micro-batch on one rank. Such a plan names the tensors alone that some layer does not keep."""
+    reasons = {reason.layer: reason for reason in plan.reasons}
+    named = [layer.layer for layer in plan.layers if layer.layer in reasons]
+    tensors = dict.fromkeys(name for layer in named for name in (*reasons[layer].again, *reasons[layer].moved))
+
+    def fate(reason: Reason, name: str) -> Fate:
+        return Fate.AGAIN if name in reason.again else Fate.HOST if name in reason.moved else Fate.KEEP
+
+    grid = Grid(
+        title="layers",
+        layers=tuple(named),
+        tensors=tuple(TensorKind(name=each, path="", shape=(), dtype="", nbytes=0) for each in tensors),
+        fates=tuple(tuple(fate(reasons[layer], each) for layer in named) for each in tensors),
+    )
+    facts = [
+        ("model", plan.model),
+        *(("left out", text) for text in plan.warnings),
+        ("hardware", plan.hardware),
+        ("recompute", f"{format_percent(plan.predicted.overhead_fraction)} of a step's time, predicted"),
+        ("step", format_seconds(plan.predicted.step_seconds)),
+        ("layers", f"{format_count(len(plan.layers))} on {len(plan.stages)} pipeline stages"),
+        ("hash", plan.hash),
+    ]
+    return ReportSubject(
+        kind=SubjectKind.PLAN,
+        name=name,
+        facts=tuple((key, value) for key, value in facts if value),
+        amounts=_amounts(
+            budget=plan.budget_bytes,
+            smallest_budget=plan.minimum_budget_bytes,
+            predicted_peak=plan.predicted.peak_bytes,
+            on_the_host=plan.predicted.host_bytes or None,
+        ),
+        phases=tuple(PhaseBytes(phase=f"stage {s.stage}", predicted_bytes=s.peak_bytes) for s in plan.stages),
+        layers=tuple(_planned(one, stage=one.stage, why=str(reasons.get(one.layer, ""))) for one in plan.layers),
+        grids=(grid,) if tensors else (),
+        command=f"jettison plan {plan.model} --budget {plan.budget_bytes}B --format json",
+    )
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _About:
+    """Keys of a live plan's document that the plan does not have."""
+
+    environment: dict[str, str] | None = None
+
+
+def read_subject(path: Path) -> ReportSubject:
+    """Read a file, or the log folder of a run.
+
+    Raises:
+        UsageError: it is none of these documents, or does not keep to its schema or to the limits.
+    """
+    if path.is_dir():
+        path = path / LOG
+        if not path.is_file():
+            raise UsageError(f"there is no {LOG} in {path.parent}; give a run's log folder, or a file")
+    # whatever was in the file, nothing in it makes a terminal do something
+    made: ReportSubject = TypeAdapter(ReportSubject).validate_python(all_printable(asdict(_subject(path))))
+    return made
+
+
+def _subject(path: Path) -> ReportSubject:
+    text, name = read_text(path), str(path)
+    if path.suffix == ".jsonl":
+        return run_subject(text, name, plans=_plans_beside(path))
+    document = parse_json(text, name)
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema not in (PROOF_SCHEMA, PLAN_SCHEMA):
+        raise UsageError(f"{name}: {f'schema {schema!r}' if schema else 'no schema'}; {_EXPECTED}")
+    if schema == PLAN_SCHEMA and document.get("feasible") is False:
+        raise UsageError(f"{name} says that no plan fits its budget; there is nothing to report about")
+    try:
+        if schema == PROOF_SCHEMA:
+            return proof_subject(Proof.from_json(text), name)
+        if document.get("made_from") == DESCRIBED:
+            return _described_subject(TypeAdapter(_DescribedPlan).validate_json(text), name)
+        plan, about = Plan.from_json(text), TypeAdapter(_About).validate_json(text)
+        return plan_subject(plan, name, about.environment or {})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise UsageError(f"{name}: {where}: {first['msg']} (one of {error.error_count()})") from None
+    except (UsageError, PlanMismatch) as error:
+        raise UsageError(f"{name}: {error}") from None
+
+
+def _plans_beside(log: Path) -> tuple[Plan, ...]:
+    """Plans that the run left beside its log; none where there are none, or they cannot be read."""
+    found = []
+    for path in sorted(log.parent.glob("plan*.json"))[:64]:
+        try:
+            found.append(Plan.from_json(read_text(path)))
+        except (UsageError, PlanMismatch):
+            continue
+    return tuple(found)

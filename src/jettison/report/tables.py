@@ -1,120 +1,256 @@
-"""Tables for people. Each function takes a document and gives something that rich can print; nothing here computes."""
+"""Pieces of all tables: names and values, grids of rows, names in short, and notes on devices.
+
+NOTE [ Tables on any terminal ]
+Rich takes from the columns of text whatever is missing, down to nothing: the first column, which says what a row is
+about, is the first to go. Here a figure is never cut, a word of a header never broken, and what does not fit beside one
+another stands in parts below, each with the first column again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import Any, Final, TypeVar
 
-from rich.console import Group, RenderableType
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
-from jettison.core.units import format_bytes, format_flops, format_percent, format_ratio, format_seconds
-from jettison.report.parts import exact, facts_table, span, titled
+from jettison.core.units import format_bytes
+from jettison.spec.hardware import Hardware
+from jettison.spec.run import Run, Software
 
-if TYPE_CHECKING:  # reading plans and proofs takes libraries that most commands can do without
-    from jettison.report.proof import LayerProof, Proof
-    from jettison.solve.plan import LayerPlan, Plan
-
-ROOT_NAME = "embedding, head and loss"
-
-
-def plan_table(plan: Plan) -> RenderableType:
-    """What each layer does, and what the plan claims."""
-    predicted = plan.predicted
-    moves = any(entry.offloaded for entry in plan.layers)
-    waits = ", copies" if moves else ""
-    facts = [
-        ("budget", exact(plan.budget_bytes)),
-        ("predicted peak", exact(predicted.peak_bytes)),
-        ("smallest budget", exact(plan.minimum_budget_bytes)),
-        ("recompute" + waits, f"{format_percent(predicted.overhead_fraction)} of a step's time"),
-        ("solver", f"gap {format_percent(plan.solver.gap)}, {format_seconds(plan.solver.seconds)}"),
-    ]
-    if plan.segments:
-        runs = ", ".join(f"{first} to {last}" for first, last in plan.segments)
-        facts.append(("segments", f"only the first layer holds its input in {runs}"))
-    if moves:
-        facts.append(("on the host", exact(predicted.host_bytes)))
-    columns = ("kept", "on the host", "recomputed") if moves else ("kept", "recomputed")
-    table = titled("What each layer does", ("layer", "policy"), columns)
-    for names, entry in _alike(plan):
-        moved = [format_bytes(entry.offloaded_bytes)] if moves else []
-        flops = format_flops(entry.recompute_flops)
-        table.add_row(names, str(entry.policy), format_bytes(entry.kept_bytes), *moved, flops)
-    return Group(facts_table(facts), table)
+Item = TypeVar("Item", bound=Any)
+MOST_RUNS = 4
+"""A span with more gaps than this is shortened."""
 
 
-def proof_table(proof: Proof) -> RenderableType:
-    """Claims and what was seen, then predicted and observed bytes side by side."""
-    facts = [
-        ("gradients", _same(proof.gradients_identical, f"{proof.gradients_compared} tensors, {proof.steps} steps")),
-        ("losses", _same(proof.losses_identical)),
-        ("random number streams", _same(proof.random_state_identical)),
-        ("buffers", _same(proof.buffers_identical)),
-        ("parameters afterwards", _same(proof.parameters_identical)),
-    ]
-    if proof.left_out is not None:
-        facts.insert(0, ("plain copy", proof.left_out))
-    if proof.values_compared:
-        said = f"{proof.values_compared:,} tensors came back in backward, {format_bytes(proof.values_bytes)}"
-        facts.append(("every value", _same(not proof.departures, said)))
-    if proof.repeats:
-        facts.append(("repeated", _same(proof.repeats_identical, f"{proof.repeats} times from one state")))
-    if proof.budget_bytes is not None:
-        facts.append(("budget", exact(proof.budget_bytes)))
-    if proof.predicted_peak_bytes is not None and proof.prediction_error is not None:
-        facts.append(("predicted peak", f"{exact(proof.predicted_peak_bytes)}, {proof.prediction_error:+.2%} off"))
-    share = proof.measured_peak_bytes / proof.baseline_peak_bytes
-    facts += [
-        ("measured peak", f"{exact(proof.measured_peak_bytes)}, {format_percent(share)} of plain autograd's"),
-        ("plain autograd's peak", exact(proof.baseline_peak_bytes)),
-        (
-            "step time",
-            f"{format_ratio(proof.step_time_ratio)} plain autograd's {format_seconds(proof.baseline_step_seconds)} "
-            f"(quartiles {proof.step_time_ratio_low:.2f} to {proof.step_time_ratio_high:.2f}, {proof.rounds} rounds)",
-        ),
-    ]
-    verdict = "proven" if proof.passed else "NOT PROVEN: " + "; ".join(proof.failures())
-    lines = [Text(f"  {line}") for line in (*proof.departures, *proof.differences)]
-    judged = (Text(verdict, style="bold green" if proof.passed else "bold red"), *lines)
-    if not proof.layers:
-        return Group(facts_table(facts), *judged)
-    title = "Bytes held between forward and backward"
-    table = titled(title, ("layer", "policy"), ("plain autograd", "predicted", "observed"))
-    table.add_column("")
-    for names, entry in _equal(proof.layers):
-        agree = entry.predicted_bytes == entry.observed_bytes
-        note = "not recorded" if not entry.counted else "" if agree else "differs"
-        table.add_row(names, entry.policy, *map(format_bytes, _sides(entry)), note)
-    total = [sum(column) for column in zip(*map(_sides, proof.layers), strict=True)] or [0, 0, 0]
-    table.add_section()
-    table.add_row("total", "", *map(format_bytes, total), "" if proof.saved_bytes_agree else "differs")
-    return Group(facts_table(facts), table, *judged)
+def facts(rows: Iterable[tuple[str, str]]) -> Table:
+    """Names and values, without a frame."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name, style="dim"), value)
+    return table
 
 
-def doctor_table(facts: Iterable[tuple[str, str]]) -> RenderableType:
-    """Versions and devices."""
-    return facts_table(list(facts))
+def grid(
+    title: str,
+    left: Iterable[str],
+    right: Iterable[str],
+    rows: Iterable[Sequence[str]] = (),
+    *,
+    last: Iterable[str] = (),
+    bold: Container[int] = (),
+) -> FittedTable:
+    """A table with columns of text, of figures, and of text again (``last``). Rows of these indices are bold."""
+    table = FittedTable(title, left, right, last)
+    for index, row in enumerate(rows):
+        table.add_row(*row, style="bold" if index in bold else "")
+    return table
 
 
-def _same(holds: bool, more: str = "") -> str:
-    return ("identical to the bit" if holds else "DIFFERENT") + (f" ({more})" if more else "")
+def alike(items: Iterable[Item], key: Callable[[Item], object]) -> Iterator[tuple[str, Item]]:
+    """Neighbours with one key as one row: their names in short, and the first of them."""
+    for _, group in groupby(items, key=key):
+        members = list(group)
+        yield span([member.layer for member in members]), members[0]
 
 
-def _alike(plan: Plan) -> Iterable[tuple[str, LayerPlan]]:
-    """Neighbours that do the same are one row."""
-    for _, group in groupby(plan.layers, key=lambda e: (e.policy, e.kept_bytes, e.offloaded_bytes, e.recompute_flops)):
-        entries = list(group)
-        yield span([entry.layer for entry in entries]), entries[0]
-    yield ROOT_NAME, plan.root
+def signed(nbytes: int) -> str:
+    """A change of bytes."""
+    return f"+{format_bytes(nbytes)}" if nbytes > 0 else format_bytes(nbytes)
 
 
-def _equal(layers: tuple[LayerProof, ...]) -> Iterable[tuple[str, LayerProof]]:
-    for _, group in groupby(layers, key=lambda e: (e.policy, *_sides(e), e.counted)):
-        entries = list(group)
-        yield span([entry.layer for entry in entries]), entries[0]
+def exact(nbytes: int) -> str:
+    """Rounded for people, and to the byte."""
+    return f"{format_bytes(nbytes)} ({nbytes}B)"
 
 
-def _sides(entry: LayerProof) -> tuple[int, int, int]:
-    return entry.plain_bytes, entry.predicted_bytes, entry.observed_bytes
+def span(names: Sequence[str], *, brief: bool = False) -> str:
+    """Numbered names in short: ``layers.0 to 31 (32)``, ``layers.0, 4, 8 ... 28 (8)``; others as they are.
+
+    Args:
+        brief: numbers alone, ``0-31``.
+    """
+    texts, counted = [], 0
+    for stem, group in groupby(names, key=_stem):
+        members = list(group)
+        if stem is None:
+            texts += members
+            continue
+        numbers = [int(name.removeprefix(stem)) for name in members]
+        runs = runs_of(numbers, "-" if brief else " to ")
+        shown = ", ".join(runs) if len(runs) <= MOST_RUNS else f"{', '.join(runs[:3])} ... {runs[-1]}"
+        texts.append(shown if brief else f"{stem}{shown}")
+        counted += len(members) > 1
+    return ", ".join(texts) + (f" ({len(names)})" if counted and not brief else "")
+
+
+def _stem(name: str) -> str | None:
+    """Name up to its number, the dot included; None without a number."""
+    stem, dot, number = name.rpartition(".")
+    return f"{stem}{dot}" if number.isdecimal() else None
+
+
+def runs_of(numbers: Iterable[int], to: str) -> list[str]:
+    """Consecutive numbers in short, one text a run."""
+    runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    members = [[n for _, n in group] for _, group in runs]
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}{to}{run[-1]}" for run in members]
+
+
+def device_notes(hardware: Hardware, run: Run) -> Iterator[str]:
+    """Rates of a hardware that were not measured, and those that its file lacks for a run."""
+    if hardware.reached_source.startswith("estimated"):
+        yield f"how much of its peaks {hardware.name} reaches is estimated, not measured"
+    if run.stack not in (None, Software.BASE) and hardware.under(str(run.stack)) is hardware:
+        yield f"{hardware.name} has no figures of the stack {run.stack}: its file's own are taken"
+    yield from rate_note(hardware, run)
+
+
+def rate_note(hardware: Hardware, run: Run) -> Iterator[str]:
+    """Say where a recipe's GEMMs have no rate of their own in the hardware's file."""
+    recipe, peaks = run.precision.recipe, hardware.flops_per_second
+    if recipe is None:
+        return
+    if peaks.fp8 is None:
+        yield f"{hardware.name} has no rate of fp8: products by {recipe.name} are priced as those of 16 bits"
+    elif recipe.bits == 4 and peaks.fp4 is None:
+        yield f"{hardware.name} has no rate of fp4: products by {recipe.name} are priced as fp8's"
+
+
+# Tables that fit ------------------------------------------------------------------------------------------------------
+
+LEAST_TEXT: Final = 12
+LEAST_SENTENCE: Final = 28
+LONG_WORD: Final = 20
+"""Columns of text are not folded below the first, sentences below the second, words of up to the third not at all."""
+BETWEEN: Final = 3
+"""Characters beside each column: a space on both sides and one between."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    header: str
+    figures: bool
+
+
+@dataclass(slots=True)
+class _Row:
+    cells: tuple[str, ...]
+    style: str
+    ends_section: bool = False
+
+
+class FittedTable:
+    """Columns of text, of figures, and of text again, for `rich` to print. See NOTE [ Tables on any terminal ]."""
+
+    def __init__(self, title: str, left: Iterable[str], right: Iterable[str], last: Iterable[str] = ()) -> None:
+        self.title = title
+        self._columns = [
+            _Column(name, figures) for names, figures in ((left, False), (right, True), (last, False)) for name in names
+        ]
+        self._rows: list[_Row] = []
+
+    @property
+    def row_count(self) -> int:
+        """Rows so far."""
+        return len(self._rows)
+
+    def add_row(self, *cells: str, style: str = "") -> None:
+        """One cell a column; missing ones are empty."""
+        missing = len(self._columns) - len(cells)
+        assert missing >= 0, (self.title, cells)
+        self._rows.append(_Row((*cells, *[""] * missing), style))
+
+    def add_section(self) -> None:
+        """A line of space below the last row."""
+        if self._rows:
+            self._rows[-1].ends_section = True
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._part(range(len(self._columns)), self.title))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for number, widths in enumerate(self._parts(options.max_width)):
+            if number:
+                yield ""
+            yield self._part(list(widths), "" if number else self.title, widths)
+
+    # what goes where ----------------------------------------------------------------------------------------------
+
+    def _parts(self, width: int) -> list[dict[int, int]]:
+        """Columns of each part with their widths; one part where everything fits."""
+        every = range(len(self._columns))
+        whole = {index: self._natural(index) for index in every}
+        if _needed(whole) <= width:
+            return [whole]
+        parts = [{0: self._least(0)}]
+        for index in every[1:]:
+            least = self._least(index)
+            if len(parts[-1]) > 1 and _needed(parts[-1]) + least + BETWEEN > width:
+                parts.append({0: self._least(0)})
+            parts[-1][index] = least
+        return [self._widened(part, width) for part in parts]
+
+    def _widened(self, part: dict[int, int], width: int) -> dict[int, int]:
+        """Spend what is left of the width on names, the one that lacks least before the others, then on sentences,
+        which read well in several lines, and then on headers.
+        """
+        spare = width - _needed(part)
+        found = dict(part)
+        for index in sorted(part, key=lambda i: (self._turn(i), self._natural(i) - part[i])):
+            more = min(spare, self._natural(index) - found[index])
+            found[index] += more
+            spare -= more
+        return found
+
+    def _turn(self, index: int) -> int:
+        if self._columns[index].figures:
+            return 2
+        return int(_widest(self._cells(index)) > 2 * LEAST_SENTENCE)
+
+    def _cells(self, index: int) -> list[str]:
+        return [row.cells[index] for row in self._rows]
+
+    def _natural(self, index: int) -> int:
+        header = len(self._columns[index].header)
+        return max((header, *(_widest(cell.splitlines()) for cell in self._cells(index))))
+
+    def _least(self, index: int) -> int:
+        """A figure is not folded, a header between its words, text down to the widths above."""
+        column = self._columns[index]
+        header = _widest(column.header.split())
+        if column.figures:
+            return max((header, *(len(cell) for cell in self._cells(index))))
+        longest = _widest(self._cells(index))
+        words = max((0, *(_widest(cell.split()) for cell in self._cells(index))))
+        sentence = LEAST_SENTENCE if longest > 2 * LEAST_SENTENCE else 0
+        return max(header, min(words, LONG_WORD), min(longest, LEAST_TEXT), sentence, 1)
+
+    def _part(self, indices: Sequence[int], title: str, widths: dict[int, int] | None = None) -> Table:
+        table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False)
+        for index in indices:
+            column = self._columns[index]
+            table.add_column(
+                column.header,
+                justify="right" if column.figures else "left",
+                overflow="fold",
+                width=None if widths is None else widths[index],
+            )
+        for row in self._rows:
+            table.add_row(*(row.cells[index] for index in indices), style=row.style, end_section=row.ends_section)
+        return table
+
+
+def _needed(widths: dict[int, int]) -> int:
+    return sum(widths.values()) + BETWEEN * len(widths) - 1
+
+
+def _widest(texts: Iterable[str]) -> int:
+    return max((len(text) for text in texts), default=0)

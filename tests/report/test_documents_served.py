@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from jettison.cli.main import run
-from jettison.server import Limits
+from jettison.report.server import Limits
 from support.patience import PATIENCE
 from support.serving import JSON, PLAN, Served, served
 

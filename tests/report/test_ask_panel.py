@@ -8,7 +8,7 @@ import pytest
 
 from jettison.core.units import format_bytes
 from jettison.report.page import page
-from jettison.server import Limits
+from jettison.report.server import Limits
 from support.browser import (
     Open,
     OpenedPage,

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from jettison.cli.served import SERVICE
 from jettison.families.presets import PRESETS
-from jettison.server.limits import Limits
-from jettison.server.problems import Problem
-from jettison.server.questions import question
+from jettison.report.server.questions import Limits, Problem, question
 from jettison.spec.hardware import hardware_names
 from support.patience import PATIENCE
 from support.serving import JSON, PLAN, Served, served

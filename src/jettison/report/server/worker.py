@@ -1,6 +1,7 @@
-"""One process that answers, one question a line on stdin, and says on stdout how far it is and what came out.
+"""Processes of the server. One answers, a question a line on stdin; one makes the page. Both say on stdout, in lines of
+JSON, how far they are and what came out.
 
-It ends when stdin does, whatever it is doing: with its server, however that ended. It is killed to cancel what it does.
+A worker ends when stdin does, whatever it is doing: with its server, however that ended. To cancel, it is killed.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from importlib import import_module
 from typing import Any
 
 from jettison.core.errors import JettisonError
+from jettison.core.process import cores
 from jettison.models.described import never_record
-from jettison.server.questions import Answer
+from jettison.report.server.questions import Limits, ServedAnswer, offer
 
 OUT_OF_MEMORY = "memory"
 INTERNAL = "internal"
 REFUSED = "refused"
 
 
-def main(arguments: list[str]) -> None:
-    """``worker ANSWERS FOLDER BYTES``: that module answers, in that folder, in so much address space."""
-    module, folder, most_bytes = arguments
+def answer_questions(module: str, folder: str, most_bytes: str) -> None:
+    """Answer with ``module``, in that folder, in so much address space."""
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is not an answer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> None:
         lines.flush()
 
     never_record()
-    answer: Callable[..., Answer] = import_module(module).answer  # what questions need is there before the first
+    answer: Callable[..., ServedAnswer] = import_module(module).answer  # what questions need is there before the first
     say(ready=True)
     while True:
         say(**_answered(answer, questions.get(), lambda text: say(progress=text)))
@@ -53,7 +54,7 @@ def _read(questions: queue.SimpleQueue[dict[str, Any]]) -> None:
     os._exit(0)  # the server has gone, and nobody waits for what is being worked out
 
 
-def _answered(answer: Callable[..., Answer], asked: dict[str, Any], progress: Any) -> dict[str, object]:
+def _answered(answer: Callable[..., ServedAnswer], asked: dict[str, Any], progress: Any) -> dict[str, object]:
     try:
         found = answer(asked, progress)
     except JettisonError as error:
@@ -77,5 +78,22 @@ def _bound_memory(most_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
 
 
+def make_page(module: str, most_bytes: str, *models: str) -> None:
+    """Make the explorer's page of these models, with the panel that asks the server."""
+    from jettison.report.explorer import PANELS, Panel, explorer_page
+
+    def say(**what: str) -> None:
+        sys.stdout.write(json.dumps(what) + "\n")
+        sys.stdout.flush()
+
+    try:
+        offered = offer(Limits(answer_bytes=int(most_bytes)), import_module(module).SERVICE)
+        panels = (Panel(name="ask", script="panels/ask.js", data={"serve": lambda _about: offered}), *PANELS)
+        told = explorer_page(models, panels=panels, served=True, jobs=cores(), progress=lambda text: say(progress=text))
+        say(page=told)
+    except JettisonError as error:
+        say(refused=str(error))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    (make_page if sys.argv[1] == "page" else answer_questions)(*sys.argv[2:])

@@ -1,4 +1,4 @@
-"""What a body asks: JSON of bounded size and depth becomes one checked question; nothing in it names a file.
+"""Bodies of requests: JSON of bounded size and depth becomes one checked question; nothing in it names a file.
 
 NOTE [ No request names a path ]
 A verb takes a model and a GPU by name or by path, and a live model as module:factory. From a request it gets a preset's
@@ -18,14 +18,90 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic import Field as Bounds
 
+from jettison.core.errors import UsageError
 from jettison.core.parse_units import Length
+from jettison.core.process import cores
 from jettison.families.presets import PRESETS
-from jettison.server.limits import Limits
-from jettison.server.problems import Problem
 from jettison.spec.hardware import hardware_names
 
+PROBLEM_TYPE = "application/problem+json"
+
+
+class Problem(Exception):
+    """A request gets no document. ``title`` names the kind, ``detail`` says what was wrong and what to do."""
+
+    def __init__(self, status: int, title: str, detail: str, *, retry_seconds: int | None = None) -> None:
+        """``retry_seconds``: when to ask again."""
+        super().__init__(detail)
+        self.status = status
+        self.title = title
+        self.detail = detail
+        self.retry_seconds = retry_seconds
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"type": "about:blank", "title": self.title, "status": self.status, "detail": self.detail}
+
+    def headers(self) -> dict[str, str]:
+        """Beside it."""
+        return {} if self.retry_seconds is None else {"Retry-After": str(self.retry_seconds)}
+
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Bounds of one server; docs/serve.md has them as a table.
+
+    Args:
+        workers: processes that answer, one request each at a time.
+        waiting: requests that may wait for one; the next is answered 429.
+        plan_seconds: of work on a plan, a ledger or an estimate.
+        search_seconds: of work on a search.
+        worker_bytes: of address space of a worker, where the system can bound it (not on macOS and Windows).
+        worker_answers: after so many a worker is replaced, so that what it remembers does not grow.
+        answer_bytes: of one document.
+        body_bytes: of a request's body, a config.json included.
+        depth: of lists and objects in it.
+        body_seconds: until the whole body has come.
+        head_bytes: of the head of a request, its first line included.
+        head_seconds: until the whole head of a request has come, on a new connection or one that is kept.
+        send_seconds: until a client has taken each piece of its answer.
+        connections: at a time; the next is answered 503.
+        stop_seconds: for answers under way when the server ends.
+    """
+
+    workers: int = min(2, cores())
+    waiting: int = 256
+    plan_seconds: float = 60.0
+    search_seconds: float = 300.0
+    worker_bytes: int = 4096 * MIB
+    worker_answers: int = 500
+    answer_bytes: int = 64 * MIB
+    body_bytes: int = 256 * 1024
+    depth: int = 32
+    body_seconds: float = 10.0
+    head_bytes: int = 64 * 1024
+    head_seconds: float = 10.0
+    send_seconds: float = 30.0
+    connections: int = 1024
+    stop_seconds: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that nothing can keep."""
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value < (0 if name == "waiting" else 1e-9):
+                raise UsageError(f"got {name} = {value}; expected more than 0")
+
+    def seconds(self, verb: str) -> float:
+        """Seconds of work for one request of this verb."""
+        return self.search_seconds if verb == "search" else self.plan_seconds
+
+
 MOST: Final = 2**40
-"""Of any whole number: more tokens, devices and micro-batches than there are."""
+"""Largest whole number: more tokens, devices and micro-batches than there are."""
 LONGEST: Final = 200
 """Characters of a text; a layout string of a thousand layers is shorter."""
 _UPLOADED: Final = "uploaded"
@@ -38,7 +114,7 @@ Share = Annotated[float, Bounds(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
-class Form:
+class VerbForm:
     """Request of a verb: dataclasses of its own flags, and of the run or the search space."""
 
     flags: type[Any]
@@ -59,11 +135,11 @@ class Service:
     """
 
     answers: str
-    forms: Mapping[str, Form]
+    forms: Mapping[str, VerbForm]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class ServedAnswer:
     """A document as text, and the exit code that the command line would have left with."""
 
     text: str
@@ -71,7 +147,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class ServedQuestion:
     """One request, checked. ``config`` is the uploaded configuration, None for a preset.
 
     Args:
@@ -89,8 +165,8 @@ class Question:
     run: dict[str, Any]
 
 
-def question(verb: str, form: Form, body: bytes, limits: Limits) -> Question:
-    """What a body asks.
+def question(verb: str, form: VerbForm, body: bytes, limits: Limits) -> ServedQuestion:
+    """Read a body.
 
     Raises:
         Problem: it is no JSON object, too deep, or asks what cannot be asked.
@@ -119,7 +195,7 @@ def question(verb: str, form: Form, body: bytes, limits: Limits) -> Question:
     run = {key: value for key, value in checked.items() if key not in own and value is not None}
     if config is not None and verb == "plan":
         run.setdefault("tp", 1)  # a layout has it planned from its spec; without one it would be built and traced
-    return Question(
+    return ServedQuestion(
         verb=verb,
         id=ident,
         name=_file_name(name) if model is None else model,
@@ -147,7 +223,7 @@ def decoded(body: bytes, limits: Limits) -> dict[str, Any]:
 
 
 def _depth(body: bytes) -> int:
-    """How deep brackets nest, outside of strings."""
+    """Nesting of brackets outside of strings."""
     depth = deepest = 0
     for bracket in re.findall(rb"[\[\]{}]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", body, flags=re.DOTALL)):
         depth += 1 if bracket in b"[{" else -1
@@ -178,7 +254,7 @@ def _refused(detail: str) -> Problem:
     return Problem(422, "refused", detail)
 
 
-def _checked(form: Form, values: dict[str, Any]) -> dict[str, Any]:
+def _checked(form: VerbForm, values: dict[str, Any]) -> dict[str, Any]:
     """The keys and types of a question's flags.
 
     Raises:
@@ -197,7 +273,7 @@ def _checked(form: Form, values: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _shape(form: Form) -> type[BaseModel]:
+def _shape(form: VerbForm) -> type[BaseModel]:
     """A model of pydantic's, from our own dataclasses: flags are listed once."""
     hints = get_type_hints(form.flags) | get_type_hints(form.request)
     shape: dict[str, Any] = {}

@@ -20,7 +20,7 @@ import pytest
 
 from jettison.cli.served import SERVICE
 from jettison.core.errors import UsageError
-from jettison.server import Limits, serve_page
+from jettison.report.server import Limits, serve_page
 from support.patience import PATIENCE
 from support.serving import PLAN, ROOT, SEARCH, Served, gone, served
 
@@ -342,7 +342,7 @@ def test_without_the_extra() -> None:
     code = """import importlib.util
 there = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name == "uvicorn" else there(name, package)
-from jettison.server import serve_page
+from jettison.report.server import serve_page
 try:
     serve_page("", service=None, port=0, started=print)
 except Exception as error:

@@ -18,16 +18,14 @@ from typing import Any
 
 import jettison
 from jettison.core.units import format_bytes
-from jettison.server.limits import Limits
-from jettison.server.problems import Problem
-from jettison.server.questions import Answer, Question
-from jettison.server.worker import INTERNAL, OUT_OF_MEMORY, REFUSED
+from jettison.report.server.questions import Limits, Problem, ServedAnswer, ServedQuestion
+from jettison.report.server.worker import INTERNAL, OUT_OF_MEMORY, REFUSED
 
 # Processes of the server: our own source in a fresh interpreter, deaf to what the terminal sends ----------------------
 
 
-async def started_process(module_and_arguments: tuple[str, ...], line_bytes: int) -> asyncio.subprocess.Process:
-    """Start ``python -m MODULE ARGUMENT ...`` with pipes, whatever the working directory is.
+async def started_process(arguments: tuple[str, ...], line_bytes: int) -> asyncio.subprocess.Process:
+    """Start a process of `worker` with pipes, whatever the working directory is.
 
     Args:
         line_bytes: longest line that is read from it.
@@ -36,7 +34,7 @@ async def started_process(module_and_arguments: tuple[str, ...], line_bytes: int
     path = os.pathsep.join([source, *(os.path.abspath(p) for p in sys.path if p)])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", *module_and_arguments),
+        *(sys.executable, "-P", "-m", "jettison.report.server.worker", *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=env,
@@ -72,13 +70,13 @@ class Job:
     """A question on its way. ``outcome`` is its answer, or the problem that it met."""
 
     id: str
-    question: Question
-    outcome: asyncio.Future[Answer]
+    question: ServedQuestion
+    outcome: asyncio.Future[ServedAnswer]
     progress: str = ""
     began: float | None = None
     accepted: float = field(default_factory=time.monotonic)
 
-    def finish(self, result: Answer | Problem) -> None:
+    def finish(self, result: ServedAnswer | Problem) -> None:
         """Only the first outcome counts."""
         if self.outcome.done():
             return
@@ -104,11 +102,6 @@ class Pool:
         self._mean_seconds = 1.0
         self._ended = False
 
-    @property
-    def waiting(self) -> int:
-        """Questions that no worker has taken up."""
-        return len(self._waiting)
-
     async def start(self) -> None:
         """Start all workers, and wait until they can answer."""
         workers = [await self._worker() for _ in range(self.limits.workers)]
@@ -127,7 +120,7 @@ class Pool:
         await asyncio.gather(*(worker.kill() for worker in list(self._workers)))
         self._folder.cleanup()
 
-    def submit(self, ident: str, asked: Question) -> Job:
+    def submit(self, ident: str, asked: ServedQuestion) -> Job:
         """Put a question into the queue.
 
         Raises:
@@ -158,16 +151,16 @@ class Pool:
         return True
 
     def standing(self, ident: str) -> dict[str, Any]:
-        """Where a question stands. Of one that is answered, or has not come yet, nothing is known."""
-        job = self.jobs.get(ident)
+        """State of a question. Of one that is answered, or has not come yet, nothing is known."""
+        job, ahead, said = self.jobs.get(ident), 0, ""
         if job is None:
             return {"state": "unknown", "ahead": 0, "progress": "", "seconds": 0.0}
         if job.began is None:
+            state, since = "waiting", job.accepted
             ahead = self._waiting.index(job) if job in self._waiting else 0
-            seconds = time.monotonic() - job.accepted
-            return {"state": "waiting", "ahead": ahead, "progress": "", "seconds": round(seconds, 3)}
-        seconds = time.monotonic() - job.began
-        return {"state": "working", "ahead": 0, "progress": job.progress, "seconds": round(seconds, 3)}
+        else:
+            state, since, said = "working", job.began, job.progress
+        return {"state": state, "ahead": ahead, "progress": said, "seconds": round(time.monotonic() - since, 3)}
 
     def _forget(self, job: Job) -> None:
         self.jobs.pop(job.id, None)
@@ -177,7 +170,8 @@ class Pool:
     async def _worker(self) -> Worker:
         folder = Path(self._folder.name) / f"{len(os.listdir(self._folder.name))}"
         folder.mkdir()
-        worker = Worker(await Worker.started(self.answers, folder, self.limits), self.limits)
+        arguments = ("answer", self.answers, str(folder), str(self.limits.worker_bytes))
+        worker = Worker(await started_process(arguments, self.limits.answer_bytes), self.limits)
         self._workers.add(worker)
         return worker
 
@@ -208,19 +202,11 @@ class Pool:
 
 
 class Worker:
-    """One process."""
+    """One process, and the questions that it has answered."""
 
     def __init__(self, process: asyncio.subprocess.Process, limits: Limits) -> None:
-        """It has been started."""
-        self.process = process
-        self.limits = limits
-        self.answers = 0
-
-    @classmethod
-    async def started(cls, answers: str, folder: Path, limits: Limits) -> asyncio.subprocess.Process:
-        """A process that works in ``folder``."""
-        arguments = ("jettison.server.worker", answers, str(folder), str(limits.worker_bytes))
-        return await started_process(arguments, limits.answer_bytes)
+        """Wrap a process that has been started."""
+        self.process, self.limits, self.answers = process, limits, 0
 
     async def ready(self) -> None:
         """Wait until it has loaded what it needs.
@@ -249,9 +235,9 @@ class Worker:
         result = asking.result()
         job.finish(result)
         self.answers += 1
-        return isinstance(result, Answer) or result.title == REFUSED
+        return isinstance(result, ServedAnswer) or result.title == REFUSED
 
-    async def _ask(self, job: Job) -> Answer | Problem:
+    async def _ask(self, job: Job) -> ServedAnswer | Problem:
         """Send the question, read until there is an answer."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
@@ -262,7 +248,7 @@ class Worker:
             while line := await stdout.readline():
                 said = json.loads(line)
                 if "answer" in said:
-                    return Answer(text=said["answer"], exit_code=said["exit_code"])
+                    return ServedAnswer(text=said["answer"], exit_code=said["exit_code"])
                 if "problem" in said:
                     return self._problem(said["problem"], said["detail"])
                 job.progress = str(said.get("progress", job.progress))[:500]
@@ -289,9 +275,8 @@ class Worker:
     def _problem(self, kind: str, detail: str) -> Problem:
         if kind == OUT_OF_MEMORY:
             most = format_bytes(self.limits.worker_bytes)
-            return Problem(
-                422, "too large", f"working it out takes more than {most}; ask for less, or use the command line"
-            )
+            large = f"working it out takes more than {most}; ask for less, or use the command line"
+            return Problem(422, "too large", large)
         if kind == INTERNAL:
             return Problem(500, "internal error", f"a bug of ours ({detail}); the server's terminal says where")
         return Problem(422, REFUSED, detail)

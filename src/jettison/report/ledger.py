@@ -1,0 +1,400 @@
+"""A ledger report: the whole step in bytes, of a live model's dry run or of a forecast, and its document."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from jettison.core.errors import DoesNotFit, ProofFailed
+from jettison.core.units import format_bytes
+from jettison.ledger.compare import Difference
+from jettison.ledger.ledger import Ledger
+from jettison.ledger.record import ENTRY_FIELDS, SavedTensor
+from jettison.predict.allowance import Allowance, allowance
+from jettison.predict.forecast import Forecast, Stage, forecast_sizes
+from jettison.predict.frozen_models import frozen_bytes
+from jettison.predict.limit import Limit
+from jettison.predict.run_request import Resolved, flag_of
+from jettison.predict.states_on_host import HostStates
+from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, document, part
+from jettison.spec.kernels import AttentionKernel
+from jettison.spec.precision import Gradients
+from jettison.spec.recompute import Mode
+from jettison.spec.run import Run
+
+if TYPE_CHECKING:
+    from jettison.predict.auto_recompute import AutoForecast
+    from jettison.predict.largest import FitAnswer
+    from jettison.report.explain import Explanation
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedLedger:
+    """Differences of the ledger in the file at ``path`` from this one."""
+
+    path: str
+    differences: tuple[Difference, ...]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        found = [part("EntryDifference", one, kind=str(one.kind), text=str(one)) for one in self.differences]
+        return {"with": self.path, "equal": not found, "differences": found}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerReport:
+    """A ledger, and the step that it belongs to, dry-run or forecast.
+
+    Args:
+        rows: what each layer saves; empty: as the ledger's entries say.
+        mesh_sizes: of the axes that shard the entries.
+        asked: the run that a forecast is of.
+        phases: of the worst stage.
+        allowance: what the worst rank's device holds beside the peak's tensors.
+        host_states: what the worst rank's host has for the optimizer.
+        limit: what the peak is held against.
+        choice: a planner's, where recompute was left to it.
+        comparison: with another ledger's document.
+        request: what was asked of a live model.
+        built: how it is built, and the flags under which its closed form says the same.
+        with_entries: the document has every saved tensor.
+    """
+
+    model: str
+    recompute: str
+    parameters: int
+    ledger: Ledger
+    stages: tuple[StageBytes, ...]
+    phases: tuple[PhaseRow, ...]
+    warnings: tuple[str, ...] = ()
+    rows: tuple[LayerRow, ...] = ()
+    mesh_sizes: Mapping[str, int] = field(default_factory=dict)
+    asked: Resolved | None = None
+    allowance: Allowance | None = None
+    host_states: HostStates | None = None
+    limit: Limit | None = None
+    choice: AutoForecast | None = None
+    fit: FitAnswer | None = None
+    explanation: Explanation | None = None
+    comparison: ComparedLedger | None = None
+    request: Mapping[str, Any] = field(default_factory=dict)
+    built: tuple[tuple[str, str], ...] = ()
+    with_entries: bool = True
+
+    @property
+    def worst(self) -> StageBytes:
+        """The stage that needs most; the first of equals."""
+        return max(self.stages, key=lambda stage: stage.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of allocated bytes in a step."""
+        return self.worst.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Is the peak within what it is held against?"""
+        return self.limit is None or self.peak_bytes <= self.limit.nbytes
+
+    def require(self) -> None:
+        """Nothing where the peak fits, and where another ledger that was given is this one.
+
+        Raises:
+            DoesNotFit: it does not.
+            ProofFailed: the other ledger differs.
+        """
+        if self.comparison is not None and self.comparison.differences:
+            count = len(self.comparison.differences)
+            raise ProofFailed(f"{self.comparison.path} differs in {count} saved tensor{'s' if count > 1 else ''}")
+        if self.limit is not None and not self.fits:
+            advice = "--recompute, --zero and more ranks lower it, and --fit says what would fit" if self.asked else ""
+            raise DoesNotFit(
+                peak_bytes=self.peak_bytes, limit_bytes=self.limit.nbytes, limit_name=self.limit.words, advice=advice
+            )
+
+    @property
+    def layers(self) -> tuple[LayerRow, ...]:
+        """Saved bytes of each layer, in order."""
+        if self.rows:
+            return self.rows
+        tensors = Counter(entry.layer for entry in self.ledger)
+        by_layer = self.ledger.by_layer()
+        return tuple(LayerRow(layer=name, bytes=n, tensors=tensors[name]) for name, n in by_layer.items())
+
+    def document(self) -> dict[str, Any]:
+        """Schema ``jettison.ledger/1``, with the keys about the step in front of the entries."""
+        first = [nbytes for s in self.stages if (nbytes := s.first_step_peak_bytes) is not None]
+        limit, beside, differs = self.limit, self.allowance, self.comparison
+        return document(
+            "jettison.ledger/1",
+            self,
+            request=request_document(self.asked) if self.asked else dict(self.request),
+            layers=[asdict(row) for row in self.layers],
+            stages=[asdict(stage) for stage in self.stages],
+            first_step_peak_bytes=max(first) if first else None,
+            worst_stage=self.worst.stage if first else None,
+            phases=[asdict(phase) for phase in self.phases],
+            allowance=beside
+            and part("AllowanceBytes", low_bytes=beside.low, expected_bytes=beside.expected, high_bytes=beside.high),
+            host_states=self.host_states and asdict(self.host_states),
+            budget_bytes=limit and limit.nbytes,
+            fits=None if limit is None else self.fits,
+            gpu=(limit and limit.gpu) or None,
+            usable_bytes=limit.usable_bytes if limit and limit.gpu else None,
+            auto=self.choice and _auto(self.choice),
+            fit=self.fit and self.fit.document(),
+            explain=self.explanation and asdict(self.explanation),
+            compare=differs and differs.document(),
+            warnings=list(self.warnings),
+            entries=[self._entry(entry) for entry in self.ledger] if self.with_entries else None,
+        )
+
+    def csv(self) -> str:
+        """All entries as CSV with a header, the bytes on one rank in the last column."""
+        header, *lines = self.ledger.to_csv().splitlines()
+        local = [entry.local_bytes(self.mesh_sizes) for entry in self.ledger]
+        rows = [f"{line},{nbytes}" for line, nbytes in zip(lines, local, strict=True)]
+        return "\n".join([f"{header},local_bytes", *rows, ""])
+
+    def _entry(self, entry: SavedTensor) -> dict[str, Any]:
+        stated = {name: getattr(entry, name) for name in ENTRY_FIELDS}
+        return stated | {
+            "placement": dict(entry.placement),
+            "local_bytes": entry.local_bytes(self.mesh_sizes),
+            "local_storage_bytes": entry.local_storage_bytes(self.mesh_sizes),
+        }
+
+
+def _auto(choice: AutoForecast) -> dict[str, Any]:
+    offload = choice.forecast.run.recompute.offload
+    return {
+        "stalled_seconds": choice.stalled_seconds if offload else None,
+        "host_bytes": choice.host_bytes if offload else None,
+        "minimum_budget_bytes": choice.minimum_budget_bytes,
+        "recompute_seconds": choice.seconds,
+        "gap": choice.gap,
+    }
+
+
+def request_document(asked: Resolved) -> dict[str, Any]:
+    """A run as it was understood; ``assumed`` names what nobody asked for."""
+    run = asked.run
+    layout = run.layout
+    return {
+        "model": run.model.name,
+        "family": run.model.family,
+        "seq": run.seq,
+        "micro_batch": run.micro_batch,
+        "micro_batches": run.micro_batches,
+        "layout": asdict(layout) | {"schedule": str(layout.schedule), "world": layout.world},
+        "precision": run.precision.name,
+        "fp8_recipe": None if run.precision.recipe is None else str(run.precision.recipe),
+        "optimizer": str(run.optimizer),
+        "kernels": run.kernels.name,
+        "attention": str(run.kernels.attention),
+        "loss": str(run.kernels.loss),
+        "dropout": run.dropout,
+        "recompute": str(run.recompute),
+        "offload": run.recompute.offload,
+        "offload_modules": list(run.recompute.sent),
+        "whole_micro_batches": run.recompute.whole,
+        "compiled": run.compiled,
+        "gradients": str(run.gradients),
+        "states_on_host": str(run.states_on_host),
+        "capacity_factor": run.capacity_factor,
+        "tp_comm_overlap": run.tp_comm_overlap,
+        "accumulation": str(run.adding),
+        "workspaces": run.workspaces.name,
+        "loader_masks": run.loader_masks,
+        "keep_batches": run.keep_batches,
+        "holds_output": run.holds_output,
+        "packed": run.packed or None,
+        "context_exchange": str(run.kernels.context_exchange),
+        "scans": str(run.kernels.scans),
+        "trained": None if run.tuning is None else str(run.tuning),
+        "frozen_models": [
+            {
+                "role": str(found.beside.role),
+                "model": None if found.beside.model is None else found.beside.model.name,
+                "when": str(found.beside.when),
+                "parameter_bytes": found.parameters,
+                "forward_bytes": found.forward,
+            }
+            for found in frozen_bytes(run)
+        ],
+        "like": asked.like,
+        "assumed": sorted(asked.assumed),
+    }
+
+
+# Of a forecast --------------------------------------------------------------------------------------------------------
+
+
+def forecast_report(
+    name: str,
+    asked: Resolved,
+    found: Forecast,
+    *,
+    limit: Limit | None = None,
+    choice: AutoForecast | None = None,
+    fit: FitAnswer | None = None,
+    explanation: Explanation | None = None,
+) -> LedgerReport:
+    """A forecast in the form that ledgers of live models have as well.
+
+    Args:
+        name: of the model, as it was given.
+        choice: the planner's that the forecast follows.
+    """
+    ledger = found.ledger()
+    tensors = Counter(entry.layer for entry in ledger)
+    stage_of = {one.name: stage.index for stage in found.stages for chunk in stage.parts for one in chunk}
+    policies = {one.name: one.policy for one in found.parts}
+    if choice is not None:
+        from jettison.predict.auto_recompute import layer_policies
+
+        policies |= dict(layer_policies(choice))
+    return LedgerReport(
+        model=name,
+        recompute=str(found.run.recompute),
+        parameters=found.parameters,
+        ledger=ledger,
+        stages=tuple(map(_stage, found.stages)),
+        phases=tuple(_phases(found.worst)),
+        warnings=(*advice(asked), *(routing(found) if choice is None else ())),
+        rows=tuple(
+            LayerRow(layer=one, bytes=n, tensors=tensors[one], stage=stage_of[one], policy=policies[one] or None)
+            for one, n in found.layer_bytes()
+        ),
+        mesh_sizes=found.run.layout.mesh_sizes,
+        asked=asked,
+        allowance=allowance(found.run, found.peak_bytes),
+        host_states=found.host_states,
+        limit=limit,
+        choice=choice,
+        fit=fit,
+        explanation=explanation,
+    )
+
+
+def _stage(stage: Stage) -> StageBytes:
+    return StageBytes(
+        stage=stage.index,
+        layers=tuple(one.name for chunk in stage.parts for one in chunk),
+        in_flight=stage.in_flight,
+        activation_bytes=stage.activation_bytes,
+        parameter_bytes=stage.static.parameters,
+        gradient_bytes=0 if stage.load.gradients is Gradients.IN_BACKWARD else stage.static.gradients,
+        optimizer_bytes=stage.static.state,
+        peak_bytes=stage.peak.nbytes,
+        first_step_peak_bytes=stage.first_step_peak.nbytes,
+        peak_phase=str(stage.peak.phase),
+        peak_where=stage.peak.where or None,
+    )
+
+
+def _phases(stage: Stage) -> Iterator[PhaseRow]:
+    """Moments from the second step on, and what the same ones hold in the first."""
+    for later, first in zip(stage.timeline(), stage.timeline(first_step=True), strict=True):
+        yield PhaseRow(
+            phase=str(later.phase),
+            where=later.where or None,
+            stage=stage.index,
+            peak_bytes=later.nbytes,
+            micro_batch=later.micro_batch if later.micro_batch >= 0 else None,
+            first_step_peak_bytes=first.nbytes,
+        )
+
+
+# Warnings -------------------------------------------------------------------------------------------------------------
+
+
+def advice(asked: Resolved) -> tuple[str, ...]:
+    """Remarks about a run, the weightiest first; empty where there are none."""
+    run = asked.run
+    found = [*run.model.left_out, *_recompute(run), *_tensor_parallel(run)]
+    layout, model = run.layout, run.model
+    if run.seq > model.max_positions:
+        found.append(f"--seq {run.seq} is more than the {model.max_positions} positions that {model.name} is made for")
+    if layout.zero and layout.shards == 1 and not run.gathers_parameters:
+        found.append(f"--zero {layout.zero} shards nothing: there is one data-parallel rank; give --dp")
+    return (*found, *_idle(asked))
+
+
+_ALONE: Final = {
+    "without a pipeline; give --pp": ("schedule", "keep_stage_outputs", "keep_received", "stage_buffers"),
+    "where nothing is sharded; give --zero": ("zero_replicas",),
+    "without context parallelism; give --cp": ("context_exchange",),
+}
+"""Flags that need another one, by what is said."""
+_OF_EXPERTS: Final = (
+    "capacity_factor",
+    "dispatcher",
+    "expert_tp",
+    "sequential_experts",
+    "deterministic",
+    "ep_comm_overlap",
+)
+
+
+def _idle(asked: Resolved) -> Iterator[str]:
+    """Flags that were typed and have no effect on this model or layout."""
+    run, layout = asked.run, asked.run.layout
+    lacking = dict(zip(_ALONE, (layout.pp == 1, layout.zero == 0, layout.cp == 1), strict=True))
+    for why, names in _ALONE.items():
+        yield from (f"{flag_of(name)} does nothing {why}" for name in _typed(asked, names) if lacking[why])
+    if not any(layer.experts for layer in run.model.kinds):
+        idle = _typed(asked, _OF_EXPERTS)
+        yield from (f"{flag_of(name)} does nothing: {run.model.name} has no experts" for name in idle)
+
+
+def _typed(asked: Resolved, names: tuple[str, ...]) -> Iterator[str]:
+    return (name for name in names if name not in asked.assumed)
+
+
+UNEVEN: Final = 1.25
+"""Times an even share: what is said beside the even figure. A choice, to show how much depends on it; not measured."""
+
+
+def routing(found: Forecast) -> Iterator[str]:
+    """Say what uneven routing would cost: how tokens are spread over ranks of experts is not known beforehand."""
+    run = found.run
+    ranks = run.layout.ep
+    if ranks == 1 or run.imbalance > 1 or run.capacity_factor is not None:
+        return
+    uneven = min(UNEVEN, float(ranks))
+    peak = forecast_sizes(replace(run, imbalance=uneven)).peak_bytes
+    yield (
+        f"tokens are taken to be spread evenly over the ranks of --ep; one that is sent {uneven:g} times its share "
+        f"peaks at {format_bytes(peak)}, not {format_bytes(found.peak_bytes)} (--expert-imbalance {uneven:g})"
+    )
+
+
+def _recompute(run: Run) -> Iterator[str]:
+    if run.recompute.mode is Mode.SELECTIVE and run.kernels.attention is AttentionKernel.FLASH:
+        yield (
+            "selective recomputation drops attention scores, which flash attention never stores: it saves nothing "
+            "here. Use --recompute selective-op, every:K or full"
+        )
+
+
+def _tensor_parallel(run: Run) -> Iterator[str]:
+    layout = run.layout
+    if layout.tp > 1 and not layout.sp and run.model.words:
+        yield (
+            f"without sequence parallelism all {layout.tp} tensor-parallel ranks hold what stands between the "
+            "products whole (norms, dropouts, residuals); --sp shards it"
+        )
+    if layout.tp == 1 and layout.sp:
+        yield "--sp does nothing without tensor parallelism; give --tp"
+    if layout.tp == 1 and run.tp_comm_overlap:
+        yield "--tp-comm-overlap does nothing without tensor parallelism; give --tp"
+    if layout.gathered_inputs and layout.tp > 1 and layout.sp:
+        yield (
+            f"--gathered-inputs: each rank holds the whole input of its column-parallel products, {layout.tp} times "
+            "the shard that Megatron keeps and gathers again"
+        )
+    elif layout.gathered_inputs:
+        yield "--gathered-inputs does nothing without sequence parallelism"

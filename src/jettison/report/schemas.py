@@ -1,0 +1,199 @@
+"""Shape of every document, one for each schema: `schemas.toml` has their keys and types. JSON Schema is generated from
+it, and tests hold documents to it.
+
+A document has all keys of its schema, whatever was asked: what does not apply is null, and never left out. Keys are
+added within a version, never renamed; what would change the meaning of one makes a new version. A document that is
+written needs its keys alone. ``python -m jettison.report.schemas FOLDER`` writes all schemas.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from typing_extensions import TypedDict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerRow:
+    """What one layer saves for backward, in one micro-batch on one rank; ``policy`` is null where nobody says."""
+
+    layer: str
+    bytes: int
+    tensors: int
+    stage: int = 0
+    policy: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageBytes:
+    """What a pipeline stage allocates on one rank; ``in_flight`` micro-batches are between forward and backward.
+
+    ``peak_bytes`` is of a step that has its optimizer state, ``first_step_peak_bytes`` of the one before there is any.
+    """
+
+    stage: int
+    layers: tuple[str, ...]
+    in_flight: int
+    activation_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    peak_bytes: int
+    first_step_peak_bytes: int | None = None
+    peak_phase: str | None = None
+    peak_where: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseRow:
+    """Peak of a phase of a step on the worst stage, or of one region in it."""
+
+    phase: str
+    peak_bytes: int
+    where: str | None = None
+    stage: int = 0
+    micro_batch: int | None = None
+    first_step_peak_bytes: int | None = None
+
+
+@cache
+def _file() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def schema_names() -> tuple[str, ...]:
+    """Names of all schemas."""
+    return tuple(sorted(name for name in _file() if "/" in name))
+
+
+@cache
+def _types(name: str) -> dict[str, str]:
+    """Types of a document or part by key, as text."""
+    found = {"schema": f'Literal["{name}"]'} if "/" in name else {}
+    for key, kind in _file()[name].items():
+        if key == "_fields":  # of a dataclass
+            module, _, owner = kind.rpartition(".")
+            found |= {one.name: str(one.type) for one in fields(getattr(import_module(module), owner))}
+        elif key != "_says":
+            found[key] = kind
+    return found
+
+
+def keys_of(name: str) -> tuple[str, ...]:
+    """Keys of a document, or of a part of one, in their order.
+
+    Args:
+        name: of a schema, or of a part in `schemas.toml`.
+    """
+    return tuple(_types(name))
+
+
+def part(name: str, source: object = None, /, **stated: Any) -> dict[str, Any]:
+    """A document, or a part of one, with all its keys: as stated, else the source's attribute of that name, else null.
+
+    Args:
+        name: as of `keys_of`.
+    """
+    keys = keys_of(name)
+    assert stated.keys() <= set(keys), (name, stated.keys() - set(keys))
+    return {key: stated[key] if key in stated else getattr(source, key, None) for key in keys}
+
+
+def document(schema: str, source: object = None, /, **stated: Any) -> dict[str, Any]:
+    """A whole document of a schema, the same way."""
+    return part(schema, source, schema=schema, **stated)
+
+
+def shaped(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The same document with all keys of its schema: those that it lacks are null."""
+    keys = keys_of(found["schema"])
+    return {**dict.fromkeys(keys), **found}
+
+
+@cache
+def _shapes() -> dict[str, Any]:
+    """Every document and part as a type, with the dataclasses that are parts of them."""
+    tables = dict(_file())
+    space: dict[str, Any] = {"Any": Any, "Literal": Literal, "Request": dict[str, Any]}
+    for module, names in tables.pop("_imports").items():
+        space |= {name: getattr(import_module(module), name) for name in names}
+    for name, table in tables.items():
+        hints = get_type_hints(type(name, (), {"__annotations__": _types(name)}), space)
+        made: Any = TypedDict(name, hints)  # type: ignore[misc]
+        made.__doc__ = table.get("_says")
+        space[name] = made
+    return space
+
+
+def json_schema(schema: str) -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a document."""
+    from pydantic import TypeAdapter
+
+    made = _published(TypeAdapter(_shapes()[schema]).json_schema(mode="serialization"))
+    words = " ".join(_file()[schema]["_says"].split())
+    draft = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": schema}
+    return {**draft, **made, "title": schema, "description": words}
+
+
+def _published(made: Any) -> Any:
+    """As documents are: all keys are there, an enumeration is a text, and arguments of classes are nobody's concern."""
+    words = {f"#/$defs/{name}" for name, found in made.get("$defs", {}).items() if "enum" in found}
+
+    def walk(node: Any, name: str = "") -> Any:
+        if isinstance(node, list):
+            return [walk(each) for each in node]
+        if not isinstance(node, dict):
+            return node
+        if node.get("$ref") in words:
+            return {"title": name.replace("_", " ").title(), "type": "string"}
+        found = {}
+        for key, value in node.items():
+            if key not in ("default", "required"):
+                found[key] = walk(value, key)
+            if key == "properties":
+                found["required"] = list(value)
+        if "properties" in found and "description" in found:
+            found["description"] = found["description"].partition("\n\nArgs:")[0]
+        return found
+
+    found: dict[str, Any] = walk(made)
+    if words:
+        found["$defs"] = {name: each for name, each in found["$defs"].items() if f"#/$defs/{name}" not in words}
+    return found
+
+
+def check(document: str | bytes) -> str:
+    """Hold a document's text to its schema, unknown and missing keys included; its schema's name.
+
+    Raises:
+        pydantic.ValidationError: it is of another shape.
+        KeyError: no such schema, or a part lacks a key.
+    """
+    from pydantic import ConfigDict, TypeAdapter
+
+    text = document if isinstance(document, str) else document.decode()
+    said = json.loads(text)
+    name: str = said["schema"]
+    shape = _shapes()[name]
+    # a list of one: pydantic lets nobody state the strictness of a TypedDict from outside
+    adapter: Any = TypeAdapter(list[shape], config=ConfigDict(extra="forbid"))  # type: ignore[valid-type]
+    found = adapter.dump_python(adapter.validate_json(f"[{text}]", strict=True), mode="json")
+    if found != [said]:
+        raise KeyError(f"{name}: a part lacks a key that its class fills in")
+    return name
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in schema_names():
+        written = json.dumps(json_schema(each), indent=1, ensure_ascii=False) + "\n"
+        (folder / f"{each.replace('/', '-')}.json").write_text(written, encoding="utf-8")
