@@ -13,7 +13,7 @@ from torch import nn
 from jettison.capture.fakes import fake_mode
 from jettison.capture.recorder import are_apart
 from jettison.capture.recording import TensorRef
-from jettison.capture.region_tracer import trace_region
+from jettison.capture.tracer import trace_region
 
 WIDTH = 8
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.dispatch import CaptureMode
-from jettison.capture.recorder import Recorder
-from jettison.capture.region_tracer import trace_region
-from jettison.capture.tracer import trace_model
+from jettison.capture.recorder import OpRecorder
+from jettison.capture.tracer import trace_model, trace_region
 from jettison.core.errors import TraceError
 from jettison.dryrun.peak import allocation_deltas
 from jettison.verify.gradients import buffer_digest, parameter_digest, rng_digest
@@ -89,7 +88,7 @@ def test_what_has_no_gradient_or_no_loss_is_refused() -> None:
 DIGEST_SCRIPT = """
 import torch
 from torch import nn
-from jettison.capture.region_tracer import trace_region
+from jettison.capture.tracer import trace_region
 block = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Dropout(0.1), nn.Linear(12, 6))
 print(trace_region(block, (torch.randn(4, 6, requires_grad=True),), {}).program.digest())
 """
@@ -118,7 +117,7 @@ def test_the_digest_is_the_same_in_another_process() -> None:
 def test_a_recording_on_real_tensors_is_the_one_on_fake_tensors() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8))
     x = torch.randn(4, 8, requires_grad=True)
-    recorder = Recorder(model, [x])
+    recorder = OpRecorder(model, [x])
     with CaptureMode() as capture, capture.recording(recorder):
         output = model(x)
     assert recorder.finish(output).program == trace_region(model, (x,), {}).program

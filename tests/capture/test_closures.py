@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import jettison
-from jettison.capture.closures import close_over_copies
+from jettison.capture.copies import close_over_copies
 from jettison.capture.fakes import fake_copy, fake_mode
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import static_tensors

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.capture.region_tracer import trace_region
+from jettison.capture.tracer import trace_region
 from jettison.verify.gradients import compare_gradients, independent_copy
 
 s, b, h, a = 256, 2, 128, 8

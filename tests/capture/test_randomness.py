@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import jettison
 from jettison.capture.randomness import ADVANCE, MOVES_BY_SHAPE, movement_of
-from jettison.capture.region_tracer import trace_region
+from jettison.capture.tracer import trace_region
 from jettison.ledger.program import Anchor, Program
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import pareto_frontier

@@ -40,14 +40,11 @@ import torch
 from torch import nn
 from torch._prims.rng_prims import run_and_save_rng_state
 
-from jettison.capture.c_state import Subclasses, Untouchable, c_state, stand_in
-from jettison.capture.contents import worth_a_look
-from jettison.capture.function_state import is_foreign
+from jettison.capture.code_names import is_foreign
 from jettison.capture.guard import MOST_ITEMS, ModuleGuard
-from jettison.capture.isolation import leaving_nothing
-from jettison.capture.lru_caches import CacheState
-from jettison.capture.python_state import MANY, Reach
-from jettison.capture.undo import WritesUndone
+from jettison.capture.isolation import WritesUndone, leaving_nothing
+from jettison.capture.kinds import CacheState, Subclasses, Untouchable, stand_in, state_of, worth_a_look
+from jettison.capture.reach import MANY, Reach
 from jettison.core.errors import UnsupportedModule
 from jettison.dryrun.counter import AllocationCounter
 
@@ -73,11 +70,11 @@ def _cached(maxsize: int | None, *, typed: bool) -> Any:
 def test_a_cache_is_what_it_was(maxsize: int | None, typed: bool) -> None:
     """Keys, the very results, which of them is the oldest, hits and misses; whether or not it was full."""
     cached = _cached(maxsize, typed=typed)
-    before, info, entries = CacheState(cached), cached.cache_info(), CacheState(cached)._entries()
+    before, info, entries = CacheState(cached), cached.cache_info(), CacheState(cached).entries()
     for call in (lambda: cached(9), lambda: cached(1), lambda: cached(8, r=3), lambda: cached()):
         call()
     before.put_back()
-    after = CacheState(cached)._entries()
+    after = CacheState(cached).entries()
     assert cached.cache_info() == info
     assert len(after) == info.currsize
     assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(after, entries, strict=True))
@@ -132,7 +129,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 def test_what_c_keeps_is_put_back(kind: str) -> None:
     make, move = KEPT[kind]
     holder = make()
-    state = holder if isinstance(holder, Subclasses) else c_state(holder)
+    state = holder if isinstance(holder, Subclasses) else state_of(holder)
     assert state is not None and state.is_unchanged()
     move(holder)
     assert not state.is_unchanged()
@@ -173,7 +170,7 @@ def test_what_another_thread_takes_from_a_queue_is_not_put_back() -> None:
     thread = threading.Thread(target=take)
     thread.start()
     held.put(1)
-    state = c_state(held)
+    state = state_of(held)
     assert state is not None
     let.set()
     done.wait()
@@ -289,6 +286,28 @@ def test_a_queue_of_another_thread_is_refused() -> None:
     module.rows.put(None)
     thread.join()
     assert got == [2]
+
+
+def test_views_of_a_large_array_can_be_written_to_again() -> None:
+    """Found in any order: no view can be made so before what it views."""
+    module = nn.Linear(2, 2)
+    rows = np.zeros(3_000_000)
+    module.first, module.rows, module.last = rows[:-1], rows, rows[1:]
+    with leaving_nothing([module]):
+        for held in (module.first, module.rows, module.last):
+            assert not held.flags.writeable
+    assert module.first.flags.writeable and module.rows.flags.writeable and module.last.flags.writeable
+
+
+def test_what_refuses_keeps_nothing_else_from_going_back() -> None:
+    module = nn.Linear(2, 2)
+    module.file, module.seen = io.StringIO(), [1]
+    reach = Reach([module])
+    module.file.close()
+    module.seen.append(2)
+    with pytest.raises(UnsupportedModule, match="closes a StringIO"):
+        reach.restore()
+    assert module.seen == [1]
 
 
 def test_a_process_is_refused() -> None:

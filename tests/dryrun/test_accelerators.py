@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import jettison
+from jettison.capture.dispatch import tracing
 from jettison.capture.fakes import fake_mode
 from jettison.capture.model_trace import Loop
 from jettison.capture.op_traits import hollow_results, op_cost, writes
 from jettison.capture.tracer import trace_model
-from jettison.capture.values import tracing
 from jettison.core.errors import Infeasible, TraceError
 from jettison.core.units import Bytes
 from jettison.dryrun import step as rehearse

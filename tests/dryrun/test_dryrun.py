@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.capture.model_trace import Loop, ModelTrace
-from jettison.capture.stub import stub_outputs
+from jettison.capture.stand_ins import stub_outputs
 from jettison.capture.tracer import trace_model
 from jettison.dryrun.counter import static_tensors
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops

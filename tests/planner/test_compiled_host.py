@@ -13,7 +13,7 @@ from torch import nn
 
 import jettison
 from jettison import Bytes
-from jettison.capture.compiled import CompiledProgram
+from jettison.capture.model_trace import CompiledProgram
 from jettison.core.errors import Infeasible
 from jettison.planner.options import with_moves_of_compiled
 from jettison.planner.points import compiled_points

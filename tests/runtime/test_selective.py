@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import jettison
 from jettison.capture.randomness import ADVANCE
 from jettison.capture.recording import RegionTrace
-from jettison.capture.region_tracer import trace_region
+from jettison.capture.tracer import trace_region
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
 from jettison.models.reference import Gpt, GptConfig, GptLayer, causal_mask
 from jettison.parallel import apply_tensor_parallel

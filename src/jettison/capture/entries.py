@@ -4,8 +4,7 @@ NOTE [ Whose bytes ]
 A storage has one name in the whole ledger, however many layers save views of it, and belongs to the first layer of the
 order that does; the root comes first. So what several blocks are given (rotary tables, masks, an encoder's output) is
 the root's, since no single block holds it, and a block's own figure is what its program says plain autograd holds.
-To know that block 3's argument is block 2's result, the root is run once more and asked for the buffer behind each
-argument.
+That block 3's argument is block 2's result is known from the buffers of the root's program that are behind both.
 """
 
 from __future__ import annotations
@@ -15,19 +14,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from jettison.capture.model_trace import BlockClass, ModelTrace, as_call, expect_trace
+from jettison.capture.model_trace import BlockClass, ModelTrace, expect_trace
 from jettison.capture.recording import RegionTrace, TensorRef
-from jettison.capture.roles import Roles
-from jettison.capture.signature import call_signature, global_signature
-from jettison.capture.tensor_subclasses import plain, storage_of
-from jettison.capture.tracer import Tracer, uncached_autocast
+from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.dtypes import dtype_name
-from jettison.core.errors import TraceError
 from jettison.ledger.ledger import Ledger
-from jettison.ledger.program import Buffer, Program, Slot, Source
+from jettison.ledger.program import Buffer, Op, Program, Slot, Source
 from jettison.ledger.record import Origin, SavedTensor
 
 ROOT_LAYER = "embedding, head and loss"
@@ -48,13 +43,10 @@ def ledger_of(trace: ModelTrace, kept: Kept | None = None) -> Ledger:
 
     Parameters and registered buffers are not entries: they cost a step nothing. A block that could not be recorded has
     none either. See NOTE [ Whose bytes ].
-
-    Raises:
-        TraceError: the model runs differently now than when it was traced.
     """
     expect_trace(trace)
-    links = _link(trace)
-    root = _Region(trace=trace.root, module=trace.fake_model, layer=ROOT_LAYER, ids=links.root)
+    ids = {b.index: f"root#{b.index}" for b in trace.root.program.buffers}
+    root = _RegionCall(trace=trace.root, module=trace.fake_model, layer=ROOT_LAYER, ids=ids)
     entries = list(root.entries(_chosen(kept, "", trace.root.program)))
     shared: list[SavedTensor] = []
     blocks: list[SavedTensor] = []
@@ -62,7 +54,7 @@ def ledger_of(trace: ModelTrace, kept: Kept | None = None) -> Ledger:
         cls = trace.classes[call.class_key]
         if cls.opaque:
             continue  # the trace's warnings say so
-        region = links.region(trace, index, cls)
+        region = _region(trace, index, cls)
         for entry in region.entries(_chosen(kept, call.name, cls.trace.program)):
             if entry.role == "shared input":
                 shared.append(replace(entry, layer=ROOT_LAYER, path=f"{call.name}.{entry.path}"))
@@ -83,7 +75,7 @@ def _chosen(kept: Kept | None, name: str, program: Program) -> frozenset[int]:
 
 
 @dataclass(kw_only=True)
-class _Region:
+class _RegionCall:
     """One region call, as a source of entries. ``ids`` names the storages that other regions see as well."""
 
     trace: RegionTrace
@@ -171,7 +163,7 @@ class _Region:
         return made or TensorRef(b, (buffer.nbytes,), (1,), 0, torch.uint8)
 
 
-def _outside(trace: ModelTrace, root: _Region) -> Iterator[SavedTensor]:
+def _outside(trace: ModelTrace, root: _RegionCall) -> Iterator[SavedTensor]:
     """What the loss saves after the forward; its buffers are the root's."""
     program = trace.root.program
     for ref in dict.fromkeys(trace.outside):
@@ -182,76 +174,241 @@ def _outside(trace: ModelTrace, root: _Region) -> Iterator[SavedTensor]:
             yield replace(root.entry(slot, role), layer=OUTSIDE_LAYER)
 
 
-# who sees whose buffers -----------------------------------------------------------------------------------------------
+def _region(trace: ModelTrace, index: int, cls: BlockClass) -> _RegionCall:
+    """A block call, with the ids of what it shares with others: root buffers behind its arguments and results."""
+    call = trace.calls[index]
+    earlier = sum(1 for other in trace.calls[:index] if other.name == call.name)
+    results = {where: b for b, where in trace.root.blocks.items()}
+    ids = {b: f"root#{call.given[at]}" for b, at in cls.trace.inputs.items() if at in call.given}
+    for leaf, ref in enumerate(cls.trace.output_leaves):
+        made = results.get((index, leaf))
+        if isinstance(ref, TensorRef) and made is not None:
+            ids.setdefault(ref.buffer, f"root#{made}")
+    return _RegionCall(
+        trace=cls.trace,
+        module=trace.fake_model.get_submodule(call.name),
+        layer=call.name,
+        ids=ids,
+        prefix=f"{call.name}@{earlier}" if earlier else call.name,
+        arguments=tree_leaves((cls.args, cls.kwargs)),
+    )
+
+
+# roles ----------------------------------------------------------------------------------------------------------------
+#
+# What a saved tensor is, in the words that papers use, read off the ops that make it and the ops that read it
+# A role is a label for people and for pairing a trace with a formula. Nothing is decided by it: a tensor that no rule
+# knows is named after the op that makes or reads it.
+
+
+_NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit")
+_ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "leaky_relu", "elu", "softplus", "mish", "hardswish", "erf")
+_SAVES_ITS_RESULT = (
+    *("_softmax", "_safe_softmax", "_log_softmax", "rsqrt", "sqrt", "tanh", "sigmoid", "relu", "exp", "reciprocal"),
+    *("native_dropout", "_scaled_dot_product", "nll_loss_forward", "cumsum", *_NORMS),
+)
+_ATTENTION = ("_scaled_dot_product", "jettison.causal_rows")
+_SOFTMAX = ("_softmax", "_safe_softmax")
+_MADE_BY = {
+    **dict.fromkeys(_SOFTMAX, "softmax output"),
+    **dict.fromkeys(("topk", "sort", "argsort", "argmax", "nonzero"), "discrete choice"),
+    "_log_softmax": "log-softmax output",
+    "nll_loss_forward": "loss weight",
+}
+_PRODUCTS = ("bmm", "baddbmm", "mm", "addmm")
+_LOOKS_ONLY = ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros")  # read no values
+
+
+def base_name(op: Op | None) -> str:
+    """``aten.mm.default`` is ``mm``; an op of another library keeps its namespace; no op is ``""``."""
+    if op is None:
+        return ""
+    namespace, _, rest = op.name.partition(".")
+    name = rest.partition(".")[0]
+    return name if namespace == "aten" else f"{namespace}.{name}"
 
 
 @dataclass(kw_only=True)
-class _Links:
-    """Root buffers behind the arguments and results of every block call."""
+class Roles:
+    """Names the saved tensors of one region."""
 
-    root: dict[int, str]
-    arguments: list[dict[int, int]]  # by call: leaf position -> root buffer
-    results: dict[tuple[int, int], int]  # (call, output leaf) -> root buffer
+    trace: RegionTrace
+    module: nn.Module  # the region's, for the classes of its parts
+    readers: dict[int, list[Op]] = field(init=False)
+    norms: frozenset[str] = field(init=False)
 
-    def region(self, trace: ModelTrace, index: int, cls: BlockClass) -> _Region:
-        """A block call, with the ids of what it shares with others."""
-        call = trace.calls[index]
-        earlier = sum(1 for other in trace.calls[:index] if other.name == call.name)
-        ids = {
-            b: f"root#{self.arguments[index][position]}"
-            for b, position in cls.trace.inputs.items()
-            if position in self.arguments[index]
-        }
-        for leaf, ref in enumerate(cls.trace.output_leaves):
-            made = self.results.get((index, leaf))
-            if isinstance(ref, TensorRef) and made is not None:
-                ids.setdefault(ref.buffer, f"root#{made}")
-        return _Region(
-            trace=cls.trace,
-            module=trace.fake_model.get_submodule(call.name),
-            layer=call.name,
-            ids=ids,
-            prefix=f"{call.name}@{earlier}" if earlier else call.name,
-            arguments=tree_leaves((cls.args, cls.kwargs)),
+    def __post_init__(self) -> None:
+        self.readers = {}
+        for op in self.program.ops:
+            for b in op.inputs if base_name(op) not in _LOOKS_ONLY else ():
+                self.readers.setdefault(b, []).append(op)
+        self.norms = frozenset(
+            path
+            for path, m in self.module.named_modules()
+            if type(m).__name__.endswith("Norm") or type(m).__name__.endswith("LayerNorm")
         )
 
+    @property
+    def program(self) -> Program:
+        return self.trace.program
 
-class _Linker(Tracer):
-    """Runs the root as the trace did, and writes down what each block call was given."""
+    def producer(self, b: int) -> Op | None:
+        """The op that makes a buffer."""
+        index = self.program.buffers[b].producer
+        return None if index is None else self.program.ops[index]
 
-    def __init__(self, trace: ModelTrace) -> None:
-        super().__init__(trace.fake_model, trace.mode, list(dict.fromkeys(call.name for call in trace.calls)))
-        self.known = trace.classes
-        self.traced = trace.calls
-        self.arguments: list[dict[int, int]] = []
+    def saver(self, slot: Slot) -> str:
+        """Name of the op that saved a slot's tensor: the one that made it, or the one that reads it."""
+        producer, reader = self.producer(slot.buffer), self._reader(slot)
+        if producer is not None and slot.op == producer.name and base_name(producer).startswith(_SAVES_ITS_RESULT):
+            return producer.name
+        chosen = reader or producer
+        return chosen.name if chosen is not None else slot.op
 
-    def _block(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self.root is not None:
-            leaves, signature = call_signature(args, kwargs)
-            before = next(iter(self.traced[len(self.calls) :]), None)
-            if before is None or before.name != name or before.signature != (signature, global_signature()):
-                raise TraceError(
-                    f"block {name} runs on other tensors now than when it was traced; "
-                    "read the ledger under the same autocast and train/eval state"
-                )
-            storages = {p: storage_of(t) for p, t in enumerate(leaves) if isinstance(t, Tensor)}
-            current = self.root._current
-            self.arguments.append({p: current[key] for p, key in storages.items() if key in current})
-        return super()._block(name, module, forward, args, kwargs)
+    def role(self, slot: Slot, ref: TensorRef) -> str:
+        """The word for a slot's tensor."""
+        source = self.program.buffers[slot.buffer].source
+        if source is Source.INPUT:
+            return self._input_role(slot)
+        if source is Source.RANDOM:
+            return "random state"
+        if source is Source.BLOCK:
+            return "block output"
+        if source is Source.OUTER:
+            return "captured tensor"
+        return self._by_norm(slot) or self._by_producer(slot) or self._by_reader(slot, ref) or self._fallback(slot)
 
-    def _observe(self, name: str, problem: str, args: Any, kwargs: Any) -> RegionTrace:
-        return self.known[self.traced[len(self.calls)].class_key].trace  # no real model is here to watch again
+    # ------------------------------------------------------------------------------------------------------------------
 
-    def _class_of(self, found: BlockClass, module: nn.Module, signature: Any) -> BlockClass:
-        return self.known[self.traced[len(self.calls)].class_key]
+    def _reader(self, slot: Slot) -> Op | None:
+        readers = self.readers.get(slot.buffer, [])
+        return next((op for op in readers if op.path == slot.path), readers[0] if readers else None)
 
+    def _input_role(self, slot: Slot) -> str:
+        readers = {base_name(op) for op in self.readers.get(slot.buffer, ())}
+        if "embedding" in readers:
+            return "token ids"
+        if slot.dtype == "bool":
+            return "mask"
+        if slot.dtype.startswith(("int", "uint")):
+            return "labels" if any("loss" in name for name in readers) else "indices"
+        return "shared input" if self.program.buffers[slot.buffer].free else "block input"
 
-def _link(trace: ModelTrace) -> _Links:
-    linker = _Linker(trace)
-    with trace.context(), linker.installed(), uncached_autocast(), torch.enable_grad():
-        linker.forward(*as_call(trace.batch))
-    return _Links(
-        root={b.index: f"root#{b.index}" for b in trace.root.program.buffers},
-        arguments=linker.arguments,
-        results={where: b for b, where in trace.root.blocks.items()},
-    )
+    def _by_norm(self, slot: Slot) -> str:
+        """Norms that are written out op by op: what comes before the statistics, they themselves, what comes after."""
+        if slot.path not in self.norms:
+            return ""
+        producer = self.producer(slot.buffer)
+        if base_name(producer) in _NORMS:
+            return ""
+        if slot.shape and slot.shape[-1] == 1:
+            return "norm statistics"
+        before: set[int] = set()
+        for op in reversed([op for op in self.program.ops if op.path == slot.path]):
+            if base_name(op) == "rsqrt" or before.intersection(op.outputs):
+                before.update(op.inputs)
+            elif base_name(op) in _NORMS:
+                before.update(op.inputs[:1])
+        return "norm input" if slot.buffer in before else "normalised input"
+
+    def _by_producer(self, slot: Slot) -> str:
+        op = self.producer(slot.buffer)
+        name = base_name(op)
+        if op is None:
+            return ""
+        first = op.outputs[0] == slot.buffer
+        if name in _MADE_BY:
+            return _MADE_BY[name]
+        if name == "native_dropout":
+            return "dropout output" if first else "dropout mask"
+        if self._is_mask(op):
+            return "dropout mask"
+        if name in _NORMS and not first:
+            return "norm statistics"
+        if name.startswith(_ATTENTION):
+            return "attention output" if first else "attention statistics"
+        return ""
+
+    def _is_mask(self, op: Op) -> bool:
+        name = base_name(op)
+        if name in ("bernoulli", "bernoulli_"):
+            return True
+        makers = [self.producer(b) for b in op.inputs]
+        return name in ("div_", "div") and any(m is not None and base_name(m).startswith("bernoulli") for m in makers)
+
+    def _by_reader(self, slot: Slot, ref: TensorRef) -> str:
+        op = self._reader(slot)
+        name = base_name(op)
+        if op is None:
+            return ""
+        if name.startswith(_ATTENTION):
+            return self._attention_operand(op, ref)
+        if name in _NORMS:
+            return "norm input"
+        if name in ("mm", "addmm", "linear", "convolution") or name.startswith("_grouped_mm"):
+            return "linear input" if self._has_weight(op) else "product operand"
+        if name in ("bmm", "baddbmm"):
+            return self._product_operand(op, slot.buffer)
+        if name == "embedding":
+            return "embedding indices"
+        if name in (*_SOFTMAX, "_log_softmax"):
+            return "softmax input"
+        if name == "nll_loss_forward" and slot.dtype.startswith("int"):
+            return "labels"
+        if name in _ACTIVATIONS:
+            return "activation input"
+        if base_name(self.producer(slot.buffer)) in _ACTIVATIONS:
+            return "activation output"
+        if slot.dtype == "bool":
+            return "mask"
+        return "product operand" if name in ("mul", "mul_") else ""
+
+    def _attention_operand(self, op: Op, ref: TensorRef) -> str:
+        operands = self.trace.calls[op.index].args[:3]
+        words = ("attention query", "attention key", "attention value")
+        exact = [word for word, operand in zip(words, operands, strict=False) if operand == ref]
+        if exact:
+            return exact[0]
+        buffers = [operand.buffer if isinstance(operand, TensorRef) else -1 for operand in operands]
+        found = [word for word, b in zip(words, buffers, strict=False) if b == ref.buffer]
+        if len(found) == 1:
+            return found[0]
+        return "attention query, key and value" if found else "attention mask"
+
+    def _has_weight(self, op: Op) -> bool:
+        def is_weight(b: int) -> bool:
+            buffer, maker = self.program.buffers[b], self.producer(b)
+            cast = maker is not None and base_name(maker) in ("_to_copy", "clone", "t") and len(maker.inputs) == 1
+            return buffer.source is Source.PARAMETER or (cast and maker is not None and is_weight(maker.inputs[0]))
+
+        return any(is_weight(b) for b in op.inputs)
+
+    def _product_operand(self, op: Op, b: int) -> str:
+        """Of the two batched products of attention, the second has probabilities as its first operand."""
+        left = op.inputs[0] if base_name(op) == "bmm" else op.inputs[-2]
+        if self._comes_from_softmax(left, 5):
+            return "attention probabilities" if b == left else "attention value"
+        if any(self._leads_to_softmax(out, 5) for out in op.outputs):
+            return "attention query" if b == left else "attention key"
+        return "product operand"
+
+    def _comes_from_softmax(self, b: int, steps: int) -> bool:
+        op = self.producer(b)
+        if op is None or steps == 0 or base_name(op) in _PRODUCTS:
+            return False
+        return base_name(op) in _SOFTMAX or any(self._comes_from_softmax(i, steps - 1) for i in op.inputs)
+
+    def _leads_to_softmax(self, b: int, steps: int) -> bool:
+        for op in self.readers.get(b, ()) if steps else ():
+            name = base_name(op)
+            if name in _SOFTMAX:
+                return True
+            if name not in _PRODUCTS and any(self._leads_to_softmax(o, steps - 1) for o in op.outputs):
+                return True
+        return False
+
+    def _fallback(self, slot: Slot) -> str:
+        reader, producer = self._reader(slot), self.producer(slot.buffer)
+        if reader is not None:
+            return f"operand of {base_name(reader)}"
+        return f"result of {base_name(producer)}" if producer is not None else "saved tensor"

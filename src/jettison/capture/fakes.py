@@ -12,9 +12,8 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +27,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from jettison.capture.closures import close_over_copies
-from jettison.capture.contents import is_ours
-from jettison.capture.lent_arrays import copy_arrays
-from jettison.capture.object_copies import copied, without_finalizers
+from jettison.capture.copies import close_over_copies, copied, copy_arrays, held_in, without_finalizers
+from jettison.capture.kinds import MOST_SHARED
 from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.sharded import (
     leave_casts,
@@ -41,7 +38,6 @@ from jettison.capture.sharded import (
     states,
     whole_parameters,
 )
-from jettison.capture.snapshots import CONTAINERS, MOST_SHARED, attributes_of, items_of
 from jettison.capture.sparse_fakes import (
     has_places,
     is_sparse,
@@ -54,34 +50,11 @@ from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.capture.trees import op_map, tree_map
 from jettison.core.errors import TraceError
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
-_CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
-_CTC_BACKWARD = (torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor)
-_LENGTHS_ELSEWHERE = (
-    "ctc_loss is given lengths on the CPU and log-probabilities on another device: torch takes that, and fails "
-    "where anything watches the ops; move the lengths to the device (`.to(log_probs.device)`), or give lists"
-)
-_CUDNN_RNN = (
-    torch.ops.aten._cudnn_rnn.default,
-    torch.ops.aten._cudnn_init_dropout_state.default,
-    torch.ops.aten._cudnn_rnn_flatten_weight.default,
-    torch.ops.aten.miopen_rnn.default,
-)
-_LEAVES_TERMS = (
-    torch.ops.aten.mse_loss.default,
-    torch.ops.aten.smooth_l1_loss.default,
-    torch.ops.aten.soft_margin_loss.default,
-    torch.ops.aten.binary_cross_entropy.default,
-)
-_SELECT, _NONZERO = torch.ops.aten.masked_select.default, torch.ops.aten.nonzero.default
-_RNN = torch.ops.aten.mkldnn_rnn_layer.default
-_RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
-_INDEX = torch.ops.aten.index.Tensor
-_NUMBER, _EQUAL = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
-_BINCOUNT = torch.ops.aten.bincount.default
-_GROUPED_MM, _COL2IM = torch.ops.aten._grouped_mm.default, torch.ops.aten.col2im.default
-_BATCH_NORM, _LAYER_NORM = torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_layer_norm.default
-_BY_VALUES = (_SELECT, _NONZERO, _NUMBER, _EQUAL, _BINCOUNT)
+aten = torch.ops.aten
+_SELECT, _NONZERO, _BINCOUNT = aten.masked_select.default, aten.nonzero.default, aten.bincount.default
+_NUMBER, _EQUAL = aten._local_scalar_dense.default, aten.equal.default
+_INDEX, _RNN = aten.index.Tensor, aten.mkldnn_rnn_layer.default
+LARGEST_RNN_BYTES = 2**28
 
 
 def _refuse_other_thread(func: Any) -> None:
@@ -96,25 +69,8 @@ def _refuse_other_thread(func: Any) -> None:
 
 
 class StepFakeMode(QuickFakeMode):
-    """A `FakeTensorMode` that also runs operators whose fake kernel refuses what the real one accepts.
-
-    `aten._grouped_mm` (the default experts of Hugging Face mixtures): the fake kernel insists on bfloat16; the CPU's
-    real one takes float32 and float16 too.
-    `_c10d_functional.wait_tensor`: the real one returns its argument.
-    `aten._ctc_loss`: the fake kernel has no shape for it, which hangs on the targets' lengths. Its backward: the fake
-    one wants the lengths on the device, the real one takes them from the CPU.
-    `aten._cudnn_rnn`: no fake kernel; torch keeps the state of its dropout for ever, and must not get a fake one. It is
-    refused, and what calls it is observed on real tensors.
-    `aten.masked_select`: the fake kernel has no shape for it, which is known where the mask is real.
-    `aten.index`: likewise.
-    `aten.native_batch_norm`: the CPU's real kernel returns a contiguous (or channels-last) result, the fake one of the
-    input's strides, and statistics of the type of the weight, or of the running mean.
-    `aten.mse_loss`, `smooth_l1_loss`, `soft_margin_loss`: the CPU's real kernels return one number on a storage that
-    has room for all terms.
-    `aten.mkldnn_rnn_layer`: the fake kernel leaves out the workspace, which backward reads. Its backward: the fake one
-    gives both biases one gradient.
-    `aten.col2im`: the CPU's real kernel returns a result on a storage that has room for its argument.
-    `aten.native_layer_norm`: the CPU's real kernel gives statistics of the weight's type, the fake one of the input's.
+    """A `FakeTensorMode` that also runs operators whose fake kernel refuses what the real one accepts (`_RULES`), or
+    returns something else (`_CORRECTIONS`).
     """
 
     sparse = False
@@ -141,7 +97,8 @@ class StepFakeMode(QuickFakeMode):
             args, kwargs = op_map(_alone, (args, kwargs))
         out = super().dispatch(func, types, args, kwargs)
         self._note(func, args, out)
-        return _after_torch(func, args, kwargs, out) if ours else out
+        correct = _CORRECTIONS.get(func) if ours else None
+        return out if correct is None else correct(args, kwargs, out)
 
     def remembered(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
         """See `QuickFakeMode`."""
@@ -166,68 +123,16 @@ class StepFakeMode(QuickFakeMode):
             self.sparse = True
             args, kwargs = with_fake_parts(args, kwargs)
         args = with_places(func, args)
-        if func in _BY_VALUES:
-            found = _by_values(func, args, self.guesses)
-        elif func is _INDEX:
+        if func is _INDEX:
             args = (args[0], _places(args[1]), *args[2:])
-        elif func is _WAIT:
-            found = args[0]  # as the real one does; the fake kernel makes a new tensor
-        elif func is _GROUPED_MM and args[0].dtype is not torch.bfloat16:
-            found = _grouped_mm(*args, **kwargs)
-        elif func in _CTC:
-            if any(isinstance(n, Tensor) and n.device.type == "cpu" != args[0].device.type for n in args[2:4]):
-                raise TraceError(_LENGTHS_ELSEWHERE)
-            found = _ctc_loss(*args, **kwargs)
-        elif func in _CTC_BACKWARD:
-            found = torch.empty_like(args[1])
-        elif func in _CUDNN_RNN:
-            raise UnsupportedOperatorException(func)
-        return args, kwargs, found
-
-
-def _after_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-    """The real kernel's result where torch's fake one returned `out`."""
-    on_cpu = isinstance(args[0], Tensor) and args[0].device.type == "cpu" if args else False
-    if func is _BATCH_NORM and on_cpu:
-        told = next((tensor for tensor in args[1:5] if isinstance(tensor, Tensor)), args[0])
-        return (_contiguous_like(out[0]), *(one.new_empty(one.shape, dtype=told.dtype) for one in out[1:]))
-    if func in _LEAVES_TERMS and out.dim() == 0:
-        return _on_its_terms(out, args[0], args[1])
-    if func is _COL2IM and on_cpu and args[0].numel() > out.numel():
-        return out.new_empty(args[0].numel()).as_strided(out.shape, out.stride())
-    if func is _RNN and on_cpu:
-        return (*out[:3], out[0].new_empty(_rnn_workspace(args, kwargs), dtype=torch.uint8))
-    if func is _RNN_BACKWARD and out[4] is out[3]:
-        return (*out[:4], torch.empty_like(out[3]), *out[5:])
-    weight = args[2] if func is _LAYER_NORM else None
-    if weight is not None and weight.dtype is not args[0].dtype and on_cpu:
-        return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))
-    return out
-
-
-_OURS = frozenset(
-    {
-        *_BY_VALUES,
-        _INDEX,
-        _WAIT,
-        _GROUPED_MM,
-        *_CTC,
-        *_CTC_BACKWARD,
-        *_CUDNN_RNN,
-        _BATCH_NORM,
-        *_LEAVES_TERMS,
-        _COL2IM,
-        _RNN,
-        _RNN_BACKWARD,
-        _LAYER_NORM,
-    }
-)
+        rule = _RULES.get(func)
+        return args, kwargs, None if rule is None else rule(func, args, kwargs, self.guesses)
 
 
 @functools.cache
 def _is_ours_to_answer(func: Any) -> bool:
     """Whether torch's fake kernel alone does not do for an operator."""
-    return func in _OURS or makes_sparse(func) or has_places(func)
+    return func is _INDEX or func in _RULES or func in _CORRECTIONS or makes_sparse(func) or has_places(func)
 
 
 def _is_real_view(value: Any) -> bool:
@@ -352,9 +257,7 @@ class _Faker:
             self._mode.sparse = True
         with torch.no_grad(), self._mode:
             indices, values = self.like(tensor._indices().detach()), self.like(tensor._values().detach())
-            made = torch.ops.aten._sparse_coo_tensor_unsafe(
-                indices, values, tensor.shape, is_coalesced=tensor.is_coalesced()
-            )
+            made = aten._sparse_coo_tensor_unsafe(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
         found: Tensor = made.requires_grad_(tensor.requires_grad)
         return found
 
@@ -395,53 +298,16 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
-                yield from _tensors_in(value, seen)
+                for one, in_object in held_in(value, seen, ours=False):
+                    if issubclass(type(one), Tensor) and (not in_object or _is_large(one)):
+                        yield one
 
 
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    left: list[tuple[Any, int]] = [(value, 0)]
-    while left:  # what is nested deep would need much of Python's stack
-        one, least = left.pop()
-        kind = type(one)
-        if issubclass(kind, Tensor):
-            if not least or one.numel() * one.element_size() >= least:  # sparse tensors have no nbytes
-                yield one
-        elif issubclass(kind, CONTAINERS) and id(one) not in seen:
-            seen.add(id(one))
-            left += [(item, least) for item in items_of(one)]
-        elif id(one) not in seen and not _is_somebodys(one) and type(attributes := attributes_of(one)) is dict:
-            seen.add(id(one))
-            left.append((attributes, MOST_SHARED + 1))
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() > MOST_SHARED  # sparse tensors have no nbytes
 
 
-def _is_somebodys(value: Any) -> bool:
-    """Whether it is no plain object: code, a module, or what torch and we have for ourselves."""
-    return issubclass(type(value), type | ModuleType | nn.Module) or callable(value) or is_ours(value)
-
-
-LARGEST_RNN_BYTES = 2**28
-
-
-def _rnn_workspace(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """Bytes of what an LSTM layer of oneDNN keeps for backward: only its kernel knows, so that it is run, once a shape.
-
-    Where that would take much memory they are bounded: by gates, states and their gradients, with pages to spare.
-    """
-    tensors = tuple((tuple(t.shape), t.dtype) for t in args[:7])
-    steps, rows, inputs = args[0].shape
-    hidden = args[2].shape[1]
-    most = 4 * (steps + 1) * rows * (16 * hidden + 4 * max(inputs, hidden)) + 2**16
-    if most > LARGEST_RNN_BYTES:
-        return int(most)
-    return _rnn_workspace_of(tensors, (args[7], tuple(args[8]), *args[9:], *kwargs.values()))
-
-
-@functools.lru_cache(maxsize=256)
-def _rnn_workspace_of(tensors: tuple[Any, ...], more: tuple[Any, ...]) -> int:
-    with _disable_current_modes(), torch.enable_grad():  # without, it keeps nothing
-        made = [torch.zeros(shape, dtype=dtype) for shape, dtype in tensors]
-        workspace = _RNN(*made, more[0], list(more[1]), *more[2:])[3]
-        return 0 if workspace is None else int(workspace.numel())  # none where nothing is trained
+# what torch's fake kernels leave out ----------------------------------------------------------------------------------
 
 
 def _places(indices: Sequence[Any]) -> list[Any]:
@@ -456,50 +322,173 @@ def _places(indices: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _grouped_mm(
-    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """Shape and stride of `aten._grouped_mm`: rows padded to 16 bytes, as its kernel allocates them."""
-    groups = offs.shape[0] if offs is not None else 0
+def _grouped_mm(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: bool) -> Tensor | None:
+    """The default experts of mixtures: torch's kernel insists on bfloat16; the CPU's real one takes float32 and float16
+    too. Its rows are padded to 16 bytes, as it allocates them.
+    """
+    (a, b), more = args[:2], dict(zip(("offs", "bias", "out_dtype"), args[2:], strict=False)) | kwargs
+    if a.dtype is torch.bfloat16:
+        return None
+    groups = 0 if more.get("offs") is None else more["offs"].shape[0]
     if a.dim() == 2:
         shape = (groups, a.shape[0], b.shape[1]) if b.dim() == 2 else (a.shape[0], b.shape[2])
     else:
         shape = (a.shape[1], b.shape[1]) if b.dim() == 2 else (a.shape[0], a.shape[1], b.shape[2])
-    dtype = out_dtype or a.dtype
+    dtype = more.get("out_dtype") or a.dtype
     align = 16 // dtype.itemsize
     row = -(-shape[-1] // align) * align
     stride = (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1)
-    return a.new_empty_strided(shape, stride, dtype=dtype)
+    made: Tensor = a.new_empty_strided(shape, stride, dtype=dtype)
+    return made
 
 
-def _ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
-    blank: int = 0,
-    zero_infinity: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Shapes of `aten._ctc_loss`: the loss of each row [n], and its alphas [n, t, 2 * longest target + 1].
+def _ctc_loss(_: Any, args: tuple[Any, ...], __: dict[str, Any], ___: bool) -> tuple[Tensor, Tensor]:
+    """The loss of each row [n], and its alphas [n, t, 2 * longest target + 1]: hangs on the targets' lengths.
 
     Raises:
         DynamicOutputShapeException: the lengths are not known.
+        TraceError: they are on another device.
     """
+    log_probs, target_lengths = args[0], args[3]
+    if any(isinstance(n, Tensor) and n.device.type == "cpu" != log_probs.device.type for n in args[2:4]):
+        raise TraceError(
+            "ctc_loss is given lengths on the CPU and log-probabilities on another device: torch takes that, and fails "
+            "where anything watches the ops; move the lengths to the device (`.to(log_probs.device)`), or give lists"
+        )
     if isinstance(target_lengths, FakeTensor):
-        raise DynamicOutputShapeException(torch.ops.aten._ctc_loss.Tensor)
+        raise DynamicOutputShapeException(aten._ctc_loss.Tensor)
     longest = max(target_lengths.tolist() if isinstance(target_lengths, Tensor) else target_lengths, default=0)
     rows, steps = (log_probs.shape[1], log_probs.shape[0]) if log_probs.dim() == 3 else (1, log_probs.shape[0])
     return log_probs.new_empty(rows), log_probs.new_empty(rows, steps, 2 * longest + 1)
 
 
-def _contiguous_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, memory_format=suggest_memory_format(tensor), requires_grad=False)
+def _cudnn(func: Any, *_: Any) -> NoReturn:
+    """Torch keeps the state of its dropout for ever, which must not be a fake one: what calls it is observed."""
+    raise UnsupportedOperatorException(func)
 
 
-def _on_its_terms(loss: Tensor, prediction: Tensor, target: Tensor) -> Tensor:
-    if loss.device.type != "cpu":
-        return loss
-    return loss.new_empty(torch.broadcast_shapes(prediction.shape, target.shape)).as_strided((), ())
+def _by_values(func: Any, args: tuple[Any, ...], _: dict[str, Any], guesses: bool) -> Any:
+    """What an op returns that hangs on values; None where nobody knows."""
+    if func is _SELECT:
+        values, mask = args
+        if not isinstance(mask, FakeTensor):
+            return values.new_empty(int(mask.expand(torch.broadcast_shapes(values.shape, mask.shape)).sum()))
+        return values.new_empty(torch.broadcast_shapes(values.shape, mask.shape).numel()) if guesses else None
+    if not guesses:
+        return None
+    if func is _NONZERO:
+        return args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.int64).t()
+    if func is _EQUAL:
+        return True
+    if func is _NUMBER and (known := getattr(args[0], _TRUTH, None)) is not None:
+        return known
+    if func is _BINCOUNT:
+        weights = args[1] if len(args) > 1 else None
+        dtype = torch.int64 if weights is None else torch.promote_types(weights.dtype, torch.float32)
+        return args[0].new_empty(max(1, *args[2:3]), dtype=dtype)
+    dtype = args[0].dtype
+    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+_RULES: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any], bool], Any]] = {
+    **dict.fromkeys((_SELECT, _NONZERO, _NUMBER, _EQUAL, _BINCOUNT), _by_values),
+    aten._grouped_mm.default: _grouped_mm,
+    **dict.fromkeys((aten._ctc_loss.default, aten._ctc_loss.Tensor), _ctc_loss),
+    # torch's kernel wants the lengths on the device, the real one takes them from the CPU
+    **dict.fromkeys(
+        (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor),
+        lambda _, args, *__: torch.empty_like(args[1]),
+    ),
+    aten._cudnn_rnn.default: _cudnn,
+    aten._cudnn_init_dropout_state.default: _cudnn,
+    aten._cudnn_rnn_flatten_weight.default: _cudnn,
+    aten.miopen_rnn.default: _cudnn,
+}
+"""By operator: what it returns for (operator, arguments, keywords, whether values are made up); None where torch's fake
+kernel is right.
+"""
+if torch.distributed.is_available():  # the real one returns its argument, torch's fake kernel a new tensor
+    _RULES[torch.ops._c10d_functional.wait_tensor.default] = lambda _, args, *__: args[0]
+
+
+def _on_cpu(args: Sequence[Any]) -> bool:
+    return isinstance(args[0], Tensor) and args[0].device.type == "cpu"
+
+
+def _batch_norm(args: Sequence[Any], _: Any, out: Any) -> Any:
+    """The CPU returns a contiguous (or channels-last) result, torch's fake kernel one of the input's strides, and
+    statistics of the type of the weight, or of the running mean.
+    """
+    if not _on_cpu(args):
+        return out
+    told = next((tensor for tensor in args[1:5] if isinstance(tensor, Tensor)), args[0])
+    result = torch.empty_like(out[0], memory_format=suggest_memory_format(out[0]), requires_grad=False)
+    return (result, *(one.new_empty(one.shape, dtype=told.dtype) for one in out[1:]))
+
+
+def _layer_norm(args: Sequence[Any], _: Any, out: Any) -> Any:
+    """The CPU gives statistics of the weight's type, torch's fake kernel of the input's."""
+    weight = args[2]
+    if weight is None or weight.dtype is args[0].dtype or not _on_cpu(args):
+        return out
+    return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))
+
+
+def _loss(args: Sequence[Any], _: Any, out: Any) -> Any:
+    """The CPU returns one number on a storage that has room for all terms."""
+    if out.dim() or out.device.type != "cpu":
+        return out
+    return out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).as_strided((), ())
+
+
+def _col2im(args: Sequence[Any], _: Any, out: Any) -> Any:
+    """The CPU returns a result on a storage that has room for its argument."""
+    if not _on_cpu(args) or args[0].numel() <= out.numel():
+        return out
+    return out.new_empty(args[0].numel()).as_strided(out.shape, out.stride())
+
+
+def _rnn(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    """The workspace that an LSTM layer of oneDNN keeps for backward, which is missing. Only the real kernel
+    knows its size, so that it is run, once a shape; where that would take much memory the size is bounded: by gates,
+    states and their gradients, with pages to spare.
+    """
+    if not _on_cpu(args):
+        return out
+    steps, rows, inputs = args[0].shape
+    hidden = args[2].shape[1]
+    nbytes = 4 * (steps + 1) * rows * (16 * hidden + 4 * max(inputs, hidden)) + 2**16
+    if nbytes <= LARGEST_RNN_BYTES:
+        tensors = tuple((tuple(t.shape), t.dtype) for t in args[:7])
+        nbytes = _rnn_workspace(tensors, (args[7], tuple(args[8]), *args[9:], *kwargs.values()))
+    return (*out[:3], out[0].new_empty(int(nbytes), dtype=torch.uint8))
+
+
+@functools.lru_cache(maxsize=256)
+def _rnn_workspace(tensors: tuple[Any, ...], more: tuple[Any, ...]) -> int:
+    with _disable_current_modes(), torch.enable_grad():  # without, it keeps nothing
+        made = [torch.zeros(shape, dtype=dtype) for shape, dtype in tensors]
+        workspace = _RNN(*made, more[0], list(more[1]), *more[2:])[3]
+        return 0 if workspace is None else int(workspace.numel())  # none where nothing is trained
+
+
+def _rnn_backward(_: Any, __: Any, out: Any) -> Any:
+    """Torch's fake kernel gives both biases one gradient."""
+    return (*out[:4], torch.empty_like(out[3]), *out[5:]) if out[4] is out[3] else out
+
+
+_CORRECTIONS: dict[Any, Callable[[Sequence[Any], dict[str, Any], Any], Any]] = {
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.mse_loss.default: _loss,
+    aten.smooth_l1_loss.default: _loss,
+    aten.soft_margin_loss.default: _loss,
+    aten.binary_cross_entropy.default: _loss,
+    aten.col2im.default: _col2im,
+    _RNN: _rnn,
+    aten.mkldnn_rnn_layer_backward.default: _rnn_backward,
+}
+"""By operator: the real kernel's result, from (arguments, keywords, what torch's fake kernel returned)."""
 
 
 _TRUTH = "_jettison_truth"
@@ -524,29 +513,6 @@ def _note_truth(func: Any, args: tuple[Any, ...], out: Tensor) -> None:
             known = not truths[0] if name in _NOTS else _LOGIC[name](truths)
     if known is not None:
         setattr(out, _TRUTH, known)
-
-
-def _by_values(func: Any, args: tuple[Any, ...], guesses: bool) -> Any:
-    """What an op returns that hangs on values; None where nobody knows."""
-    if func is _SELECT:
-        values, mask = args
-        if not isinstance(mask, FakeTensor):
-            return values.new_empty(int(mask.expand(torch.broadcast_shapes(values.shape, mask.shape)).sum()))
-        return values.new_empty(torch.broadcast_shapes(values.shape, mask.shape).numel()) if guesses else None
-    if not guesses:
-        return None
-    if func is _NONZERO:
-        return args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.int64).t()
-    if func is _EQUAL:
-        return True
-    if func is _NUMBER and (known := getattr(args[0], _TRUTH, None)) is not None:
-        return known
-    if func is _BINCOUNT:
-        weights = args[1] if len(args) > 1 else None
-        dtype = torch.int64 if weights is None else torch.promote_types(weights.dtype, torch.float32)
-        return args[0].new_empty(max(1, *args[2:3]), dtype=dtype)
-    dtype = args[0].dtype
-    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 # Lightning Fabric, whose models are to be trained by their Fabric alone -----------------------------------------------

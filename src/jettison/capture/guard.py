@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.contents import is_ours, worth_a_look
-from jettison.capture.function_state import function_reach, globals_of
-from jettison.capture.python_state import HOOK_TABLES
-from jettison.capture.snapshots import CONTAINERS, attributes_of, entries_of, is_a, items_of, size_of
+from jettison.capture.code_names import function_reach, globals_of
+from jettison.capture.kinds import CONTAINERS, attributes_of, entries_of, is_a, is_ours, items_of, size_of, worth_a_look
+from jettison.capture.reach import HOOK_TABLES
 from jettison.core.objects import Same
 
 DEEPEST = 4

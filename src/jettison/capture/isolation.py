@@ -8,16 +8,22 @@ put back, and a recording that drew from such a stream is refused, since it cann
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from jettison.capture.python_state import Reach
-from jettison.capture.snapshots import MOST_BYTES
-from jettison.capture.streams import OutsideTorch
+from jettison.capture.kinds import MOST_BYTES, ReadOnly
+from jettison.capture.op_traits import writes
+from jettison.capture.randomness import OutsideTorch
+from jettison.capture.reach import Reach
+from jettison.capture.tensor_subclasses import desugars, memory_key
+from jettison.capture.trees import op_leaves
 from jettison.core.errors import TraceError, UnsupportedModule
 
 
@@ -44,11 +50,7 @@ class Isolation:
             raise TraceError(f"a {type(drawn[0]).__name__} was drawn from: a generator of its own")
 
     def refuse_writes(self) -> None:
-        """A recording does not see what NumPy writes.
-
-        Raises:
-            TraceError: it wrote to the memory of a tensor.
-        """
+        """A recording does not see what NumPy writes. Raises `TraceError` where it wrote to the memory of a tensor."""
         written = self.reach.written_arrays()
         if written:
             raise TraceError(
@@ -61,11 +63,7 @@ class Isolation:
         self.reach.restore_streams()
 
     def undo(self) -> None:
-        """Put everything back.
-
-        Raises:
-            UnsupportedModule: something has gone on that cannot be put back.
-        """
+        """Put everything back. Raises `UnsupportedModule` where something has gone on that cannot be put back."""
         self.streams.restore()
         self.reach.restore()
         for leaf, wanted in self.leaves:  # a model of forces asks for the gradient of the positions that it is given
@@ -91,8 +89,8 @@ def leaving_nothing(
     try:
         yield state
     except (ValueError, TraceError) as error:
-        if "read-only" in str(error) and state.reach.arrays:
-            sizes = ", ".join(str(array.nbytes) for array in state.reach.arrays)
+        if "read-only" in str(error) and (arrays := state.reach.of(ReadOnly)):
+            sizes = ", ".join(str(array.holder.nbytes) for array in arrays)
             raise UnsupportedModule(
                 f"the forward writes to a numpy array that outlives it ({error}). Planning and recording run the "
                 f"forward once more, and arrays of more than {MOST_BYTES} bytes cannot be put back, so it has not been "
@@ -149,3 +147,156 @@ def forward_of(module: nn.Module, fake_model: nn.Module) -> Callable[..., Any]:
         return forward
     kind: Any = type(module)
     return types.MethodType(kind.forward, fake_model)
+
+
+# Tensors as they were before a run that nobody should notice ----------------------------------------------------------
+#
+# A forward may write to any tensor that Python reaches: its batch, a count in a closure, statistics in an attribute, a
+# weight that is renormalised. No walk through Python's state finds them all, but every write is an op: what an op is
+# about to write to, and was there before the run, is copied first and put back at the end. NumPy and others get at the
+# memory of a tensor without an op: that is copied when they ask for it (`handed_out`).
+
+
+class Undo:
+    """Remembers memory before it is written to."""
+
+    def __init__(self) -> None:
+        self._own: set[int] = set()  # storages that the run has made
+        self._memory: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # storage -> its bytes, and a copy of them: as many as it had
+        self._counted: dict[int, tuple[Tensor, int, bool]] = {}  # a tensor, its version, whether it had no history
+        self._shaped: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor, and what it looked at
+        self._handed: set[int] = set()  # storages that somebody got at without an op, and may have read only
+
+    @property
+    def wrote(self) -> bool:
+        """Whether anything was written to that was there before."""
+        return any(map(self._is_written, self._memory))
+
+    def has_written(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that was written to, and will be put back."""
+        key = memory_key(tensor)
+        return key in self._memory and self._is_written(key)
+
+    def _is_written(self, key: int) -> bool:
+        with _disable_current_modes(), torch.no_grad():
+            return key not in self._handed or not torch.equal(*self._memory[key])
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """What is written to these need not be undone."""
+        self._own.update(found for found in map(memory_key, tensors) if found is not None)
+
+    def note(self, tensors: Iterable[Tensor], *, handed: bool = False) -> None:
+        """These are about to be written to; or ``handed`` to somebody who may write to them."""
+        for tensor in tensors:
+            key = memory_key(tensor)
+            if key is None or key in self._own:
+                continue
+            if not handed:
+                self._handed.discard(key)
+            elif key not in self._memory:
+                self._handed.add(key)
+            base = tensor._base if tensor._base is not None else tensor
+            if not base.is_inference():  # one memory may be had by several, each with a counter of its own (``.data``)
+                self._counted.setdefault(id(base), (base, base._version, base.grad_fn is None))
+            if id(tensor) not in self._shaped:
+                with _disable_current_modes():
+                    self._shaped[id(tensor)] = tensor, tensor.detach()
+            if key not in self._memory:
+                # made in inference mode, the look at it could not be written to once that is left
+                with _disable_current_modes(), torch.no_grad(), torch.inference_mode(False):
+                    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+                    self._memory[key] = memory, memory.clone()
+
+    def made(self, given: Iterable[Any], out: Any) -> None:
+        """An op has run: storages of its results that no argument has are the run's own."""
+        known = {memory_key(leaf) for leaf in given if isinstance(leaf, Tensor)}
+        for leaf in op_leaves(out):
+            if isinstance(leaf, Tensor) and (key := memory_key(leaf)) not in known and key is not None:
+                self._own.add(key)
+
+    def restore(self) -> None:
+        """Put everything back: values, version counters, and tensors that had no history."""
+        with _disable_current_modes(), torch.no_grad():
+            for memory, copy in self._memory.values():
+                if (storage := memory.untyped_storage()).nbytes() != copy.nbytes:  # of a tensor with another size
+                    storage.resize_(copy.nbytes)
+                memory.copy_(copy)
+            for tensor, was in self._shaped.values():
+                if (tensor.data_ptr(), tensor.shape, tensor.stride()) != (was.data_ptr(), was.shape, was.stride()):
+                    tensor.data = was
+            for tensor, version, had_none in self._counted.values():
+                if had_none and tensor.grad_fn is not None:
+                    tensor.detach_()
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        self._memory.clear()
+        self._counted.clear()
+        self._shaped.clear()
+        self._handed.clear()
+
+
+class WritesUndone(TorchDispatchMode):
+    """A run on real tensors leaves those that were there before as they were."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.undo = Undo()
+        self._until_left = contextlib.ExitStack()
+
+    def __enter__(self) -> WritesUndone:
+        self._until_left.enter_context(handed_out(self.undo))
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._until_left.close()
+        self.undo.restore()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if desugars(types):
+            return NotImplemented
+        self.undo.note(writes(func, args, kwargs))
+        out = func(*args, **kwargs)
+        self.undo.made(op_leaves(args, kwargs), out)
+        return out
+
+
+# memory that others get at --------------------------------------------------------------------------------------------
+
+_WAYS_OUT = ("numpy", "__array__", "__dlpack__", "data_ptr")
+"""Methods of a tensor that give its memory away."""
+_UNDOING: list[Undo] = []  # the run that asks is the latest
+
+
+@contextlib.contextmanager
+def handed_out(undo: Undo) -> Iterator[None]:
+    """Memory that a tensor gives away (to NumPy, by DLPack, as an address) is noted before somebody writes to it."""
+    own: dict[str, Any] = {} if _UNDOING else {name: vars(Tensor).get(name) for name in _WAYS_OUT}
+    for name in own:
+        setattr(Tensor, name, _noting_memory(getattr(Tensor, name)))
+    _UNDOING.append(undo)
+    try:
+        yield
+    finally:
+        _UNDOING.remove(undo)
+        for name, method in own.items():
+            if method is None:  # a base class has it
+                delattr(Tensor, name)
+            else:
+                setattr(Tensor, name, method)
+
+
+def _noting_memory(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def noting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # torch and we ask for addresses to compare them
+        asks = sys._getframe(1).f_globals.get("__name__", "")
+        if _UNDOING and asks.partition(".")[0] not in ("torch", "jettison"):
+            _UNDOING[-1].note([tensor], handed=True)
+        return method(tensor, *args, **kwargs)
+
+    return noting

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from jettison.capture.compiled import CompiledProgram, CompileSettings
+from jettison.capture.dispatch import tracing
 from jettison.capture.isolation import leaving_nothing
 from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.signature import as_signed
 from jettison.capture.trees import tree_leaves
-from jettison.capture.values import tracing
-from jettison.core.errors import TraceError, UsageError
+from jettison.core.errors import TraceError, UnsupportedModule, UsageError
 from jettison.core.objects import summary
 from jettison.core.units import format_seconds
 from jettison.ledger.program import Program
@@ -224,3 +223,53 @@ def expect_trace(traced: object) -> None:
         raise UsageError(
             f"got a {type(traced).__name__} as a trace; expected what jettison.trace(model, batch) returns"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileSettings:
+    """How blocks are compiled: Inductor's options, sorted by name."""
+
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledProgram:
+    """A block's forward as Inductor has it, before it decides what to save.
+
+    Args:
+        default: buffers that Inductor saves where it is told nothing.
+    """
+
+    program: Program
+    default: frozenset[int] = field(default_factory=frozenset)
+    settings: CompileSettings
+
+
+def settings_of(name: str, module: nn.Module) -> CompileSettings:
+    """What ``module.compile(...)`` was told.
+
+    Raises:
+        UnsupportedModule: it was compiled in a way that no plan can take part in.
+    """
+    from torch._inductor import config  # loaded where something is compiled
+
+    config_of = getattr(module._compiled_call_impl, "get_compiler_config", None)
+    patched = config_of() if config_of is not None else None  # all of Inductor's settings, with what was told
+    if not isinstance(patched, dict):
+        raise UnsupportedModule(
+            f"{name} is compiled by another backend than Inductor, which alone asks somebody else what to save for "
+            "backward; call block.compile() without backend=, or leave the blocks uncompiled"
+        )
+    usual = config.get_config_copy()
+    told = {key: value for key, value in patched.items() if key not in usual or usual[key] != value}
+    if patched.get("triton.cudagraphs"):
+        raise UnsupportedModule(
+            f"{name} is compiled with CUDA graphs, whose memory lies in pools of their own that no plan can count; "
+            'use mode="max-autotune-no-cudagraphs", or no mode'
+        )
+    if patched.get("custom_partitioner_fn") is not None:
+        raise UnsupportedModule(
+            f"{name} is compiled with a custom_partitioner_fn of its own, which decides what a plan has to decide; "
+            "leave it out"
+        )
+    return CompileSettings(options=tuple(sorted(told.items())))

@@ -21,37 +21,14 @@ aten = torch.ops.aten
 
 # Answers that a second run may give differently (ties, thread order): they are kept.
 DISCRETE = {
-    "topk",
-    "argmax",
-    "argmin",
-    "sort",
-    "argsort",
-    "msort",
-    "kthvalue",
-    "nonzero",
-    "median",
-    "nanmedian",
-    "mode",
-    "unique",
-    "unique_consecutive",
-    "_unique2",
-    "unique_dim",
-    "histc",
-    "bincount",
+    *("topk", "argmax", "argmin", "sort", "argsort", "msort", "kthvalue", "nonzero", "median", "nanmedian"),
+    *("mode", "unique", "unique_consecutive", "_unique2", "unique_dim", "histc", "bincount"),
 }
 
 # What `torch.use_deterministic_algorithms` lists for CUDA, as far as it is an op of a forward and not `DISCRETE`.
 _ADDS_IN_ANY_ORDER = {
-    "index_add",
-    "scatter_add",
-    "scatter_reduce",
-    "_scatter_reduce",
-    "index_reduce",
-    "cumsum",
-    "put",
-    "histc",
-    "bincount",
-    "nll_loss2d_forward",
+    *("index_add", "scatter_add", "scatter_reduce", "_scatter_reduce", "index_reduce", "cumsum", "put", "histc"),
+    *("bincount", "nll_loss2d_forward"),
 }
 _WRITES_IN_ANY_ORDER = {"index_copy", "scatter", "put", "index_put", "_index_put_impl"}
 
@@ -81,28 +58,15 @@ _MATMULS = frozenset({"_grouped_mm", "_scaled_grouped_mm", "_int_mm", "_addmm_ac
 """Matmuls that torch's FLOP counter does not count."""
 
 _BOOKKEEPING = {
-    "prim::device",
-    "aten::is_same_size",
-    "aten::sym_size",
-    "aten::sym_numel",
-    "aten::sym_stride",
-    "aten::sym_storage_offset",
-    "aten::_is_zerotensor",
-    "_c10d_functional::wait_tensor",
-    "_c10d_functional::_wrap_tensor_autograd",
+    *("prim::device", "aten::is_same_size", "aten::sym_size", "aten::sym_numel", "aten::sym_stride"),
+    *("aten::sym_storage_offset", "aten::_is_zerotensor", "_c10d_functional::wait_tensor"),
+    *("_c10d_functional::_wrap_tensor_autograd",),
 }
 
 # They write running statistics in training, and their schemas do not say it.
 MOVE_STATISTICS = {
-    f"aten::{name}"
-    for name in (
-        "native_batch_norm",
-        "cudnn_batch_norm",
-        "miopen_batch_norm",
-        "batch_norm_update_stats",
-        "batch_norm_gather_stats",
-        "batch_norm_gather_stats_with_counts",
-    )
+    *("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm", "aten::batch_norm_update_stats"),
+    *("aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts"),
 }
 
 # ctc_loss leaves what lies past the lengths as it was, oneDNN's LSTM the padding of its workspace (which it fills in

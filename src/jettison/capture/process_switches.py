@@ -22,45 +22,33 @@ from typing import Any, cast
 
 import torch
 
-
-def _determinism() -> tuple[bool, bool]:
-    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
-
-
-def _set_determinism(value: tuple[bool, bool]) -> None:
-    torch._C._set_deterministic_algorithms(value[0], warn_only=value[1])
-
-
+Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""How to read it, and how to set it."""
 _SMALLEST, _HALF = sys.float_info.min, 0.5
 
-
-def _flushes_denormals() -> bool:
-    return _SMALLEST * _HALF == 0.0  # torch has no way to ask; the flag is the thread's, Python's numbers included
-
-
-KERNEL_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+KERNEL_SWITCHES: tuple[Switch, ...] = (
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-    (_determinism, _set_determinism),
+    (
+        lambda: (torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()),
+        lambda was: torch._C._set_deterministic_algorithms(was[0], warn_only=was[1]),
+    ),
     (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
     (torch.get_num_threads, torch.set_num_threads),
-    (_flushes_denormals, torch.set_flush_denormal),
+    # torch has no way to ask whether denormals are flushed; the flag is the thread's, Python's numbers included
+    (lambda: _SMALLEST * _HALF == 0.0, torch.set_flush_denormal),
 )
-"""How to read and how to set what chooses kernels, their precision, or the order of their sums."""
+"""What chooses kernels, their precision, or the order of their sums."""
 
 
 _handler: Callable[[int], Any] = sys.modules["_signal"].getsignal  # `signal` makes an enum of each
 _SIGNALS = tuple(map(int, signal.valid_signals()))
-
-
-def _signal_handlers() -> dict[int, Any]:
-    return {number: _handler(number) for number in _SIGNALS}
 
 
 def _set_signal_handlers(wanted: dict[int, Any]) -> None:
@@ -77,19 +65,6 @@ def _folder() -> str | None:
     return None
 
 
-def _set_folder(wanted: str | None) -> None:
-    if wanted is not None:
-        os.chdir(wanted)
-
-
-def _anomaly() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
-def _printing() -> dict[str, Any]:
-    return dict(vars(torch._tensor_str.PRINT_OPTS))
-
-
 def _numpy() -> tuple[Any, Any] | None:
     numpy = sys.modules.get("numpy")
     return None if numpy is None else (numpy.geterr(), numpy.get_printoptions())
@@ -102,10 +77,6 @@ def _set_numpy(wanted: tuple[Any, Any] | None) -> None:
 
 
 Environment = tuple[dict[Any, Any], dict[bytes, bytes]]
-
-
-def _environment() -> Environment:
-    return dict(_of_python()), _of_c()
 
 
 def _set_environment(wanted: Environment) -> None:
@@ -133,14 +104,7 @@ def _of_c() -> dict[bytes, bytes]:
     return {name: value for name, _, value in (one.partition(b"=") for one in found)}
 
 
-Search = tuple[list[str], Any, list[Any]]
-
-
-def _search() -> Search:
-    return list(sys.path), warnings.filters, list(warnings.filters)
-
-
-def _set_search(wanted: Search) -> None:
+def _set_search(wanted: tuple[list[str], Any, list[Any]]) -> None:
     path, filters, entries = wanted
     sys.path[:] = _with_imported(path, sys.path, imported_since.paths)
     entries = _with_imported(entries, warnings.filters, imported_since.filters)
@@ -191,33 +155,20 @@ def _umask() -> int:
     return mask
 
 
-def _socket_timeout() -> Any:
-    return None if "socket" not in sys.modules else sys.modules["socket"].getdefaulttimeout()
-
-
-def _set_socket_timeout(wanted: Any) -> None:
-    sys.modules["socket"].setdefaulttimeout(wanted)
-
-
-def _logs_off() -> int:
-    return logging.root.manager.disable
-
-
-def _set_logs_off(wanted: int) -> None:
-    logging.disable(wanted)
-
-
-PROCESS_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+PROCESS_SWITCHES: tuple[Switch, ...] = (
     *KERNEL_SWITCHES,
-    (_anomaly, lambda was: torch.set_anomaly_enabled(*was)),
-    (_printing, lambda was: vars(torch._tensor_str.PRINT_OPTS).update(was)),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda was: torch.set_anomaly_enabled(*was),
+    ),
+    (lambda: dict(vars(torch._tensor_str.PRINT_OPTS)), lambda was: vars(torch._tensor_str.PRINT_OPTS).update(was)),
     (_numpy, _set_numpy),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (sys.getswitchinterval, sys.setswitchinterval),
     (gc.get_threshold, lambda was: gc.set_threshold(*was)),
-    (_signal_handlers, _set_signal_handlers),
-    (_folder, _set_folder),
-    (_environment, _set_environment),
+    (lambda: {number: _handler(number) for number in _SIGNALS}, _set_signal_handlers),
+    (_folder, lambda was: None if was is None else os.chdir(was)),
+    (lambda: (dict(_of_python()), _of_c()), _set_environment),
     (_umask, os.umask),
     (torch.is_warn_always_enabled, torch.set_warn_always),
     (torch.autograd.is_multithreading_enabled, torch._C._set_multithreading_enabled),
@@ -227,22 +178,13 @@ PROCESS_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (gc.isenabled, lambda was: gc.enable() if was else gc.disable()),
     (sys.get_int_max_str_digits, sys.set_int_max_str_digits),
     (threading.stack_size, threading.stack_size),
-    (_socket_timeout, _set_socket_timeout),
-    (_logs_off, _set_logs_off),
-    (_search, _set_search),
+    (
+        lambda: sys.modules["socket"].getdefaulttimeout() if "socket" in sys.modules else None,
+        lambda was: sys.modules["socket"].setdefaulttimeout(was),
+    ),
+    (lambda: logging.root.manager.disable, logging.disable),
+    (lambda: (list(sys.path), warnings.filters, list(warnings.filters)), _set_search),
 )
-"""How to read each of them, and how to set it."""
-
-
-def _faults() -> bool:
-    return faulthandler.is_enabled()
-
-
-def _set_faults(wanted: bool) -> None:
-    (faulthandler.enable if wanted else faulthandler.disable)()
-
-
-_AFFINE = hasattr(os, "sched_setaffinity")
 
 
 def _limits() -> dict[int, tuple[int, int]]:
@@ -256,10 +198,6 @@ def _set_limits(wanted: dict[int, tuple[int, int]]) -> None:
     for which, limits in wanted.items():
         with contextlib.suppress(ValueError, OSError):  # a hard limit comes back for nobody
             sys.modules["resource"].setrlimit(which, limits)
-
-
-def _set_callbacks(wanted: list[Any]) -> None:
-    gc.callbacks[:] = wanted
 
 
 def _set_lines(wanted: dict[Any, Any]) -> None:
@@ -279,52 +217,42 @@ def _set_typed(wanted: list[str]) -> None:
         sys.modules["readline"].add_history(line)
 
 
-def _blocked() -> set[Any]:
-    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-
-def _future() -> dict[str, Any]:
-    return {name: value for name, value in vars(torch.__future__).items() if isinstance(value, bool)}
-
-
-NAMED_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+NAMED_SWITCHES: dict[str, Switch] = {
     **dict.fromkeys(("add_history", "clear_history"), (_typed, _set_typed)),
     "tzset": (lambda: time.tzname, lambda _: time.tzset()),  # the environment has been put back
     "set_coroutine_origin_tracking_depth": (
         sys.get_coroutine_origin_tracking_depth,
         sys.set_coroutine_origin_tracking_depth,
     ),
-    "pthread_sigmask": (_blocked, lambda was: signal.pthread_sigmask(signal.SIG_SETMASK, was)),
-    "__future__": (_future, lambda was: vars(torch.__future__).update(was)),
-    "setlocale": (lambda: locale.setlocale(locale.LC_ALL), lambda was: locale.setlocale(locale.LC_ALL, was)),
-    "faulthandler": (_faults, _set_faults),
-    "tracemalloc": (tracemalloc.is_tracing, lambda was: tracemalloc.start() if was else tracemalloc.stop()),
-    **(
-        {"sched_setaffinity": (lambda: os.sched_getaffinity(0), lambda was: os.sched_setaffinity(0, was))}
-        if _AFFINE
-        else {}
+    "pthread_sigmask": (
+        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        lambda was: signal.pthread_sigmask(signal.SIG_SETMASK, was),
     ),
+    "__future__": (
+        lambda: {name: value for name, value in vars(torch.__future__).items() if isinstance(value, bool)},
+        lambda was: vars(torch.__future__).update(was),
+    ),
+    "setlocale": (lambda: locale.setlocale(locale.LC_ALL), lambda was: locale.setlocale(locale.LC_ALL, was)),
+    "faulthandler": (faulthandler.is_enabled, lambda was: faulthandler.enable() if was else faulthandler.disable()),
+    "tracemalloc": (tracemalloc.is_tracing, lambda was: tracemalloc.start() if was else tracemalloc.stop()),
     "setrlimit": (_limits, _set_limits),
     "settrace": (sys.gettrace, sys.settrace),
     "setprofile": (sys.getprofile, sys.setprofile),
-    "callbacks": (lambda: list(gc.callbacks), _set_callbacks),
+    "callbacks": (lambda: list(gc.callbacks), lambda was: gc.callbacks.__setitem__(slice(None), was)),
     "linecache": (lambda: dict(linecache.cache), _set_lines),
 }
 """Switches that are read only where code has the name."""
-Switches = list[tuple[Callable[[], Any], Callable[[Any], Any], Any]]
+if hasattr(os, "sched_setaffinity"):
+    NAMED_SWITCHES["sched_setaffinity"] = (lambda: os.sched_getaffinity(0), lambda was: os.sched_setaffinity(0, was))
 
 
-def read_switches(names: Set[str] = frozenset()) -> Switches:
-    """All switches, each as (how to read it, how to set it, value).
-
-    Args:
-        names: in the code that is about to run.
-    """
+def read_switches(names: Set[str] = frozenset()) -> list[tuple[Callable[[], Any], Callable[[Any], Any], Any]]:
+    """All switches, and those that are named in the code that is about to run: (how to read, how to set, value)."""
     named = [switch for name, switch in NAMED_SWITCHES.items() if name in names]
     return [(read, put, read()) for read, put in (*PROCESS_SWITCHES, *named)]
 
 
-def put_switches_back(before: Switches) -> None:
+def put_switches_back(before: Iterable[tuple[Callable[[], Any], Callable[[Any], Any], Any]]) -> None:
     """Set those that stand elsewhere by now."""
     for read, put, was in before:
         if read() != was:

@@ -15,6 +15,10 @@ Ops that draw until a value fits (`poisson`, `binomial`, `_standard_gamma`) or f
 
 from __future__ import annotations
 
+import ctypes
+import pickle
+import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.trees import op_map
@@ -34,35 +39,11 @@ ADVANCE = "jettison.advance_random_state"
 
 MOVES_BY_SHAPE = frozenset(
     {
-        "native_dropout",
-        "_fused_dropout",
-        "bernoulli",
-        "bernoulli_",
-        "uniform",
-        "uniform_",
-        "normal",
-        "normal_",
-        "normal_functional",
-        "exponential",
-        "exponential_",
-        "geometric",
-        "geometric_",
-        "cauchy",
-        "cauchy_",
-        "log_normal",
-        "log_normal_",
-        "rand",
-        "rand_like",
-        "randn",
-        "randn_like",
-        "random",
-        "random_",
-        "randint",
-        "randint_like",
-        "randperm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
+        *("native_dropout", "_fused_dropout", "bernoulli", "bernoulli_", "uniform", "uniform_", "normal", "normal_"),
+        *("normal_functional", "exponential", "exponential_", "geometric", "geometric_", "cauchy", "cauchy_"),
+        *("log_normal", "log_normal_", "rand", "rand_like", "randn", "randn_like", "random", "random_", "randint"),
+        *("randint_like", "randperm", "_scaled_dot_product_flash_attention"),
+        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     }
 )
 """Ops of aten, by name."""
@@ -177,3 +158,83 @@ def op_name(func: Any) -> str:
     """Of an operator, without its namespace and overload."""
     name: str = func._schema.name.split("::")[1]
     return name
+
+
+# The random streams of a process: torch's default generators, Python's `random` and numpy's ---------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutsideTorch:
+    """Where Python's and numpy's default streams stand."""
+
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> OutsideTorch:
+        """The states at this moment."""
+        return cls(random.getstate(), numpy_state())
+
+    def restore(self) -> None:
+        """Put both back to where they stood."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy.random"].set_state(self.numpy)
+
+    def moved(self) -> tuple[str, ...]:
+        """Names of those that stand elsewhere now."""
+        found = [] if random.getstate() == self.python else ["Python's random"]
+        if pickle.dumps(numpy_state()) != pickle.dumps(self.numpy):
+            found.append("numpy's random")
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Streams:
+    """Where every default stream stands. ``cuda`` is None where CUDA is not in use.
+
+    The CPU's is no tensor: it would count against a budget, and a step without a plan has none.
+    """
+
+    cpu: bytes
+    cuda: tuple[Tensor, ...] | None
+    outside: OutsideTorch
+
+    @classmethod
+    def now(cls) -> Streams:
+        """The states at this moment. Reading those of CUDA costs a wait for every device."""
+        states = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else None
+        return cls(_bytes_of(torch.get_rng_state()), states, OutsideTorch.now())
+
+    def restore(self) -> None:
+        """Put every stream back to where it stood."""
+        with _disable_current_modes():
+            torch.set_rng_state(torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8))
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(list(self.cuda))
+        self.outside.restore()
+
+
+def seed_streams(seed: int) -> None:
+    """Start every default stream from a number."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed)
+
+
+def default_stream() -> bytes:
+    """Where torch's generator on the CPU stands, read past every dispatch and function mode."""
+    with torch._C.DisableTorchFunction():
+        return _bytes_of(torch.default_generator.get_state())
+
+
+def _bytes_of(state: Tensor) -> bytes:
+    with torch._C.DisableTorchFunction():
+        return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def numpy_state() -> Any:
+    """Of numpy's global generator; None where nobody has imported it."""
+    module = sys.modules.get("numpy.random")
+    return None if module is None else module.get_state()

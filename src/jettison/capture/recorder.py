@@ -23,10 +23,9 @@ from jettison.capture.op_traits import (
     without_statistics,
     writes,
 )
-from jettison.capture.randomness import ADVANCE, Movement, movement_of
-from jettison.capture.recording import Call, Expected, Read, RegionTrace, Tap, TensorRef, signature_of
+from jettison.capture.randomness import ADVANCE, Movement, default_stream, movement_of
+from jettison.capture.recording import Expected, RecordedOp, RegionTrace, Tap, TensorRef, ValueRead, signature_of
 from jettison.capture.signature import kernel_switches
-from jettison.capture.streams import default_stream
 from jettison.capture.tensor_subclasses import is_dense, plain, storage_of, version_of
 from jettison.capture.trees import op_leaves, op_map, tree_flatten, tree_leaves
 from jettison.core.errors import TraceError
@@ -47,13 +46,13 @@ ONLY_DENSE = "only dense tensors can be recorded: pad nested ones (to_padded_ten
 RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 
-class Tape:
+class BufferTape:
     """Buffers, ops and calls so far, and which buffer a tensor is."""
 
     def __init__(self, module: nn.Module, stream: bytes | None) -> None:
         self.buffers: list[Buffer] = []
         self.ops: list[Op] = []
-        self.calls: list[Call] = []
+        self.calls: list[RecordedOp] = []
         self.names: dict[int, str] = {}
         self.named_at: dict[int, int] = {}
         self.made: dict[int, Tensor] = {}  # buffer -> what Python's numbers made
@@ -126,7 +125,7 @@ class Tape:
     def _keepable(self, buffer: int, keepable: bool = True) -> None:
         self.buffers[buffer] = replace(self.buffers[buffer], keepable=keepable)
 
-    def _add_op(self, name: str, call: Call, inputs: Sequence[int], outputs: Sequence[int], **more: Any) -> None:
+    def _add_op(self, name: str, call: RecordedOp, inputs: Sequence[int], outputs: Sequence[int], **more: Any) -> None:
         more = {"index": len(self.ops), "flops": 0, "bytes_moved": 0, "path": self.where, **more}
         self.ops.append(Op(name=name, inputs=tuple(inputs), outputs=tuple(outputs), **more))
         self.calls.append(call)
@@ -153,12 +152,12 @@ class Tape:
         calls, starts = self._origin(buffer)
         return not starts and all(self.calls[i].state_in is None for i in calls)
 
-    def _read(self, ref: TensorRef, found: Any, shape_only: bool) -> Read | None:
+    def _read(self, ref: TensorRef, found: Any, shape_only: bool) -> ValueRead | None:
         """How to find out what the forward would read there in other arguments. None for what is always the same."""
         calls, starts = self._origin(ref.buffer)
         if any(self.buffers[b].source is not Source.INPUT for b in starts) or not all(map(self._can_redo, calls)):
-            return Read(ref, found, shape_only, None)
-        return Read(ref, found, shape_only, tuple(sorted(calls))) if starts else None
+            return ValueRead(ref, found, shape_only, None)
+        return ValueRead(ref, found, shape_only, tuple(sorted(calls))) if starts else None
 
     def _can_redo(self, index: int) -> bool:
         """Whether a call draws nothing, and writes to nothing or to what another call has made."""
@@ -174,7 +173,7 @@ class Tape:
     def move_state(self, move: Movement, device: str) -> tuple[int, int]:
         """Record what moves the random state and does nothing else; buffers of the state before and after."""
         before, after = self._next_state(len(self.ops), device)
-        call = Call(move.func, move.args, dict(move.kwargs), (), state_in=before, state_out=after, device=device)
+        call = RecordedOp(move.func, move.args, dict(move.kwargs), (), state_in=before, state_out=after, device=device)
         self._add_op(ADVANCE, call, (before,), (after,), bytes_moved=move.nbytes, price_key=move.price_key)
         return before, after
 
@@ -224,7 +223,7 @@ class ValuesRead(TraceError):
     """Python wants the values of a fake tensor."""
 
 
-class Saved(NamedTuple):
+class SavedView(NamedTuple):
     """What autograd saved: seen how, after which op, in which module; the tensor itself and its version then."""
 
     ref: TensorRef
@@ -246,7 +245,7 @@ class _Ran(NamedTuple):
     numbers: bool  # it computes with a number that may have come out of the batch, and be another one in the next
 
 
-class Recorder(Tape):
+class OpRecorder(BufferTape):
     """The growing record of one region."""
 
     def __init__(
@@ -256,7 +255,7 @@ class Recorder(Tape):
         self.module = module
         self.strict = strict  # what cannot be held is an error; else it is noted
         self.problem = ""
-        self.slots: list[Saved] = []
+        self.slots: list[SavedView] = []
         self.taps: dict[int, Tap] = {}
         self.inputs: dict[int, int] = {}
         self.blocks: dict[int, tuple[int, int]] = {}
@@ -318,7 +317,7 @@ class Recorder(Tape):
             raise TraceError(f"it saves a tensor whose layout is {part.layout}; {ONLY_DENSE}")
         ref = self.ref(tensor)
         self.slots.append(
-            Saved(ref, self.ops[-1].name if self.ops else "", self.where, part, version_of(part), len(self.ops))
+            SavedView(ref, self.ops[-1].name if self.ops else "", self.where, part, version_of(part), len(self.ops))
         )
         self._keepable(ref.buffer)
         return len(self.slots) - 1
@@ -408,7 +407,7 @@ class Recorder(Tape):
         flops, moved = op_cost(func, args, kwargs, out)
         switches = kernel_switches()
         under = None if switches == self._switches else switches
-        call = Call(func, tuple(given[0]), given[1], tuple(refs), written, before, after, device, under)
+        call = RecordedOp(func, tuple(given[0]), given[1], tuple(refs), written, before, after, device, under)
         price = price_key(func, *given)
         self._add_op(str(func), call, inputs, outputs, flops=flops, bytes_moved=moved, price_key=price, anchor=anchor)
         return (*statistics, *written)
@@ -464,7 +463,7 @@ class Recorder(Tape):
         index = len(self.ops)
         written = tuple((old, self._overwrite_of_others(old, parts[0], index)) for old, parts in pieces.items())
         made = [new for _old, new in written]
-        call = Call(func, (), {}, (), written)
+        call = RecordedOp(func, (), {}, (), written)
         self._add_op(f"{func}, its running statistics", call, tuple(pieces), made, anchor=Anchor.MUTATED)
         return written
 
@@ -551,29 +550,17 @@ class Recorder(Tape):
         if any(read.calls is None for read in reads) and not self.strict:
             self.refuse("it decides by numbers that are not read out of its arguments")
         return RegionTrace(
-            problem=self.problem,
             program=program,
-            calls=self.calls,
             slots=[saved.ref for saved in self.slots],
             saved_after=tuple(saved.after for saved in self.slots),
-            taps=self.taps,
-            inputs=self.inputs,
-            names=self.names,
             output_leaves=output_leaves,
             output_spec=spec,
-            sequence=self.sequence,
-            initial_states=self.initial_states,
-            blocks=self.blocks,
-            given=self.given,
-            named_at=self.named_at,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
             reads=reads,
-            made=self.made,
             hollow=frozenset(self.hollow),
-            entangled=self.entangled,
             overwritten=frozenset(self.overwritten),
             asked=frozenset(self.inputs[b] for b in asked if b in self.inputs),
-            detached=self.detached,
+            **{name: getattr(self, name) for name in _AS_RECORDED},
         )
 
     def _anchored(self, op: Op, asked: set[int]) -> Op:
@@ -583,6 +570,13 @@ class Recorder(Tape):
         if self.overwritten.intersection(op.inputs) or self.overtaken.intersection((*op.inputs, *op.outputs)):
             return replace(op, anchor=Anchor.MUTATED)
         return replace(op, anchor=Anchor.ASKED) if asked.intersection(op.outputs) else op
+
+
+_AS_RECORDED = (
+    *("problem", "calls", "taps", "inputs", "names", "sequence", "initial_states", "blocks", "given", "named_at"),
+    *("made", "entangled", "detached"),
+)
+"""Fields of a `RegionTrace` that the recorder has under the same names."""
 
 
 def _tensors(*values: Any) -> list[Tensor]:

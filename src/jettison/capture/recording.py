@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jettison.capture.argument_keys import described
-from jettison.capture.signature import Switches
+from jettison.capture.signature import Switches, described
 from jettison.capture.tensor_subclasses import Wrapping, plain, wrapping
 from jettison.capture.trees import op_leaves
 from jettison.ledger.program import Anchor, Program, Source
@@ -45,7 +44,7 @@ class TensorRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ValueRead:
     """A value that left tensors for Python: how the tensor is seen, and what was found in it.
 
     ``shape_only``: an op whose output's shape hangs on values was run, and ``found`` is that shape. ``calls`` compute
@@ -70,7 +69,7 @@ class Tap:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RecordedOp:
     """How a recorded op is called again. Tensors in ``args`` and ``kwargs`` are `TensorRef`s.
 
     ``outputs`` lines up with the op's flat tensor outputs; None where an output is a view or not a tensor.
@@ -118,7 +117,7 @@ class RegionTrace:
     inputs: dict[int, int]  # buffer -> leaf position of the region's flattened arguments
     output_leaves: list[Any]  # TensorRef, or the value itself, in the order of the flattened output
     output_spec: Any
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RecordedOp] = field(default_factory=list)
     slots: list[TensorRef] = field(default_factory=list)
     saved_after: tuple[int, ...] = ()  # by slot, how many ops had run when autograd saved it
     taps: dict[int, Tap] = field(default_factory=dict)
@@ -129,7 +128,7 @@ class RegionTrace:
     given: dict[int, TensorRef] = field(default_factory=dict)  # buffer -> the argument, or what a nested call returned
     named_at: dict[int, int] = field(default_factory=dict)  # buffer -> offset of the parameter in its storage
     constants: frozenset[int] = frozenset()  # buffers of outputs that want no gradient
-    reads: tuple[Read, ...] = ()  # what must be found in the arguments for the recording to hold
+    reads: tuple[ValueRead, ...] = ()  # what must be found in the arguments for the recording to hold
     made: dict[int, Tensor] = field(default_factory=dict)  # buffer -> what Python's numbers made
     problem: str = ""  # why nothing may be computed again by it; it then only says what is saved
     hollow: frozenset[int] = frozenset()  # buffers that no kernel writes: their bits are chance, and nobody's

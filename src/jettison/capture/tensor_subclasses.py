@@ -4,8 +4,8 @@ Autograd saves the wrapper; bytes, ops and collectives are those of the plain te
 wrappers take themselves apart first (`desugars`), writes down what they do to what is inside them, and keeps how to put
 a computed tensor back into the wrapper that autograd had saved.
 
-Narrow numbers beside their factor (`NARROW`) are such a wrapper, too: the numbers are what is recorded. The factor, a
-number or a row of them, is held by whoever holds the wrapper.
+Quantized numbers beside their factor (`QUANTIZED`) are such a wrapper, too: the numbers are what is recorded. The
+factor, a number or a row of them, is held by whoever holds the wrapper.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 
-class _Kind(Enum):
+class _Wrapper(Enum):
     PLAIN = 0
     DISTRIBUTED = 1  # a DTensor
     ASYNCHRONOUS = 2  # the result of a collective, to be waited for before its first use
-    NARROW = 3  # narrow numbers beside their factor
+    QUANTIZED = 3  # quantized numbers beside their factor
 
 
-NARROW = {
+QUANTIZED = {
     ("torchao.float8.float8_training_tensor", "Float8TrainingTensor"): ("_data", "_scale"),
     ("torchao.float8.float8_tensor", "Float8Tensor"): ("_data", "_scale"),
 }
@@ -50,8 +51,8 @@ class Wrapping:
 
 
 @dataclass(frozen=True, slots=True)
-class Narrow(Wrapping):
-    """What narrow numbers stand for; equal for two of one class that are read in one way, whatever their factor is.
+class QuantizedWrapping(Wrapping):
+    """What quantized numbers stand for; equal for two of one class that are read in one way, whatever their factor is.
 
     Args:
         spec: the class, and what it is made with beside numbers and factor.
@@ -62,33 +63,33 @@ class Narrow(Wrapping):
     def wrap(self, tensor: Tensor) -> Tensor:
         """``tensor`` beside this factor."""
         cls, context = self.spec
-        numbers, factor = NARROW[cls.__module__, cls.__qualname__]
+        numbers, factor = QUANTIZED[cls.__module__, cls.__qualname__]
         inside = {numbers: tensor, factor: self.factor}
         wrapped: Tensor = cls.__tensor_unflatten__(inside, dict(context), tensor.size(), tensor.stride())
         return wrapped
 
 
 @cache
-def _kind(cls: type) -> _Kind:
+def _kind(cls: type) -> _Wrapper:
     distributed = sys.modules.get("torch.distributed.tensor")  # there is no such tensor before it is imported
     if distributed is not None and issubclass(cls, distributed.DTensor):
-        return _Kind.DISTRIBUTED
+        return _Wrapper.DISTRIBUTED
     functional = sys.modules.get("torch.distributed._functional_collectives")
     if functional is not None and issubclass(cls, functional.AsyncCollectiveTensor):
-        return _Kind.ASYNCHRONOUS
-    if (cls.__module__, cls.__qualname__) in NARROW:
-        return _Kind.NARROW
-    return _Kind.PLAIN
+        return _Wrapper.ASYNCHRONOUS
+    if (cls.__module__, cls.__qualname__) in QUANTIZED:
+        return _Wrapper.QUANTIZED
+    return _Wrapper.PLAIN
 
 
-def _kind_of(tensor: Any) -> _Kind:
+def _kind_of(tensor: Any) -> _Wrapper:
     cls: Any = type(tensor)
     return _kind(cls)
 
 
 def _names(tensor: Any) -> tuple[str, str]:
     cls = type(tensor)
-    return NARROW[cls.__module__, cls.__qualname__]
+    return QUANTIZED[cls.__module__, cls.__qualname__]
 
 
 def has_gradients(dtype: torch.dtype) -> bool:
@@ -103,36 +104,36 @@ def desugars(types: Iterable[type]) -> bool:
 
 @cache
 def _desugars(types: tuple[type, ...]) -> bool:
-    return any(_kind(cls) is not _Kind.PLAIN for cls in types)
+    return any(_kind(cls) is not _Wrapper.PLAIN for cls in types)
 
 
 def plain(tensor: Any) -> Any:
     """This rank's part of a DTensor, and what is inside an asynchronous result, arrived or not."""
-    while (kind := _kind_of(tensor)) is not _Kind.PLAIN:
-        if kind is _Kind.NARROW:
+    while (kind := _kind_of(tensor)) is not _Wrapper.PLAIN:
+        if kind is _Wrapper.QUANTIZED:
             tensor = getattr(tensor, _names(tensor)[0])
         else:
-            tensor = tensor._local_tensor if kind is _Kind.DISTRIBUTED else tensor.elem
+            tensor = tensor._local_tensor if kind is _Wrapper.DISTRIBUTED else tensor.elem
     return tensor
 
 
 def arrived(tensor: Any) -> Any:
     """As `plain`, after waiting for what is still under way."""
-    while (kind := _kind_of(tensor)) is not _Kind.PLAIN:
-        if kind is _Kind.NARROW:
+    while (kind := _kind_of(tensor)) is not _Wrapper.PLAIN:
+        if kind is _Wrapper.QUANTIZED:
             tensor = getattr(tensor, _names(tensor)[0])
         else:
-            tensor = tensor._local_tensor if kind is _Kind.DISTRIBUTED else tensor.trigger_wait()
+            tensor = tensor._local_tensor if kind is _Wrapper.DISTRIBUTED else tensor.trigger_wait()
     return tensor
 
 
 def wrapping(tensor: Any) -> Wrapping | None:
     """How to wrap `plain(tensor)` again; None where nothing needs to be."""
     kind = _kind_of(tensor)
-    if kind is _Kind.NARROW:
+    if kind is _Wrapper.QUANTIZED:
         _, context = tensor.__tensor_flatten__()
-        return Narrow((type(tensor), tuple(context.items())), getattr(tensor, _names(tensor)[1]))
-    return Wrapping(tensor._spec) if kind is _Kind.DISTRIBUTED else None
+        return QuantizedWrapping((type(tensor), tuple(context.items())), getattr(tensor, _names(tensor)[1]))
+    return Wrapping(tensor._spec) if kind is _Wrapper.DISTRIBUTED else None
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -196,3 +197,18 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 def bytes_of(tensor: Tensor) -> int:
     """Bytes of the memory under a tensor."""
     return sum({s._cdata: s.nbytes() for s in (part.untyped_storage() for part in parts_of(tensor))}.values())
+
+
+def is_in_memory(tensor: Tensor) -> bool:
+    """Whether there is one piece of memory that has its values."""
+    return memory_key(tensor) is not None
+
+
+def memory_key(tensor: Tensor) -> int | None:
+    """Of a tensor in memory; fake ones have none, and sparse ones several."""
+    if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return None
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a wrapper of `torch.func` has none of its own
+        return None

@@ -5,31 +5,34 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from jettison.capture.block_observer import is_real, observed_trace
 from jettison.capture.blocks import find_blocks, structural_keys
-from jettison.capture.dispatch import CaptureMode
+from jettison.capture.dispatch import CaptureMode, tracing
 from jettison.capture.fakes import StepFakeMode, exactly, fake_batch, fake_copy, fake_mode
 from jettison.capture.isolation import Isolation, forward_of, leaving_nothing
 from jettison.capture.model_trace import BlockCall, BlockClass, Loop, LossFn, ModelTrace, as_batch, as_call, loss_of
-from jettison.capture.recorder import Recorder
-from jettison.capture.recording import Place, Read, RegionTrace, TensorRef
-from jettison.capture.rejected_blocks import VALUES_WANTED, OtherRegions, refuse_unfit, values_wanted
+from jettison.capture.randomness import default_stream
+from jettison.capture.recorder import OpRecorder, ValuesRead
+from jettison.capture.recording import Place, RegionTrace, TensorRef, ValueRead
 from jettison.capture.sharded import cast_batch, sharded_modules
 from jettison.capture.signature import call_signature, global_signature, opaque_copy
-from jettison.capture.streams import default_stream
-from jettison.capture.stub import forwards, stub_outputs
-from jettison.capture.tensor_subclasses import plain, stepped_in_backward, storage_of
-from jettison.capture.trees import tree_leaves
-from jettison.capture.values import tracing
+from jettison.capture.stand_ins import forwards, is_real, observed_trace, stub_outputs
+from jettison.capture.tensor_subclasses import arrived, has_gradients, plain, stepped_in_backward, storage_of, wrapping
+from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import JettisonError, RecordingLeft, TraceError
 from jettison.ledger.program import Anchor, Op
 
@@ -81,11 +84,7 @@ def _traced(
     mode: FakeTensorMode,
     loop: Loop,
 ) -> ModelTrace:
-    """See `trace_model`.
-
-    Raises:
-        OtherRegions: it can be traced with others.
-    """
+    """See `trace_model`. Raises `OtherRegions` where it can be traced with others."""
     started = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
         fake_model = fake_copy(model, mode)
@@ -262,9 +261,9 @@ class Tracer:
         self.capture = CaptureMode()
         self.calls: list[BlockCall] = []
         self.classes: dict[str, BlockClass] = {}
-        self.root: Recorder | None = None
+        self.root: OpRecorder | None = None
         self.uses: dict[int, set[int]] = {}  # storage -> block calls that got it as an argument
-        self.memory = Memory()
+        self.memory = MemoryUses()
         self._keys: dict[str, Any] = {}
         self.stream = default_stream()  # nobody draws while a trace lasts
         self._likenesses: dict[Any, BlockClass] = {}
@@ -284,16 +283,16 @@ class Tracer:
 
         return traced
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorder]:
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, OpRecorder]:
         leaves, _ = call_signature(args, kwargs)
-        self.root = root = Recorder(self.fake_model, leaves, strict=False, stream=self.stream)
+        self.root = root = OpRecorder(self.fake_model, leaves, strict=False, stream=self.stream)
         with self._values_wanted(root), self.capture, self.capture.recording(root):
             output = forward_of(self.fake_model, self.fake_model)(*args, **kwargs)
         return output, root
 
-    def _values_wanted(self, root: Recorder) -> contextlib.AbstractContextManager[None]:
+    def _values_wanted(self, root: OpRecorder) -> contextlib.AbstractContextManager[None]:
         guesses = isinstance(self.mode, StepFakeMode) and self.mode.guesses
-        return values_wanted(root, self.names, real=self.real is not None, guesses=guesses)
+        return _values_wanted(root, self.names, real=self.real is not None, guesses=guesses)
 
     def run(self, batch: Any, loss_fn: LossFn | None) -> tuple[RegionTrace, list[TensorRef]]:
         output, root = self.forward(*as_call(batch))
@@ -358,7 +357,7 @@ class Tracer:
         if known is not None:
             return known
         alike = [n for n in self.names if type(self.fake_model.get_submodule(n)) is kind]
-        refuse_unfit(name, found.trace, alike, self.names)
+        _refuse_unfit(name, found.trace, alike, self.names)
         found.key = f"{kind.__name__}.{len(self.classes)}"
         found.signature = signature
         self.classes[found.key] = self._likenesses[likeness] = found
@@ -367,7 +366,7 @@ class Tracer:
     def _record(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]
     ) -> BlockClass:
-        recorder = Recorder(module, leaves, stream=self.stream)
+        recorder = OpRecorder(module, leaves, stream=self.stream)
         problem = ""
         before = (args, kwargs)
         state = Isolation([module], leaves)
@@ -417,7 +416,7 @@ def _mark_shared(trace: ModelTrace, tracer: Tracer) -> None:
         trace.classes[key].trace.share(positions)
 
 
-def _read_of_floats(trace: RegionTrace, leaves: list[Any]) -> Read | None:
+def _read_of_floats(trace: RegionTrace, leaves: list[Any]) -> ValueRead | None:
     """A value that Python, or a shape, took out of what a block could be recorded with only because the batch, which
     has values, is its own argument.
 
@@ -462,7 +461,7 @@ class Trail:
     alive: list[FakeTensor | StorageWeakRef]
 
     @classmethod
-    def of(cls, recorder: Recorder) -> Trail:
+    def of(cls, recorder: OpRecorder) -> Trail:
         """Of a recording that is over."""
         tensors = recorder.tensors()
         alive = [t if isinstance(t, FakeTensor) else StorageWeakRef(t.untyped_storage()) for t in tensors]
@@ -475,14 +474,14 @@ class Trail:
 
 
 @dataclass(kw_only=True)
-class Memory:
+class MemoryUses:
     """Who had which memory, call by call."""
 
     given: list[dict[int, int]] = field(default_factory=list)  # leaf position of an argument -> storage
     made: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # storage -> (call, output leaf)
     trails: list[Trail | None] = field(default_factory=list)  # None: nothing is known of what it did
 
-    def late(self, root: Recorder) -> list[Late]:
+    def late(self, root: OpRecorder) -> list[Late]:
         """What of each call is written to later, by the root or by another block."""
         found = [Late() for _ in self.given]
         for storage, before in self._writes(root):
@@ -493,7 +492,7 @@ class Memory:
                     found[call].places.add((True, leaf))
         return found
 
-    def in_the_root(self, root: Recorder) -> dict[int, int]:
+    def in_the_root(self, root: OpRecorder) -> dict[int, int]:
         """Buffers of the root's recording that blocks write to, and the number of its ops before the first of them."""
         found: dict[int, int] = {}
         for call, trail in enumerate(self.trails):
@@ -503,7 +502,7 @@ class Memory:
                     found.setdefault(b, root.nested_at[call])
         return found
 
-    def _writes(self, root: Recorder) -> Iterable[tuple[int, int]]:
+    def _writes(self, root: OpRecorder) -> Iterable[tuple[int, int]]:
         """Storages, and the number of calls that were there before."""
         events = dict.fromkeys(root.writes)
         for call, trail in enumerate(self.trails):
@@ -516,7 +515,7 @@ class Memory:
         late.inside.update(trail.versions.get(storage, ()) if trail else ())
 
 
-def mark_overwritten(trace: ModelTrace, memory: Memory, root: Recorder) -> None:
+def mark_overwritten(trace: ModelTrace, memory: MemoryUses, root: OpRecorder) -> None:
     """What a block had, and somebody else writes to before backward."""
     late: dict[str, Late] = {}
     for call, found in zip(trace.calls, memory.late(root), strict=True):
@@ -542,7 +541,7 @@ def anchor_root(root: RegionTrace, written: Mapping[int, int]) -> None:
     block has written to it is not what the root made.
 
     Args:
-        written: buffers that blocks write to, see `Memory.in_the_root`.
+        written: buffers that blocks write to, see `MemoryUses.in_the_root`.
     """
     saved = root.program.needed_buffers() & written.keys()
 
@@ -553,3 +552,121 @@ def anchor_root(root: RegionTrace, written: Mapping[int, int]) -> None:
 
     ops = tuple(replace(op, anchor=op.anchor or Anchor.MUTATED) if is_other(op) else op for op in root.program.ops)
     root.program = replace(root.program, ops=ops)
+
+
+# Trace one region on its own, from the arguments of a call that is about to happen ------------------------------------
+
+
+def trace_region(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    shared: frozenset[int] = frozenset(),
+    copy: bool = True,
+    runs: Iterable[Any] = (),
+) -> RegionTrace:
+    """Record a module's forward for arguments like these, on fake tensors.
+
+    Args:
+        copy: run a fake copy of the module; without, itself on its real parameters, where what it runs is not its own.
+        runs: what the module's forward stands for, where that is no code of its own.
+        shared: leaf positions of arguments that live elsewhere anyway and cost this region nothing.
+
+    Raises:
+        TraceError: the forward cannot run on tensors without values, or returns what cannot be recorded.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    mode = mode_of(module, args, kwargs)
+    fake_model = fake_copy(module, mode) if copy else module  # its blocks and itself run their classes' own forward
+    capture = CaptureMode()
+    with on_fakes(mode):
+        faked = tree_leaves(opaque_copy([_like(leaf, mode) for leaf in leaves], lambda t: _like(t, mode)))
+        fake_args, fake_kwargs = tree_unflatten(faked, spec)
+        with leaving_nothing([fake_model], (*runs, *faked)) as state:
+            recorder = OpRecorder(fake_model, faked)
+            with capture, capture.recording(recorder):
+                output = forward_of(module, fake_model)(*fake_args, **fake_kwargs)
+            trace = recorder.finish(output)
+            state.refuse_draws()
+            state.refuse_writes()
+    trace.share(shared)
+    return trace
+
+
+def _like(leaf: Any, mode: FakeTensorMode) -> Any:
+    if not isinstance(leaf, Tensor) or isinstance(plain(leaf), FakeTensor):
+        return leaf
+    if not has_gradients(leaf.dtype):
+        return leaf  # ids and masks keep their values: a forward may look at them
+    wrap = wrapping(leaf)
+    fake = mode.from_tensor(arrived(leaf.detach()))
+    if wrap is not None:
+        fake = wrap.wrap(fake)
+    if leaf.requires_grad:
+        fake = fake.requires_grad_()
+        fake = fake if leaf.is_leaf else fake.view_as(fake)
+    return fake
+
+
+# Blocks that cannot be regions of their own, although they look like blocks: what to plan instead ---------------------
+#
+# A region is known by what it gets and what it returns. A block that returns a generator has not run when it returns;
+# one that reads a tensor of another block's graph out of a side store cannot be looked at alone. What such blocks do
+# belongs to the region around them. Where it is the code around the blocks that decides by values, the smallest module
+# that does so becomes a region itself.
+
+
+VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class OtherRegions(TraceError):
+    """Raised while a model is traced: it can be, with these ``regions``, or by ``guesses``. The text says why."""
+
+    def __init__(self, regions: Sequence[str], why: str, *, guesses: bool = False) -> None:
+        super().__init__(why)
+        self.regions = tuple(regions)
+        self.guesses = guesses
+
+
+def _refuse_unfit(name: str, trace: RegionTrace, alike: Sequence[str], names: Sequence[str]) -> None:
+    """Raise `OtherRegions` where a block cannot be a region; ``alike``: blocks of its class, of all ``names``."""
+    if trace.entangled:
+        raise OtherRegions(
+            (),
+            f"{name} reads a tensor that another block computed and that is none of its arguments (out of a side "
+            "store, say), so that the model is planned as one region instead of block by block",
+        )
+    if any(isinstance(leaf, Iterator) for leaf in trace.output_leaves):
+        raise OtherRegions(
+            [n for n in names if n not in alike],
+            f"{name} returns a generator, which runs later: blocks of its class belong to the region around them",
+        )
+
+
+@contextlib.contextmanager
+def _values_wanted(root: OpRecorder, names: Sequence[str], *, real: bool, guesses: bool) -> Iterator[None]:
+    """Code around the blocks may ask for values that fake tensors do not have: `OtherRegions` where the module that
+    asks can be a region (there is a ``real`` one to observe), or values can be made up; a `TraceError` elsewhere.
+    """
+    try:
+        yield
+    except (*VALUES_WANTED, ValuesRead) as error:
+        path = root.where
+        got = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+        apart = not any(f"{name}.".startswith(f"{path}.") or path.startswith(f"{name}.") for name in names)
+        if path and apart and real:
+            why = f"what {path} does hangs on values ({got}), so that it is a region of its own"
+            raise OtherRegions([*names, path], why) from error
+        if not guesses and not isinstance(error, ValuesRead):
+            why = (
+                f"what {path or 'the model'} does around its blocks hangs on values that are not known when it is "
+                f"planned ({got}): conditions count as true, numbers as 1 and masks as choosing everything; where "
+                "they are not, a step may need more or less than was planned (gradients are not affected)"
+            )
+            raise OtherRegions(names, why, guesses=True) from error
+        raise TraceError(
+            f"{path or 'the model'} itself, around its blocks, decides by values that are not known when it is planned "
+            f"({got}); put that code into a module of its own and name it with regions=[...], or compute it from the "
+            "output with loss_fn=..."
+        ) from error

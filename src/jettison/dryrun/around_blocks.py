@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.signature import call_signature
-from jettison.capture.stub import forwards, stub_outputs
+from jettison.capture.stand_ins import forwards, stub_outputs
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import UnsupportedModule
 from jettison.dryrun.block import chain_bytes, hold_gradients, run_step

@@ -15,7 +15,7 @@ from jettison.capture.fakes import roughly
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.recording import TensorRef
 from jettison.capture.signature import opaque_copy
-from jettison.capture.stub import tensors_made
+from jettison.capture.stand_ins import tensors_made
 from jettison.capture.tensor_subclasses import bytes_of, has_gradients, parts_of, plain, storage_of
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.dryrun.counter import AllocationCounter, Workspace, static_tensors

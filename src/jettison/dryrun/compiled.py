@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.block_observer import stand_in
-from jettison.capture.compiled import CompiledProgram, CompileSettings
-from jettison.capture.model_trace import BlockClass, ModelTrace
+from jettison.capture.model_trace import BlockClass, CompiledProgram, CompileSettings, ModelTrace
 from jettison.capture.sharded import left_of_fsdp
 from jettison.capture.signature import as_signed, opaque_copy
+from jettison.capture.stand_ins import stand_in
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import TraceError

@@ -39,9 +39,9 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from jettison.capture.dispatch import WHICH_DEVICE, fakes_below, outside_of_compiled, which_device
 from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, parts_of, plain
-from jettison.capture.values import WHICH_DEVICE, fakes_below, outside_of_compiled, which_device
 from jettison.dryrun.tape import NOBODY, Tape, leaves_of
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]

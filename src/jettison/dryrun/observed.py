@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jettison.capture.block_observer import run_holding_nothing, stand_in, undisturbed, without_gradient_hooks
-from jettison.capture.compiled import eagerly
+from jettison.capture.dispatch import eagerly
 from jettison.capture.model_trace import BlockClass, ModelTrace
+from jettison.capture.randomness import seed_streams
 from jettison.capture.signature import call_signature, opaque_copy
-from jettison.capture.streams import seed_streams
-from jettison.capture.stub import stub_outputs
+from jettison.capture.stand_ins import run_holding_nothing, stand_in, stub_outputs, undisturbed, without_gradient_hooks
 from jettison.capture.tensor_subclasses import arrived, has_gradients
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import WrongValue

@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
+from jettison.capture.copies import copied
 from jettison.capture.fakes import fake_batch
 from jettison.capture.model_trace import BlockClass, ModelTrace, context_of
-from jettison.capture.object_copies import copied
 from jettison.capture.recording import RegionTrace
 from jettison.capture.signature import as_signed
 from jettison.capture.sparse_fakes import is_sparse

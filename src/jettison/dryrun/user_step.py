@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from jettison.capture.dispatch import tracing
 from jettison.capture.fakes import roughly
 from jettison.capture.isolation import leaving_nothing
 from jettison.capture.model_trace import ModelTrace
@@ -26,7 +27,6 @@ from jettison.capture.sharded import sharded_modules
 from jettison.capture.signature import as_signed, call_signature, global_signature, opaque_copy
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves, tree_map
-from jettison.capture.values import tracing
 from jettison.core.errors import JettisonError, TraceError, UsageError
 from jettison.dryrun.block import with_memory_of_their_own
 from jettison.dryrun.counter import AllocationCounter, quiet_gc, static_tensors

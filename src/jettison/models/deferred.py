@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from jettison.capture.fakes import fake_mode
-from jettison.capture.streams import Streams, default_stream
+from jettison.capture.randomness import Streams, default_stream
 from jettison.core.errors import JettisonError
 
 _ATEN: Final = torch.ops.aten

@@ -4,8 +4,9 @@ NOTE [ Whose numbers ]
 With sequence parallelism every dropout works on a part of its own (of the heads, or of the sequence): the default
 generators differ from rank to rank (`seed_ranks`), and nothing else is needed. Without it, masks outside the blocks are
 equal, so the default generators are in step, and `OwnDraws` lends the attention core another one: seeded with the
-rank and with one number of the common stream, which is all that the loan takes from it. A recording writes down how the
-CPU's state becomes the one that is lent and the one that is left (`Recorder.lend`), so that recipes get the same loan.
+rank and with one number of the common stream, which is all that the loan takes from it. A recording writes down how
+the CPU's state becomes the one that is lent and the one that is left (`OpRecorder.lend`), so that recipes get the same
+loan.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from jettison.capture.dispatch import CaptureMode
 from jettison.capture.randomness import Movement
-from jettison.capture.recorder import Recorder
+from jettison.capture.recorder import OpRecorder
 from jettison.parallel.regions import Axis
 
 _STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbours share no pattern
@@ -99,7 +100,7 @@ class _Borrow:
         torch.default_generator.manual_seed(_mixed(_TakeNumber()(), self.rank))
 
 
-def _recorders() -> list[Recorder]:
+def _recorders() -> list[OpRecorder]:
     """Of the regions that run now, the innermost of each recording; those around it break with a block's output."""
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, CaptureMode)]
     return [mode.recorders[-1] for mode in modes if mode.recorders]

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from jettison.capture.compiled import CompileSettings, settings_of
-from jettison.capture.model_trace import ModelTrace
+from jettison.capture.model_trace import CompileSettings, ModelTrace, settings_of
 from jettison.capture.tensor_subclasses import plain
 from jettison.core.errors import TraceError, UnsupportedModule, UsageError
 from jettison.dryrun.compiled import survey

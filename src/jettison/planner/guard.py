@@ -22,7 +22,7 @@ from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from jettison.capture.streams import Streams
+from jettison.capture.randomness import Streams
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes
 from jettison.predict.allowance import FRAGMENTS

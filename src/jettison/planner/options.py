@@ -13,7 +13,7 @@ from torch import nn
 
 from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace
 from jettison.capture.randomness import ADVANCE
-from jettison.capture.recording import Call, RegionTrace, TensorRef
+from jettison.capture.recording import RecordedOp, RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import plain
 from jettison.core.progress import Progress
 from jettison.cost.matmul import memory_seconds
@@ -339,7 +339,7 @@ class _Builder:
         option = self._block(key, kept, "full", alone)
         return option, program.kept_bytes(program.saved_buffers()), along
 
-    def seconds_of(self, trace: RegionTrace, request: Callable[[Call], OpRequest] | None = None) -> list[float]:
+    def seconds_of(self, trace: RegionTrace, request: Callable[[RecordedOp], OpRequest] | None = None) -> list[float]:
         """Seconds to run each op of a region again: measured where it could be, else by its FLOPs and bytes.
 
         Args:
@@ -389,13 +389,13 @@ def _whole(option: RegionOption) -> FrontierPoint:
     )
 
 
-def _again(call: Call) -> OpRequest:
+def _again(call: RecordedOp) -> OpRequest:
     """What a call costs when it runs again."""
     other = costs_like(call)
     return _request(call if other is None else replace(call, func=other[0], args=other[1]))
 
 
-def _request(call: Call) -> OpRequest:
+def _request(call: RecordedOp) -> OpRequest:
     def meta(leaf: Any) -> Any:
         if isinstance(leaf, TensorRef):
             return TensorMeta(leaf.size, leaf.stride, leaf.dtype, call.device)

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from jettison.capture.compiled import CompileSettings
-from jettison.capture.model_trace import Loop, LossFn, as_call, call_model, loss_of
+from jettison.capture.model_trace import CompileSettings, Loop, LossFn, as_call, call_model, loss_of
 from jettison.capture.sharded import sharded_modules
 from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.core.progress import Progress

@@ -20,10 +20,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.function_state import function_reach, is_foreign
+from jettison.capture.code_names import function_reach, is_foreign
+from jettison.capture.kinds import TENSOR_HOOKS, hooks_of
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.signature import global_signature
-from jettison.capture.snapshots import TENSOR_HOOKS, hooks_of
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.planner.optimizers import inside_of

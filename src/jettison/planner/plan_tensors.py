@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from jettison.capture.entries import Roles
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.recording import RegionTrace
-from jettison.capture.roles import Roles
 from jettison.ledger.program import Program, Source
 from jettison.solve.plan import PlanTensor
 

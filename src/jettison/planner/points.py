@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from jettison.capture.compiled import CompiledProgram
-from jettison.capture.model_trace import BlockClass
+from jettison.capture.model_trace import BlockClass, CompiledProgram
 from jettison.capture.recording import RegionTrace
 from jettison.cost.matmul import memory_seconds
 from jettison.cost.roofline import op_seconds

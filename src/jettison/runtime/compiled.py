@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from jettison.capture.compiled import CompiledProgram, CompileSettings
 from jettison.capture.isolation import without_our_hooks
+from jettison.capture.model_trace import CompiledProgram, CompileSettings
 from jettison.capture.tensor_subclasses import storage_of
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import TraceError, UnsupportedModule, UsageError

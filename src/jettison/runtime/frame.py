@@ -17,7 +17,7 @@ from jettison.capture.dispatch import CaptureMode
 from jettison.capture.recording import Place, TensorRef, layout, layout_of
 from jettison.capture.sharded import whole_now
 from jettison.capture.signature import Switches, kernel_switches, switched
-from jettison.capture.tensor_subclasses import Narrow, arrived, plain, storage_of, version_of, wrapping
+from jettison.capture.tensor_subclasses import QuantizedWrapping, arrived, plain, storage_of, version_of, wrapping
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import StaleTensor, WrongValue
 from jettison.runtime import witness as witnesses
@@ -198,7 +198,7 @@ class Frame:
         if slot.kind in AWAY:
             if slot.fill is not None:
                 self.hold(slot.fill, tensor)
-            wrap = wrapping(tensor) if type(ref.wrap) is Narrow else None
+            wrap = wrapping(tensor) if type(ref.wrap) is QuantizedWrapping else None
             return self.drop(slot, inner if inner is tensor else arrived(tensor), self.index - 1, wrap)
         if slot.kind == "parameter":
             table, leaf = self.owners[slot.parameter]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from jettison.capture.tensor_subclasses import Narrow, version_of
+from jettison.capture.tensor_subclasses import QuantizedWrapping, version_of
 from jettison.runtime.moves import Away, Transit
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.packing import Packed
@@ -87,4 +87,4 @@ class Handle(tuple[Any, ...]):
     slot: SlotAction = property(itemgetter(1))  # type: ignore[assignment]
     boxes: tuple[Box | Away | Handle, ...] = property(itemgetter(2))  # type: ignore[assignment]
     index: int = property(itemgetter(3))  # type: ignore[assignment]
-    wrap: Narrow | None = property(itemgetter(4))  # type: ignore[assignment]
+    wrap: QuantizedWrapping | None = property(itemgetter(4))  # type: ignore[assignment]

@@ -23,7 +23,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from jettison.capture.recording import Call, RegionTrace, TensorRef
+from jettison.capture.recording import RecordedOp, RegionTrace, TensorRef
 from jettison.runtime.moves import Away, Move, moves_of
 
 aten = torch.ops.aten
@@ -95,7 +95,7 @@ def packs_into(trace: RegionTrace, b: int, refs: Iterable[TensorRef]) -> Form | 
     return next((Form(of=torch.int64, into=kind) for kind in kinds if bound <= torch.iinfo(kind).max + 1), None)
 
 
-def _drawn(trace: RegionTrace, call: Call, made: TensorRef) -> Form | None:
+def _drawn(trace: RegionTrace, call: RecordedOp, made: TensorRef) -> Form | None:
     """Of numbers that were drawn as zeros and ones, the whole buffer at once, and perhaps divided since."""
     divided: float | None = None
     if call.func is aten.div_.Scalar and isinstance(call.args[1], int | float):
@@ -108,22 +108,22 @@ def _drawn(trace: RegionTrace, call: Call, made: TensorRef) -> Form | None:
     return Form(of=made.dtype, divided=divided) if whole and call.func is aten.bernoulli_.float else None
 
 
-def _along(place: int) -> Callable[[Call], int]:
+def _along(place: int) -> Callable[[RecordedOp], int]:
     """Positions along the dimension that is the argument at this place; the last one where it is left out."""
 
-    def bound(call: Call) -> int:
+    def bound(call: RecordedOp) -> int:
         dim = call.kwargs.get("dim", call.args[place] if len(call.args) > place else -1)
         return int(call.args[0].size[dim]) if call.args[0].size else 1
 
     return bound
 
 
-def _plane(dims: int) -> Callable[[Call], int]:
+def _plane(dims: int) -> Callable[[RecordedOp], int]:
     """Positions in the last dimensions of the argument."""
     return lambda call: prod(call.args[0].size[-dims:])
 
 
-_BOUNDS: Final[Mapping[str, Callable[[Call], int]]] = {
+_BOUNDS: Final[Mapping[str, Callable[[RecordedOp], int]]] = {
     "max_pool2d_with_indices": _plane(2),
     "max_pool3d_with_indices": _plane(3),
     "adaptive_max_pool2d": _plane(2),
@@ -136,7 +136,7 @@ _BOUNDS: Final[Mapping[str, Callable[[Call], int]]] = {
 """By op: the number of positions that its second result can name."""
 
 
-def _bound(call: Call) -> int | None:
+def _bound(call: RecordedOp) -> int | None:
     func = call.func
     if getattr(func, "namespace", "") != "aten" or len(call.outputs) < 2 or not isinstance(call.args[0], TensorRef):
         return None

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.capture.op_traits import is_collective, sees_modes
 from jettison.capture.randomness import ADVANCE
-from jettison.capture.recording import Call, RegionTrace, Tap, TensorRef
+from jettison.capture.recording import RecordedOp, RegionTrace, Tap, TensorRef
 from jettison.capture.signature import Switches
 from jettison.ledger.program import Buffer, Program, Source
 from jettison.runtime.moves import Move, moves_of
@@ -453,12 +453,12 @@ def _seen(recipe: Recipe, ref: TensorRef) -> TensorRef:
 aten = torch.ops.aten
 
 
-def runs_as(call: Call) -> Callable[..., Any]:
+def runs_as(call: RecordedOp) -> Callable[..., Any]:
     """Return the function that recomputes the outputs of a recorded call."""
     return safe_softmax if costs_like(call) is not None else call.func
 
 
-def costs_like(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+def costs_like(call: RecordedOp) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
     """The op, and its arguments, that takes nearly all of that where it is another one; None where it is not."""
     if call.func is not aten._safe_softmax.default or len(call.args) != 2 or call.kwargs or call.device != "cpu":
         return None
@@ -470,7 +470,9 @@ def costs_like(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
     return aten._softmax.default, (scores, dim, False)
 
 
-def in_place(call: Call, buffers: Sequence[Buffer], spare: Mapping[int, Call]) -> tuple[int, Callable[..., Any]] | None:
+def in_place(
+    call: RecordedOp, buffers: Sequence[Buffer], spare: Mapping[int, RecordedOp]
+) -> tuple[int, Callable[..., Any]] | None:
     """Find the argument that a call's result may overwrite, and the function that does so. ``spare`` has the recomputed
     buffers that only this call reads, each with the call that made it.
     """

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from jettison.capture.blocks import REGION_MARK
-from jettison.capture.contents import is_ours
 from jettison.capture.dispatch import refuse_scripted
+from jettison.capture.kinds import is_ours
 from jettison.runtime.frame import is_inside
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check, check_of

@@ -33,13 +33,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.guard import ModuleGuard, Setting, same_values
-from jettison.capture.python_state import Known
-from jettison.capture.recording import Call, Place, Read, RegionTrace, TensorRef
-from jettison.capture.region_tracer import trace_region
-from jettison.capture.rejected_blocks import VALUES_WANTED
+from jettison.capture.reach import Known
+from jettison.capture.recording import Place, RecordedOp, RegionTrace, TensorRef, ValueRead
 from jettison.capture.sharded import precision_of
 from jettison.capture.tensor_subclasses import is_stepped_in_backward, plain, stepped_in_backward, version_of, wrapping
-from jettison.capture.tracer import trace_root
+from jettison.capture.tracer import VALUES_WANTED, trace_region, trace_root
 from jettison.core.errors import RecordingLeft, TraceError, UnsupportedModule
 from jettison.ledger.program import Program
 from jettison.runtime.accelerator import refuse_capture
@@ -427,7 +425,7 @@ def reads_hold(trace: RegionTrace, leaves: list[Any]) -> bool:
     return True
 
 
-def _call_again(trace: RegionTrace, call: Call, values: dict[int, Tensor]) -> None:
+def _call_again(trace: RegionTrace, call: RecordedOp, values: dict[int, Tensor]) -> None:
     def value(leaf: Any) -> Any:
         return view_of(values[leaf.buffer], within(trace, leaf)) if isinstance(leaf, TensorRef) else leaf
 
@@ -444,7 +442,7 @@ def _call_again(trace: RegionTrace, call: Call, values: dict[int, Tensor]) -> No
         values[old] = before[old]
 
 
-def _found_again(trace: RegionTrace, read: Read, values: dict[int, Tensor]) -> bool:
+def _found_again(trace: RegionTrace, read: ValueRead, values: dict[int, Tensor]) -> bool:
     tensor = values[read.ref.buffer]
     if read.shape_only:
         return tuple(tensor.shape) == tuple(read.found)

@@ -28,16 +28,15 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
-from jettison.capture.compiled import CALLS_COMPILED, eagerly
-from jettison.capture.isolation import without_our_hooks
+from jettison.capture.dispatch import CALLS_COMPILED, eagerly
+from jettison.capture.isolation import WritesUndone, without_our_hooks
 from jettison.capture.op_traits import hollow_results
-from jettison.capture.python_state import Reach
+from jettison.capture.randomness import Streams
+from jettison.capture.reach import Reach
 from jettison.capture.recording import TensorRef
 from jettison.capture.signature import as_signed, global_signature
-from jettison.capture.streams import Streams
 from jettison.capture.tensor_subclasses import arrived, desugars, is_dense, plain, storage_of, version_of, wrapping
 from jettison.capture.trees import op_leaves, tree_flatten, tree_leaves, tree_unflatten
-from jettison.capture.undo import WritesUndone
 from jettison.core.errors import StaleTensor, UsageError, WrongValue
 from jettison.runtime.accelerator import is_capturing
 from jettison.runtime.callers import of_a_region

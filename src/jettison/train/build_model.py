@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.nn import functional
 
 from jettison.capture.model_trace import LossFn
-from jettison.capture.streams import Streams
+from jettison.capture.randomness import Streams
 from jettison.core.errors import UsageError
 from jettison.core.progress import Progress
 from jettison.families.config import parse_config, read_config

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.capture.fakes import fake_copy, fake_mode
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
+from jettison.capture.randomness import Streams
 from jettison.capture.sharded import sharded_parameters
-from jettison.capture.streams import Streams
 from jettison.core.errors import TraceError, UsageError
 from jettison.dryrun.counter import AllocationCounter
 from jettison.parallel.parameters import forget_forwards

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.object_copies import share_finalized, without_finalizers
+from jettison.capture.copies import share_finalized, without_finalizers
 from jettison.runtime.copies import trains_plainly
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")

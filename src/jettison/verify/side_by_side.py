@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.isolation import leaving_nothing
+from jettison.capture.kinds import TensorState
 from jettison.capture.model_trace import LossFn, call_model, loss_of
-from jettison.capture.streams import Streams
-from jettison.capture.tensor_subclasses import plain
+from jettison.capture.randomness import Streams
+from jettison.capture.tensor_subclasses import is_in_memory, plain
 from jettison.capture.trees import tree_leaves
-from jettison.capture.undo import is_in_memory
 from jettison.core.progress import Progress
 from jettison.dryrun.counter import AllocationCounter, AllocationEvent, static_tensors, unique_bytes
 from jettison.dryrun.peak import PhaseMarks, measured_peak
@@ -240,7 +240,10 @@ def leaving_untrained(side: Side, regions: Sequence[PlannedForward]) -> Iterator
     streams = Streams.now()
     values = [side.loss_fn, side.optimizer, side.own, *tree_leaves(side.batch)]
     with leaving_nothing([side.model], values) as state:
-        found = *static_tensors(side.model, side.batch, side.optimizer), *(one.tensor for one in state.reach.tensors)
+        found = (
+            *static_tensors(side.model, side.batch, side.optimizer),
+            *(one.holder for one in state.reach.of(TensorState)),
+        )
         tensors = {id(t): t for t in map(plain, found) if is_in_memory(t)}
         copies = [(t, t.detach(), t.detach().to("cpu", copy=True)) for t in tensors.values()]
         try:

@@ -1,9 +1,9 @@
 """Python state that a forward can reach: what it may read, and what it may leave something in.
 
 A forward reads more than its arguments: attributes of modules, configurations, containers, closures, globals that its
-code names, the state of random generators. None of that passes a dispatcher. A `Reach` lists the tables (attribute
-dicts, dicts, lists, sets) behind a module and some values, so that what a run leaves in them can be seen and undone: a
-recording on fake tensors must leave nothing behind.
+code names, the state of random generators. None of that passes a dispatcher. A `Reach` walks to the state behind a
+module and some values (its kinds: `kinds.KINDS`), so that what a run leaves there can be seen and undone: a recording
+on fake tensors must leave nothing behind.
 
 NOTE [ What code cannot name ]
 A model may hold a vocabulary of 100,000 entries that its forward never looks at. An attribute is reached by its name,
@@ -26,6 +26,7 @@ import builtins
 import contextlib
 import contextvars
 import functools
+import gc
 import logging
 import queue
 import sys
@@ -34,70 +35,53 @@ import types
 from abc import ABCMeta
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture.c_state import (
-    CState,
-    Subclasses,
-    Untouchable,
-    c_state,
-    is_iterator_of_c,
-    is_outside,
-    is_used_elsewhere,
-    iterator_state,
-    stand_in,
-)
-from jettison.capture.contents import inside, is_extension, is_ours, is_simple, slots_below, worth_a_look
-from jettison.capture.file_changes import allow_file_changes, refuse_file_changes
-from jettison.capture.function_state import (
+from jettison.capture import kinds
+from jettison.capture.code_names import (
+    NAMES_MODULES,
+    WHEREVER,
+    Names,
+    Wide,
     function_reach,
     globals_of,
+    is_code,
     is_foreign,
     is_installed,
+    is_of_the_program,
     library_owners,
+    modules_by_name,
+    names_in,
     package_of,
+    variables_of_callers,
 )
-from jettison.capture.imports import Globals, forget_import, ignore_imports, imported_in_runs, note_imports
-from jettison.capture.kinds_of_c import attributes_in_c, is_copied_whole
-from jettison.capture.lent_arrays import is_lent, looks_at
-from jettison.capture.lru_caches import CacheState
-from jettison.capture.names_in_code import Names, Wide, names_in
-from jettison.capture.process_switches import put_switches_back, read_switches
-from jettison.capture.snapshots import (
-    CONTAINERS,
-    MISSING,
-    MOST_BYTES,
+from jettison.capture.kinds import (
     PLAIN,
-    PLAIN_TENSORS,
-    TENSOR_HOOKS,
-    Place,
-    Table,
-    TensorState,
-    attribute_of,
-    attributes_of,
-    copy_of,
-    hooks_of,
+    AttributeState,
+    CacheState,
+    KeptState,
+    StreamState,
+    TableState,
+    Untouchable,
     is_a,
-    is_array,
-    is_equal,
-    is_large_array,
-    is_number_array,
-    is_unchanged,
-    items_of,
-    kind_of,
-    put_hooks_back,
-    put_table_back,
-    size_of,
-    with_changes,
+    worth_a_look,
 )
-from jettison.capture.streams import is_stream, set_stream_state, stream_state
-from jettison.capture.undo import is_in_memory
-from jettison.capture.wide_reach import NAMES_MODULES, WHEREVER, is_code, look_widely
+from jettison.capture.process_switches import put_switches_back, read_switches
+from jettison.capture.side_effects import (
+    allow_file_changes,
+    forget_import,
+    ignore_imports,
+    imported_in_runs,
+    note_imports,
+    refuse_file_changes,
+)
+from jettison.capture.tensor_subclasses import is_in_memory
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import Same
 
@@ -106,16 +90,26 @@ MOST_VALUES = 100_000
 MOST_OF_LIBRARIES = 2_000
 """Values reached through code of libraries after which no further call is followed. See NOTE [ Code of libraries ]."""
 MOST_DEEP = 64
+MANY = 256
+_BY_ANY_NAME = frozenset(
+    (
+        *("getattr", "setattr", "delattr", "vars", "__dict__", "globals", "locals"),
+        *("eval", "exec", "attrgetter", "inspect", "gc"),
+    )
+)
+"""What code has to mention to reach an attribute by a name that it does not mention."""
+_KNOWN_BASES = ("builtins", "abc", "typing", "torch.nn.modules.module", "torch.nn.modules.container")
+_PLAIN_CONTAINERS = (dict, list, set, deque)
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 HOOK_TABLES = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 
-
 Known = dict[int, tuple[Any, Any, list[Any]]]
 """By id: a large container, a copy of it, and what of its entries is worth a look."""
+S = TypeVar("S", bound=KeptState)
 
 
 class Reach:
-    """The tables behind some modules and values, as they were when this was made.
+    """The state behind some modules and values, as it was when this was made.
 
     Args:
         modules: every attribute of theirs and of their submodules, and what their methods name.
@@ -132,52 +126,37 @@ class Reach:
         known: Known | None = None,
         most: int = MOST_VALUES,
     ) -> None:
-        self.tensors: list[TensorState] = []
-        self.hooks: list[tuple[Tensor, str, Any]] = []  # tables of hooks on tensors, copied
-        self.tables: list[Table] = []
-        self.before: list[Any] = []
-        self.places: list[Place] = []  # cells of closures and slots of objects
-        self.named: list[tuple[dict[str, Any], str, Any]] = []  # globals that code mentions
-        self.assigned: list[tuple[Any, dict[str, Any]]] = []  # modules, classes and functions of libraries, and what
-        # of what code assigns to they have
-        self.caches = [CacheState(cache) for cache in _said_once()]
-        self.c_states: list[CState] = []
+        self.states: list[KeptState] = [*map(CacheState, _said_once()), _Variables(None)]
         self.stand_ins: dict[int, tuple[Any, Any]] = {}  # by id: what is set aside, and what a run finds instead
-        self.arrays: list[Any] = []  # of numpy's, too large to be copied
-        self.streams: list[tuple[Any, Any]] = []  # random generators of Python's and numpy's, and their state
-        self.classes: list[tuple[type, dict[str, Any]]] = []
-        self.iterators: list[tuple[Any, Any]] = []  # and how far they are
-        self.modules: list[Globals] = []  # of modules that runs imported, or that code reaches by any name
-        self.variables = list(contextvars.copy_context().items())
+        self.refused: list[UnsupportedModule] = []  # by what a run asked for; its code may have gone on
         self._known: Known = {} if known is None else known
         self._large: Known = {}
         self._most = most
         self._seen: set[int] = set()
-        self._held: list[Any] = []
+        self._held: list[Any] = []  # so that no id comes back
         self._waiting: deque[tuple[Any, int]] = deque()  # what is near comes first, however much lies behind it
         self._libraries: list[tuple[Any, int]] = []  # functions and classes: see NOTE [ Code of libraries ]
         self._own_packages: set[str] = set()
         self._names: set[str] = set()  # that code mentions
+        self._named: set[tuple[int, str]] = set()  # globals: (id of the table, name)
         self._unnamed: list[tuple[str, Any, int]] = []  # large containers: see NOTE [ What code cannot name ]
         self._wide: dict[tuple[Wide, str], types.FunctionType] = {}  # see NOTE [ What code need not name ]
         self._wide_seen: set[tuple[Wide, str]] = set()
         self._tables: set[int] = set()  # dicts of modules, threads and loggers
         self._owners: dict[int, Any] = {}  # of libraries, named by code
+        self._assigned: dict[int, kinds.Assigned] = {}  # by id of the owner
         self._set_names: set[str] = set()  # attributes that code assigns to on other objects than a method's own
         self._noted_names: set[str] = set()  # those of them whose values on `_owners` are known
         self._held_classes: list[type] = []  # libraries' among them
-        self._importing: dict[str, tuple[list[Any], ...]] = {}  # tables, places, globals before a module's code
+        self._importing: dict[str, list[tuple[KeptState, Any]]] = {}  # what was where before a module's code
         self._undone: list[types.ModuleType] = []  # imported since, and not to stay
-        self._sets_everybodys = False
-        self._loggers: frozenset[str] | None = None  # names of all, where code asks for loggers
-        self._is_running = False
+        self._sets_everybodys = self._asks_for_loggers = False
         self._prints_errors = logging.raiseExceptions
-        self.refused: list[UnsupportedModule] = []  # by what a run asked for; its code may have gone on
         self._modules(modules)
-        kept = (value for _, value in self.variables)  # hooks collect outputs in such variables
+        variables = (value for _, value in contextvars.copy_context().items())  # hooks collect outputs in some
         for table in _global_hooks():
             self._add(table)
-        for value in (*values, *kept, *(hook for table in _global_hooks() for hook in table.values())):
+        for value in (*values, *variables, *(hook for table in _global_hooks() for hook in table.values())):
             if not is_a(value, Tensor):
                 self._later(value, 0)
         self._walk()
@@ -185,7 +164,7 @@ class Reach:
             self._kept(module)
         if "register" in self._names:
             abstract = {id(one): one for one in (*self._held_classes, *self._owners.values()) if is_a(one, ABCMeta)}
-            self.c_states += map(Subclasses, abstract.values())
+            self.states += map(kinds.Subclasses, abstract.values())
         self.switches = read_switches(self._names)
         self._known.clear()  # what is no longer there is let go of
         self._known.update(self._large)
@@ -197,57 +176,61 @@ class Reach:
         """Values that were looked at one by one."""
         return len(self._seen)
 
+    def of(self, kind: type[S]) -> list[S]:
+        """States of one kind."""
+        return [state for state in self.states if isinstance(state, kind)]
+
     def drawn(self) -> list[Any]:
         """Random generators that were drawn from."""
-        return [stream for stream, state in self.streams if stream_state(stream) != state]
+        return [state.holder for state in self.of(StreamState) if not state.is_unchanged()]
 
     def moved(self) -> list[Any]:
         """Iterators that have gone on since: nothing puts them back."""
-        return [iterator for iterator, state in self.iterators if iterator_state(iterator) != state]
+        return [state.holder for state in self.of(kinds.Progress) if not state.is_unchanged()]
 
     @property
     def has_large_copies(self) -> bool:
         """Whether something was copied that is, or may be, too large to be copied in each step."""
-        arrays = any(is_array(table) and getattr(table, "nbytes", 0) > MOST_BYTES for table in self.tables)
-        return arrays or any(is_copied_whole(Same(type(value))) for value, _ in self.stand_ins.values())
+        arrays = [one.holder for one in self.of(TableState) if kinds.is_array(one.holder)]
+        if any(getattr(array, "nbytes", 0) > kinds.MOST_BYTES for array in arrays):
+            return True
+        return any(kinds.is_copied_whole(Same(type(value))) for value, _ in self.stand_ins.values())
 
     def sees(self, tensor: Tensor) -> bool:
         """Whether an array that can be written to lies in the memory of a tensor."""
-        return any(looks_at(table, tensor) for table in self.tables if is_number_array(table))
+        return any(
+            kinds.looks_at(one.holder, tensor) for one in self.of(TableState) if kinds.is_number_array(one.holder)
+        )
 
     def written_arrays(self) -> list[Any]:
         """Arrays in the memory of a tensor that were written to: no op has told of that."""
-        pairs = zip(self.tables, self.before, strict=True)
-        written = [t for t, before in pairs if is_number_array(t) and not is_unchanged(t, before)]
-        return [t for t in written if is_lent(t) or any(looks_at(t, state.tensor) for state in self.tensors)]
+        tables = [one for one in self.of(TableState) if kinds.is_number_array(one.holder)]
+        written = [one.holder for one in tables if not one.is_unchanged()]
+        tensors = [one.holder for one in self.of(kinds.TensorState)]
+        return [t for t in written if kinds.is_lent(t) or any(kinds.looks_at(t, tensor) for tensor in tensors)]
+
+    # imports of a run ------------------------------------------------------------------------------------------------
 
     def importing(self, module: types.ModuleType, code: types.CodeType | None) -> None:
         """Note what the code of a module names, which is about to be imported."""
         if code is not None:
             function = types.FunctionType(code, vars(module))
-            self.named.extend(globals_of(function))
+            self._globals_of(function)
             self._names_of(function, names_in(code), 0)
             self._waiting += [(value, 0) for value in function_reach(function)]
             self._walk()
-        self._importing[module.__name__] = list(map(copy_of, self.tables)), *self._single_values()
+        kept = (state for state in self.states if isinstance(state, TableState | AttributeState))
+        self._importing[module.__name__] = [(state, state.read()) for state in kept]
 
     def imported(self, module: types.ModuleType, *, stays: bool) -> None:
         """Note the globals of a module, which has just been imported, and what they hold. Where it stays, what its
         code wrote stays as well.
         """
-        tables, places, named = self._importing.pop(module.__name__, ([], [], []))
+        before = self._importing.pop(module.__name__, ())
         if stays:
             self._kept(module)
-            for at, start in enumerate(tables):
-                if not is_unchanged(self.tables[at], start):
-                    self.before[at] = with_changes(self.before[at], start, copy_of(self.tables[at]))
-            places_now, named_now = self._single_values()
-            for place, start, now in zip(self.places, places, places_now, strict=False):
-                if now is not start:
-                    place.value = now
-            for at, (start, now) in enumerate(zip(named, named_now, strict=False)):
-                if now is not start:
-                    self.named[at] = (*self.named[at][:2], now)
+            for state, start in before:
+                state.keep_changes(start)
         else:
             self._undone.append(module)
             self._waiting += [(value, 0) for value in worth_a_look(vars(module).values())]
@@ -255,86 +238,40 @@ class Reach:
 
     def _kept(self, module: types.ModuleType) -> None:
         """Globals of a library, and the containers among them: more than that has no limit."""
-        self.modules.append(Globals(vars(module)))
+        self.states.append(kinds.Globals(vars(module)))
         for value in list(vars(module).values()):
             self._only_put_back(value)
 
-    def _single_values(self) -> tuple[list[Any], list[Any]]:
-        """Values of places and named globals now."""
-        places = [attribute_of(place.holder, place.name) for place in self.places]
-        return places, [table.get(name, MISSING) for table, name, _ in self.named]
+    # putting back and setting aside ----------------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Put everything back, and forget what caches have learnt since.
 
         Raises:
-            UnsupportedModule: an iterator has gone on, which nothing puts back.
+            UnsupportedModule: nothing puts something back: an iterator has gone on, say. All else is put back.
         """
         ignore_imports(self)
         allow_file_changes(self.refused)
         logging.raiseExceptions = self._prints_errors
         for imported in self._undone:
             forget_import(imported)
-        for table, before in zip(self.tables, self.before, strict=True):
-            if not is_unchanged(table, before):
-                put_table_back(table, before)
-        for place in self.places:
-            if not place.unchanged():
-                place.put_back()
+        refused: list[UnsupportedModule] = []
         with _disable_current_modes(), torch.no_grad():
-            for tensor in self.tensors:
-                tensor.put_back()
-        for array in reversed(self.arrays):
-            array.flags.writeable = True
-        with torch._C.DisableTorchFunctionSubclass():
-            for tensor, name, was in self.hooks:
-                if hooks_of(tensor, name) != was:
-                    put_hooks_back(tensor, name, was)
-        for names, name, value in self.named:
-            if value is not MISSING:
-                names[name] = value
-        for owner, was in self.assigned:
-            for name in (self._set_names & vars(owner).keys()) - was.keys():
-                delattr(owner, name)
-            for name, value in was.items():
-                if vars(owner).get(name, MISSING) is not value:
-                    setattr(owner, name, value)
-        if self._sets_everybodys:
-            for attributes in (one for one in _everybodys() if id(one) not in self._tables):  # made by the run
-                for name in self._set_names & attributes.keys():
-                    del attributes[name]
-        if self._loggers is not None:
-            known = logging.Logger.manager.loggerDict
-            for name in [name for name in known if not (name in self._loggers or name in sys.modules)]:
-                del known[name]  # not that of a module, which a library imported for good
-        for module in self.modules:
-            module.put_back()
-        for cls, was in self.classes:
-            for name in _moved(cls, was):
-                if name in was:
-                    setattr(cls, name, was[name])
-                else:
-                    delattr(cls, name)
-        for cache in self.caches:
-            cache.put_back()
-        before = dict(self.variables)
-        for variable, value in contextvars.copy_context().items():
-            if variable not in before:
-                with contextlib.suppress(LookupError):  # nothing takes a value away; the default is as good
-                    variable.set(contextvars.Context().run(variable.get))
-            elif before[variable] is not value:
-                variable.set(before[variable])
+            for state in sorted(self.states, key=attrgetter("rank")):
+                if not state.is_unchanged():
+                    try:
+                        state.put_back()
+                    except UnsupportedModule as error:
+                        refused.append(error)
         put_switches_back(self.switches)
-        self.restore_streams()
-        for held in [held for held in self.c_states if not held.is_unchanged()]:
-            held.put_back()
-        moved = self.moved()
-        if moved:
-            raise UnsupportedModule(
-                f"the forward takes from a {type(moved[0]).__name__} that it is given or that outlives it. Planning "
-                "and recording run the forward once more, and that cannot be put back: give it the item itself, count "
-                "in an attribute, or index a list, instead"
-            )
+        if refused:
+            raise refused[0]
+
+    def restore_streams(self) -> None:
+        """Put random generators back."""
+        for state in self.of(StreamState):
+            if not state.is_unchanged():
+                state.put_back()
 
     def raise_refused(self) -> None:
         """Raise the first error that a run was given and went on without.
@@ -347,42 +284,13 @@ class Reach:
 
     def set_aside(self) -> None:
         """What could not be put back is out of a run's reach until `restore`, and modules that the run imports are
-        noted. See NOTE [ Set aside ].
+        noted. See NOTE [ Set aside ] in kinds.py.
         """
         note_imports(self)
         refuse_file_changes(self.refused)
         logging.raiseExceptions = False  # a handler that is refused prints that, for each record
-        self._is_running = True
-        for array in self.arrays:
-            array.flags.writeable = False
-        if not self.stand_ins:
-            return
-        for table, before in zip(self.tables, self.before, strict=True):
-            if is_a(before, dict):
-                for key, value in before.items():
-                    if (new := self._instead(value)) is not value:
-                        dict.__setitem__(table, key, new)
-            elif is_a(before, tuple):
-                for index, value in enumerate(before):
-                    if (new := self._instead(value)) is not value:
-                        kind_of(table).__setitem__(table, index, new)
-        for place in self.places:
-            if (new := self._instead(place.value)) is not place.value:
-                place.put(new)
-        for names, name, value in self.named:
-            names[name] = self._instead(value)
-        for owner, was in self.assigned:
-            for name, value in was.items():
-                if (new := self._instead(value)) is not value:
-                    setattr(owner, name, new)
-        for module in self.modules:
-            for name, value in module.before.items():
-                if (new := self._instead(value)) is not value:
-                    module.table[name] = new
-        for cls, was in self.classes:
-            for name, value in was.items():
-                if (new := self._instead(value)) is not value:
-                    setattr(cls, name, new)
+        for state in self.states if self.stand_ins else self.of(kinds.ReadOnly):
+            state.set_aside(self._instead)
 
     def replace(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         """Let a run find the second of each pair wherever the first is held, from `set_aside` to `restore`."""
@@ -397,12 +305,6 @@ class Reach:
             _, new = self.stand_ins.get(id(value.__self__), (None, None))
             return value if new is None else new if type(new) is Untouchable else getattr(new, value.__name__)
         return value if new is None else new
-
-    def restore_streams(self) -> None:
-        """Put random generators back."""
-        for stream, state in self.streams:
-            if stream_state(stream) != state:
-                set_stream_state(stream, state)
 
     # walking ---------------------------------------------------------------------------------------------------------
 
@@ -429,21 +331,22 @@ class Reach:
                     self._visit(*self._waiting.popleft())
                 while self._wide:
                     self._look_widely(*self._wide.popitem())
-                named = [
-                    one for one in self._unnamed if one[0] in self._names or not self._names.isdisjoint(_BY_ANY_NAME)
-                ]
+                by_any = not self._names.isdisjoint(_BY_ANY_NAME)
+                named = [one for one in self._unnamed if by_any or one[0] in self._names]
                 self._unnamed = [one for one in self._unnamed if one not in named] if named else []
                 self._waiting += [(value, depth) for _, value, depth in named]
 
     def _note_assigned(self) -> None:
-        known = {id(owner): was for owner, was in self.assigned}
         for owner in self._owners.values():
-            new = self._set_names if id(owner) not in known else self._set_names - self._noted_names
-            found = {name: vars(owner)[name] for name in new & vars(owner).keys()}
-            if id(owner) in known:
-                known[id(owner)].update(found)
+            known = self._assigned.get(id(owner))
+            if known is None:
+                known = self._assigned[id(owner)] = kinds.Assigned(owner, self._set_names)
+                self.states.append(known)
+                found = known.was
             else:
-                self.assigned.append((owner, found))
+                new = self._set_names - self._noted_names
+                found = {name: vars(owner)[name] for name in new & vars(owner).keys()}
+                known.was.update(found)
             self._waiting += [(value, 1) for value in found.values()]
         self._noted_names |= self._set_names
 
@@ -459,15 +362,30 @@ class Reach:
                 self._later(value, depth)
 
     def _look_widely(self, what: tuple[Wide, str], function: types.FunctionType) -> None:
-        found = look_widely(what[0], function, [cls for cls, _ in self.classes])
-        for table in found.tables:
-            self._data_of(table)
-        for value in found.values:
-            self._later(value, 1)
-        for container in found.containers:
-            self._only_put_back(container)
-        for cls in found.classes:
-            self._class(cls, 1)
+        """State that a function may reach in a way that names nothing. See NOTE [ What code need not name ]."""
+        match what[0]:
+            case Wide.GLOBALS:
+                self._data_of(function.__globals__)
+            case Wide.MODULES:
+                for table in (function.__globals__, *map(vars, modules_by_name(function))):
+                    self._data_of(table)
+            case Wide.FRAMES:
+                texts = names_in(function.__code__).texts
+                for name, value in list(variables_of_callers()):
+                    if name in texts:
+                        self._later(value, 1)
+                    else:
+                        self._only_put_back(value)
+            case Wide.OBJECTS:
+                everything = gc.get_objects()
+                own = {kind for kind in set(map(type, everything)) if is_of_the_program(str(kind.__module__))}
+                for value in everything:
+                    if type(value) in own:
+                        self._later(value, 1)
+            case Wide.SUBCLASSES:
+                known = [one.holder for one in self.states if type(one) is kinds.ClassState]
+                for below in [cls for one in known for cls in type.__subclasses__(one)]:
+                    self._class(below, 1)
 
     def _only_put_back(self, container: Any) -> None:
         """Not looked into: what it holds has no limit."""
@@ -480,11 +398,11 @@ class Reach:
         if id(table) in self._tables:
             return
         self._tables.add(id(table))
-        self.modules.append(Globals(table))
+        self.states.append(kinds.Globals(table))
         for value in list(table.values()):
             if is_a(value, type):
                 if not (is_foreign(str(value.__module__)) or id(value) in self._seen):
-                    self.classes.append((value, dict(vars(value))))
+                    self.states.append(kinds.ClassState(value))
                     self._waiting += [(one, 1) for one in worth_a_look(vars(value).values()) if not is_code(one)]
             elif not is_a(value, types.FunctionType):
                 self._later(value, 1)
@@ -536,23 +454,22 @@ class Reach:
             return
         self._seen.add(id(cls))
         self._held_classes.append(cls)
-        self.classes.append((cls, dict(vars(cls))))
+        self.states.append(kinds.ClassState(cls))
         self._class(type(cls), depth)
         for value in list(vars(cls).values()):
             self._later(value, depth)
 
-    def _add(self, table: Table) -> None:
-        self.tables.append(table)
-        self.before.append(copy_of(table))
+    def _add(self, table: Any) -> None:
+        self.states.append(TableState(table))
 
     def _tensor(self, tensor: Tensor) -> None:
         self._seen.add(id(tensor))
         self._held.append(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             if tensor.is_leaf and not is_a(tensor, FakeTensor):
-                self.hooks += [(tensor, name, hooks_of(tensor, name)) for name in TENSOR_HOOKS]
-        if type(tensor) in PLAIN_TENSORS and is_in_memory(tensor):
-            self.tensors.append(TensorState(tensor))
+                self.states.append(kinds.HookState(tensor))
+        if type(tensor) in kinds.PLAIN_TENSORS and is_in_memory(tensor):
+            self.states.append(kinds.TensorState(tensor))
             self._add(vars(tensor))  # a flag, or a count, that somebody put on it
         for value in list(vars(tensor).values()):
             if type(value) in (dict, list, set) or is_a(tensor, nn.Parameter):
@@ -561,26 +478,23 @@ class Reach:
     def _visit(self, value: Any, depth: int) -> None:
         if is_a(value, (*PLAIN, types.ModuleType)) or id(value) in self._seen:
             return  # of a module of Python's, what code names is looked at: see `globals_of`
+        is_too_far = len(self._seen) > self._most or depth > MOST_DEEP
         if is_a(value, type):
             self._held_classes.append(value)
-            if len(self._seen) <= self._most and depth <= MOST_DEEP:
-                for cls in value.__mro__:
-                    self._class(cls, depth + 1)
-            return
-        if is_a(value, Tensor):
+            for cls in () if is_too_far else value.__mro__:
+                self._class(cls, depth + 1)
+        elif is_a(value, Tensor):
             self._tensor(value)
+        elif is_too_far:
             return
-        if len(self._seen) > self._most or depth > MOST_DEEP:
+        elif kinds.is_outside(value):
+            self._state(value, depth)
+        elif kinds.is_ours(value):
             return
-        if is_outside(value):
-            self._c_state(value)
-            return
-        if is_ours(value):
-            return
-        if is_a(value, types.FunctionType) and self._is_of_a_library(value):
+        elif is_a(value, types.FunctionType) and self._is_of_a_library(value):
             self._libraries.append((value, depth))
-            return
-        self._look_into(value, depth)
+        else:
+            self._look_into(value, depth)
 
     def _look_into(self, value: Any, depth: int) -> None:
         if value is sys.modules:
@@ -588,42 +502,53 @@ class Reach:
         if value is sys.modules or value is vars(builtins) or type(value) is logging.Manager:  # which has all loggers
             return
         self._seen.add(id(value))
-        self._held.append(value)  # so that no id comes back
+        self._held.append(value)
         if is_a(value, logging.Logger):
             self._later(logging.getLogRecordFactory(), depth + 1)  # the process has one for all of them
         if type(value) in _PLAIN_CONTAINERS:
             self._container(value, depth)
             return
-        if is_a(value, queue.Queue) and is_used_elsewhere(value):
-            self._c_state(value)  # and what is in it is under way
+        if is_a(value, queue.Queue) and kinds.is_used_elsewhere(value):
+            self._state(value, depth)  # and what is in it is under way
             return
         if is_a(value, threading.Condition):
-            self._seen.add(id(attribute_of(value, "_waiters")))  # threads that wait by now have entered themselves
-        if is_simple(Same(type(value))) and not callable(value):
+            # threads that wait by now have entered themselves
+            self._seen.add(id(kinds.attribute_of(value, "_waiters")))
+        if kinds.is_simple(Same(type(value))) and not callable(value):
             self._object(value, depth)
             return
         if is_a(value, nn.Module):
             self._modules([value], depth + 1)
             return
-        if is_stream(value):
-            self.streams.append((value, stream_state(value)))
-        self._c_state(value)
-        if is_a(value, functools._lru_cache_wrapper):
-            self.caches.append(CacheState(value))
-            if not is_foreign(value.__module__):
-                self._waiting += [(result, depth + 1) for result in worth_a_look(self.caches[-1].results())]
-        if is_a(value, dict | list | set | deque | bytearray) or is_array(value):
-            self._add(value)
+        self._state(value, depth)
         if is_a(value, types.FunctionType):
-            self.named.extend(globals_of(value))
+            self._globals_of(value)
             if not is_foreign(value.__module__):
                 self._names_of(value, names_in(value.__code__), depth)
-                self.places += [Place("cell_contents", cell) for cell in value.__closure__ or ()]
+                self.states += [AttributeState(cell, "cell_contents") for cell in value.__closure__ or ()]
                 if value.__defaults__:
-                    self.places.append(Place("__defaults__", value))
-        for one in inside(value):
+                    self.states.append(AttributeState(value, "__defaults__"))
+        for one in kinds.inside(value):
             self._later(one, depth + 1)
         self._object(value, depth)
+
+    def _state(self, value: Any, depth: int) -> None:
+        """State that lies in no attribute, and what a run finds where nothing puts it back."""
+        if (state := kinds.state_of(value)) is not None:
+            self.states.append(state)
+        if type(state) is CacheState and not is_foreign(value.__module__):
+            self._waiting += [(one, depth + 1) for one in worth_a_look(result for _, result in state.entries())]
+        if (new := kinds.stand_in(value)) is not None:
+            self.stand_ins[id(value)] = value, new
+            self._held.append(value)
+            if type(new) is Untouchable:
+                new.tell(self.refused)
+
+    def _globals_of(self, function: types.FunctionType) -> None:
+        for table, name, _ in globals_of(function):
+            if (id(table), name) not in self._named:
+                self._named.add((id(table), name))
+                self.states.append(kinds.GlobalState(table, name))
 
     def _names_of(self, function: types.FunctionType, names: Names, depth: int) -> None:
         self._names |= names.read
@@ -633,13 +558,16 @@ class Reach:
             self._owners[id(owner)] = owner
         self._set_names |= names.assigned
         asks_for_loggers = "getLogger" in names.read
-        if asks_for_loggers and self._loggers is None:
-            self._loggers = frozenset(logging.Logger.manager.loggerDict)
+        if asks_for_loggers and not self._asks_for_loggers:
+            self._asks_for_loggers = True
+            self.states.append(_Loggers(None))
             for one in _all_loggers():
                 self._waiting += [(held, depth + 1) for held in (*one.handlers, *one.filters)]
             self._later(logging.getLogRecordFactory(), depth + 1)
         if asks_for_loggers or (names.assigned and not names.read.isdisjoint(("current_thread", "main_thread"))):
-            self._sets_everybodys = True
+            if not self._sets_everybodys:
+                self._sets_everybodys = True
+                self.states.append(_OnEverybody((self._set_names, self._tables)))
             for attributes in _everybodys():
                 if id(attributes) not in self._tables:
                     self._tables.add(id(attributes))
@@ -658,11 +586,12 @@ class Reach:
 
     def _object(self, value: Any, depth: int) -> None:
         """Attributes and slots of any object, and its classes."""
-        in_c = attributes_in_c(value) if is_extension(Same(type(value))) else ()
-        for name in (*slots_below(Same(type(value))), *in_c):
-            self.places.append(Place(name, value))
-            self._later(self.places[-1].value, depth + 1)
-        attributes = attributes_of(value)
+        in_c = kinds.attributes_in_c(value) if kinds.is_extension(Same(type(value))) else ()
+        for name in (*kinds.slots_below(Same(type(value))), *in_c):
+            slot = AttributeState(value, name)
+            self.states.append(slot)
+            self._later(slot.was, depth + 1)
+        attributes = kinds.attributes_of(value)
         if is_a(attributes, dict) and id(attributes) not in self._seen:
             self._seen.add(id(attributes))
             self._add(attributes)
@@ -672,63 +601,68 @@ class Reach:
                 self._class(cls, depth + 1)
 
     def _container(self, value: Any, depth: int) -> None:
-        if size_of(value) > MANY:
-            self._large_container(value, depth)
+        """What a container holds; of one of many entries, an earlier walk may have found that."""
+        if kinds.size_of(value) <= MANY:
+            self._add(value)
+            self._waiting += [(one, depth + 1) for one in kinds.inside(value)]
             return
-        self._add(value)
-        self._waiting += [(one, depth + 1) for one in inside(value)]
-
-    def _large_container(self, value: Any, depth: int) -> None:
-        """Look into one of many entries, or know from an earlier walk what that finds."""
         known = self._known.get(id(value))
-        if known is None or known[0] is not value or not is_unchanged(value, known[1]):
-            known = value, copy_of(value), list(inside(value))
+        if known is None or known[0] is not value or not kinds.is_unchanged(value, known[1]):
+            known = value, kinds.copy_of(value), list(kinds.inside(value))
         self._large[id(value)] = known
-        self.tables.append(value)
-        self.before.append(known[1])
+        self.states.append(kinds.KnownTableState(value, known[1]))
         self._waiting += [(one, depth + 1) for one in known[2]]
 
-    def _c_state(self, value: Any) -> None:
-        """State that lies in no table."""
-        if is_iterator_of_c(value):
-            self.iterators.append((value, iterator_state(value)))
-        elif is_large_array(value):
-            self.arrays.append(value)
-        elif not (is_a(value, bytearray) or is_array(value)) and (found := c_state(value)) is not None:
-            self.c_states.append(found)
-        if (new := stand_in(value)) is not None:
-            self.stand_ins[id(value)] = value, new
-            self._held.append(value)
-            if type(new) is Untouchable:
-                new.tell(self.refused)
+
+# what the whole process has -------------------------------------------------------------------------------------------
 
 
-MANY = 256
-_BY_ANY_NAME = frozenset(
-    (
-        *("getattr", "setattr", "delattr", "vars", "__dict__", "globals", "locals"),
-        *("eval", "exec", "attrgetter", "inspect", "gc"),
-    )
-)
-"""What code has to mention to reach an attribute by a name that it does not mention."""
-_KNOWN_BASES = ("builtins", "abc", "typing", "torch.nn.modules.module", "torch.nn.modules.container")
+class _Variables(KeptState):
+    """Context variables."""
+
+    def read(self) -> Any:
+        return dict(contextvars.copy_context().items())
+
+    def is_unchanged(self) -> bool:
+        now = self.read()
+        return len(now) == len(self.was) and all(now.get(one, self) is value for one, value in self.was.items())
+
+    def put_back(self) -> None:
+        for variable, value in self.read().items():
+            if variable not in self.was:
+                with contextlib.suppress(LookupError):  # nothing takes a value away; the default is as good
+                    variable.set(contextvars.Context().run(variable.get))
+            elif self.was[variable] is not value:
+                variable.set(self.was[variable])
 
 
-def _has_many(value: Any) -> bool:
-    """Whether it is a container of many entries, or of some that are."""
-    if not is_a(value, CONTAINERS):
-        return False
-    if size_of(value) > MANY:
-        return True
-    return any(is_a(one, CONTAINERS) and size_of(one) > MANY for one in items_of(value))
+class _Loggers(KeptState):
+    """Names of all loggers, where code asks for some; a module's that a library imported for good stays."""
+
+    def read(self) -> Any:
+        return frozenset(logging.Logger.manager.loggerDict)
+
+    def put_back(self) -> None:
+        for name in self.read() - self.was:
+            if name not in sys.modules:
+                del logging.Logger.manager.loggerDict[name]
 
 
-_PLAIN_CONTAINERS = (dict, list, set, deque)
+class _OnEverybody(KeptState):
+    """Attributes that code may set on threads and loggers which the run makes: (their names, ids of known tables)."""
 
+    def read(self) -> Any:
+        names, known = self.holder
+        made = [one for one in _everybodys() if id(one) not in known]
+        return [(attributes, found) for attributes in made if (found := names & attributes.keys())]
 
-def _is_own(cls: type) -> bool:
-    """Whether all methods of a class are looked into by a walk, or known."""
-    return all(c.__module__ in _KNOWN_BASES or not is_foreign(c.__module__) for c in cls.__mro__)
+    def is_unchanged(self) -> bool:
+        return not self.read()
+
+    def put_back(self) -> None:
+        for attributes, names in self.read():
+            for name in names:
+                del attributes[name]
 
 
 def _everybodys() -> Iterator[dict[str, Any]]:
@@ -755,8 +689,15 @@ def _global_hooks() -> list[dict[int, Any]]:
     return [table for table in tables if isinstance(table, dict)]
 
 
-def _moved(cls: type, was: dict[str, Any]) -> list[str]:
-    """Attributes of a class that are not as they were; what Python keeps there for itself does not count."""
-    now = vars(cls)
-    names = [name for name in {**was, **now} if not (name.startswith("__") or name == "_abc_impl")]
-    return [n for n in names if n not in was or n not in now or not (now[n] is was[n] or is_equal(now[n], was[n]))]
+def _has_many(value: Any) -> bool:
+    """Whether it is a container of many entries, or of some that are."""
+    if not is_a(value, kinds.CONTAINERS):
+        return False
+    if kinds.size_of(value) > MANY:
+        return True
+    return any(is_a(one, kinds.CONTAINERS) and kinds.size_of(one) > MANY for one in kinds.items_of(value))
+
+
+def _is_own(cls: type) -> bool:
+    """Whether all methods of a class are looked into by a walk, or known."""
+    return all(c.__module__ in _KNOWN_BASES or not is_foreign(c.__module__) for c in cls.__mro__)

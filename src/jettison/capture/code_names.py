@@ -1,0 +1,363 @@
+"""State that code can reach: the names in its bytecode, the globals behind them, and what needs no name."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import enum
+import functools
+import importlib.metadata
+import os
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from jettison.core.objects import Same
+
+# names in code --------------------------------------------------------------------------------------------------------
+#
+# Names in the bytecode of a function: what it mentions, reads and assigns to, and what it can reach without a name
+
+
+class Wide(enum.Enum):
+    """A way to reach state that no name in the code leads to."""
+
+    GLOBALS = enum.auto()  # of the function's own module
+    MODULES = enum.auto()  # whichever module a text names
+    FRAMES = enum.auto()  # variables of callers
+    OBJECTS = enum.auto()  # all that the garbage collector knows
+    SUBCLASSES = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Names in one code object, functions inside of it included.
+
+    Args:
+        mentioned: globals and attributes; texts as well where the code asks for `globals`.
+        read: names under which it may get at something, texts among them: not those that it only assigns to.
+        assigned: attributes that it sets or deletes, but for those of a method's own instance.
+        texts: constants.
+        wide: see `Wide`.
+    """
+
+    mentioned: tuple[str, ...]
+    read: frozenset[str]
+    assigned: frozenset[str]
+    texts: frozenset[str]
+    wide: frozenset[Wide]
+
+
+@functools.lru_cache(maxsize=16384)
+def mentioned_in(code: types.CodeType) -> tuple[str, ...]:
+    """`Names.mentioned` alone, which needs no disassembly."""
+    texts = _texts(code.co_consts) if "globals" in code.co_names else ()
+    inner = (name for one in _inner(code) for name in mentioned_in(one))
+    return tuple(dict.fromkeys((*code.co_names, *texts, *inner)))
+
+
+@functools.lru_cache(maxsize=16384)
+def names_in(code: types.CodeType) -> Names:
+    """All names in a code object."""
+    inner = [names_in(one) for one in _inner(code)]
+    steps = [one for one in dis.get_instructions(code) if one.opname not in ("NOP", "EXTENDED_ARG")]
+    texts = _texts(code.co_consts)
+    read = {one.argval for one in steps if one.opcode in dis.hasname and one.opname not in _ASSIGN}
+    assigned = {
+        one.argval for at, one in enumerate(steps) if one.opname in _SET and not _is_own_attribute(code, steps, at)
+    }
+    if not _SETTERS.isdisjoint(code.co_names):
+        assigned |= {text for text in texts if text.isidentifier()}
+    return Names(
+        mentioned=mentioned_in(code),
+        read=frozenset(read | texts).union(*(names.read for names in inner)),
+        assigned=frozenset(assigned).union(*(names.assigned for names in inner)),
+        texts=texts.union(*(names.texts for names in inner)),
+        wide=_wide(code, steps).union(*(names.wide for names in inner)),
+    )
+
+
+_ASSIGN = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME")
+_SET = ("STORE_ATTR", "DELETE_ATTR")
+_SETTERS = frozenset(("setattr", "delattr", "__setattr__", "__delattr__", "vars", "__dict__"))
+
+
+def _texts(constants: Sequence[object]) -> frozenset[str]:
+    found = [one for one in constants if isinstance(one, str)]
+    for one in constants:
+        if isinstance(one, tuple | frozenset):
+            found += [text for text in one if isinstance(text, str)]
+    return frozenset(found)
+
+
+_RUN = frozenset(("exec", "eval"))
+
+
+def _inner(code: types.CodeType) -> list[types.CodeType]:
+    """Functions inside, and texts that the code may execute."""
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    if not _RUN.isdisjoint(code.co_names):
+        inner += [one for one in map(_compiled, _texts(code.co_consts)) if one is not None]
+    return inner
+
+
+def _compiled(text: str) -> types.CodeType | None:
+    """The code that a text may be executed as."""
+    try:
+        return compile(text, "<text>", "exec")
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _is_own_attribute(code: types.CodeType, steps: Sequence[dis.Instruction], at: int) -> bool:
+    """Whether an attribute is set on the first argument of a method."""
+    inside, _, _ = code.co_qualname.rpartition(".")
+    if not inside or inside.endswith("<locals>") or not code.co_argcount:
+        return False
+    before = at - 1
+    if steps[before].opname == "SWAP":  # ``x.n += 1`` has loaded x first, and a copy of it
+        name = steps[at].argval
+        looks = (i for i in range(before, 1, -1) if steps[i].opname == "LOAD_ATTR" and steps[i].argval == name)
+        before = next((i - 2 for i in looks if steps[i - 1].opname == "COPY"), -1)
+    if before < 0 or not steps[before].opname.startswith("LOAD_FAST"):
+        return False
+    loaded = steps[before].argval
+    return bool((loaded[-1] if isinstance(loaded, tuple) else loaded) == code.co_varnames[0])
+
+
+def _wide(code: types.CodeType, steps: Sequence[dis.Instruction]) -> frozenset[Wide]:
+    found = {_WIDE[name] for name in code.co_names if name in _WIDE}
+    found |= {wide for pair, wide in _WIDE_TOGETHER.items() if set(pair) <= set(code.co_names)}
+    loaded = {one.argval for one in steps if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return frozenset(found | {_WIDE_BUILTINS[name] for name in loaded if name in _WIDE_BUILTINS})
+
+
+_WIDE = {
+    **dict.fromkeys(("import_module", "f_globals", "__globals__", "__builtins__"), Wide.MODULES),
+    **dict.fromkeys(("_getframe", "currentframe", "f_back", "f_locals", "_current_frames"), Wide.FRAMES),
+    **dict.fromkeys(("get_objects", "get_referrers"), Wide.OBJECTS),
+    "__subclasses__": Wide.SUBCLASSES,
+}
+_WIDE_TOGETHER = {("sys", "modules"): Wide.MODULES, ("inspect", "stack"): Wide.FRAMES}
+_WIDE_BUILTINS = {**dict.fromkeys(("exec", "eval", "__import__"), Wide.MODULES), "globals": Wide.GLOBALS}
+
+
+# function state -------------------------------------------------------------------------------------------------------
+#
+# What a function's code can read without being given it: closures, defaults, and the globals that it names
+
+
+_LIBRARIES = (
+    *("torch", "numpy", "jettison", "transformers", "_pytest", "pytest"),
+    *("accelerate", "peft", "trl", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
+    *("datasets", "filelock", "fsspec", "huggingface_hub", "jinja2", "markupsafe", "packaging", "safetensors"),
+    *("tokenizers", "tqdm", "yaml"),
+    *("pandas", "pyarrow", "polars", "scipy", "sklearn", "matplotlib", "PIL"),
+)
+"""A walk that went into these would take half a second for each block of a model with adapters: 20,000 values."""
+_FOREIGN = frozenset(sys.stdlib_module_names) | frozenset(_LIBRARIES)
+
+
+def function_reach(function: types.FunctionType) -> Iterator[Any]:
+    """What a function's code can read without being given it: its closure, its defaults, the globals that it names."""
+    yield from _closed_over(function)
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    for _, _, value in globals_of(function):
+        yield value
+
+
+def globals_of(function: types.FunctionType, *, everywhere: bool = False) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """(table, name, value) of every global that a function's code mentions, in its file or as an attribute of another
+    file that it imports.
+
+    Args:
+        everywhere: also for functions of torch and of other large libraries.
+    """
+    if is_foreign(function.__module__) and not everywhere:
+        return
+    names = mentioned_in(function.__code__)
+    table = function.__globals__
+    package = table.get("__package__") or ""
+    modules: list[Any] = _closed_over(function)
+    for name in names:
+        if name in table:
+            yield table, name, table[name]
+            modules.append(table[name])
+        else:  # imported by the function itself
+            inside = f"{package}.{name}" if name else package
+            modules += [sys.modules[one] for one in (name, inside) if one in sys.modules]
+    seen = set()
+    while modules:
+        module = modules.pop()
+        if not isinstance(module, types.ModuleType) or is_foreign(module.__name__) or module.__name__ in seen:
+            continue
+        seen.add(module.__name__)
+        for name in names:
+            if name in vars(module):
+                yield vars(module), name, vars(module)[name]
+                modules.append(vars(module)[name])
+
+
+def _closed_over(function: types.FunctionType) -> list[Any]:
+    found = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # nothing was assigned to it yet
+            found.append(cell.cell_contents)
+    return found
+
+
+# what code assigns to on libraries ------------------------------------------------------------------------------------
+
+
+def library_owners(function: types.FunctionType) -> Sequence[Any]:
+    """Modules, classes and functions of libraries that a function's code names, on which code may set attributes."""
+    return _library_owners(function.__code__, Same(function.__globals__), len(function.__globals__))
+
+
+@functools.lru_cache(maxsize=16384)
+def _library_owners(code: types.CodeType, table: Same[dict[str, Any]], _size: int) -> tuple[Any, ...]:
+    names = mentioned_in(code)
+    found: dict[int, Any] = {}
+    left = [table.it.get(name, sys.modules.get(name)) for name in names]
+    while left:
+        owner = left.pop()
+        if id(owner) not in found and _may_be_assigned_to(owner):
+            found[id(owner)] = owner
+            if not isinstance(owner, types.FunctionType):
+                left += [vars(owner).get(name) for name in names]
+    return tuple(found.values())
+
+
+def _may_be_assigned_to(owner: Any) -> bool:
+    if isinstance(owner, types.ModuleType):
+        return is_foreign(owner.__name__)
+    return isinstance(owner, type | types.FunctionType) and is_foreign(str(owner.__module__))
+
+
+# which modules are whose ----------------------------------------------------------------------------------------------
+
+
+def modules_by_name(function: types.FunctionType) -> list[types.ModuleType]:
+    """Modules in which a function may have state that it finds by a name that it makes up as it runs: those of the
+    user's program, those of the package that the function belongs to, and those that a text in its code names.
+    """
+    package = str(function.__module__).partition(".")[0]
+    found: list[Any] = [*_of_the_program(len(sys.modules))]  # anything may be among modules
+    found += [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == package]
+    found += [sys.modules[text] for text in names_in(function.__code__).texts if text in sys.modules]
+    return [m for m in found if isinstance(m, types.ModuleType) and not is_foreign(m.__name__)]
+
+
+@functools.lru_cache(maxsize=1)
+def _of_the_program(_count: int) -> tuple[types.ModuleType, ...]:
+    return tuple(m for name, m in list(sys.modules.items()) if _is_program(name, m))
+
+
+def is_of_the_program(module: str) -> bool:
+    """Whether a module's code lies in no folder of libraries."""
+    return not is_foreign(module) and _is_program(module, sys.modules.get(module))
+
+
+def _is_program(name: str, module: Any) -> bool:
+    if not isinstance(module, types.ModuleType):  # anything may be put there
+        return False
+    file = vars(module).get("__file__")
+    if isinstance(file, str):
+        return not _is_in_a_library(file)
+    return name not in sys.builtin_module_names and vars(module).get("__path__") is None
+
+
+def is_installed(module: str | None) -> bool:
+    """Whether a module's code lies in a folder of libraries."""
+    file = getattr(sys.modules.get(str(module)), "__file__", None)
+    return isinstance(file, str) and _is_in_a_library(file)
+
+
+def package_of(value: type | types.FunctionType) -> str:
+    """The package, of the outermost level, that a class or a function says that it belongs to."""
+    return str(value.__module__).partition(".")[0]
+
+
+@functools.lru_cache(maxsize=8192)
+def _is_in_a_library(file: str) -> bool:
+    return any(file.startswith(f"{folder}{os.sep}") for folder in _library_folders())
+
+
+def is_foreign(module: str | None) -> bool:
+    """Whether a module belongs to Python or to a large library, whose globals no model sets.
+
+    A package of the user's own may have the name of one (``datasets``, ``token``): where its code lies decides.
+    """
+    name = str(module or "").partition(".")[0]  # a class may have a property for it
+    return name in _FOREIGN and (name in _OURS or _is_installed(name))
+
+
+_OURS = ("torch", "numpy", "jettison")  # imported by now: nobody else's can have the name
+
+
+def _is_installed(name: str) -> bool:
+    """Whether the package of that name which is imported is Python's or was installed."""
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    return file is None or _lies_among_libraries(name, file)  # built in, frozen, or not imported
+
+
+@functools.lru_cache(maxsize=1024)
+def _lies_among_libraries(name: str, file: str) -> bool:
+    folders = _library_folders()
+    if any(Path(file).is_relative_to(folder) for folder in folders):
+        return True
+    if any((folder / name).exists() for folder in folders):  # the installed one is another
+        return False
+    try:  # installed for editing, its code lies where it is edited
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+@functools.cache
+def _library_folders() -> tuple[Path, ...]:
+    paths = sysconfig.get_paths()
+    found = [paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return tuple(map(Path, [*found, *site.getsitepackages(), site.getusersitepackages()]))
+
+
+# State that code reaches without naming it: see `Wide` ----------------------------------------------------------------
+#
+# NOTE [ What code need not name ]
+# Code may also reach state whose names it makes up as it runs: through `importlib.import_module`, `sys.modules`,
+# `exec`, `globals`, the frames of its callers, the garbage collector, the subclasses of a class (`Wide`). Where code
+# that the walk has come by does so, the walk takes in all data that can be reached that way: of the program's own
+# modules, of the function's package, of modules that a text in it names; of libraries, only what code assigns to on
+# what it names of them (`library_owners`), and on threads and loggers.
+
+
+NEVER_INSIDE = (type, types.FrameType, types.CodeType, types.FunctionType, types.BuiltinFunctionType)
+WHEREVER = (Wide.FRAMES, Wide.OBJECTS, Wide.SUBCLASSES)
+"""Ways that lead to the same state from any module."""
+NAMES_MODULES = cast(types.FunctionType, lambda: None)
+"""Stands for code that has got `sys.modules` under another name."""
+
+
+def is_code(value: Any) -> bool:
+    """Whether it is code, or a description of an attribute, rather than data."""
+    return issubclass(type(value), (*NEVER_INSIDE, property, staticmethod, classmethod, *_OF_CLASSES))
+
+
+_OF_CLASSES = (types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType)
+
+
+def variables_of_callers() -> Iterator[tuple[str, Any]]:
+    """(name, value) of the local variables of all callers, but for those in libraries."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not is_foreign(str(frame.f_globals.get("__name__"))):
+            yield from list(frame.f_locals.items())
+        frame = frame.f_back

@@ -1,0 +1,354 @@
+"""Deep copies of a model's structure: shared arrays, functions that close over modules, what refuses a copy."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections import ChainMap
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jettison.capture.kinds import (
+    CONTAINERS,
+    PLAIN,
+    OfTensor,
+    attributes_of,
+    is_lent,
+    is_ours,
+    items_of,
+    looks_at,
+    owner_of,
+    span_of,
+)
+from jettison.capture.tensor_subclasses import is_in_memory, plain
+from jettison.core.errors import JettisonError, UnsupportedModule
+
+# Deep copies of a model's structure that leave alone what cannot be copied, or must not be ----------------------------
+#
+# A copy of an object whose class has a finalizer gives back, when it dies, what the original still needs: a directory,
+# a handle, a file. Other objects refuse to be copied. A copy of a model shares all of these with the model.
+#
+# NOTE [ What would be copied ]
+# The walk asks the garbage collector what an object refers to, and runs no code of the object's class: `__getattr__`
+# may hand each name on, `__class__` may be a property, `items()` may raise.
+
+
+_COPIED_AS_IS = frozenset((*PLAIN, range, type(Ellipsis), type(NotImplemented)))
+_NEVER_COPIED = (type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, weakref.ref)
+"""What `copy.deepcopy` takes for a constant."""
+_NEVER_ENTERED = (
+    *(types.ModuleType, types.FrameType, types.TracebackType),
+    *(types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType),
+)
+"""What it refuses, and much of the program lies behind."""
+
+
+def copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of a value. What has a finalizer or cannot be copied is in it itself, not as a copy.
+
+    Args:
+        memo: by id of an original, its copy, as for `copy.deepcopy`; what is copied is noted there.
+
+    Raises:
+        UnsupportedModule: the value itself refuses, or a module inside of it.
+    """
+    inside = share_finalized(value, memo)
+    refused: Exception | None = None
+    try:
+        for share in (_no_more, _what_refuses, _what_is_too_deep):
+            share(inside[:-1], memo)
+            try:
+                return _whole(value, memo)
+            except JettisonError:
+                raise
+            except Exception as error:  # whatever a class's own code raises
+                refused = error
+        raise UnsupportedModule(
+            f"planning runs a copy of the {type(value).__name__}, and `copy.deepcopy` refuses it: "
+            f"{type(refused).__name__}: {refused}. Let it be copied, and hold what refuses in an object of its own"
+        ) from refused
+    finally:
+        refused = None  # it has this frame, and the frames of a step around it: a cycle that keeps a forward's tensors
+
+
+def share_finalized(value: Any, memo: dict[int, Any]) -> list[Any]:
+    """Let a copy have what has a finalizer itself. All that the copy refers to, innermost first."""
+    inside = _inside(value, memo)
+    finalized = _finalized()
+    for one in inside:
+        if one is not value and not issubclass(type(one), nn.Module) and _has_finalizer(one, finalized):
+            memo[id(one)] = one
+    return inside
+
+
+def without_finalizers(model: nn.Module, memo: dict[int, Any]) -> list[tuple[nn.Module, nn.Module]]:
+    """Modules whose class has a finalizer, and empty ones for their copies, which have none."""
+    kinds: dict[type, Any] = {}  # blocks of one class stay of one class
+    found: list[tuple[nn.Module, nn.Module]] = []
+    for module in model.modules():
+        if has_finalizer(type(module)) and id(module) not in memo:
+            if type(module) not in kinds:
+                kinds[type(module)] = _without_finalizer(type(module))
+            kind = kinds[type(module)]
+            found.append((module, kind.__new__(kind)))
+            memo[id(module)] = found[-1][1]
+    return found
+
+
+def _without_finalizer(cls: Any) -> Any:
+    """The same class of modules, but for the finalizer."""
+    told = {"__del__": _nothing, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls)(cls.__name__, (cls,), told)
+
+
+def _nothing(_self: Any) -> None:
+    """What a copy does when it dies."""
+
+
+def has_finalizer(cls: type) -> bool:
+    """Whether Python runs a method of the class where an instance dies. Kinds made in C have a copy of what they hold,
+    or refuse.
+    """
+    run = next((vars(c)["__del__"] for c in cls.__mro__ if "__del__" in vars(c)), _nothing)
+    return run is not _nothing and not isinstance(run, _METHODS_IN_C)
+
+
+_METHODS_IN_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
+
+
+def _has_finalizer(value: Any, finalized: Container[int]) -> bool:
+    return id(value) in finalized or issubclass(type(value), weakref.finalize) or has_finalizer(type(value))
+
+
+def _finalized() -> set[int]:
+    """Ids of objects that `weakref.finalize` has been told of."""
+    told = dict(getattr(weakref.finalize, "_registry", {}))
+    return {id(info.weakref()) for info in told.values()}
+
+
+def _inside(value: Any, memo: Mapping[int, Any]) -> list[Any]:
+    """What a deep copy of a value copies, innermost first and itself last. See NOTE [ What would be copied ]."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    left = [(value, False)]
+    while left:
+        one, is_done = left.pop()
+        if is_done:
+            found.append(one)
+        elif id(one) not in seen and id(one) not in memo and _may_be_copied(type(one)):
+            seen.add(id(one))
+            left.append((one, True))
+            left += [(part, False) for part in _parts(one)]
+    return found
+
+
+def _may_be_copied(kind: type) -> bool:
+    return kind not in _COPIED_AS_IS and not issubclass(kind, _NEVER_COPIED)
+
+
+def _parts(value: Any) -> list[Any]:
+    kind = type(value)
+    ours = str(kind.__module__).startswith("jettison.") and not issubclass(kind, torch.optim.Optimizer)
+    if ours or issubclass(kind, (Tensor, *_NEVER_ENTERED)):  # which copy themselves
+        return []
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(kind, numpy.ndarray):
+        return list(numpy.ndarray.ravel(value)) if value.dtype.hasobject else []
+    if has_finalizer(kind) and not issubclass(kind, nn.Module):
+        return []
+    return gc.get_referents(value)
+
+
+def _whole(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy, which leaves nothing in `memo` where it fails."""
+    known = dict(memo)
+    made = copy.deepcopy(value, known)
+    alive = known.pop(id(known), None)
+    memo.update(known)
+    memo.setdefault(id(memo), []).append(alive)  # so that no id comes back
+    return made
+
+
+def _no_more(_inside: Sequence[Any], _memo: dict[int, Any]) -> None:
+    """Most can be copied as it is."""
+
+
+def _what_refuses(inside: Sequence[Any], memo: dict[int, Any]) -> None:
+    """Share what cannot be copied even where all that it refers to can."""
+    known = {**memo, **{id(one): one for one in inside}}
+    for one in inside:
+        if id(one) in memo or _is_structure(one):
+            continue
+        del known[id(one)]
+        try:
+            copy.deepcopy(one, known)
+        except Exception:
+            memo[id(one)] = one
+        known[id(one)] = one
+
+
+def _is_structure(value: Any) -> bool:
+    kind = type(value)
+    return kind in _STRUCTURES or issubclass(kind, nn.Module) or (issubclass(kind, Tensor) and value.is_leaf)
+
+
+_STRUCTURES = frozenset((list, dict, tuple, set, frozenset))
+
+
+def _what_is_too_deep(inside: Sequence[Any], memo: dict[int, Any]) -> None:
+    """Copy from within, so that no copy needs much of Python's stack, and share what still does."""
+    for one in inside:
+        if issubclass(type(one), nn.Module) or id(one) in memo:
+            continue
+        known: ChainMap[int, Any] = ChainMap({}, memo)  # a copy of `memo` for each would take quadratic time
+        try:
+            copy.deepcopy(one, known)  # type: ignore[arg-type]
+        except RecursionError:
+            if not any(issubclass(type(part), nn.Module) for part in _inside(one, memo)):  # which must not be the real
+                memo[id(one)] = one
+        except Exception:  # because of a module inside of it
+            continue
+        else:
+            alive = known.maps[0].pop(id(known), None)
+            memo.update(known.maps[0])
+            memo.setdefault(id(memo), []).append(alive)
+
+
+def copy_arrays(model: nn.Module, tensors: Iterable[Tensor], memo: dict[int, Any]) -> None:
+    """Copy the arrays that a model holds into a memo of `copy.deepcopy`, where they lie in the memory of others.
+
+    Copies of arrays that share memory share it as well. Those in a tensor's memory are known by their owner,
+    `OfTensor`: the fake tensor has no values.
+
+    Args:
+        tensors: that the model holds.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return
+    seen: set[int] = set()
+    attributes = (value for module in model.modules() for value in list(vars(module).values()))
+    found = (one for value in attributes for one, _ in held_in(value, seen) if type(one) is numpy.ndarray)
+    arrays = [one for one in {id(one): one for one in found}.values() if one.size and not one.dtype.hasobject]
+    real = [t for t in map(plain, tensors) if is_in_memory(t)] if arrays else []
+    together: dict[int, list[Any]] = {}
+    for one in arrays:
+        together.setdefault(id(owner_of(one)), []).append(one)
+    for parts in together.values():
+        of_tensor = any(is_lent(one) or any(looks_at(one, tensor) for tensor in real) for one in parts)
+        if len(parts) == 1 and not of_tensor:
+            continue
+        spans = [span_of(one) for one in parts]
+        start, end = min(first for first, _ in spans), max(last for _, last in spans)
+        raw = numpy.frombuffer(bytearray(ctypes.string_at(start, end - start)), dtype=numpy.uint8)
+        memory = numpy.asarray(OfTensor(raw)) if of_tensor else raw
+        memo.update((id(one), _seen_in(one, start, memory, numpy)) for one in parts)
+
+
+def _seen_in(array: Any, start: int, raw: Any, numpy: Any) -> Any:
+    """An array of that form in the copy of its memory."""
+    at = array.__array_interface__["data"][0] - start
+    made = numpy.ndarray(array.shape, array.dtype, buffer=raw, offset=at, strides=array.strides)
+    made.flags.writeable = array.flags.writeable
+    return made
+
+
+def held_in(value: Any, seen: set[int], *, ours: bool = True) -> Iterator[tuple[Any, bool]]:
+    """Values in containers and in attributes of plain objects, each with whether an object holds it. Modules, tensors
+    and code are not looked into; what torch and we have for ourselves only with ``ours``.
+    """
+    left: list[tuple[Any, bool]] = [(value, False)]
+    while left:  # what is nested deep would need much of Python's stack
+        one, in_object = left.pop()
+        if issubclass(type(one), CONTAINERS):
+            if id(one) not in seen:
+                seen.add(id(one))
+                left += [(item, in_object) for item in items_of(one)]
+            continue
+        yield one, in_object
+        if id(one) in seen or issubclass(type(one), type | ModuleType | nn.Module | Tensor) or callable(one):
+            continue
+        if (ours or not is_ours(one)) and type(attributes := attributes_of(one)) is dict:
+            seen.add(id(one))
+            left.append((attributes, True))
+
+
+# closures -------------------------------------------------------------------------------------------------------------
+#
+# Functions that modules hold and that close over modules: a forward that somebody has put around the class's own
+# `copy.deepcopy` takes a function for a constant. On a copy of a model such a function would go on running the modules
+# that it was made for, with their parameters.
+
+
+def close_over_copies(model: nn.Module, copies: Mapping[int, Any]) -> None:
+    """Functions among the attributes of a model's copied modules close over the copies from now on.
+
+    Args:
+        copies: by id of the original, as `copy.deepcopy` leaves them in its memo.
+    """
+    for module in model.modules():
+        attributes = vars(copies.get(id(module), module))
+        if attributes is vars(module):
+            continue
+        for name, value in attributes.items():
+            if isinstance(value, types.FunctionType | functools.partial):
+                attributes[name] = _over_copies(value, copies, {})
+
+
+def _over_copies(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any:
+    """The module's copy; the method, of the copy; the function, over copies. Anything else as it is.
+
+    Args:
+        made: by id of a function, what became of it: functions may close over themselves.
+    """
+    if isinstance(value, nn.Module):
+        return copies.get(id(value), value)
+    if isinstance(value, types.MethodType):
+        own = _over_copies(value.__self__, copies, made)
+        return value if own is value.__self__ else types.MethodType(value.__func__, own)
+    if isinstance(value, functools.partial):
+        return _partial(value, copies, made)
+    if not isinstance(value, types.FunctionType) or not value.__closure__:
+        return value
+    if id(value) not in made:
+        made[id(value)] = value
+        cells = tuple(_cell(cell, copies, made) for cell in value.__closure__)
+        if any(ours is not theirs for ours, theirs in zip(cells, value.__closure__, strict=True)):
+            made[id(value)] = _with_cells(value, cells)
+    return made[id(value)]
+
+
+def _partial(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any:
+    theirs = [value.func, *value.args, *value.keywords.values()]
+    ours = [_over_copies(one, copies, made) for one in theirs]
+    if all(a is b for a, b in zip(ours, theirs, strict=True)):
+        return value
+    function, *rest = ours
+    count = len(value.args)
+    return functools.partial(function, *rest[:count], **dict(zip(value.keywords, rest[count:], strict=True)))
+
+
+def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any]) -> types.CellType:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # not assigned yet
+        return cell
+    own = _over_copies(content, copies, made)
+    return cell if own is content else types.CellType(own)
+
+
+def _with_cells(function: types.FunctionType, cells: tuple[types.CellType, ...]) -> types.FunctionType:
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__qualname__, made.__module__, made.__doc__ = function.__qualname__, function.__module__, function.__doc__
+    vars(made).update(vars(function))
+    return made

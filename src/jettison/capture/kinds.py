@@ -1,0 +1,1439 @@
+"""Kinds of state that a forward can leave something in: how each is read, compared, put back and looked into.
+
+`state_of` is the table of kinds, `stand_in` says what a run finds in the place of what nothing could put back, and
+`inside` what a value leads to. Nothing here walks: `reach.Reach` does.
+
+NOTE [ No code of the user's ]
+A class of the user's may count its lookups, raise in ``__iter__``, hand each name on to another object, or say that it
+is another class (``__class__``). Looking at state runs none of that: kinds are told by `type`, containers are read by
+the methods of the builtin kind that they derive from, and attributes by the descriptors of C.
+
+NOTE [ Set aside ]
+No table of Python's holds the state that C keeps: memory behind a buffer, iterators, files, contexts of `decimal`. Some
+of it can be written back. The rest is set aside before a run that must leave nothing behind: wherever Python holds an
+iterator or another object whose state C hides, the run finds a copy; in the place of a file that is open for writing it
+finds a file in memory; and where nothing can be copied, as with a generator, it finds an `Untouchable`, which refuses
+by name before anything moves. See `Reach.set_aside`.
+"""
+
+from __future__ import annotations
+
+import abc
+import array
+import contextlib
+import copy
+import copyreg
+import csv
+import ctypes
+import decimal
+import functools
+import gc
+import importlib
+import inspect
+import io
+import itertools
+import multiprocessing
+import os
+import pickle
+import queue
+import random
+import stat
+import sys
+import threading
+import types
+import warnings
+import weakref
+import zlib
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from operator import is_
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from jettison.capture.code_names import NEVER_INSIDE, function_reach, is_foreign, package_of
+from jettison.capture.side_effects import asking
+from jettison.core.errors import UnsupportedModule
+from jettison.core.objects import Same
+
+MOST_BYTES = 1 << 24  # of an array that is put back
+MOST_COPIED = 1 << 30  # of one that can be protected in no other way
+MOST_SHARED = 4096  # bytes of a tensor that is put back although no op was seen to write to it
+MOST_COUNTED = 20_000  # hits or misses of a cache that are counted up again
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+PLAIN_KINDS = frozenset(PLAIN)
+PLAIN_TENSORS = (Tensor, nn.Parameter)
+CONTAINERS = (OrderedDict, dict, list, set, deque, tuple, frozenset)
+MISSING = object()
+
+# looking without the user's code --------------------------------------------------------------------------------------
+
+
+def is_a(value: Any, kinds: Any) -> bool:
+    """`isinstance`, whatever ``__class__`` says. See NOTE [ No code of the user's ]."""
+    return issubclass(type(value), kinds)
+
+
+def attributes_of(value: Any) -> Any:
+    """The attributes of an object, past whatever its class makes of being asked; None where it has none."""
+    read = _attributes_reader(Same(type(value)))
+    return None if read is None else read(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _attributes_reader(kind: Same[type]) -> Callable[[Any], Any] | None:
+    if issubclass(kind.it, threading.local):  # each thread has others
+        return lambda value: threading.local.__getattribute__(value, "__dict__")
+    found = (vars(cls).get("__dict__") for cls in kind.it.__mro__)
+    descriptor = next((one for one in found if isinstance(one, _DESCRIPTORS)), None)
+    return None if descriptor is None else descriptor.__get__
+
+
+_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
+_EXACT_DICTS = (dict, OrderedDict)
+_EXACT = frozenset((list, set, deque, tuple, frozenset))
+
+
+def attribute_of(holder: Any, name: str) -> Any:
+    """An attribute, slot or cell content; `MISSING` where nothing was assigned."""
+    try:
+        return object.__getattribute__(holder, name)
+    except (AttributeError, ValueError):  # a cell that nothing was assigned to says the latter
+        return MISSING
+
+
+@functools.cache
+def slots_of(cls: type) -> tuple[str, ...]:
+    """The names by which instances have what a class has slots for."""
+    slots = vars(cls).get("__slots__", ())
+    names = (slots,) if is_a(slots, str) else tuple(slots)
+    private = f"_{cls.__name__.lstrip('_')}"
+    return tuple(
+        private + name if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+        if name not in ("__dict__", "__weakref__")
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def slots_below(cls: Same[type]) -> tuple[str, ...]:
+    """Slots of an object; its ``__dict__`` too, which C may exchange for another, as pydantic's validated assignments
+    do.
+    """
+    whose = ((c, package_of(c)) for c in cls.it.__mro__)
+    slots = [name for c, package in whose if package not in ("torch", "jettison") for name in slots_of(c)]
+    if not cls.it.__dictoffset__ or is_foreign(cls.it.__module__) or issubclass(cls.it, nn.Module | threading.local):
+        return tuple(slots)
+    return (*slots, "__dict__")
+
+
+def kind_of(container: Any) -> Any:
+    """The builtin kind that a container's class derives from."""
+    return next(kind for kind in (*CONTAINERS, bytearray) if is_a(container, kind))
+
+
+def items_of(container: Any) -> Iterator[Any]:
+    """Items of a container; of a dict, its values."""
+    if type(container) in _EXACT:
+        return iter(container)
+    return iter(dict.values(container)) if is_a(container, dict) else kind_of(container).__iter__(container)
+
+
+def size_of(container: Any) -> int:
+    """Number of entries of a container."""
+    if type(container) in _EXACT or type(container) in _EXACT_DICTS:
+        return len(container)
+    size: int = kind_of(container).__len__(container)
+    return size
+
+
+def entries_of(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """Keys and values in order, as they lie there: a class of one's own may make another value at each lookup."""
+    if not is_a(table, OrderedDict):
+        return list(dict.items(table))
+    return [(key, dict.__getitem__(table, key)) for key in OrderedDict.__iter__(table)]
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Whether two plain values are one; -0.0 is not 0.0."""
+    return type(a) is type(b) and type(a) in PLAIN_KINDS and bool(a == b) and (a != 0 or repr(a) == repr(b))
+
+
+def _is_or_equals(a: Any, b: Any) -> bool:
+    return a is b or is_equal(a, b)
+
+
+# tables and attributes ------------------------------------------------------------------------------------------------
+
+
+class KeptState:
+    """One thing that a forward may change, and what `read` found there.
+
+    ``rank`` orders `put_back`: what runs code of others, or refuses, comes after all that this code may look at.
+    """
+
+    __slots__ = ("holder", "was")
+    rank = 0
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+        self.was = self.read()
+
+    def read(self) -> Any:
+        """What is there now, in a form that can be compared."""
+        raise NotImplementedError
+
+    def is_unchanged(self) -> bool:
+        """Whether it is as it was."""
+        return bool(self.read() == self.was)
+
+    def put_back(self) -> None:
+        """Make it as it was. Raises `UnsupportedModule` where nothing can."""
+        raise NotImplementedError
+
+    def held(self) -> Iterable[tuple[Any, Any]]:
+        """(where, value) of what it held, where `put` can exchange that."""
+        return ()
+
+    def put(self, where: Any, value: Any) -> None:
+        """Hold another value there."""
+
+    def set_aside(self, instead: Callable[[Any], Any]) -> None:
+        """Hold, until `put_back`, what a run is to find in the place of each value."""
+        for where, value in self.held():
+            if (new := instead(value)) is not value:
+                self.put(where, new)
+
+    def keep_changes(self, start: Any) -> None:
+        """What has changed since an earlier `read` stays."""
+
+
+class TableState(KeptState):
+    """A dict, list, set, deque, bytearray, or array of numbers."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        return copy_of(self.holder)
+
+    def is_unchanged(self) -> bool:
+        return is_unchanged(self.holder, self.was)
+
+    def put_back(self) -> None:
+        put_table_back(self.holder, self.was)
+
+    def held(self) -> Iterable[tuple[Any, Any]]:
+        if is_a(self.was, dict):
+            return self.was.items()
+        return enumerate(self.was) if is_a(self.was, tuple) else ()
+
+    def put(self, where: Any, value: Any) -> None:
+        (dict if is_a(self.holder, dict) else kind_of(self.holder)).__setitem__(self.holder, where, value)
+
+    def keep_changes(self, start: Any) -> None:
+        if not is_unchanged(self.holder, start):
+            self.was = with_changes(self.was, start, copy_of(self.holder))
+
+
+class KnownTableState(TableState):
+    """A table of which there is a copy already."""
+
+    __slots__ = ()
+
+    def __init__(self, holder: Any, copied: Any) -> None:
+        self.holder, self.was = holder, copied
+
+
+class AttributeState(KeptState):
+    """An attribute that lies in no table: what a cell of a closure holds, or a slot of an object."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self.name = name
+        super().__init__(holder)
+
+    def read(self) -> Any:
+        return attribute_of(self.holder, self.name)
+
+    def is_unchanged(self) -> bool:
+        return _is_or_equals(self.read(), self.was)
+
+    def put_back(self) -> None:
+        self.put(self.name, self.was)
+
+    def held(self) -> Iterable[tuple[Any, Any]]:
+        return ((self.name, self.was),)
+
+    def put(self, where: str, value: Any) -> None:
+        with contextlib.suppress(AttributeError, TypeError):  # what C holds may refuse to be set
+            if value is MISSING:
+                object.__delattr__(self.holder, where)
+            else:  # whatever the class makes of an assignment
+                object.__setattr__(self.holder, where, value)
+
+    def keep_changes(self, start: Any) -> None:
+        if (now := self.read()) is not start:
+            self.was = now
+
+
+class GlobalState(AttributeState):
+    """A global that code mentions: one entry of a module's table."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        return self.holder.get(self.name, MISSING)
+
+    def put(self, where: str, value: Any) -> None:
+        if value is not MISSING:
+            self.holder[where] = value
+
+
+class ClassState(KeptState):
+    """Attributes of a class; those that Python keeps there for itself do not count."""
+
+    def table(self) -> Any:
+        """All attributes now."""
+        return vars(self.holder)
+
+    def read(self) -> Any:
+        return dict(self.table())
+
+    def counts(self, name: str) -> bool:
+        """Whether a change under this name is put back."""
+        return not (name.startswith("__") or name == "_abc_impl")
+
+    def moved(self) -> list[str]:
+        """Names whose values are others than they were."""
+        now, was = self.table(), self.was
+        names = (name for name in {**was, **now} if self.counts(name))
+        return [n for n in names if not _is_or_equals(now.get(n, MISSING), was.get(n, MISSING))]
+
+    def is_unchanged(self) -> bool:
+        return not self.moved()
+
+    def put_back(self) -> None:
+        for name in self.moved():
+            self.put(name, self.was.get(name, MISSING))
+
+    def held(self) -> Iterable[tuple[Any, Any]]:
+        return self.was.items()
+
+    def put(self, where: str, value: Any) -> None:
+        if value is MISSING:
+            delattr(self.holder, where)
+        else:
+            setattr(self.holder, where, value)
+
+
+class Assigned(ClassState):
+    """What a library's module, class or function has of the attributes that code assigns to.
+
+    Args:
+        names: of such attributes; more may be added to the set.
+    """
+
+    def __init__(self, holder: Any, names: set[str]) -> None:
+        self.names = names
+        super().__init__(holder)
+
+    def table(self) -> Any:
+        attributes = vars(self.holder)
+        return {name: attributes[name] for name in self.names & attributes.keys()}
+
+    def counts(self, name: str) -> bool:
+        return True
+
+
+class Globals(ClassState):
+    """The table of a module's globals. Submodules that were imported since stay."""
+
+    def table(self) -> Any:
+        return self.holder
+
+    def counts(self, name: str) -> bool:
+        return name in self.was or not isinstance(self.holder[name], types.ModuleType)
+
+    def put(self, where: str, value: Any) -> None:
+        if value is MISSING:
+            del self.holder[where]
+        else:
+            self.holder[where] = value
+
+
+def copy_of(table: Any) -> Any:
+    """A copy of a table by which changes are told: dict, tuple, frozenset, bytes, or another array."""
+    if type(table) in _EXACT_DICTS:
+        return dict(table)
+    if is_array(table):
+        return copy.copy(table) if is_a(table, array.array) else sys.modules["numpy"].array(table)
+    if is_a(table, dict):
+        is_own = type(table) is not dict and type(table).__iter__ is not dict.__iter__
+        return dict(entries_of(table)) if is_own else dict.copy(table)
+    if is_a(table, bytearray):
+        return bytes(table)
+    return frozenset(table) if is_a(table, set) else tuple(items_of(table))  # which takes over the hashes
+
+
+def is_unchanged(table: Any, before: Any) -> bool:
+    """Whether a table has the very values that a copy has, in the same order."""
+    if type(table) in _EXACT_DICTS:  # nearly always: in C
+        if len(table) != len(before):
+            return False
+        if all(map(is_, table.values(), before.values())) and all(map(is_, table, before)):
+            return True
+    if is_number_array(table):
+        return _form_of(table) == _form_of(before) and bool(table.tobytes() == before.tobytes())
+    if size_of(table) != len(before):
+        return False
+    if is_a(table, bytearray):
+        return bool(bytearray.__eq__(table, before))
+    if is_a(table, set):
+        return bool(set.__eq__(table, before))
+    if is_a(table, OrderedDict):
+        pairs = zip(entries_of(table), before.items(), strict=True)
+        return all(a is c and _is_or_equals(b, d) for (a, b), (c, d) in pairs)
+    if is_a(table, dict):
+        if not all(map(is_, dict.keys(table), before)):
+            return False
+        now, before = list(dict.values(table)), before.values()
+    else:
+        now = list(items_of(table))
+    return all(map(is_, now, before)) or all(map(_is_or_equals, now, before))
+
+
+def _form_of(array: Any) -> tuple[Any, ...]:
+    """Shape, dtype and write flag of a NumPy array; Python's arrays have none."""
+    return (array.shape, array.dtype, array.flags.writeable) if hasattr(array, "flags") else ()
+
+
+def put_table_back(table: Any, before: Any) -> None:
+    """Give a table the values of a copy, in place."""
+    if is_number_array(table):
+        if _form_of(table) != _form_of(before):
+            table.flags.writeable = True
+            table.resize(before.shape, refcheck=False)  # in place, as the run has: others may hold it
+        table[() if getattr(table, "ndim", 1) == 0 else slice(None)] = before
+        return
+    if is_a(table, bytearray) and bytearray.__len__(table) == len(before):  # others may look at it, and hold its size
+        bytearray.__setitem__(table, slice(None), before)
+        return
+    kind = kind_of(table)  # whatever the user's class makes of it
+    if not issubclass(kind, dict):
+        kind.clear(table)
+        (kind.update if kind is set else kind.extend)(table, before)
+        return
+    for key in [key for key in kind.__iter__(table) if key not in before]:
+        kind.__delitem__(table, key)
+    if list(kind.__iter__(table)) != list(before):  # order counts; else no other thread finds it half full
+        kind.clear(table)
+    for key, value in before.items():
+        if dict.get(table, key, MISSING) is not value:
+            kind.__setitem__(table, key, value)
+
+
+def with_changes(before: Any, start: Any, now: Any) -> Any:
+    """A copy of a table with what changed between two later copies of it."""
+    if is_a(before, dict):
+        left = {key: value for key, value in before.items() if key in now or key not in start}
+        return left | {key: value for key, value in now.items() if start.get(key, MISSING) is not value}
+    if is_a(before, frozenset):
+        return (before - (start - now)) | (now - start)
+    if is_a(before, tuple) and len(now) >= len(start) and all(map(is_, now, start)):
+        return before + now[len(start) :]
+    return now
+
+
+# tensors and arrays ---------------------------------------------------------------------------------------------------
+
+
+class TensorState(KeptState):
+    """What a tensor is beside its values: where they lie and how, its gradient, whether it wants one.
+
+    Values of a small one on the CPU, too: numpy may write to it unseen. They are no tensor, which would count as memory
+    of a step.
+    """
+
+    __slots__ = ("alias", "grad", "wants")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.wants = tensor.requires_grad
+        self.grad = tensor.grad if tensor.is_leaf else None
+        with _disable_current_modes():
+            self.alias = tensor.detach()
+            super().__init__(tensor)
+
+    def read(self) -> Any:
+        tensor = self.alias
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return None
+        extent = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        size = extent * tensor.element_size()
+        there = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()  # FSDP frees memory
+        return ctypes.string_at(tensor.data_ptr(), size) if size <= min(MOST_SHARED, there) else None
+
+    def is_unchanged(self) -> bool:
+        return False  # `put_back` looks at each part
+
+    def put_back(self) -> None:
+        tensor, alias = self.holder, self.alias
+        if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape or tensor.stride() != alias.stride():
+            tensor.data = alias
+        now = self.read()
+        if now is not None and self.was is not None and now != self.was:
+            ctypes.memmove(alias.data_ptr(), self.was, len(self.was))
+        if tensor.is_leaf:
+            if tensor.requires_grad is not self.wants:
+                tensor.requires_grad_(self.wants)
+            if tensor.grad is not self.grad:
+                tensor.grad = self.grad
+
+
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class HookState(KeptState):
+    """Tables of hooks on a leaf."""
+
+    def read(self) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [hooks_of(self.holder, name) for name in TENSOR_HOOKS]
+
+    def put_back(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, was in zip(TENSOR_HOOKS, self.was, strict=True):
+                table = getattr(self.holder, name)
+                if hooks_of(self.holder, name) == was:
+                    continue
+                if was is None and name == "_backward_hooks":
+                    self.holder._backward_hooks = None
+                elif table is None:
+                    setattr(self.holder, name, OrderedDict(was))
+                else:
+                    table.clear()
+                    table.update(was or {})
+
+
+def hooks_of(tensor: Tensor, name: str) -> Any:
+    """A copy of one of a tensor's tables of hooks; None for an empty one."""
+    found = getattr(tensor, name, None)
+    return dict(found) if found else None
+
+
+class ReadOnly(KeptState):
+    """An array of numpy's that is too large to be copied: a run cannot write to it."""
+
+    def __init__(self, holder: Any) -> None:
+        super().__init__(holder)
+        self.rank, base = 0, holder.base
+        while is_number_array(base):  # no view can be written to before what it views
+            self.rank, base = self.rank + 1, base.base
+
+    def read(self) -> Any:
+        return self.holder.flags.writeable
+
+    def put_back(self) -> None:
+        self.holder.flags.writeable = True
+
+    def set_aside(self, instead: Callable[[Any], Any]) -> None:
+        self.holder.flags.writeable = False
+
+
+def is_number_array(value: Any) -> bool:
+    """Whether it is numbers of numpy's or of Python's `array`."""
+    numpy = sys.modules.get("numpy")
+    return is_a(value, array.array) or (numpy is not None and is_a(value, numpy.ndarray))
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is numbers that can be written to, of numpy or of Python, and that are copied: few, or in memory of
+    somebody else's (a tensor's), which numpy cannot make read-only for a time.
+    """
+    if not is_number_array(value) or is_a(value, array.array):
+        return is_a(value, array.array)
+    return bool(value.flags.writeable) and value.nbytes <= MOST_COPIED and not is_large_array(value)
+
+
+def is_large_array(value: Any) -> bool:
+    """Whether it is an array of numpy's that cannot be copied, and can be made read-only for a time."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not is_a(value, numpy.ndarray) or value.nbytes <= MOST_BYTES:
+        return False
+    base = value
+    while is_a(base.base, numpy.ndarray):
+        base = base.base
+    return bool(value.flags.writeable) and (base.base is None or is_a(value, numpy.memmap))
+
+
+# Arrays in the memory of tensors, or of each other (`tensor.numpy()`, `torch.from_numpy`, slices): what is assigned to
+# such an array, the tensor holds, and no op tells of it.
+
+
+def span_of(value: Any) -> tuple[int, int]:
+    """Where an array's memory begins and ends: addresses."""
+    if isinstance(value, array.array):
+        start, count = value.buffer_info()
+        return start, start + count * value.itemsize
+    start = end = value.__array_interface__["data"][0]
+    if not value.size:
+        return start, end
+    for count, stride in zip(value.shape, value.strides, strict=True):
+        start, end = start + min(0, (count - 1) * stride), end + max(0, (count - 1) * stride)
+    return start, end + value.itemsize
+
+
+def looks_at(value: Any, tensor: Tensor) -> bool:
+    """Whether an array lies in the memory of a tensor, as ``tensor.numpy()`` does."""
+    if tensor.device.type != "cpu":
+        return False
+    storage = tensor.untyped_storage()
+    first, (start, end) = storage.data_ptr(), span_of(value)
+    return first < end and start < first + storage.nbytes()
+
+
+class OfTensor:
+    """Memory of a copy of a tensor's: arrays in it are known by it (see `is_lent`)."""
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+
+    @property
+    def __array_interface__(self) -> Any:
+        return self.raw.__array_interface__
+
+
+def owner_of(value: Any) -> Any:
+    """Whose memory an array of numpy's lies in: the array's that all are views of, or another object."""
+    numpy: Any = sys.modules["numpy"]
+    while True:
+        base = value.obj if isinstance(value, memoryview) else value.base
+        if base is None or not isinstance(base, numpy.ndarray | memoryview):
+            return value if base is None else base
+        value = base
+
+
+def is_lent(value: Any) -> bool:
+    """Whether an array lies in memory that a tensor has given away."""
+    owner = owner_of(value) if hasattr(value, "__array_interface__") else None
+    return isinstance(owner, Tensor | OfTensor) or type(owner).__name__ == "PyCapsule"
+
+
+# random generators ----------------------------------------------------------------------------------------------------
+
+
+def is_stream(value: Any) -> bool:
+    """Whether a value is a random generator with a state of its own."""
+    numpy = sys.modules.get("numpy.random")
+    if is_a(value, random.SystemRandom):
+        return False  # has no state
+    return is_a(value, random.Random | torch.Generator) or (
+        numpy is not None and is_a(value, numpy.Generator | numpy.RandomState | numpy.BitGenerator | numpy.SeedSequence)
+    )
+
+
+class StreamState(KeptState):
+    """Where a generator object of Python's, torch's or numpy's stands."""
+
+    def read(self) -> Any:
+        stream = self.holder
+        if is_a(stream, random.Random):
+            return stream.getstate()
+        if is_a(stream, torch.Generator):
+            return bytes(stream.get_state().tolist())
+        if (bits := self._bits()) is not None:
+            seed: Any = getattr(bits, "seed_seq", None)
+            return pickle.dumps((bits.state, seed.state if self._is_seed(seed) else None))
+        return pickle.dumps(stream.state if self._is_seed(stream) else stream.get_state(legacy=False))
+
+    def put_back(self) -> None:
+        stream = self.holder
+        if is_a(stream, random.Random):
+            stream.setstate(self.was)
+        elif is_a(stream, torch.Generator):
+            stream.set_state(torch.tensor(list(self.was), dtype=torch.uint8))
+        elif (bits := self._bits()) is not None:
+            bits.state, spawned = pickle.loads(self.was)
+            if spawned is not None:
+                self._spawn_again(bits.seed_seq, spawned)
+        elif self._is_seed(stream):
+            self._spawn_again(stream, pickle.loads(self.was))
+        else:
+            stream.set_state(pickle.loads(self.was))
+
+    def _bits(self) -> Any:
+        if hasattr(self.holder, "bit_generator"):
+            return self.holder.bit_generator
+        return self.holder if hasattr(self.holder, "random_raw") else None
+
+    def _is_seed(self, value: Any) -> bool:
+        """Whether it is numpy's: each child that is spawned from it has a number of its own."""
+        return "numpy.random" in sys.modules and is_a(value, sys.modules["numpy.random"].SeedSequence)
+
+    def _spawn_again(self, seed: Any, state: dict[str, Any]) -> None:
+        if seed.state != state:
+            seed.__init__(**state)  # no other way sets how many children there are
+
+
+# functions under `functools.lru_cache` --------------------------------------------------------------------------------
+
+
+class CacheState(KeptState):
+    """A cached function, and what it remembers.
+
+    A full cache forgets an entry for each new one, and its table is C's: nothing can be written into it from outside.
+    So a cache that was called is filled again: it is cleared, and called once for each old entry while the function's
+    code returns what was remembered. Its hits and misses are counted up to where they were.
+    """
+
+    rank = 1_000  # its keys compare by code of the user's
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self._held = gc.get_referents(function)  # a bounded cache gives keys and results, the oldest first
+        self._table = dict(self._table_among(self._held))
+
+    def read(self) -> Any:
+        return self.holder.cache_info()
+
+    def _table_among(self, held: list[Any]) -> dict[Any, Any]:
+        return next((t for t in held if type(t) is dict and t is not vars(self.holder)), {})
+
+    def entries(self) -> list[tuple[Any, Any]]:
+        """(key, result) of all that is remembered."""
+        if self.was.maxsize is None:
+            return list(self._table.items())
+        keys = set(map(id, self._table))
+        held = iter(self._held)
+        return [(one, next(held)) for one in held if id(one) in keys]
+
+    def put_back(self) -> None:
+        if (code := _code_holder(self.holder)) is not None:
+            self._fill(code)
+        elif self.was.maxsize is None:  # keys and results are the table's own
+            table = self._table_among(gc.get_referents(self.holder))
+            table.clear()
+            table.update(self._table)
+        elif self._forgotten():
+            raise UnsupportedModule(
+                f"{self.holder!r} is cached (lru_cache) and full, and the forward has made it forget an entry that "
+                "cannot be put back. Give the cache a larger maxsize, or wrap a function of your own around what it "
+                "caches"
+            )
+
+    def _forgotten(self) -> bool:
+        table = self._table_among(gc.get_referents(self.holder))
+        if any(key not in table for key in self._table):
+            return True
+        for key in set(table) - set(self._table):
+            del table[key]
+        return False
+
+    def _fill(self, code: Any) -> None:
+        function, info, entries = self.holder, self.was, self.entries()
+        function.cache_clear()
+        mark = next((held for held in self._held if type(held) is object), None)  # between arguments and keywords
+        own = code.__code__
+        try:
+            for key, result in entries:
+                args, kwargs = _arguments(key, mark, typed=function.cache_parameters()["typed"])
+                constants = tuple(result if one == _RESULT else one for one in _TAKES_ANYTHING.__code__.co_consts)
+                code.__code__ = _TAKES_ANYTHING.__code__.replace(co_consts=constants, co_freevars=own.co_freevars)
+                function(*args, **kwargs)
+            if max(info.hits, info.misses) > MOST_COUNTED:
+                return
+            code.__code__ = _TAKES_NOTHING.__code__.replace(co_freevars=own.co_freevars)
+            for _ in range(info.misses - len(entries)):
+                with contextlib.suppress(TypeError):
+                    function(object())
+            for _ in range(info.hits if entries else 0):
+                function(*args, **kwargs)
+        finally:
+            code.__code__ = own
+
+
+def _code_holder(function: Any) -> Any:
+    """The Python function that is cached; None where C runs."""
+    found = getattr(function, "__wrapped__", None)
+    found = getattr(found, "__func__", found)
+    return found if isinstance(found, types.FunctionType) else None
+
+
+def _arguments(key: Any, mark: Any, *, typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call that has this key: arguments, a mark, keywords in turn with their values, and types where typed."""
+    if not isinstance(key, tuple):
+        return (key,), {}
+    at = next((i for i, part in enumerate(key) if part is mark), None)
+    if at is None:
+        return (key[: len(key) // 2] if typed else key), {}
+    named = key[at + 1 : at + 1 + 2 * ((len(key) - 2 * at - 1) // 3)] if typed else key[at + 1 :]
+    return key[:at], dict(zip(named[::2], named[1::2], strict=True))
+
+
+_RESULT = "the result"
+_TAKES_ANYTHING: Callable[..., Any] = lambda *_args, **_kwargs: "the result"  # noqa: E731
+_TAKES_NOTHING: Callable[..., Any] = lambda: None  # noqa: E731
+
+
+# what C keeps and can be written back ---------------------------------------------------------------------------------
+
+
+class _InC(KeptState):
+    """State that no table of Python's holds."""
+
+    rank = 2_000
+
+
+class MemoryState(_InC):
+    """Bytes behind an object. What is too large to be copied has a digest of parts instead."""
+
+    def read(self) -> bytes | int | None:
+        try:
+            with memoryview(self.holder) as view:
+                if view.nbytes <= MOST_BYTES or not view.c_contiguous:
+                    return view.tobytes()
+                with view.cast("B") as flat:
+                    step = max(len(flat) // 256, 4096)
+                    return functools.reduce(
+                        lambda sofar, at: zlib.crc32(flat[at : at + 4096], sofar), range(0, len(flat), step), 1
+                    )
+        except (TypeError, ValueError, BufferError):
+            return None
+
+    def put_back(self) -> None:
+        now = self.read()
+        if isinstance(self.was, int):
+            raise UnsupportedModule(
+                f"the forward writes to the memory of a {type(self.holder).__name__} that outlives it and is larger "
+                f"than the {MOST_BYTES} bytes that are put back after planning. Count in an attribute or a buffer "
+                "instead, and make this memory again before you train"
+            )
+        if isinstance(now, bytes) and isinstance(self.was, bytes) and len(now) == len(self.was):
+            with memoryview(self.holder) as view, view.cast("B") as flat:
+                flat[:] = self.was
+
+
+_LENDS: dict[type, bool] = {}
+
+
+def _lends_memory(value: Any) -> bool:
+    """Whether others may write to an object's memory, as to that of `ctypes`, `mmap`, shared memory."""
+    kind = type(value)
+    if _LENDS.get(kind, True):
+        try:
+            with memoryview(value) as view:
+                _LENDS[kind] = True
+                return not view.readonly and view.nbytes > 0 and kind is not memoryview
+        except (TypeError, ValueError, BufferError):  # no buffer; released or closed by now
+            _LENDS.setdefault(kind, False)
+    return False
+
+
+class _InMemory(_InC):
+    """A file in memory."""
+
+    def read(self) -> Any:
+        return None if self.holder.closed else (self.holder.tell(), self.holder.getvalue())
+
+    def put_back(self) -> None:
+        if self.holder.closed:
+            raise UnsupportedModule(f"the forward closes a {type(self.holder).__name__} that outlives it")
+        position, content = self.was
+        self.holder.seek(0)
+        self.holder.truncate()
+        self.holder.write(content)
+        self.holder.seek(position)
+
+
+class _DecimalState(KeptState):
+    """Precision, rounding and flags of `decimal`."""
+
+    _NAMES = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+
+    def read(self) -> Any:
+        settings = {name: getattr(self.holder, name) for name in self._NAMES}
+        return settings, dict(self.holder.flags), dict(self.holder.traps)
+
+    def put_back(self) -> None:
+        settings, flags, traps = self.was
+        for name, value in settings.items():
+            setattr(self.holder, name, value)
+        self.holder.flags.update(flags)
+        self.holder.traps.update(traps)
+
+
+class _Queue(_InC):
+    """Items of a queue. One that another thread empties, as an executor's, is empty before and after."""
+
+    def read(self) -> Any:
+        return waiting_in(self.holder)
+
+    def is_unchanged(self) -> bool:
+        now = self.read()
+        return len(now) == len(self.was) and all(map(is_, now, self.was))
+
+    def put_back(self) -> None:
+        if is_used_elsewhere(self.holder):  # what has been taken is under way
+            return
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.holder.get_nowait()
+        for one in self.was:
+            self.holder.put(one)
+
+
+def waiting_in(held: Any) -> list[Any]:
+    """Items of a `queue.SimpleQueue`, oldest first: taking them out would wake those who wait for them."""
+    inside = [one for one in gc.get_referents(held) if one is not type(held)]
+    if sys.version_info < (3, 13):  # one list, which begins with the places of what was taken
+        inside = inside[0]
+    count = held.qsize()
+    return inside[len(inside) - count :] if count else []
+
+
+def is_used_elsewhere(held: Any) -> bool:
+    """Whether code of another thread has an object, as an executor's has its queue."""
+    here = threading.get_ident()
+    frames = [frame for thread, frame in sys._current_frames().items() if thread != here]
+    while frames:
+        frame = frames.pop()
+        names = frame.f_code.co_names
+        known = [*frame.f_locals.values(), *map(frame.f_globals.get, names)]
+        inside = (map(table.get, names) for one in known if type(table := attributes_of(one)) is dict)
+        if any(one is held for one in itertools.chain(known, *inside)):
+            return True
+        frames += [frame.f_back] if frame.f_back is not None else []
+    return False
+
+
+class _Semaphore(_InC):
+    """Value of a semaphore of `multiprocessing`: of one, of a lock, and of what an event has for a flag."""
+
+    def read(self) -> int | None:
+        with contextlib.suppress(NotImplementedError):  # macOS does not tell
+            return int(self.holder._get_value())
+        return None
+
+    def put_back(self) -> None:
+        if self.was is None or multiprocessing.active_children():  # which may have moved it
+            return
+        while self.holder._get_value() < self.was:
+            self.holder.release()
+        while self.holder._get_value() > self.was and self.holder.acquire(False):
+            pass
+
+
+_SEM_LOCK = getattr(sys.modules.get("_multiprocessing") or importlib.import_module("_multiprocessing"), "SemLock", None)
+
+
+class Subclasses(_InC):
+    """Classes that were registered below an abstract one, which C keeps."""
+
+    def read(self) -> list[type]:
+        classes = (reference() for reference in abc._get_dump(self.holder)[0])  # type: ignore[attr-defined]
+        return [cls for cls in classes if cls is not None]
+
+    def is_unchanged(self) -> bool:
+        return set(map(id, self.read())) == set(map(id, self.was))
+
+    def put_back(self) -> None:
+        abc._reset_registry(self.holder)  # type: ignore[attr-defined]
+        for cls in self.was:
+            abc.ABCMeta.register(self.holder, cls)
+        abc._reset_caches(self.holder)  # type: ignore[attr-defined]
+
+
+class _Position(_InC):
+    """How far a file has been read."""
+
+    def read(self) -> int | None:
+        with contextlib.suppress(OSError, ValueError):
+            return None if self.holder.closed else int(self.holder.tell())
+        return None
+
+    def put_back(self) -> None:
+        if self.was is None or self.holder.closed:
+            name = repr(getattr(self.holder, "name", type(self.holder).__name__))
+            raise UnsupportedModule(f"the forward reads or closes the file {name}, which outlives it")
+        self.holder.seek(self.was)
+
+
+def _is_read(file: Any) -> bool:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return is_of_c(file) and _is_regular(file) and file.readable() and not file.writable()
+    return False
+
+
+def _is_regular(file: Any) -> bool:
+    """Whether it is a file on a disk, and not a terminal, a pipe, or what the process prints to."""
+    if file.closed or any(file is one for one in _printed_to()):
+        return False
+    number = file.fileno()
+    return number > 2 and stat.S_ISREG(os.fstat(number).st_mode)
+
+
+def is_of_c(file: Any) -> bool:
+    """Whether the methods of a file are C's: asking one made in Python for its number may change it."""
+    return not isinstance(getattr(type(file), "fileno", None), types.FunctionType)
+
+
+def _printed_to() -> tuple[Any, ...]:
+    return sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
+
+
+class Progress(KeptState):
+    """How far an iterator of C's is, equal for as long as nobody has asked it for more. Nothing puts it back."""
+
+    rank = 3_000
+
+    def read(self) -> Any:
+        return iterator_state(self.holder)
+
+    def put_back(self) -> None:
+        raise UnsupportedModule(
+            f"the forward takes from a {type(self.holder).__name__} that it is given or that outlives it. Planning "
+            "and recording run the forward once more, and that cannot be put back: give it the item itself, count "
+            "in an attribute, or index a list, instead"
+        )
+
+
+def is_iterator_of_c(value: Any) -> bool:
+    """Whether it is an iterator that has neither a table nor slots."""
+    return is_a(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
+def iterator_state(iterator: Any) -> Any:
+    """How far an iterator is, and what else C keeps for itself, in a form that can be compared."""
+    if is_a(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return None if frame is None else (frame.f_lasti, _frozen(tuple(frame.f_locals.values())))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that itertools will not be pickled one day
+        try:
+            return _frozen(iterator.__reduce__())
+        except TypeError:
+            return None
+
+
+def _frozen(value: Any) -> Any:
+    """Something that is equal as long as a value is the same: plain values by themselves, objects by which they are."""
+    if is_a(value, (*PLAIN, range)):
+        return repr(value)
+    if is_a(value, tuple):
+        return tuple(map(_frozen, value))
+    if is_a(value, Iterator):
+        return type(value), iterator_state(value)
+    return tuple(map(id, value)) if is_a(value, list) else id(value)
+
+
+# the table of kinds ---------------------------------------------------------------------------------------------------
+
+
+def _is_of(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: is_a(value, kinds)
+
+
+KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], KeptState | None]], ...] = (
+    (is_stream, StreamState),
+    (is_iterator_of_c, Progress),
+    (is_large_array, ReadOnly),
+    (_is_of(dict, list, set, deque, bytearray), TableState),
+    (is_array, TableState),
+    (_is_of(functools._lru_cache_wrapper), CacheState),
+    (_is_of(io.StringIO, io.BytesIO), lambda value: None if value.closed else _InMemory(value)),
+    (_is_of(decimal.Context), _DecimalState),
+    (_is_of(queue.SimpleQueue), _Queue),
+    (lambda value: type(value) is _SEM_LOCK, _Semaphore),
+    (_is_of(io.IOBase), lambda value: _Position(value) if _is_read(value) else None),
+    (_lends_memory, MemoryState),
+)
+"""By kind, what of its state can be put back. The first that fits counts."""
+
+
+def state_of(value: Any) -> KeptState | None:
+    """State of an object that can be compared, and mostly put back; None where it keeps none of these kinds."""
+    return next((kind(value) for fits, kind in KINDS if fits(value)), None)
+
+
+# what is set aside ----------------------------------------------------------------------------------------------------
+
+
+class Untouchable:
+    """Stands for an object that nothing could put back, and refuses to be used."""
+
+    def __init__(self, kind: str, value: Any) -> None:
+        self._kind, self._value, self._thread = kind, value, threading.get_ident()
+        self._told: list[UnsupportedModule] = []
+
+    def tell(self, refused: list[UnsupportedModule]) -> None:
+        """Leave errors there as well: code around may catch what is raised, and go on."""
+        self._told = refused
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        self._told.append(
+            UnsupportedModule(
+                f"the forward takes from a {self._kind} that outlives it, or adds to it. Planning and recording run "
+                f"the forward once more, and a {self._kind} cannot be put back, so it has not been touched: count in "
+                "an attribute, index a list, or use it outside of the forward, instead"
+            )
+        )
+        raise self._told[-1]
+
+    __next__ = __call__ = __len__ = __bool__ = __getitem__ = __setitem__ = __enter__ = _refuse
+
+    def __exit__(self, *_: object) -> None:
+        """Never entered."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if threading.get_ident() != self._thread:  # one that goes on meanwhile
+            return getattr(self._value, name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __deepcopy__(self, _memo: Any) -> Untouchable:
+        return self
+
+
+def stand_in(value: Any) -> Any:
+    """What a run finds in the place of a value that C keeps moving; None where the value may stay."""
+    kind = Same(type(value))
+    name = f"{type(value).__module__}.{type(value).__name__}"
+    if is_a(value, io.StringIO | io.BytesIO):
+        return None
+    if (instead := asking(value)) is not None:
+        return instead
+    if is_a(value, io.IOBase) and not refuses_a_copy(kind):
+        return _scratch(value)
+    if is_a(value, types.GeneratorType):
+        return Untouchable("generator", value)
+    if type(value) is CSV_WRITER:
+        return _another_writer(value)
+    if is_outside(value):
+        return Untouchable(name, value)
+    if is_a(value, queue.Queue):
+        return Untouchable(f"{name} of another thread", value) if is_used_elsewhere(value) else None
+    if is_iterator_of_c(value):
+        try:
+            return copied_iterator(value)
+        except TypeError:
+            return Untouchable(type(value).__name__, value)
+    if adds_up(kind):
+        return value.copy()
+    return Untouchable(name, value) if refuses_a_copy(kind) else copied_whole(value)
+
+
+_OUTSIDE = frozenset(
+    (
+        *("sqlite3.Connection", "sqlite3.Cursor", "socket.socket", "subprocess.Popen", "greenlet.greenlet"),
+        *("multiprocessing.connection.Connection", "multiprocessing.connection.Client"),
+        *("torch.profiler.profiler.profile", "torch.utils.tensorboard.writer.SummaryWriter"),
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
+    )
+)
+"""Kinds of objects that speak to databases, files, other programs and other processes, or go on by themselves."""
+
+
+def is_outside(value: Any) -> bool:
+    """Whether an object speaks to what is outside of Python, or goes on by itself."""
+    return _is_outside(Same(type(value)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_outside(kind: Same[type]) -> bool:
+    return any(f"{c.__module__}.{c.__qualname__}" in _OUTSIDE for c in kind.it.__mro__)
+
+
+def copied_iterator(iterator: Any) -> Any:
+    """An iterator that is as far; both may go on by themselves. Raises `TypeError` where it cannot be copied."""
+    if is_a(iterator, types.GeneratorType) or not is_iterator_of_c(iterator):
+        raise TypeError(type(iterator).__name__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that itertools will not be pickled one day
+        make, given, *state = iterator.__reduce__()
+        made = make(*_with_copies(given))
+        if state and state[0] is not None:
+            made.__setstate__(_with_copies(state[0]))
+    return made
+
+
+def _with_copies(value: Any) -> Any:
+    if is_a(value, tuple):
+        return tuple(map(_with_copies, value))
+    return copied_iterator(value) if is_a(value, Iterator) else value
+
+
+CSV_WRITER = type(csv.writer(io.StringIO()))
+
+
+def _another_writer(writer: Any) -> Any:
+    """A writer of rows over what stands in for the file that one has, of which C knows the method alone."""
+    method = next(one for one in gc.get_referents(writer) if callable(one) and not is_a(one, type))
+    file = getattr(method, "__self__", None)
+    instead = None if file is None else stand_in(file)
+    to = types.SimpleNamespace(write=method if instead is None else instead.write)
+    return csv.writer(to, dialect=writer.dialect)
+
+
+def _scratch(file: Any) -> Any:
+    """A file in memory for one on a disk that is open for writing, or for one of C's over bytes in memory."""
+    if not is_of_c(file):
+        return None  # made in Python: what it writes to is found by its attributes
+    try:
+        content = _in_memory_below(file)
+        if not (file.writable() and (content is not None or _is_regular(file))):
+            return None
+        made = io.BytesIO(b"" if content is None else content.getvalue())
+        made.seek(0 if content is None else content.tell())
+        if is_a(file, io.TextIOBase):
+            return io.TextIOWrapper(made, encoding=file.encoding, errors=file.errors, write_through=True)
+    except (OSError, ValueError, AttributeError):
+        return None
+    return made
+
+
+def _in_memory_below(file: Any) -> io.BytesIO | None:
+    """The bytes in memory to which a file hands what it is given; None where the process prints to it."""
+    if any(file is one for one in _printed_to()):
+        return None
+    below = getattr(file, "buffer", file)
+    below = getattr(below, "raw", below)
+    return below if type(below) is io.BytesIO else None
+
+
+# Kinds that are made in C. One of Python's or NumPy's that refuses to be copied, and moves as it is used, is refused by
+# name: a `csv.reader` has gone on, a `pickle.Pickler` knows what it has written, a compressor what it was given.
+
+_STAYS_THE_SAME = frozenset(
+    (
+        *("_abc", "_asyncio", "_contextvars", "_ctypes", "_io", "_json", "_multiprocessing", "_queue", "_random"),
+        *("_socket", "_ssl", "_struct", "_thread", "_weakref", "builtins", "itertools", "mmap", "posix", "select"),
+        *("types", "unicodedata", "nt"),
+    )
+)
+"""Modules of C's whose kinds that refuse a copy synchronise, describe, never move, or are known to `state_of`."""
+_KNOWN_LIBRARIES = ("torch", "numpy", "jettison", "triton")
+_KNOWN_IN_C = sys.stdlib_module_names | set(_KNOWN_LIBRARIES)
+_METHODS_OF_C = ("wrapper_descriptor", "method_descriptor", "instancemethod")
+"""Names of their kinds; the last one's are pybind11's."""
+_OF_XML = ("Element",)
+_TRACKED = 1 << 14
+"""Flag of a class in C: the collector looks into its instances."""
+
+
+@functools.lru_cache(maxsize=4096)
+def refuses_a_copy(kind: Same[type]) -> bool:
+    """Whether instances of a kind made in C move as they are used, and can be neither copied nor put back."""
+    cls, made_by = kind.it, str(kind.it.__module__)
+    if (made_by == "numpy" and cls.__name__ == "flatiter") or _is_stream_of_an_extension(cls):
+        return True
+    if made_by in _STAYS_THE_SAME or made_by not in sys.stdlib_module_names:
+        return False
+    if str(getattr(sys.modules.get(made_by), "__file__", "")).endswith(".py"):
+        return False
+    ways = (*(getattr(cls, name, None) for name in ("__copy__", "__deepcopy__")), copyreg.dispatch_table.get(cls))
+    tables: tuple[Any, ...] = (copy._deepcopy_dispatch, copy._copy_dispatch)  # type: ignore[attr-defined]
+    if any(way is not None for way in ways) or any(cls in table for table in tables):
+        return False
+    return all(getattr(cls, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
+
+
+def _is_stream_of_an_extension(cls: type) -> bool:
+    """Whether it is written to and knows how far it is, in C: the streams of Arrow."""
+    found = (inspect.getattr_static(cls, name, None) for name in ("write", "tell"))
+    if any(one is None or isinstance(one, types.FunctionType) for one in found):
+        return False
+    return package_of(cls) not in _KNOWN_IN_C
+
+
+@functools.lru_cache(maxsize=4096)
+def adds_up(kind: Same[type]) -> bool:
+    """Whether instances of a kind made in C add up what they are given, and say a copy: digests, whoever made them, and
+    compressors of `zlib`.
+    """
+    names = ("copy",) if kind.it.__module__ == "zlib" else ("copy", "update", "digest")
+    return all(type(getattr(kind.it, name, None)) is types.MethodDescriptorType for name in names)
+
+
+def copied_whole(value: Any) -> Any:
+    """A deep copy of an object whose state C hides; None where it hides none, or refuses."""
+    kind = type(value)
+    # the collector knows what instances hold: a copy of a container may have the same values
+    is_looked_into = bool(kind.__flags__ & _TRACKED) and kind.__name__ not in _OF_XML
+    if not is_copied_whole(Same(kind)) or (is_looked_into and attributes_in_c(value)):
+        return None
+    try:
+        return copy.copy(value) if is_looked_into else copy.deepcopy(value)
+    except Exception:  # whatever a library's own code raises
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def is_copied_whole(kind: Same[type]) -> bool:
+    """Whether instances of a kind made in C change without a sign: it sets items or a state, and is no value that
+    others hash by.
+    """
+    hashes: Any = kind.it.__hash__
+    if not (hashes is None or hashes is object.__hash__) or issubclass(kind.it, BaseException):
+        return False
+    if "__reduce_cython__" in dir(kind.it):  # its attributes are looked into
+        return False
+    return any(_is_of_an_extension(kind.it, name) for name in ("__setstate__", "__setitem__"))
+
+
+def _is_of_an_extension(cls: type, name: str) -> bool:
+    """Whether a method is C's, and of no library whose kinds are known."""
+    owner = next((c for c in cls.__mro__ if name in vars(c)), None)
+    if owner is None or type(vars(owner)[name]).__name__ not in _METHODS_OF_C:
+        return False
+    package = package_of(owner)
+    return owner.__name__ in _OF_XML if package in sys.stdlib_module_names else package not in _KNOWN_LIBRARIES
+
+
+def attributes_in_c(value: Any) -> list[str]:
+    """Names of attributes that an extension's object holds in C, apart from its ``__dict__``: ``cdef public`` ones.
+
+    Nothing else tells which of the getters of its class only read what it holds: such a value is one that the
+    collector finds there, or a plain one.
+    """
+    names = _getters(Same(type(value)))
+    known = set(map(id, gc.get_referents(value))) if names else set()
+    if len(known) < 2:  # its class, at the most
+        return []
+    found = []
+    for name in names:
+        try:
+            one = object.__getattribute__(value, name)
+        except Exception:  # whatever a library's getter raises
+            continue
+        if id(one) in known or type(one) in PLAIN_KINDS:
+            found.append(name)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _getters(kind: Same[type]) -> tuple[str, ...]:
+    found: dict[str, Any] = {}
+    for cls in kind.it.__mro__:
+        is_pythons = package_of(cls) in sys.stdlib_module_names
+        for name, one in vars(cls).items():
+            found.setdefault(name, None if is_pythons else one)  # what a pointer of `ctypes` points to may be gone
+    return tuple(name for name, one in found.items() if isinstance(one, _DESCRIPTORS) and not name.startswith("__"))
+
+
+# contents -------------------------------------------------------------------------------------------------------------
+
+_ATOMS = frozenset((*PLAIN, range, types.ModuleType))
+_OPENED = frozenset((tuple, frozenset))
+
+
+def worth_a_look(values: Iterable[Any]) -> list[Any]:
+    """What may change, or lead to what may: all but plain values, with tuples opened."""
+    found: list[Any] = []
+    left = list(values)
+    for level in itertools.count():
+        kinds = set(map(type, left))
+        if kinds <= _ATOMS:
+            break
+        if kinds.isdisjoint(_OPENED):
+            found += [value for value in left if type(value) not in _ATOMS]
+            break
+        found += [value for value in left if type(value) not in _OPENED and type(value) not in _ATOMS]
+        left = [value for value in left if type(value) in _OPENED]
+        if level > 1:  # tuples may hold each other many times over
+            left = list({id(value): value for value in left}.values())
+        left = list(itertools.chain.from_iterable(left))
+    return found
+
+
+_OPEN_TO_GC: tuple[type, ...] = (
+    *(types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())),
+    *(ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._Pointer, ctypes._SimpleCData, CSV_WRITER),
+)
+"""Kinds that hold something and have no other way to say what."""
+
+
+def inside(value: Any) -> Iterator[Any]:
+    """What a value holds, refers to, or names."""
+    if is_a(value, dict):
+        yield from worth_a_look(dict.keys(value))
+        yield from worth_a_look(dict.values(value))
+        yield vars(defaultdict)["default_factory"].__get__(value) if is_a(value, defaultdict) else None
+    elif is_a(value, CONTAINERS):
+        yield from worth_a_look(items_of(value))
+    elif is_a(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif is_a(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
+        yield value.__self__
+    elif is_a(value, weakref.ref):
+        yield weakref.ref.__call__(value)
+    elif is_a(value, weakref.ProxyTypes):  # which hands on every name
+        yield getattr(value.__init__, "__self__", None)
+    elif is_a(value, _OPEN_TO_GC) or is_iterator_of_c(value):
+        yield from worth_a_look(gc.get_referents(value))
+    elif is_a(value, memoryview):
+        yield value.obj
+    elif is_a(value, queue.SimpleQueue):
+        yield from worth_a_look(waiting_in(value))
+    elif is_number_array(value):
+        yield getattr(value, "base", None)
+        has_objects = getattr(getattr(value, "dtype", None), "hasobject", False)
+        yield from worth_a_look(value.ravel().tolist() if has_objects else ())
+    elif is_extension(Same(type(value))):
+        yield from (v for v in worth_a_look(gc.get_referents(value)) if not is_a(v, NEVER_INSIDE))
+    elif is_a(value, property):
+        yield from filter(None, (value.fget,))
+    elif is_a(value, staticmethod | classmethod):
+        yield value.__func__
+    elif is_a(value, types.FunctionType):
+        yield from function_reach(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_simple(cls: Same[type]) -> bool:
+    """Whether instances of a class have attributes or slots and nothing else: Python made it, and all of its bases."""
+    if str(cls.it.__module__).startswith(("torch", "jettison")) or is_copied_whole(cls):
+        return False
+    return all(_is_made_in_python(c) for c in cls.it.__mro__ if c is not object)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_extension(cls: Same[type]) -> bool:
+    """Whether instances of a class may hold what neither attributes nor slots show: a base of it was made in C, by
+    somebody else than Python, torch and the libraries that are known.
+    """
+    return any(not (_is_made_in_python(c) or package_of(c) in _KNOWN_IN_C) for c in cls.it.__mro__)
+
+
+def _is_made_in_python(cls: type) -> bool:
+    return "__dict__" in vars(cls) or "__slots__" in vars(cls)
+
+
+_MODELS_OWN = (
+    *("torch.optim", "torch.amp.grad_scaler", "torch.utils.data", "torch.quasirandom", "torch._library.custom_ops"),
+)
+
+
+def is_ours(value: Any) -> bool:
+    """A tracer's or a runtime's own objects stand in the place of forwards and hooks; what they note must stay. So
+    must what torch notes in objects of its own; modules and random generators, torch's as well, are the model's.
+    """
+    kind: Any = type(value)
+    if issubclass(kind, nn.Module) or is_stream(value):
+        return False
+    module = str(kind.__module__)  # some classes have a property there
+    if module.startswith(_MODELS_OWN):
+        return False
+    if module.startswith(("torch.", "jettison.")):
+        return True
+    if issubclass(kind, types.FunctionType | types.MethodType | type):
+        return str(value.__module__).startswith("jettison.")
+    attributes = attributes_of(value)
+    return is_a(attributes, dict) and str(attributes.get("__module__")).startswith("jettison.")

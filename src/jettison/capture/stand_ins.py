@@ -1,0 +1,296 @@
+"""Blocks that only look like ones: outputs made out of metadata, or observed in one real call."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from jettison.capture.dispatch import eagerly
+from jettison.capture.isolation import WritesUndone, leaving_nothing, without_our_hooks, without_plans
+from jettison.capture.kinds import TENSOR_HOOKS
+from jettison.capture.recording import RegionTrace, TensorRef
+from jettison.capture.signature import opaque_copy
+from jettison.capture.tensor_subclasses import Wrapping, has_gradients, plain, wrapping
+from jettison.capture.trees import tree_flatten, tree_unflatten
+from jettison.ledger.program import Buffer, Program, Source
+
+# stub -----------------------------------------------------------------------------------------------------------------
+#
+# A block that only looks like one: its outputs, made out of metadata and tied to its inputs in the graph
+
+
+class StubProbe(Protocol):
+    """Told when a stubbed block starts its forward and its backward."""
+
+    def forward(self, call: int) -> None: ...
+    def backward(self, call: int) -> None: ...
+
+
+@contextlib.contextmanager
+def forwards(instead: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Modules run these in the place of their forwards."""
+    own = {module: vars(module)["forward"] for module in instead if "forward" in vars(module)}
+    for module, forward in instead.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module in instead:
+            module.__dict__.pop("forward", None)
+        for module, forward in own.items():
+            vars(module)["forward"] = forward
+
+
+def stub_outputs(
+    trace: RegionTrace, leaves: list[Any], *, probe: StubProbe | None = None, call: int = 0, held: tuple[Any, ...] = ()
+) -> Any:
+    """What the region returned, made anew from metadata; inputs that it returned are passed through.
+
+    Args:
+        held: kept alive until the stub's backward, as the block would.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    by_input = {b: leaves[position] for b, position in trace.inputs.items()}
+    made = [r for r in trace.output_leaves if isinstance(r, TensorRef) and r.buffer not in by_input]
+    device = max((t.device for t in tensors), key=lambda d: d.type != "cpu", default=torch.device("cpu"))
+    if not any(t.requires_grad for t in tensors):  # a block on the bare batch: the gradients are its parameters'
+        tensors.append(torch.empty(0, device=device, requires_grad=True))
+    if probe is not None:
+        probe.forward(call)
+    fresh = list(_Stub.apply(made, trace.constants, device, (probe, call, held), *tensors)) if made else []
+    out = []
+    for leaf in trace.output_leaves:
+        if not isinstance(leaf, TensorRef):
+            out.append(leaf)
+        elif leaf.buffer in by_input:
+            out.append(_part_of(by_input[leaf.buffer], leaf))
+        else:
+            out.append(fresh.pop(0))
+    return tree_unflatten(out, trace.output_spec)
+
+
+class _Stub(torch.autograd.Function):
+    """Stands for a block in the root's graph: makes its outputs, and gradients for its inputs, out of nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, made: list[TensorRef], constants: frozenset[int], device: torch.device, extra: Any, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.metas = [
+            (plain(t).shape, t.dtype, t.device, wrapping(t)) if has_gradients(t.dtype) and t.requires_grad else None
+            for t in tensors
+        ]
+        ctx.extra = extra
+        out = tensors_made(made, device, beside=next((t for t in tensors if isinstance(t, FakeTensor)), None))
+        ctx.mark_non_differentiable(
+            *(t for t, r in zip(out, made, strict=True) if r.buffer in constants or not has_gradients(t.dtype))
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        probe, call, _held = ctx.extra
+        if probe is not None:
+            probe.backward(call)
+        ctx.extra = (None, call, ())
+        made = [None if m is None else _empty(m[0], None, *m[1:]) for m in ctx.metas]
+        return None, None, None, None, *made
+
+
+def _part_of(given: Tensor, ref: TensorRef) -> Tensor:
+    """An input that comes back: itself, or a view of it."""
+    if ref.wrap is not None or (tuple(given.shape), tuple(given.stride())) == (ref.size, ref.stride):
+        return given
+    return given.as_strided(ref.size, ref.stride, ref.offset)
+
+
+def tensors_made(
+    refs: Sequence[TensorRef], device: torch.device, *, beside: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """New tensors, uninitialised. Those that are parts of one buffer are parts of one storage: a call's signature says
+    how its arguments share memory.
+
+    Args:
+        beside: a fake tensor; what is made is then fake as well. Bare integers would be real beside a real batch (see
+            `RealUntilFake`), and the code after a stub would index by what happened to be in memory.
+    """
+    empty = torch.empty if beside is None else plain(beside).detach().new_empty
+    parts: dict[int, list[TensorRef]] = {}
+    for ref in filter(_is_of_a_storage, refs):
+        parts.setdefault(ref.buffer, []).append(ref)
+    storages: dict[int, Any] = {}
+    for buffer, of_one in parts.items():
+        if len(of_one) > 1 and len({r.dtype for r in of_one}) == 1:
+            end = max(r.offset + 1 + sum((n - 1) * s for n, s in zip(r.size, r.stride, strict=True)) for r in of_one)
+            storages[buffer] = empty(end, dtype=of_one[0].dtype, device=device).untyped_storage()
+    return tuple(
+        empty(0, dtype=r.dtype, device=device).set_(storages[r.buffer], r.offset, r.size, r.stride)
+        if r.buffer in storages and _is_of_a_storage(r)
+        else _empty(r.size, r.stride, r.dtype, device, r.wrap, beside)
+        for r in refs
+    )
+
+
+def _is_of_a_storage(ref: TensorRef) -> bool:
+    return ref.wrap is None and 0 not in ref.size
+
+
+def _empty(
+    size: Any,
+    stride: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    wrap: Wrapping | None,
+    beside: Tensor | None = None,
+) -> Tensor:
+    if stride is None:
+        made = torch.empty(size, dtype=dtype, device=device)
+    elif beside is not None:
+        made = plain(beside).detach().new_empty_strided(size, stride, dtype=dtype, device=device)
+    else:
+        made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return made if wrap is None else wrap.wrap(made)
+
+
+# block observer -------------------------------------------------------------------------------------------------------
+#
+# What cannot be recorded on fake tensors is observed on real ones: one call of one block, without a graph
+# A forward whose shapes depend on values (a loop over the experts that got a token) or that launches kernels past the
+# dispatcher has no program. Its outputs' shapes are all that the model around it needs; its memory is measured
+# elsewhere.
+
+
+def is_real(module: nn.Module) -> bool:
+    """Whether a module's tensors have values."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return all(not isinstance(plain(t), FakeTensor) and t.device.type != "meta" for t in tensors)
+
+
+def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
+    """A trace without ops: inputs, and outputs as one real call returned them.
+
+    Args:
+        module: on real tensors. Its buffers and the random generators are left as they were.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    with _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves):
+        given = [stand_in(leaf) for leaf in leaves]
+        output = run_holding_nothing(module.forward, tree_unflatten(given, spec))
+    return _trace_of(given, output)
+
+
+@contextlib.contextmanager
+def holding_nothing() -> Iterator[None]:
+    """Forwards make a graph that nobody goes through: there has to be one, for they may put hooks on what is in it."""
+
+    def nothing(_saved: Any) -> None:
+        return None
+
+    def asked(_nothing: None) -> Tensor:
+        raise RuntimeError("a forward runs a backward of its own")
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(nothing, asked):
+        yield
+
+
+def run_holding_nothing(forward: Callable[..., Any], call: tuple[Any, Any]) -> Any:
+    """What a forward returns for a copy of these arguments. Nothing that it saves stays, unless it refuses to run under
+    hooks, as transforms of `torch.func` do, or goes through its graph itself (`torch.autograd.grad`).
+    """
+
+    def run() -> Any:
+        args, kwargs = opaque_copy(call, stand_in)
+        return forward(*args, **kwargs)
+
+    try:
+        with eagerly(), holding_nothing():
+            return run()
+    except RuntimeError:
+        with eagerly(), torch.enable_grad():
+            return run()
+
+
+def stand_in(leaf: Any) -> Any:
+    """A real tensor for a fake one: random floats, and zeros for integers, which index anything."""
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    with _disable_current_modes():
+        made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        made = made.normal_() if has_gradients(leaf.dtype) else made.zero_()
+        return made.requires_grad_(leaf.requires_grad)
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module, values: Iterable[Any]) -> Iterator[None]:
+    """Tensors that were there, random generators and Python's state come out as they went in. No plan is at work."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with (
+        without_plans(module),
+        torch.random.fork_rng(devices=devices),
+        leaving_nothing([module], values),
+        WritesUndone(),
+        torch.autograd.set_detect_anomaly(False),  # gradients are memory that nobody has written to
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
+    """A backward of random numbers through a module calls no hooks on its parameters: they may step an optimizer."""
+    tables = [table for parameter in module.parameters() for table in _gradient_hooks(parameter)]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)
+
+
+def _gradient_hooks(parameter: Tensor) -> list[Any]:
+    """The very tables that autograd goes by: on the tensor, and on the node that adds up its gradient."""
+    found = [getattr(parameter, name, None) for name in TENSOR_HOOKS]
+    if parameter.requires_grad and parameter.is_leaf:
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        found += [one for one in gc.get_referents(node) if type(one) is OrderedDict]
+    return list({id(table): table for table in found if table}.values())
+
+
+def _trace_of(given: list[Any], output: Any) -> RegionTrace:
+    buffers: list[Buffer] = []
+    inputs: dict[int, int] = {}
+    known: dict[int, int] = {}
+    for position, leaf in enumerate(given):
+        if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
+            known[leaf.untyped_storage()._cdata] = inputs_index = len(buffers)
+            inputs[inputs_index] = position
+            nbytes = leaf.untyped_storage().nbytes()
+            buffers.append(
+                Buffer(index=inputs_index, nbytes=nbytes, source=Source.INPUT, name=str(position), keepable=True)
+            )
+    leaves, spec = tree_flatten(output)
+    refs: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            refs.append(leaf)
+            continue
+        index = known.setdefault(leaf.untyped_storage()._cdata, len(buffers))
+        if index == len(buffers):
+            buffers.append(Buffer(index=index, nbytes=leaf.untyped_storage().nbytes(), source=Source.OUTER))
+        refs.append(TensorRef(index, tuple(leaf.shape), tuple(leaf.stride()), leaf.storage_offset(), leaf.dtype))
+    outputs = tuple(r.buffer for r in refs if isinstance(r, TensorRef))
+    return RegionTrace(
+        program=Program(buffers=tuple(buffers), ops=(), slots=(), outputs=outputs),
+        inputs=inputs,
+        output_leaves=refs,
+        output_spec=spec,
+    )
