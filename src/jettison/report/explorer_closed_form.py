@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby, product
+from itertools import product
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
@@ -13,6 +13,7 @@ from jettison.formula.named import Choices, has_names, structure
 from jettison.predict.closed_form import Form, form_of, sizes_of
 from jettison.predict.closed_form_document import closed_form_document
 from jettison.report.explorer_models import PageModel, page_models
+from jettison.report.tables import runs_of
 from jettison.spec.layout import Layout
 from jettison.spec.model import Layer, ModelSpec, Moe
 
@@ -124,8 +125,7 @@ def _which(model: ModelSpec, layer: Layer) -> str:
     if len(model.kinds) == 1:
         return ""
     same = [i for i, each in enumerate(model.layers) if each == layer]
-    runs = [list(group) for _, group in groupby(enumerate(same), key=lambda pair: pair[1] - pair[0])]
-    spans = [f"{run[0][1]}" if len(run) == 1 else f"{run[0][1]} to {run[-1][1]}" for run in runs]
+    spans = runs_of(same, " to ")
     where = ", ".join(spans) if len(spans) <= 2 else f"{same[0]}, {same[1]}, ... {same[-1]}"
     mlp = "experts" if isinstance(layer.mlp, Moe) else "dense"
     return f", {mlp}{f', window {layer.window}' if layer.window is not None else ''} (layers {where})"
