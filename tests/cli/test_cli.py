@@ -174,7 +174,7 @@ def test_verify_of_a_live_model(capsys, live):
 
 
 def test_a_failed_proof_exits_4(capsys, live, monkeypatch):
-    from jettison.verify import planned as proof
+    from jettison.verify import side_by_side as proof
 
     monkeypatch.setattr(proof, "parameter_digest", lambda model: id(model))
     code, out, err = call(capsys, "verify", f"{live}:trio", "--recompute", "none", "--rounds", 1, "--format", "json")

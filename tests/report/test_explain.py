@@ -1,7 +1,7 @@
 """Explanations: the paper's figures, sums that can be done by hand, and remarks that come and go with their cause."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -302,7 +302,7 @@ def test_nothing_is_recommended_where_nothing_helps() -> None:
 
 
 def test_the_explanation_is_plain_figures() -> None:
-    document = json.loads(json.dumps(explained(paper(layout=Layout(tp=8, dp=2))).document()))
+    document = json.loads(json.dumps(asdict(explained(paper(layout=Layout(tp=8, dp=2))))))
     assert document["parts"][0].keys() == {"name", "nbytes", "fraction"}
     assert document["phase"] == "backward"
     assert document["core"]["crossover"] > 0
