@@ -20,9 +20,9 @@ from jettison.core.units import GIB, MIB
 from jettison.memory.span import Phase
 from jettison.predict.forecast import forecast
 from jettison.spec.fp8 import fp8_recipe
-from jettison.spec.further import with_further
-from jettison.spec.kernels import MEGATRON, AttentionKernel, Dispatcher, Loss
-from jettison.spec.layout import Layout
+from jettison.spec.kernels import WORKSPACES, AttentionKernel, Dispatcher, Loss, Workspaces
+from jettison.spec.kernels import kernels as kernel_set
+from jettison.spec.layout import Layout, stage_layers
 from jettison.spec.model import (
     Activation,
     Attention,
@@ -37,12 +37,10 @@ from jettison.spec.model import (
     QkNorm,
     Router,
 )
-from jettison.spec.modules import listed
+from jettison.spec.model_variants import with_mtp
 from jettison.spec.precision import PRECISIONS, Adding, Gradients, Optimizer, Precision
-from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.recompute import Mode, Recompute, listed
 from jettison.spec.run import Run
-from jettison.spec.stage_layers import stage_layers
-from jettison.spec.workspaces import WORKSPACES, Workspaces
 
 _FOLDER = Path(__file__).parent.parent / "tests" / "facts"
 FACTS = _FOLDER / "megatron_golden.csv"
@@ -219,7 +217,7 @@ def model_of(row: Facts) -> ModelSpec:
         dropout_sites=DropoutSites(embedding=True, attention=True, residual=True),
         dropout=0.1,
     )
-    return with_further(model, int(more.get("mtp-num-layers", 0)), MEGATRON)
+    return with_mtp(model, int(more.get("mtp-num-layers", 0)), kernel_set("megatron"))
 
 
 def _experts_by_layer(row: Facts) -> list[bool]:
@@ -236,7 +234,7 @@ def run_of(row: Facts) -> Run:
     local = more.get("transformer-impl") == "local"
     eager = local or more.get("attention-backend") == "unfused"
     kernels = replace(
-        MEGATRON,
+        kernel_set("megatron"),
         fused_softmax="no-masked-softmax-fusion" not in more,
         scores_float32="no-masked-softmax-fusion" in more,
         attention=AttentionKernel.EAGER if eager else AttentionKernel.FLASH,

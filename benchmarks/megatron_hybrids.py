@@ -9,10 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jettison.spec.further import with_further
-from jettison.spec.kernels import MEGATRON
-from jettison.spec.mixers import Mamba2
-from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Moe, Norm, NormKind, Router
+from jettison.spec.kernels import kernels as kernel_set
+from jettison.spec.model import (
+    Activation,
+    Attention,
+    DropoutSites,
+    Layer,
+    Mamba2,
+    Mlp,
+    ModelSpec,
+    Moe,
+    Norm,
+    NormKind,
+    Router,
+)
+from jettison.spec.model_variants import with_mtp
 
 PATTERN = "hybrid-layer-pattern"
 """M: Mamba 2, *: attention, -: feed-forward, E: experts; | between stages, / before each further token."""
@@ -87,7 +98,7 @@ def hybrid(row: Mapping[str, str], more: Mapping[str, str], name: str) -> ModelS
         dropout_sites=DropoutSites(embedding=True, attention=True, residual=True),
         dropout=0.1,
     )
-    return with_further(model, pattern.count("/"), MEGATRON, repeated="mtp-use-repeated-layer" in more)
+    return with_mtp(model, pattern.count("/"), kernel_set("megatron"), repeated="mtp-use-repeated-layer" in more)
 
 
 def stages(pattern: str) -> str:

@@ -243,9 +243,8 @@ def tried(kind: str) -> Answer:
 
 def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
     from jettison.core.errors import NotDescribed, UsageError
-    from jettison.families.config import parse_config
-    from jettison.families.left_out import TOWERS
-    from jettison.formula.parameters import parameter_count
+    from jettison.families.config import TOWERS, parse_config
+    from jettison.formula.region import parameter_count
     from jettison.models.recorded import recorded_model, with_towers
     from jettison.predict.forecast import forecast
     from jettison.predict.run_fields import RunRequest

@@ -26,9 +26,8 @@ from jettison.predict.run_request import resolve
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.fp8 import fp8_recipe
 from jettison.spec.hardware import hardware
-from jettison.spec.kernels import MEGATRON
 from jettison.spec.model import ModelSpec
-from jettison.spec.products import with_products
+from jettison.spec.model_variants import with_products
 from jettison.spec.run import Run
 
 FACTS = Path(__file__).parent.parent / "tests" / "facts"
@@ -212,7 +211,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         products=products if described else None,
         recompute_modules=row["recompute"].replace("+", ",") or None,
         attention="flash",
-        kernels=MEGATRON.name,
+        kernels="megatron",
         dispatcher="flex" if row["dispatcher"] in ("deepep", "hybridep") else None,
         ep_comm_overlap=row["a2a_overlap"] == "yes",
         lora="r=16,alpha=32,targets=qkv" if row["note"] == "LoRA" else None,
@@ -222,7 +221,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
     )
     run = resolve(model, request).run
     if products and not described:
-        narrow = fp8_recipe(str(recipe), MEGATRON.name)
+        narrow = fp8_recipe(str(recipe), "megatron")
         run = replace(run, model=with_products(run.model, products, narrow))
     how = replace(
         execution_of(run),
@@ -233,7 +232,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         narrow_attention="attention" in row["narrow"],
         narrow_head="head" in row["narrow"],
     )
-    return run, how if described or not recipe else replace(how, recipe=fp8_recipe(recipe, MEGATRON.name))
+    return run, how if described or not recipe else replace(how, recipe=fp8_recipe(recipe, "megatron"))
 
 
 def model_of(name: str) -> ModelSpec:

@@ -22,7 +22,8 @@ from typing import Any
 from benchmarks.page_command import page_command
 from jettison.formula.region import Region, layer_region
 from jettison.predict.forecast import forecast
-from jettison.spec.kernels import MEGATRON, Device
+from jettison.spec.kernels import Device
+from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind
 from jettison.spec.recompute import Recompute
@@ -66,7 +67,9 @@ class Row:
             tied_embeddings=True,
             dropout_sites=DropoutSites(embedding=True, attention=True, residual=True),
         )
-        kernels = replace(MEGATRON.with_attention("eager"), device=Device.CPU)  # statistics in bf16; masks of bytes
+        kernels = replace(
+            kernel_set("megatron").with_attention("eager"), device=Device.CPU
+        )  # statistics in bf16; masks of bytes
         return Run(
             model=model,
             seq=S,

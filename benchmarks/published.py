@@ -16,7 +16,7 @@ from typing import Any
 from jettison.families.config import parse_config
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import flag_of, model_spec, resolve
-from jettison.spec.kernels import MEGATRON
+from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind
 from jettison.spec.precision import PRECISIONS, Gradients
@@ -411,7 +411,7 @@ def megatron_run(*, micro_batch: int, dp: int, pp: int, tp: int) -> Run:
         micro_batches=8 if pp > 1 else 2,
         layout=Layout(dp=dp, pp=pp, tp=tp, zero=1),
         precision=PRECISIONS["bf16-main32"],
-        kernels=replace(MEGATRON, fused_gate=False, copied_attention=True),
+        kernels=replace(kernel_set("megatron"), fused_gate=False, copied_attention=True),
         gradients=Gradients.UPFRONT,
         dropout=0.1,
     )

@@ -30,7 +30,6 @@ from jettison.predict.run_request import resolve
 from jettison.predict.time import Estimate, estimate
 from jettison.predict.whole_micro_batches import most_whole
 from jettison.spec.hardware import hardware
-from jettison.spec.kernels import MEGATRON, PYTORCH
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
 
@@ -184,7 +183,7 @@ def _foundry(row: Mapping[str, str]) -> tuple[Run, Execution]:
         zero=3,
         reshard_after_forward="never" if "kept" in extras else None,
         attention="flash",
-        kernels=PYTORCH.name,
+        kernels="pytorch",
     )
     run = resolve(mpt(row["model"], seq), request).run
     if "pure" in extras:
@@ -250,7 +249,7 @@ def _nemo(row: Mapping[str, str]) -> tuple[Run, Execution]:
         zero=1 if dp > 1 else 0,
         precision=row.get("precision") or "fp8",
         attention="flash",
-        kernels=MEGATRON.name,
+        kernels="megatron",
         recompute=row.get("recompute"),
         dropout=0.1 if gpt else 0.0,
         tp_comm_overlap=row["tp_comm_overlap"] == "yes",

@@ -15,8 +15,7 @@ import pytest
 from jettison.cli.file_kinds import KINDS, file_kind
 from jettison.cli.main import app, run
 from jettison.cli.suggestions import _flags, _verbs, said_here
-from jettison.families.hub import hub_config
-from jettison.families.presets import PRESETS
+from jettison.families.presets import PRESETS, hub_config
 from jettison.models.model_types import nearest, transformers_types
 from jettison.spec.frameworks import foreign_flags
 

@@ -239,7 +239,7 @@ def test_shells_are_told_all_verbs_and_flags(capsys: pytest.CaptureFixture[str])
 
 def test_every_listed_name_is_one_that_commands_take(capsys: pytest.CaptureFixture[str]) -> None:
     from jettison.families.presets import PRESETS, preset
-    from jettison.formula.parameters import parameter_count
+    from jettison.formula.region import parameter_count
     from jettison.spec.frameworks import named
     from jettison.spec.hardware import hardware
     from jettison.spec.precision import PRECISIONS, Optimizer

@@ -16,8 +16,7 @@ from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
-from jettison.spec.attention_rates import AttentionRates
-from jettison.spec.hardware import hardware
+from jettison.spec.hardware import AttentionRates, hardware
 from jettison.spec.run import Run
 
 TIMED = Path(__file__).parent.parent / "facts" / "cudnn_attention.csv"

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jettison.cost.flops import Counting, forward_flops, model_flops, visible_share
-from jettison.cost.utilisation import seconds_of, utilisation
+from jettison.cost.flops import Counting, forward_flops, model_flops, seconds_of, utilisation, visible_share
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
 from jettison.predict.run_fields import RunRequest

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from jettison.cost.execution import MEGATRON, Execution, Fusion, execution_of
-from jettison.cost.kernel import Half, Kernel, Product
+from jettison.cost.execution import Execution, Fusion, execution_of, usual_execution
+from jettison.cost.kernel import GROUPED, PRODUCTS, Half, Kernel, Product
 from jettison.cost.launches import work
 from jettison.cost.layer import narrow_kernels
 from jettison.cost.matmul import product_seconds, rate
 from jettison.cost.narrow_kernels import copying_bytes
-from jettison.cost.op_kinds import GROUPED, PRODUCTS
 from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.predict.run_fields import RunRequest
@@ -333,4 +332,8 @@ def test_recipes_of_torchao_gain_what_torchtitan_had_of_them() -> None:
 
 
 def test_what_has_no_recipe_is_priced_as_before() -> None:
-    assert MEGATRON.recipe is None and PRECISIONS["fp8"].recipe is None and PRECISIONS["fp8"].product == NARROW
+    assert (
+        usual_execution("megatron").recipe is None
+        and PRECISIONS["fp8"].recipe is None
+        and PRECISIONS["fp8"].product == NARROW
+    )

@@ -27,9 +27,8 @@ from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from jettison.spec.frameworks import named
-from jettison.spec.layout import Layout
+from jettison.spec.layout import Layout, stage_layers
 from jettison.spec.recompute import Mode, Recompute
-from jettison.spec.stage_layers import stage_layers
 
 PAPER = {"tp": 8, "micro_batch": 4, "kernels": "megatron"}
 

@@ -16,7 +16,7 @@ from jettison.frameworks.export import Exported
 from jettison.frameworks.megatron.write import _offloaded_sets, by_modules, offloading
 from jettison.frameworks.policy import Action, LayerPolicy, kept_whole
 from jettison.predict.run_fields import RunRequest
-from jettison.spec.modules import OFFLOADED
+from jettison.spec.recompute import OFFLOADED
 
 GPT = {"tp": 8, "micro_batch": 4, "kernels": "megatron", "offload": True}
 LLAMA = {"dp": 8, "zero": 3, "micro_batch": 2, "offload": True}

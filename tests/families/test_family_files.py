@@ -21,7 +21,7 @@ from formula import (
 )
 from jettison.families import config
 from jettison.families.family import FAMILIES, PAIRS, WRAPPERS, Family, Files
-from jettison.spec.kernels import HUGGINGFACE
+from support.kernel_sets import HUGGINGFACE
 from support.patience import PATIENCE
 from support.spec_cases import TINY, decoded
 
@@ -46,6 +46,7 @@ import sys
 opened = set()
 sys.addaudithook(lambda event, args: opened.add(str(args[0])) if event == "open" else None)
 from jettison.cli import run_command
+from support.kernel_sets import HUGGINGFACE
 sys.argv = ["jettison", "ledger", "llama3-405b"]
 try:
     run_command()

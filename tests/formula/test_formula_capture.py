@@ -10,7 +10,7 @@ import pytest
 from jettison.families.family import kernels_for
 from jettison.formula.region import embedding_region, layer_region
 from jettison.ledger import compare
-from jettison.spec.kernels import KERNELS, kernels
+from jettison.spec.kernels import kernels
 from jettison.spec.model import Attention
 from support.formula_cases import (
     DENSE,
@@ -28,6 +28,7 @@ from support.formula_cases import (
     traced,
     written,
 )
+from support.kernel_sets import KERNELS
 
 BOTH = ("eager", "sdpa")
 
@@ -153,7 +154,7 @@ def test_conventions_are_those_of_transformers_only() -> None:
     for family in DENSE:
         model = run_of(FormulaCase(family=family)).model
         for name in KERNELS:
-            if not kernels(name).of_transformers and (name != "nanotron" or family == "llama"):
+            if not kernels(name).model_code and (name != "nanotron" or family == "llama"):
                 assert kernels_for(model, name) is kernels(name)
 
 

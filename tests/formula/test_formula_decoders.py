@@ -8,7 +8,7 @@ import pytest
 
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
-from jettison.formula.parameters import parameter_count
+from jettison.formula.region import parameter_count
 from support.formula_cases import (
     _GROUPED,
     _TOKENS,

@@ -9,8 +9,7 @@ import pytest
 
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
-from jettison.formula.parameters import parameter_count
-from jettison.formula.region import layer_region
+from jettison.formula.region import layer_region, parameter_count
 from jettison.ledger.compare import compare
 from jettison.predict.forecast import forecast
 from jettison.predict.largest import Edge, fit

@@ -13,7 +13,7 @@ from torch.nn import functional
 from jettison.formula.region import Region, layer_region
 from jettison.ledger.compare import compare
 from jettison.ledger.program import Anchor
-from jettison.spec.kernels import HUGGINGFACE, KERNELS, MEGATRON, PYTORCH, Kernels
+from jettison.spec.kernels import Kernels
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, LatentAttention, Moe
 from jettison.spec.precision import PRECISIONS
@@ -32,6 +32,7 @@ from support.formula_cases import (
     under_autocast,
 )
 from support.held_by_autograd import closed_form_bytes, observed_bytes
+from support.kernel_sets import HUGGINGFACE, KERNELS, MEGATRON, PYTORCH
 from support.mixtures import MIXTURES
 
 TOKENS = BATCH * SEQUENCE

@@ -12,8 +12,7 @@ import torch
 from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.config import parse_config
 from jettison.families.family import kernels_for
-from jettison.formula.parameters import parameter_count
-from jettison.formula.region import layer_region
+from jettison.formula.region import layer_region, parameter_count
 from jettison.ledger.record import EACH_ROUND
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve

@@ -10,7 +10,6 @@ from benchmarks.model_types import CLOSED, tried
 from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.config import parse_config
 from jettison.formula.region import layer_region
-from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout
 from jettison.spec.model import Moe
 from jettison.spec.run import Run
@@ -28,6 +27,7 @@ from support.formula_cases import (
     tiny_config,
 )
 from support.held_by_autograd import closed_form_bytes, observed_bytes
+from support.kernel_sets import MEGATRON
 
 _HEADS_16 = {**_GROUPED, **_TOKENS, "head_dim": 16}
 _FEW = {"num_local_experts": 4, "num_experts_per_tok": 2}

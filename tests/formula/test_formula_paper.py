@@ -16,12 +16,12 @@ import pytest
 from jettison.families.presets import preset
 from jettison.formula.region import layer_region
 from jettison.predict.forecast import Forecast, forecast
-from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
+from support.kernel_sets import MEGATRON
 
 FACTS = Path(__file__).parents[1] / "facts"
 EAGER = MEGATRON.with_attention("eager")

@@ -10,8 +10,7 @@ from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
 from jettison.cost.launches import work
 from jettison.families.config import parse_config
-from jettison.formula.parameters import parameter_count
-from jettison.formula.region import Region, layer_region
+from jettison.formula.region import Region, layer_region, parameter_count
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve, run_of

@@ -9,8 +9,7 @@ import pytest
 
 from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.config import parse_config
-from jettison.formula.parameters import parameter_count
-from jettison.formula.region import embedding_region, head_region
+from jettison.formula.region import embedding_region, head_region, parameter_count
 from jettison.predict.forecast import forecast
 from jettison.predict.largest import fit
 from jettison.predict.run_fields import RunRequest
@@ -55,12 +54,12 @@ def test_tokens_follow_from_samples() -> None:
     assert run_of(model).seq == 49
     assert (run_of(model).source_seq, run_of(model, RunRequest(seq=749)).source_seq) == (16_000, 0)
     assert run_of(model, RunRequest(source_seq=240_000)).seq == 749
-    assert model.waves is not None
+    assert model.audio is not None
     for frames in range(1, 300):
-        samples = model.waves.samples(frames)
-        assert (model.waves.frames(samples), model.waves.frames(samples - 1)) == (frames, frames - 1)
+        samples = model.audio.samples(frames)
+        assert (model.audio.frames(samples), model.audio.frames(samples - 1)) == (frames, frames - 1)
     sound = next(v for v in embedding_region(run_of(model, RunRequest(seq=749)).scene).tape.values)
-    assert sound.shape == (1, 1, model.waves.samples(749))
+    assert sound.shape == (1, 1, model.audio.samples(749))
 
 
 def test_what_a_text_is_aligned_with() -> None:

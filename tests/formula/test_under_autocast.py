@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jettison.formula.writer import Writer
+from jettison.formula.tape import Writer
 from jettison.ledger.compare import compare
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of

@@ -17,7 +17,7 @@ from jettison.cli.plan import PlanFlags, plan
 from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.config import parse_config
 from jettison.families.family import FAMILIES, PAIRS
-from jettison.formula.parameters import parameter_count
+from jettison.formula.region import parameter_count
 from jettison.models import described
 from jettison.models.described import described_model
 from jettison.models.huggingface import ConfigRequest, build, config_of

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from jettison.formula.region import embedding_region, head_region, layer_region
-from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, Layer, Mlp, ModelSpec, Norm, NormKind
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Run
+from support.kernel_sets import MEGATRON
 from support.parallel_checks import FAMILIES, PLANNED, B, S, V, huggingface, reference
 from support.ranks import Launches
 

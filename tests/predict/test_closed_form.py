@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.formula.named import Choices, resized
-from jettison.formula.sums import Sum, constant, symbol
-from jettison.formula.traced import Book, sum_of
+from jettison.formula.sums import GuardBook, Sum, constant, sum_of, symbol
 from jettison.predict.closed_form import form_of, sizes_of, table_of
 from jettison.predict.closed_form_document import closed_form_document
 from jettison.spec.model import Moe
@@ -152,7 +151,7 @@ def test_a_guard_keeps_a_table_from_sizes_at_which_the_walk_goes_another_way() -
 
 
 def test_a_traced_size_refuses_what_a_sum_cannot_say() -> None:
-    size = Book().size("s", 12)
+    size = GuardBook().size("s", 12)
     assert sum_of(-(-size // 5)) == symbol("s").divided(constant(5), up=True)
     assert sum_of(size * 3 // size) == constant(3)
     assert sum_of(size % 5).value({"s": 13}) == 3
@@ -163,7 +162,7 @@ def test_a_traced_size_refuses_what_a_sum_cannot_say() -> None:
 
 
 def test_what_no_size_can_change_is_no_guard() -> None:
-    book = Book()
+    book = GuardBook()
     size, ranks = book.size("s", 12), book.size("t", 1)
     assert size > 0
     assert not size * 2 < 1

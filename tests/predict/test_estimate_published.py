@@ -11,9 +11,9 @@ from benchmarks import newer_page, newer_runs, residuals, throughput
 from benchmarks.throughput import FACTS, paper_run, paper_runs, rows
 
 from jettison.core.units import GIB
-from jettison.cost.execution import MEGATRON
+from jettison.cost.execution import usual_execution
+from jettison.cost.flops import everything, repeated, to_the_end
 from jettison.cost.layer import PriceModel
-from jettison.cost.recompute import everything, repeated, to_the_end
 from jettison.formula.region import layer_region
 from jettison.predict.stages import kept_by
 from jettison.predict.time import estimate
@@ -46,7 +46,7 @@ def test_530b_over_2240_devices() -> None:
     """§6.3: 8 replicas, 39.15 s, gradients reduced after the last backward."""
     run = paper_run(CONFIGS["530B"], recompute="selective", sp=True)
     wider = replace(run, layout=replace(run.layout, dp=8))
-    found = estimate(wider, A100, execution=replace(MEGATRON, hides_data=False)).step_seconds
+    found = estimate(wider, A100, execution=replace(usual_execution("megatron"), hides_data=False)).step_seconds
     assert found == pytest.approx(39.15, rel=0.09)
     assert found > estimate(wider, A100).step_seconds > estimate(run, A100).step_seconds
 
@@ -71,7 +71,9 @@ def layer_ms(case: str) -> tuple[float, float]:
         "selective": to_the_end(region, kept_by(region, "selective")),
     }[recompute]
     layout = run.layout.within_stage
-    prices = PriceModel(hardware=A100, execution=MEGATRON, precision=run.precision, layout=layout, visible=0.5)
+    prices = PriceModel(
+        hardware=A100, execution=usual_execution("megatron"), precision=run.precision, layout=layout, visible=0.5
+    )
     found = prices.seconds(region, again)
     return found.forward.seconds * 1e3, found.backward.seconds * 1e3
 
@@ -169,7 +171,7 @@ def test_every_published_throughput_has_a_row() -> None:
 @pytest.mark.parametrize("name", ["mpt-7b", "mpt-13b", "mpt-30b", "mpt-70b", "mpt-3b", "mpt-1b"])
 def test_llm_foundrys_models_have_the_parameters_that_its_page_states(name: str) -> None:
     """At 2048 positions; they are not those of MPT with ALiBi and without biases."""
-    from jettison.formula.parameters import parameter_count
+    from jettison.formula.region import parameter_count
 
     stated = {
         "mpt-1b": 1315950592,

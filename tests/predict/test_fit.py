@@ -17,11 +17,11 @@ from jettison.predict.largest import Edge, fit
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
 from jettison.spec.hardware import Hardware, hardware
-from jettison.spec.kernels import MEGATRON, PYTORCH
 from jettison.spec.layout import Layout
 from jettison.spec.precision import PRECISIONS, Gradients
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
+from support.kernel_sets import MEGATRON, PYTORCH
 
 SMALL = Run(model=preset("gpt2"), seq=256, layout=Layout(tp=2, sp=True, dp=4))
 LARGEST = Run(

@@ -17,12 +17,12 @@ from jettison.memory.span import Phase
 from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import Forecast, forecast
 from jettison.spec.hardware import hardware
-from jettison.spec.kernels import KERNELS, MEGATRON, PYTORCH
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Moe, Norm, NormKind, Router
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
+from support.kernel_sets import KERNELS, MEGATRON, PYTORCH
 from support.work import calls
 
 SETTINGS = settings(deadline=None, max_examples=60)

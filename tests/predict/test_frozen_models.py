@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from jettison.core.errors import Infeasible, UsageError
-from jettison.cost.op_kinds import TILED
+from jettison.cost.kernel import TILED
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.families.presets import preset
 from jettison.formula.loss import TILE_WORDS
@@ -26,11 +26,11 @@ from jettison.predict.played import play
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
-from jettison.spec.frozen_models import FrozenModel, Role, When
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
+from jettison.spec.tuning import FrozenModel, Role, When
 from support.formula_cases import HIDDEN, VOCABULARY, FormulaCase, model_of, run_of, tiny_config
 
 PAIRS = 2

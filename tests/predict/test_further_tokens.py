@@ -9,7 +9,7 @@ from jettison.core.errors import UsageError
 from jettison.cost.flops import forward_flops, model_flops
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
-from jettison.formula.parameters import parameter_count
+from jettison.formula.region import parameter_count
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve

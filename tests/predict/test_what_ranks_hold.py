@@ -13,10 +13,11 @@ from jettison.formula.tape import Tape, Weight
 from jettison.predict.forecast import forecast
 from jettison.predict.stage_buffers import logits_returned
 from jettison.predict.stages import outline
-from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Loss
+from jettison.spec.kernels import ContextExchange, Loss
 from jettison.spec.layout import Layout
 from jettison.spec.precision import PRECISIONS, Gradients, Optimizer
 from jettison.spec.run import Run
+from support.kernel_sets import HUGGINGFACE
 
 H, F, HEADS, KV, V, S, B = 64, 96, 4, 2, 512, 32, 2
 LLAMA = parse_config(

@@ -15,11 +15,11 @@ from jettison.predict.forecast import Stage, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.report.explain import ASIDE, Explanation, Variant, explain, peak_parts
-from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
+from support.kernel_sets import MEGATRON
 
 S, H, A, LAYERS = 2048, 12288, 96, 96  # of gpt-175b; b = 1
 STATISTICS = 2 * 2 * 4 * S

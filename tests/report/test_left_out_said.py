@@ -10,8 +10,8 @@ import pytest
 
 import jettison
 from jettison.cli.main import run
+from jettison.families.config import left_out_of
 from jettison.families.family import FAMILIES
-from jettison.families.left_out import left_out_of
 from jettison.report.explorer import explorer_page
 from jettison.report.subject import read_subject
 from jettison.spec.frameworks import named

@@ -6,7 +6,7 @@ import transformers
 
 from jettison.core.errors import UsageError
 from jettison.families.presets import PRESETS, preset
-from jettison.formula.parameters import active_parameter_count, parameter_count
+from jettison.formula.region import active_parameter_count, parameter_count
 from jettison.spec.model import Activation, Arrangement, Attention, LatentAttention, Moe
 
 # of transformers 5 models built on "meta" from the same configurations, summed over parameters()

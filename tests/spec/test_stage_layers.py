@@ -17,8 +17,7 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
-from jettison.spec.layout import Layout
-from jettison.spec.stage_layers import cut_of, stage_layers, uneven_cuts
+from jettison.spec.layout import Layout, cut_of, stage_layers, uneven_cuts
 
 
 @pytest.mark.parametrize(

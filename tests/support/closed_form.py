@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from jettison.cost.collective import ring_bytes
-from jettison.cost.recompute import repeated, to_the_end
+from jettison.cost.flops import repeated, to_the_end
 from jettison.families.presets import preset
 from jettison.formula.named import Choices, resized
 from jettison.formula.region import layer_region

@@ -21,8 +21,7 @@ from jettison.capture.entries import ROOT_LAYER, ledger_of
 from jettison.capture.tracer import trace_model
 from jettison.families.config import parse_config
 from jettison.families.family import kernels_for
-from jettison.formula.parameters import parameter_count
-from jettison.formula.region import embedding_region, head_region, layer_region
+from jettison.formula.region import embedding_region, head_region, layer_region, parameter_count
 from jettison.ledger import Ledger, SavedTensor, compare
 from jettison.ledger.compare import Difference
 from jettison.spec.model import ModelSpec
@@ -215,7 +214,7 @@ def traced(case: FormulaCase) -> Ledger:
         assert seen is not None
         pixels = torch.randn(case.batch, seen.channels, seen.height, seen.width, dtype=DTYPES[case.precision])
         batch = {"input_ids": ids, "pixel_values": pixels, "return_loss": True}
-    if (waves := spec_of(tiny_config(case)).waves) is not None:
+    if (waves := spec_of(tiny_config(case)).audio) is not None:
         samples = case.source or waves.samples(case.sequence)
         sound = torch.randn(case.batch, samples, dtype=DTYPES[case.precision])
         batch = {"input_values": sound, "labels": torch.randint(1, VOCABULARY, (case.batch, waves.labels(samples)))}
@@ -257,7 +256,7 @@ def run_of(case: FormulaCase) -> Run:
     return Run(
         model=spec,
         source_seq=case.source or fixed,
-        seq=spec.waves.frames(case.source) if spec.waves is not None and case.source else seq,
+        seq=spec.audio.frames(case.source) if spec.audio is not None and case.source else seq,
         micro_batch=case.batch,
         kernels=kernels,
         precision=PRECISIONS[case.precision],

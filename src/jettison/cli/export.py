@@ -25,7 +25,6 @@ from jettison.solve.plan import Plan
 from jettison.spec.frameworks import named
 from jettison.spec.precision import Gradients
 from jettison.spec.run import Run
-from jettison.spec.states_on_host import StatesOnHost
 
 
 def command(
@@ -138,7 +137,7 @@ def _of_the_loop(run: Run) -> Iterator[str]:
     """Name the parts of a run that settings of recomputation do not set up."""
     if run.tuning is not None:
         yield f"adapters beside frozen weights ({run.tuning}): set them up where the model is made"
-    if run.states_on_host is not StatesOnHost.NONE:
+    if run.states_on_host.moves:
         yield f"optimizer states on the host, as {run.states_on_host} has them: set them up with the optimizer"
     if run.precision.recipe is not None:
         yield f"narrow products by {run.precision.recipe}: set them up with the model"

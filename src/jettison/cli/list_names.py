@@ -15,7 +15,7 @@ from jettison.cli.app import Force, Format, Out, asked, deliver, refuse_to_overw
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes, format_count
 from jettison.families.presets import PRESETS, preset
-from jettison.formula.parameters import parameter_count
+from jettison.formula.region import parameter_count
 from jettison.report.schemas import shaped
 from jettison.report.tables import grid
 from jettison.spec.frameworks import named

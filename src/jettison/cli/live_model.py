@@ -18,7 +18,7 @@ from jettison.core.progress import Progress, silent
 from jettison.dryrun.counter import unique_bytes
 from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES
 from jettison.dryrun.step import OneBatch, dry_run_batch, dry_run_events
-from jettison.families.left_out import of_another_model
+from jettison.families.config import of_another_model
 from jettison.ledger.program import Program
 from jettison.models.request import Loaded, ModelRequest, load, optimizer_for
 from jettison.planner import plan as plan_trace

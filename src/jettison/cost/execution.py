@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from types import MappingProxyType
+from functools import cache
 from typing import Final
 
 from jettison.spec.fp8 import Fp8Recipe
+from jettison.spec.frameworks import named
 from jettison.spec.kernels import ContextExchange, Dispatcher
-from jettison.spec.run import Run, Software
+from jettison.spec.run import Run
 
 
 class Fusion(StrEnum):
@@ -32,33 +33,18 @@ class Execution:
             beside the products of the same layer (arXiv 2205.05198 §4.2.2).
         pipelines_tensor: transfers over tp run beside the very product that reads or makes the tensor, in t pieces of
             which one is waited for: Megatron's --tp-comm-overlap.
-        hides_data: gradients are reduced, and ZeRO 3's parameters gathered, while other layers work.
-        hides_stages: a pipeline stage goes on while its output is on the way.
-        hides_offload: copies to and from the host run beside the layers.
-        repeats_all: full recomputation runs the whole layer again, and not only what backward asks for.
-        adds_in_product: the product that makes a weight's gradient adds it to the buffer.
-        reduces_each: ZeRO 2 and 3 reduce gradients after every micro-batch, otherwise after the last.
         fused_optimizer: the optimizer reads and writes everything once; otherwise as often as it has operations.
         splits_outputs: without sequence parallelism, a stage's output crosses the network in t parts, one from each
             rank, and is gathered on the other side (arXiv 2104.04473 §4.1).
         delayed_scaling: fp8 scales come from earlier steps, so that norms and activations can write fp8 themselves and
             nothing is read for its largest magnitude first; weights are quantised once a step (Transformer Engine).
-        recipe: how products are made narrow where the precision says that they are, and not how.
-        hooks: what is computed again is chosen by Jettison's runtime, whose hooks cost the host time.
-        hides_experts: rows travel to experts and back beside the work of another micro-batch.
-        once_to_node: they do as in NOTE [ Once to each node ] of `collective`.
         loops_experts: a grouped product is handed over expert by expert, and what stands around it op by op: see
             NOTE [ Experts in Megatron ] in `expert_kernels`. Otherwise products, activation and quantising are few
             kernels.
         permutes: rows that experts are given go back as they came: NOTE [ Permuted rows ] in `expert_kernels`.
-        rotates_in_place: NOTE [ Rotated in place ] in `rotary_kernels`.
-        graphed: CUDA graphs replay the kernels of layers, and the host hands none over.
         graphs_experts: they replay those of experts, too; otherwise NOTE [ Expert by expert ] of `host` stands.
-        stack: whose figures of the hardware file hold, where it has any.
-        attention: speed of its fused attention, as a multiple of what the hardware file states.
         narrow_attention: query, key and value are quantised, and so is the gradient of what comes out
             (``fp8_dot_product_attention`` of Megatron), under recipes for which there are figures.
-        narrow_head: a recipe's products include the head's (``fp8_output_proj`` of Megatron).
         whole_sequences: under context parallelism attention is one call, of whole sequences, and not one for each piece
             that comes round.
     """
@@ -66,28 +52,28 @@ class Execution:
     fusion: Fusion = Fusion.NONE
     hides_tensor: bool = False
     pipelines_tensor: bool = False
-    hides_data: bool = True
-    hides_stages: bool = False
-    hides_offload: bool = True
-    repeats_all: bool = False
-    adds_in_product: bool = False
-    reduces_each: bool = True
+    hides_data: bool = True  # gradients are reduced, and ZeRO 3's parameters gathered, while other layers work
+    hides_stages: bool = False  # a pipeline stage goes on while its output is on the way
+    hides_offload: bool = True  # copies to and from the host run beside the layers
+    repeats_all: bool = False  # full recomputation runs the whole layer again, and not only what backward asks for
+    adds_in_product: bool = False  # the product that makes a weight's gradient adds it to the buffer
+    reduces_each: bool = True  # ZeRO 2 and 3 reduce gradients after every micro-batch, otherwise after the last
     fused_optimizer: bool = False
     splits_outputs: bool = False
     delayed_scaling: bool = False
-    recipe: Fp8Recipe | None = None
-    hooks: bool = False
-    hides_experts: bool = False
-    once_to_node: bool = False
+    recipe: Fp8Recipe | None = None  # how products are made narrow where the precision says that they are, and not how
+    hooks: bool = False  # what is computed again is chosen by Jettison's runtime, whose hooks cost the host time
+    hides_experts: bool = False  # rows travel to experts and back beside the work of another micro-batch
+    once_to_node: bool = False  # they do as in NOTE [ Once to each node ] of `collective`
     loops_experts: bool = False
     permutes: bool = False
-    rotates_in_place: bool = False
-    graphed: bool = False
+    rotates_in_place: bool = False  # NOTE [ Rotated in place ] in `rotary_kernels`
+    graphed: bool = False  # CUDA graphs replay the kernels of layers, and the host hands none over
     graphs_experts: bool = True
-    stack: str = ""
-    attention: float = 1.0
+    stack: str = ""  # whose figures of the hardware file hold, where it has any
+    attention: float = 1.0  # speed of its fused attention, as a multiple of what the hardware file states
     narrow_attention: bool = False
-    narrow_head: bool = False
+    narrow_head: bool = False  # a recipe's products include the head's (``fp8_output_proj`` of Megatron)
     whole_sequences: bool = False
 
     def exposed(self, ranks: int) -> float:
@@ -111,33 +97,31 @@ class Execution:
         )
 
 
-MEGATRON: Final = Execution(
-    fusion=Fusion.POINTWISE,
-    hides_tensor=True,
-    repeats_all=True,
-    adds_in_product=True,
-    fused_optimizer=True,
-    splits_outputs=True,
-    delayed_scaling=True,
-    loops_experts=True,
-    permutes=True,
-    stack="nemo",
-)
-PYTORCH: Final = Execution(fused_optimizer=True, hooks=True)
-_BY_KERNELS: Final = MappingProxyType({"megatron": MEGATRON})
+EAGER: Final = Execution(fused_optimizer=True, hooks=True)
+"""PyTorch's, and of whoever has no entry ``execution`` in its framework's ``defaults.toml``."""
+
+
+@cache
+def usual_execution(kernels: str) -> Execution:
+    """What goes with a set of kernels."""
+    found = named("execution").get(kernels)
+    if found is None:
+        return EAGER
+    fields = {key: value for key, value in found.items() if key not in ("fusion", "folder")}
+    return Execution(fusion=Fusion(found["fusion"]), **fields)
 
 
 def execution_of(run: Run) -> Execution:
     """What goes with a run's kernels."""
-    how = _BY_KERNELS.get(run.kernels.name, PYTORCH)
-    stack = str(run.stack) if run.stack else how.stack
+    how = usual_execution(run.kernels.name)
+    loops = run.stack is None or named("stacks").get(run.stack, {}).get("loops_experts", True)
     return replace(
         how,
         pipelines_tensor=run.tp_comm_overlap,
         hides_experts=run.ep_comm_overlap,
         once_to_node=run.kernels.dispatcher is Dispatcher.FLEX,
-        loops_experts=how.loops_experts and run.stack is not Software.NEMO_26_06,
+        loops_experts=how.loops_experts and loops,
         graphed=run.cuda_graphs,
-        stack=stack,
+        stack=run.stack or how.stack,
         whole_sequences=run.kernels.context_exchange is ContextExchange.A2A,
     )

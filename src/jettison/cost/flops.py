@@ -14,14 +14,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
-from jettison.cost.op_kinds import BATCHED, FLASH
-from jettison.cost.recompute import everything
-from jettison.formula.parameters import active_parameter_count
-from jettison.formula.region import Region, embedding_region, head_region, layer_region
+from jettison.cost.kernel import BATCHED, FLASH
+from jettison.formula.region import Region, active_parameter_count, embedding_region, head_region, layer_region
 from jettison.spec.kernels import AttentionKernel, Documents, Loss
 from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer, ModelSpec
-from jettison.spec.run import Run, Scene
+from jettison.spec.run import RegionSignature, Run
 
 PASSES = 3
 """A forward, and a backward of twice its FLOPs."""
@@ -70,7 +68,7 @@ def visible_share(layer: AnyLayer, seq: int) -> float:
     return min(1.0, 2 * reach / seq) if reach < seq else 1.0
 
 
-def unsharded(run: Run) -> Scene:
+def unsharded(run: Run) -> RegionSignature:
     """A run's scene on one rank, logits and all: what its model FLOPs are counted on. Of scores those of documents."""
     kernels = replace(run.kernels, loss=Loss.UPCAST)
     if run.packed:
@@ -79,7 +77,7 @@ def unsharded(run: Run) -> Scene:
 
 
 @lru_cache(maxsize=1024)
-def _forward(scene: Scene) -> tuple[RegionFlops, tuple[tuple[AnyLayer, RegionFlops], ...]]:
+def _forward(scene: RegionSignature) -> tuple[RegionFlops, tuple[tuple[AnyLayer, RegionFlops], ...]]:
     ends = [region_flops(region) for region in (embedding_region(scene), head_region(scene))]
     layers = tuple((layer, region_flops(layer_region(scene, layer))) for layer in scene.model.kinds)
     products, frozen = sum(end.products for end in ends), sum(end.frozen for end in ends)
@@ -92,7 +90,7 @@ def forward_flops(run: Run, *, causal: bool = False) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _micro_batch_flops(scene: Scene, causal: bool) -> tuple[float, float]:
+def _micro_batch_flops(scene: RegionSignature, causal: bool) -> tuple[float, float]:
     """Of a forward, and of both passes."""
     ends, layers = _forward(scene)
     counts = {layer: scene.model.layers.count(layer) for layer, _ in layers}
@@ -139,3 +137,43 @@ def recompute_flops(region: Region, again: frozenset[int]) -> int:
     """Of one micro-batch's backward on one rank: what runs again."""
     steps = region.tape.steps
     return sum(steps[i].flops for i in again) if again != everything(region) else region.flops
+
+
+# Which steps of a region's tape backward runs again -------------------------------------------------------------------
+
+
+@lru_cache(maxsize=16384)
+def repeated(region: Region, kept: frozenset[int]) -> frozenset[int]:
+    """The least: what leads from the kept buffers to those that backward asks for."""
+    return frozenset(region.program.recompute_set(kept))
+
+
+@lru_cache(maxsize=16384)
+def to_the_end(region: Region, kept: frozenset[int]) -> frozenset[int]:
+    """The same and the product that uses it: a checkpointed attention core runs to its end."""
+    again = repeated(region, kept)
+    made = {b for o in again for b in region.program.ops[o].outputs}
+    ends = {op.index for op in region.program.ops if op.name == BATCHED and not made.isdisjoint(op.inputs)}
+    return again | ends
+
+
+@lru_cache(maxsize=4096)
+def everything(region: Region) -> frozenset[int]:
+    """The whole forward."""
+    return frozenset(range(len(region.tape.steps)))
+
+
+# utilisation ----------------------------------------------------------------------------------------------------------
+#
+# MFU and HFU: FLOPs that the model needs, or that the hardware runs, over what it could do in the same time
+# One definition for everything; what differs from author to author is how model FLOPs are counted: `flops.Counting`.
+
+
+def utilisation(flops: float, *, seconds: float, devices: int, peak_flops_per_second: float) -> float:
+    """A share of the peak: MFU for model FLOPs, HFU for hardware FLOPs, of all devices together."""
+    return flops / (seconds * devices * peak_flops_per_second)
+
+
+def seconds_of(utilised: float, *, flops: float, devices: int, peak_flops_per_second: float) -> float:
+    """The step time that a published utilisation stands for."""
+    return flops / (utilised * devices * peak_flops_per_second)

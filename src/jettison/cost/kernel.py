@@ -35,31 +35,19 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One launch.
+    """One launch."""
 
-    Args:
-        steps: of the tape, whose forward or backward it is.
-        nbytes: read and written.
-        attention_flops: of a fused attention, masked ones included.
-        scan_flops: of a fused scan.
-        launches: kernels that it stands for.
-        rows: it looks rows up, or scatters them.
-        head_dim: of a fused attention's queries.
-        keys: that one call of a fused attention sees.
-        narrow: it takes query, key and value in fp8.
-    """
-
-    steps: tuple[int, ...]
-    nbytes: int
+    steps: tuple[int, ...]  # of the tape, whose forward or backward it is
+    nbytes: int  # read and written
     product: Product | None = None
-    attention_flops: float = 0.0
-    scan_flops: int = 0
+    attention_flops: float = 0.0  # of a fused attention, masked ones included
+    scan_flops: int = 0  # of a fused scan
     half: Half | None = None
-    launches: int = 1
-    rows: bool = False
-    head_dim: int = 0
-    keys: int = 0
-    narrow: bool = False
+    launches: int = 1  # kernels that it stands for
+    rows: bool = False  # it looks rows up, or scatters them
+    head_dim: int = 0  # of a fused attention's queries
+    keys: int = 0  # that one call of a fused attention sees
+    narrow: bool = False  # it takes query, key and value in fp8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +56,71 @@ class KernelWork:
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
+
+
+# Which ops move memory in which way: what decides how kernels are fused and what they read and write ------------------
+
+
+POINTWISE = frozenset(
+    (
+        "aten.add.Tensor",
+        "aten.sub.Tensor",
+        "aten.mul.Tensor",
+        "aten.div.Tensor",
+        "aten.neg.default",
+        "aten.cat.default",
+        "aten.pow.Tensor_Scalar",
+        "aten.rsqrt.default",
+        "aten.tanh.default",
+        "aten.sigmoid.default",
+        "aten.gelu.default",
+        "aten.silu.default",
+        "aten.relu.default",
+        "aten.clamp.default",
+        "aten.native_dropout.default",
+        "aten.bernoulli.p",
+        "aten._to_copy.default",
+        "aten.where.ScalarOther",
+        "aten.masked_fill.Scalar",
+        "gated_activation",
+        "gated_activation.clamped",
+        "rotary",
+        "quantise.fp8",
+    )
+)
+"""Ops whose result depends on one element of each input, or nearly so."""
+REDUCTIONS = frozenset(
+    (
+        "aten.native_layer_norm.default",
+        "aten._fused_rms_norm.default",
+        "aten._softmax.default",
+        "aten._safe_softmax.default",
+        "aten._log_softmax.default",
+        "aten.mean.dim",
+        "aten.sum.dim_IntList",
+        "aten.max.dim",
+    )
+)
+"""Ops along rows."""
+PAD = "pad.rows"
+LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather.default", PAD))
+"""Ops that read as much of their first input as they write."""
+SCATTERS = frozenset(("aten.index_put.default", "aten.scatter_add.default"))
+"""Ops that write rows where an index says."""
+PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default", "aten.convolution.default"))
+SCAN = "fused_scan"
+BATCHED, GROUPED = "aten.bmm.default", "aten._grouped_mm.default"
+FLASH = "aten._scaled_dot_product_flash_attention.default"
+PICKED = "aten.nll_loss_forward.default"
+"""Reads one number of each row."""
+IN_ROWS = "rows_cross_entropy"
+ROWS_PASSES = 2, 6
+"""Over its logits, of the forward (read, log-softmax written) and of the backward: log-softmax again, ``nll_loss``'s
+gradient written, both read and the gradient written. NOTE [ Cross entropy in chunks ] in `runtime.chunked_loss`."""
+CHUNKED, LISTED, FUSED = "chunked_cross_entropy", "listed_cross_entropy", "fused_linear_cross_entropy"
+TILED = "tiled_log_probabilities"
+LOSSES = frozenset((CHUNKED, LISTED, FUSED, TILED))
+ALL_TO_ALL = "c10d.all_to_all"
+TRANSFER, HOLD, QUANTISE = "c10d.", "hold", "quantise.fp8"
+IN_ORDER = "aten.cat.default"
+"""Behind a gathering: NOTE [ Rows of all ranks ] in `formula.tape`."""

@@ -25,9 +25,7 @@ from math import prod
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.cost.execution import Execution, Fusion
-from jettison.cost.kernel import Half, Kernel, KernelWork, Product
-from jettison.cost.narrow_kernels import NarrowKernels
-from jettison.cost.op_kinds import (
+from jettison.cost.kernel import (
     ALL_TO_ALL,
     BATCHED,
     CHUNKED,
@@ -49,7 +47,12 @@ from jettison.cost.op_kinds import (
     SCATTERS,
     TILED,
     TRANSFER,
+    Half,
+    Kernel,
+    KernelWork,
+    Product,
 )
+from jettison.cost.narrow_kernels import NarrowKernels
 from jettison.formula.region import Region
 from jettison.formula.tape import NAMES, Tape, TapeOp, Value
 from jettison.spec.fp8 import Fp8Recipe
@@ -474,16 +477,11 @@ compared (3) and chosen (5), one with two compared twice (6), both joined (3) an
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertKernels:
-    """Of one tape.
-
-    Args:
-        loops: experts are handed over one by one.
-        once_to_node: what sends rows copies them, too, and sums what comes back.
-    """
+    """Of one tape."""
 
     tape: Tape
-    loops: bool
-    once_to_node: bool
+    loops: bool  # experts are handed over one by one
+    once_to_node: bool  # what sends rows copies them, too, and sums what comes back
 
     def sends(self, step: TapeOp) -> bool:
         """Does it copy rows that are sent as they are, fill them up, or sum what has come back? The library does.
@@ -550,14 +548,10 @@ HEADS = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryKernels:
-    """Of one tape.
-
-    Args:
-        in_place: see NOTE [ Rotated in place ].
-    """
+    """Of one tape."""
 
     tape: Tape
-    in_place: bool
+    in_place: bool  # see NOTE [ Rotated in place ]
 
     @cached_property
     def _joined(self) -> dict[int, Value]:

@@ -18,11 +18,10 @@ from typing import Final
 
 from jettison.cost.collective import bandwidth, group, transfer_seconds
 from jettison.cost.execution import Execution, Fusion
-from jettison.cost.kernel import Half, Kernel, KernelWork
+from jettison.cost.kernel import BATCHED, GROUPED, IN_ORDER, PRODUCTS, TRANSFER, Half, Kernel, KernelWork
 from jettison.cost.launches import work
 from jettison.cost.matmul import kernel_seconds
 from jettison.cost.narrow_kernels import NarrowKernels
-from jettison.cost.op_kinds import BATCHED, GROUPED, IN_ORDER, PRODUCTS, TRANSFER
 from jettison.formula.region import Region
 from jettison.formula.tape import Collective, Tape
 from jettison.spec.fp8 import NARROW_4
@@ -34,7 +33,7 @@ NOTHING_AGAIN: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class PassSeconds:
     """Seconds of work on the device, of transfers waited for, and of waiting for the host to hand over kernels."""
 
     compute: float = 0.0
@@ -46,30 +45,32 @@ class Pass:
         """Altogether."""
         return self.compute + self.transfers + self.dispatch
 
-    def __add__(self, other: Pass) -> Pass:
+    def __add__(self, other: PassSeconds) -> PassSeconds:
         """One after the other."""
-        return Pass(
+        return PassSeconds(
             compute=self.compute + other.compute,
             transfers=self.transfers + other.transfers,
             dispatch=self.dispatch + other.dispatch,
         )
 
-    def __mul__(self, times: float) -> Pass:
+    def __mul__(self, times: float) -> PassSeconds:
         """So many times."""
-        return Pass(compute=self.compute * times, transfers=self.transfers * times, dispatch=self.dispatch * times)
+        return PassSeconds(
+            compute=self.compute * times, transfers=self.transfers * times, dispatch=self.dispatch * times
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionSeconds:
     """One micro-batch through one region on one rank. ``backward`` is both halves, without what is computed again."""
 
-    forward: Pass
-    again: Pass
-    inputs: Pass
-    weights: Pass
+    forward: PassSeconds
+    again: PassSeconds
+    inputs: PassSeconds
+    weights: PassSeconds
 
     @property
-    def backward(self) -> Pass:
+    def backward(self) -> PassSeconds:
         """All of it."""
         return self.again + self.inputs + self.weights
 
@@ -102,7 +103,7 @@ class RegionSeconds:
         )
 
 
-NOTHING = RegionSeconds(forward=Pass(), again=Pass(), inputs=Pass(), weights=Pass())
+NOTHING = RegionSeconds(forward=PassSeconds(), again=PassSeconds(), inputs=PassSeconds(), weights=PassSeconds())
 
 
 def narrow_kernels(tape: Tape, execution: Execution, precision: Precision) -> NarrowKernels:
@@ -133,18 +134,13 @@ class Class(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PriceModel:
-    """What kernels and transfers of a run take on a device: the prices of `plan`, `estimate` and `search` alike.
-
-    Args:
-        layout: within a stage.
-        visible: share of attention's scores that are not masked.
-    """
+    """What kernels and transfers of a run take on a device: the prices of `plan`, `estimate` and `search` alike."""
 
     hardware: Hardware
     execution: Execution
     precision: Precision
-    layout: Layout
-    visible: float
+    layout: Layout  # within a stage
+    visible: float  # share of attention's scores that are not masked
 
     @cached_property
     def _hash(self) -> int:
@@ -242,17 +238,17 @@ class _Timer:
             weights=self._pass(halves[Half.WEIGHTS], 0.0, host=experts * (1 - FORWARD_OF_EXPERTS) / 2),
         )
 
-    def _pass(self, kernels: list[Kernel] | tuple[Kernel, ...], transfers: float, host: float = 0.0) -> Pass:
+    def _pass(self, kernels: list[Kernel] | tuple[Kernel, ...], transfers: float, host: float = 0.0) -> PassSeconds:
         """Args: host: seconds of it beside handing kernels over."""
         compute = sum(self.kernel(k) for k in kernels)
         handed, host = self._host.handing(kernels), 0.0 if self.execution.graphed else host
         if self.hardware.synchronous:
-            return Pass(compute=compute, transfers=transfers, dispatch=handed + host)
-        return Pass(compute=compute, transfers=transfers, dispatch=max(0.0, handed + host - compute - transfers))
+            return PassSeconds(compute=compute, transfers=transfers, dispatch=handed + host)
+        return PassSeconds(compute=compute, transfers=transfers, dispatch=max(0.0, handed + host - compute - transfers))
 
     @cached_property
-    def _host(self) -> Host:
-        return Host(
+    def _host(self) -> HostWork:
+        return HostWork(
             tape=self.region.tape,
             execution=self.execution,
             delays=self.hardware.delays,
@@ -416,21 +412,15 @@ FORWARD_OF_EXPERTS: Final = 1.2 / 3.3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
-    """Of one region.
-
-    Args:
-        ep: ranks that share its experts.
-        narrow: its products are in fp8 or less.
-        apart: rows of each expert are quantised apart.
-    """
+class HostWork:
+    """Of one region."""
 
     tape: Tape
     execution: Execution
     delays: Delays
-    ep: int
-    narrow: bool
-    apart: bool
+    ep: int  # ranks that share its experts
+    narrow: bool  # its products are in fp8 or less
+    apart: bool  # rows of each expert are quantised apart
 
     @property
     def experts(self) -> float:

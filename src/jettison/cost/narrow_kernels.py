@@ -41,11 +41,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from jettison.cost.kernel import Half, Kernel
-from jettison.cost.op_kinds import GROUPED, PRODUCTS, QUANTISE
+from jettison.cost.kernel import GROUPED, PRODUCTS, QUANTISE, Half, Kernel
 from jettison.formula.tape import Collective, Tape, TapeOp, Value, Weight
-from jettison.spec.fp8 import Fp8Recipe, Library, Scales
-from jettison.spec.products import WIDE
+from jettison.spec.fp8 import WIDE, Fp8Recipe, Library, Scales
 
 WIDE_BYTES = 2
 LAST = "down"
@@ -54,24 +52,15 @@ LAST = "down"
 
 @dataclass(frozen=True, kw_only=True)
 class NarrowKernels:
-    """Of one tape.
-
-    Args:
-        product: dtype of what products read; None: as it is.
-        recipe: how it is made so, if that is said.
-        delayed: scales come from earlier steps.
-        loops: experts are handed over one by one.
-        head: is the head's product one of narrow copies?
-        compiled: whether magnitudes are found in the kernel that casts, where a kernel can.
-    """
+    """Of one tape."""
 
     tape: Tape
-    product: str | None
-    recipe: Fp8Recipe | None
-    delayed: bool
-    loops: bool
-    compiled: bool
-    head: bool = False
+    product: str | None  # dtype of what products read; None: as it is
+    recipe: Fp8Recipe | None  # how it is made so, if that is said
+    delayed: bool  # scales come from earlier steps
+    loops: bool  # experts are handed over one by one
+    compiled: bool  # whether magnitudes are found in the kernel that casts, where a kernel can
+    head: bool = False  # is the head's product one of narrow copies?
 
     @property
     def joins(self) -> bool:

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
-from jettison.spec.kernels import LIGER, NANOTRON, AttentionKernel, Kernels, kernels
+from jettison.spec.kernels import AttentionKernel, Kernels, kernels
 from jettison.spec.model import Activation, Arrangement, Biases, ModelSpec, Norm, NormKind, Pooling, QkNorm, Router
 
 _HERE: Final = Path(__file__).parent
@@ -94,18 +94,13 @@ class Family:
         spelling: how this family writes a key, where it does not write it as most do; the first is preferred.
         qkv_bias: fixed in code, as are the other choices here; where the configuration decides, ``attention_bias``
             or ``mlp_bias`` is among the defaults.
-        refused: keys that may not be set: what the code does then is not described.
-        images: it reads images; ``pooling`` is what of them it classifies.
-        rotary_key: a top-level key that says which share of a head is rotated.
-        scan: what layers have that are not of attention; ``layer_types`` says which.
-        single_block: a layer is one block.
         described_kernels: sets of kernels that are described for few families, of which this is one.
     """
 
     norm: Norm
     defaults: Mapping[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()  # keys that may not be set: what the code does then is not described
     spelling: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     arrangement: Arrangement = Arrangement.PRE
     activation: Activation | None = None
@@ -122,7 +117,7 @@ class Family:
     scaled_queries: bool = False
     scaled_where_nope: bool = False  # in layers without rotary positions alone
     rotary: bool = True
-    rotary_key: str = ""
+    rotary_key: str = ""  # a top-level key that says which share of a head is rotated
     nope_where_full: bool = False  # layers without a window have no rotary positions, where some have one: EXAONE 4
     latent: bool = False
     sinks: bool = False
@@ -136,9 +131,9 @@ class Family:
     half_window: bool = False  # the configuration says how wide it is, both ways together
     full_where_nope: bool = False  # layers with rotary positions have a window, unless each layer is named: Llama 4
     layer_words: Mapping[str, str] = field(default_factory=dict)  # usual words by its own in layer_types
-    scan: ScanKind | None = None
+    scan: ScanKind | None = None  # what layers have that are not of attention; ``layer_types`` says which
     scan_activation: str = ""  # a key that may say silu alone
-    single_block: bool = False
+    single_block: bool = False  # a layer is one block
     experts: Experts | None = None
     embedding_norm: bool = False  # the embedding ends with a norm
     embedding_scale: bool = False
@@ -149,7 +144,7 @@ class Family:
     encoder_decoder: bool = False  # an encoder beside a decoder, whose sizes have names of their own
     spectrogram: bool = False  # which reads a spectrum
     waveform: bool = False  # it hears sound as it was recorded
-    images: bool = False
+    images: bool = False  # it reads images; ``pooling`` is what of them it classifies
     pooling: Pooling = Pooling.NONE
     dropout: DropoutKeys = field(default_factory=DropoutKeys)
     kernels: Mapping[str, Any] = field(default_factory=dict)
@@ -281,24 +276,12 @@ def kernels_for(model: ModelSpec, name: str) -> Kernels:
     """The named set, as the code of this model's family has it.
 
     Raises:
-        UsageError: no such set, or Liger's or nanotron's for a family that it is not described for.
+        UsageError: no such set, or one that is not described for this family.
     """
     chosen = kernels(name)
     family = FAMILIES.get(model.family) or PAIRS.get(model.family)
-    if (chosen is LIGER or chosen is NANOTRON) and (family is None or chosen.name not in family.described_kernels):
-        described = [kind for kind, one in FAMILIES.items() if chosen.name in one.described_kernels]
-        raise UsageError(f"got --kernels {name} for {model.name} ({model.family}); {_instead(chosen, described)}")
-    if family is None or not chosen.of_transformers:
-        return chosen
-    adjusted = replace(chosen, **family.kernels)
-    return replace(adjusted, joined_rotary=False) if chosen is LIGER else adjusted  # its kernel joins nothing
-
-
-def _instead(chosen: Kernels, described: list[str]) -> str:
-    if chosen is LIGER:
-        return (
-            f"they are described for {', '.join(described)}: give --kernels huggingface, or the code that does run, "
-            "before any --like"
-        )
-    files = " and ".join(f"models/{kind}.py" for kind in described)
-    return f"its {files} alone is described: give --kernels pytorch, before any --like"
+    if chosen.undescribed and (family is None or chosen.name not in family.described_kernels):
+        kinds = ", ".join(kind for kind, one in FAMILIES.items() if chosen.name in one.described_kernels)
+        instead = chosen.undescribed.format(kinds=kinds)
+        raise UsageError(f"got --kernels {name} for {model.name} ({model.family}); {instead}")
+    return chosen if family is None or not chosen.model_code else replace(chosen, **family.kernels)

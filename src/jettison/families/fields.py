@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from reprlib import repr as short
 from typing import Any, Final
 
 from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.family import Family
-from jettison.spec.model import Activation
+from jettison.spec.model import Activation, Arrangement
 
 MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory with layers
 TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
@@ -143,3 +144,155 @@ class ConfigFields:
             raise self.error(key, f"one of {', '.join(_ACTIVATIONS)}")
         found = _ACTIVATIONS[word]
         return Activation.GELU_TANH if self.family.embedding_scale and found is Activation.GELU else found
+
+
+# Configurations in words of their own, put into the usual ones, and what of a family they decide ----------------------
+#
+# Most files say their sizes in keys that `Family.spelling` finds. A few keep them in parts, or say in one word what
+# others say in several; each of those has a function here that ``reader`` of its TOML file names: from its family and
+# its values to both as all others have them.
+
+
+Read = tuple[Family, Mapping[str, Any]]
+
+
+def read(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """The family and the values of a configuration, in the usual words.
+
+    Raises:
+        UsageError: a value that makes no sense, by its key.
+    """
+    for default, cases in ((False, family.when), (True, family.unless)):
+        for key, then in cases.items():
+            if _flag(values, key, default, name) is not default:
+                family = replace(family, **then)
+    return _READERS[family.reader](family, values, name) if family.reader else (family, values)
+
+
+def _flag(values: Mapping[str, Any], key: str, default: bool, name: str) -> bool:
+    value = values.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise UsageError(f"{name}: got {key} {short(value)}; expected true or false")
+    return default if value is None else value
+
+
+def _part(values: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
+    """An object within the configuration."""
+    part = values.get(key) or {}
+    if not isinstance(part, Mapping):
+        raise UsageError(f"{name}: got {key} {short(part)}; expected an object")
+    return part
+
+
+def _size(values: Mapping[str, Any], key: str, default: int, name: str, *, least: int = 0) -> int:
+    value = values.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name}: got {key} {short(value)}; expected a whole number of {least} or more")
+    return value
+
+
+def _gpt_bigcode(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """One key and value for all heads, unless it says otherwise."""
+    return family, {**values, "num_key_value_heads": 1 if _flag(values, "multi_query", True, name) else None}
+
+
+def _gpt_neo(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Global and local layers: a list of them, or pairs of a list and how often it repeats."""
+    words = {"global": "full_attention", "local": "sliding_attention"}
+    layers = values.get("attention_layers")
+    if layers is None:
+        pairs = values.get("attention_types", [[["global", "local"], 12]])
+        try:
+            layers = list(chain.from_iterable(list(kinds) * times for kinds, times in pairs))
+        except (TypeError, ValueError) as error:
+            expected = 'pairs such as [["global", "local"], 12]'
+            raise UsageError(f"{name}: got attention_types {short(pairs)}; expected {expected}") from error
+    if not isinstance(layers, list | tuple) or any(word not in words for word in layers):
+        raise UsageError(f"{name}: got attention_layers {short(layers)}; expected a list of global and local")
+    return family, {**values, "layer_types": [words[word] for word in layers]}
+
+
+def _dbrx(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Attention and experts have parts of their own."""
+    attention, experts = (_part(values, key, name) for key in ("attn_config", "ffn_config"))
+    kind = _part(experts, "ffn_act_fn", name).get("name", "silu")
+    weights = experts.get("moe_normalize_expert_weights", 1.0)
+    jitter = experts.get("moe_jitter_eps")
+    read = {"hidden_act": kind, "norm_topk_prob": weights is not None, "moe_jitter_eps": jitter}
+    return family, {
+        "moe_num_experts": 4,
+        "moe_top_k": 1,
+        "ffn_hidden_size": 3584,
+        **attention,
+        **experts,
+        **values,
+        **read,
+    }
+
+
+def _falcon(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Three generations: one key and value for all heads, groups of heads, and heads of their own with distances."""
+    groups = _flag(values, "new_decoder_architecture", False, name)
+    parallel = _flag(values, "parallel_attn", True, name)
+    norms = _size(values, "num_ln_in_parallel_attn", 2 if groups else 1, name, least=1)
+    if groups and not parallel:
+        raise NotDescribed(
+            f"{name}: got parallel_attn false beside new_decoder_architecture, which its code cannot run"
+        )
+    beside = Arrangement.PARALLEL if groups and norms == 2 else Arrangement.SHARED
+    lone = None if not _flag(values, "multi_query", True, name) else 1
+    read = {**values, "num_key_value_heads": values.get("num_kv_heads") if groups else lone}
+    arrangement = beside if parallel else Arrangement.PRE
+    return replace(family, arrangement=arrangement), read
+
+
+def _hunyuan_v1_moe(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Sizes may be listed layer by layer."""
+    read = dict(values)
+    for key in ("num_experts", "moe_topk"):
+        if isinstance(listed := values.get(key), list | tuple):
+            if len(set(listed)) != 1:
+                raise NotDescribed(f"{name}: got {key} {short(listed)}, which differs by layer and has no closed form")
+            read[key] = listed[0]
+    return family, read
+
+
+def _nemotron_h(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """One block a layer: a list of words, or a letter for each of them."""
+    letters = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+    words = values.get("layers_block_type") or values.get("layer_types") or values.get("hybrid_override_pattern")
+    if isinstance(words, str):
+        if set(words) - set(letters):
+            raise UsageError(f"{name}: got hybrid_override_pattern {short(words)}; expected {' '.join(letters)}")
+        words = [letters[letter] for letter in words]
+    depth = len(words) if isinstance(words, list) else _size(values, "num_hidden_layers", 0, name)
+    return family, {**values, "layer_types": words, "num_hidden_layers": depth}
+
+
+def _mpt(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Attention has a part of its own."""
+    return family, {**values, **_part(values, "attn_config", name)}
+
+
+def _t5(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """An activation, "gated" before it or not; and a head that is tied is one whose input is scaled."""
+    word = values.get("feed_forward_proj", family.defaults["feed_forward_proj"])
+    parts = word.split("-") if isinstance(word, str) else []
+    if not 1 <= len(parts) <= 2 or (len(parts) == 2 and parts[0] != "gated"):
+        raise UsageError(f"{name}: got feed_forward_proj {short(word)}; expected an activation, or gated- before it")
+    tied = values.get("tie_word_embeddings") is not False
+    read = {"hidden_act": "gelu_new" if word == "gated-gelu" else parts[-1], "scale_decoder_outputs": tied}
+    return replace(family, gated=len(parts) == 2), {**read, **values}
+
+
+_READERS: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = {
+    "dbrx": _dbrx,
+    "falcon": _falcon,
+    "gpt_bigcode": _gpt_bigcode,
+    "gpt_neo": _gpt_neo,
+    "hunyuan_v1_moe": _hunyuan_v1_moe,
+    "mpt": _mpt,
+    "nemotron_h": _nemotron_h,
+    "t5": _t5,
+}

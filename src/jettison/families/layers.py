@@ -12,9 +12,21 @@ from typing import Any, Final
 from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.family import Family, ScanKind
 from jettison.families.fields import TRACE, ConfigFields
-from jettison.spec.inputs import Source
-from jettison.spec.mixers import GatedDelta, Mamba1, Mamba2, Scan
-from jettison.spec.model import Attention, Biases, LatentAttention, Layer, Mlp, Moe, Norm, QkNorm
+from jettison.spec.model import (
+    Attention,
+    Biases,
+    EncoderInput,
+    GatedDelta,
+    LatentAttention,
+    Layer,
+    Mamba1,
+    Mamba2,
+    Mlp,
+    Moe,
+    Norm,
+    QkNorm,
+    Scan,
+)
 
 _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
 
@@ -237,6 +249,12 @@ def _delta(fields: ConfigFields, *, grouped: bool) -> GatedDelta:
     )
 
 
+_OF_FAMILY: Final = ("key_bias", "fused_qkv", "qk_norm", "sinks", "alibi")
+_OF_STYLE: Final = (
+    *("router", "bias", "router_bias", "correction_bias", "correction_frozen", "clamped_sum", "weighted_inputs"),
+    *("shared_gate", "shared_fused"),
+)
+"""What the code of a family fixes, by the names of `Attention` and of `Moe`."""
 _OUT_BIAS: Final = "attention_out_bias"
 _ROTARY_DIM: Final = "rotary_dim"
 
@@ -257,14 +275,10 @@ def attention_of(fields: ConfigFields) -> Attention:
         kv_heads=kv_heads,
         head_dim=head_dim,
         qkv_bias=family.qkv_bias or fields.flag("attention_bias"),
-        key_bias=family.key_bias,
         out_bias=family.out_bias or fields.flag(_OUT_BIAS if fields.knows(_OUT_BIAS) else "attention_bias"),
-        fused_qkv=family.fused_qkv,
-        qk_norm=family.qk_norm,
         rotary_dim=_rotated(fields, head_dim) if family.rotary and not family.alibi else 0,
         softcap=bool(fields.number("attn_logit_softcapping")),
-        sinks=family.sinks,
-        alibi=family.alibi,
+        **{name: getattr(family, name) for name in _OF_FAMILY},
         clipped=bool(fields.number("clip_qkv")),
         gated=family.gated_attention,
         causal=_causal(fields),
@@ -352,21 +366,13 @@ def experts_of(fields: ConfigFields) -> Moe:
         top_k=top_k,
         ffn=ffn,
         activation=fields.activation(),
-        router=style.router,
         gated=fields.family.gated,
-        bias=style.bias,
-        router_bias=style.router_bias,
-        correction_bias=style.correction_bias,
         normalise_top_k=style.normalised or fields.flag("norm_topk_prob"),
         shared_ffn=fields.size(style.shared_width, least=0 if style.shared_fused else 1)  # Granite's may have none
         if style.shared_width
         else ffn * (fields.optional_size("n_shared_experts", least=0) or 0),
-        correction_frozen=style.correction_frozen,
-        clamped_sum=style.clamped_sum,
-        weighted_inputs=style.weighted_inputs,
         jitters=style.jitters if fields.values.get(style.jitter_key) else 0,
-        shared_gate=style.shared_gate,
-        shared_fused=style.shared_fused,
+        **{name: getattr(style, name) for name in _OF_STYLE},
         groups=groups,
         top_groups=top_groups,
         latent=fields.optional_size("moe_latent_size") or 0,
@@ -418,11 +424,11 @@ def _handed_on(layer: Layer, depth: int) -> tuple[Layer, ...]:
     return layer, *(given,) * (depth - 1)
 
 
-def source(fields: ConfigFields) -> Source:
+def source(fields: ConfigFields) -> EncoderInput:
     """What the encoder reads."""
     key = "max_source_positions" if fields.knows("max_source_positions") else "max_position_embeddings"
     longest, family = fields.size(key), fields.family
-    return Source(
+    return EncoderInput(
         max_positions=longest,
         position_rows=0 if family.position_biases is not Biases.NONE else longest + family.position_offset,
         trained_positions=not family.spectrogram,

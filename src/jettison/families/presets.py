@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -9,7 +11,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from jettison.core.errors import UsageError
+from jettison.core.errors import UsageError, install
 from jettison.families.config import parse_config
 from jettison.spec.model import ModelSpec
 
@@ -65,3 +67,106 @@ def preset(name: str) -> ModelSpec:
         raise unknown_preset(name, "A config.json or its folder")
     model = parse_config(PRESETS[name], name=name)
     return replace(model, family=_PRESETS.tables[name].get("family", model.family))
+
+
+# Models by their Hugging Face id: the `config.json` that a cache has, or that the Hub gives ---------------------------
+
+
+_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_SECONDS: Final = 5.0
+"""That the Hub has to answer in."""
+
+
+def is_hub_id(model: str) -> bool:
+    """Is this ``organisation/name``, and no file or folder that is here?"""
+    return bool(_ID.fullmatch(model)) and not model.endswith(".json") and not Path(model).exists()
+
+
+def hub_config(model: str) -> Path:
+    """The ``config.json`` of a Hugging Face id: from the cache, else from the Hub where its library is installed.
+
+    Raises:
+        UsageError: neither has it.
+    """
+    cached = _cached(model)
+    return _fetched(model) if cached is None else cached
+
+
+def hub_cache() -> Path:
+    """Where Hugging Face's libraries keep what they have fetched."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(name):
+            return Path(os.environ[name])
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def _cached(model: str) -> Path | None:
+    """Of the revision that ``main`` was when it was fetched, else of the newest that is there."""
+    folder = hub_cache() / f"models--{model.replace('/', '--')}"
+    try:
+        main = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        main = ""
+    named = [folder / "snapshots" / main] if re.fullmatch(r"[0-9a-f]{40}", main) else []
+    others = sorted((folder / "snapshots").glob("*"), key=lambda path: (-path.stat().st_mtime, path.name))
+    return next((path / "config.json" for path in (*named, *others) if (path / "config.json").is_file()), None)
+
+
+def _fetched(model: str) -> Path:
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.constants import ENDPOINT
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError:
+        raise _unknown(model, f"the Hub is not asked without its library ({install('hf')})") from None
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no", "off"):
+        raise _unknown(model, "HF_HUB_OFFLINE forbids to ask the Hub")
+    if not _answers(f"{ENDPOINT}/{model}/resolve/main/config.json"):
+        raise _unknown(model, "the Hub cannot be reached")
+    try:
+        return Path(hf_hub_download(model, "config.json", etag_timeout=_SECONDS))
+    except LocalEntryNotFoundError:
+        raise _unknown(model, "the Hub cannot be reached") from None
+    except (HfHubHTTPError, OSError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise _unknown(model, f"the Hub refuses it: {first}") from None
+
+
+def _answers(url: str) -> bool:
+    """Is there anybody? The Hub's own library asks six times, for half a minute, before it says no."""
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    try:
+        with urlopen(Request(url, method="HEAD"), timeout=_SECONDS):
+            return True
+    except HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+
+
+def _nearest(model: str) -> str:
+    """The preset whose name is most like the repository's, as a sentence; empty where none is."""
+    from difflib import get_close_matches
+
+    asked = _letters(model.partition("/")[2])
+    within = [name for name in PRESETS if _letters(name) in asked]
+    close = within or get_close_matches(asked, [_letters(name) for name in PRESETS], n=1, cutoff=0.6)
+    if not close:
+        return ""
+    found = max(close, key=len) if within else next(name for name in PRESETS if _letters(name) == close[0])
+    return f"The nearest preset is {found}, which needs no file. "
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _unknown(model: str, why: str) -> UsageError:
+    return UsageError(
+        f"got the model {model!r}: no such file or folder is here, it is not in the Hugging Face cache "
+        f"({hub_cache()}), and {why}. {_nearest(model)}Give a config.json, its folder, or a name that `jettison list "
+        "models` has"
+    )

@@ -5,10 +5,10 @@ a heads · k key-value heads · d head dim. q, k and v are b × heads × s × d;
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Final
 
-from jettison.formula.attention_masks import MASK, document_bounds, has_mask_tensor
-from jettison.formula.attention_sinks import sink_weight, softmax_with_sinks
 from jettison.formula.basic import (
     add,
     batched_product,
@@ -24,12 +24,9 @@ from jettison.formula.basic import (
     scale,
 )
 from jettison.formula.norm import norm
-from jettison.formula.packed_heads import packed_heads
-from jettison.formula.rotation import rotate
-from jettison.formula.tape import GATHER, SCATTER, Collective, Places, Value
-from jettison.formula.writer import Writer, saved
+from jettison.formula.tape import GATHER, SCATTER, Collective, Places, Saved, Value, Weight, Writer
 from jettison.ledger.program import Anchor
-from jettison.spec.kernels import AttentionKernel, ContextExchange, Device
+from jettison.spec.kernels import AttentionKernel, ContextExchange, Device, Documents
 from jettison.spec.model import Attention, Biases, Norm, NormKind, QkNorm
 
 HEADS, ROWS = 1, 2
@@ -65,7 +62,8 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             q, k = (norm(w, x, _LENGTH, f"{name}_norm") for x, name in ((q, "query"), (k, "key")))
         if spec.scaled_queries:
             q = _scaled(w, q)
-        joined = w.kernels.copied_heads or (bool(spec.rotary_dim) and w.kernels.joined_rotary)
+        joined = bool(spec.rotary_dim) and w.kernels.joined_rotary and not w.kernels.fused_rotary
+        joined = joined or w.kernels.copied_heads
         joined = joined or (w.kernels.packed_heads and w.run.micro_batch > 1)
         context = core(w, q, k, v, spec, joined=joined)
         if gate is not None:
@@ -82,7 +80,7 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             original=True,
         )
         # modeling_llama.py, LlamaAttention.forward: query_states, key_states, value_states
-        if w.kernels.of_transformers:
+        if w.kernels.model_code:
             w.tape.name(q, k, v)
         out = leave(w, out)
         name_given(w, x, whole)
@@ -120,9 +118,7 @@ def _ask(w: Writer, x: Value, kept: Value, spec: Attention) -> tuple[Value, Valu
 def _opened(w: Writer, gate: Value) -> Value:
     """A sigmoid of what stands beside the queries, which is copied from between them."""
     gate = copy(w, gate)
-    out = w.tape.empty(gate.shape, gate.dtype, gate.places, grad=gate.grad)
-    w.tape.record("aten.sigmoid.default", [gate], [out], saves=[saved(out, "attention gate")])
-    return out
+    return w.tape.op("aten.sigmoid.default", [gate], keeps="attention gate")
 
 
 def _project(
@@ -177,7 +173,7 @@ def _project(
 def _indexed(w: Writer, x: Value, spec: Attention) -> Value:
     """Keys or values as a list of one number finds them among the queries: copies, of a group for each of its heads."""
     number = w.tape.op("aten.lift_fresh.default", [w.table("place in a group", (1,), "int64")], grad=False)
-    x = w.tape.op("aten.index.Tensor", [x, number], saves=[saved(number, "place in a group")])
+    x = w.tape.op("aten.index.Tensor", [x, number], saves=[Saved(number, "place in a group")])
     return x if spec.kv_heads == 1 else _repeat(w, x, spec.heads)
 
 
@@ -191,7 +187,7 @@ def _scaled(w: Writer, q: Value) -> Value:
 
 def _clipped(w: Writer, x: Value) -> Value:
     """Values beyond a bound become the bound; which they are is read off the input."""
-    return w.tape.op("aten.clamp.default", [x], saves=[saved(x, "clipped projection")])
+    return w.tape.op("aten.clamp.default", [x], saves=[Saved(x, "clipped projection")])
 
 
 def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bool = False) -> Value:
@@ -208,7 +204,7 @@ def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bo
     apart = not fused or (masked and not lone) or w.kernels.always_repeat_kv or not _takes_groups(k, v)
     if w.kernels.repeat_kv and apart:
         k, v = (_repeat(w, x, spec.heads) for x in (k, v))
-    repeated = (k, v) if w.kernels.of_transformers else ()
+    repeated = (k, v) if w.kernels.model_code else ()
     shape, places = w.shape(spec.heads * v.shape[-1]), w.on_tp(2)
     if not fused:
         out = eager(w, q, k, v, spec, added, joined=joined)
@@ -300,16 +296,16 @@ def flash(
     flops = 2 * local[0] * local[1] * local[2] * seen * (q.shape[-1] + v.shape[-1])
     reference = "arXiv 2205.14135, Algorithm 2"
     names = ("attention query", "attention key", "attention value")
-    kept = [saved(x, name, reference) for x, name in zip((q, k, v), names, strict=True)]
-    kept += [saved(out, "attention output", reference), saved(rows, "attention statistics", reference)]
+    kept = [Saved(x, name, reference) for x, name in zip((q, k, v), names, strict=True)]
+    kept += [Saved(out, "attention output", reference), Saved(rows, "attention statistics", reference)]
     inputs, passing = [q, k, v], 0
     if w.run.layout.cp > 1 and w.kernels.context_exchange is ContextExchange.GATHER and not masked:
         gathered, passing = _gathered(w, q, k, v)
         inputs += gathered
     if masked:
         inputs.append(_mask_tensor(w, q, keys, alibi=alibi) if added is None else added)
-        kept.append(saved(inputs[-1], "attention mask"))
-    kept += [saved(bounds, "document bounds") for bounds in document_bounds(w)]
+        kept.append(Saved(inputs[-1], "attention mask"))
+    kept += [Saved(bounds, "document bounds") for bounds in document_bounds(w)]
     w.tape.record(
         "aten._scaled_dot_product_flash_attention.default",
         inputs,
@@ -443,7 +439,7 @@ def _mask(w: Writer, scores: Value, spec: Attention) -> Value:
     """Scores with 0 or minus infinity added, or filled with it."""
     if w.kernels.filled_masks:
         mask = w.table(MASK, (w.run.micro_batch, 1, *scores.shape[ROWS:]), "bool")
-        return w.tape.op("aten.masked_fill.Scalar", [scores, mask], saves=[saved(mask, "attention mask")])
+        return w.tape.op("aten.masked_fill.Scalar", [scores, mask], saves=[Saved(mask, "attention mask")])
     there = w.run.precision.casts and (spec.causal or w.run.padding)
     dtype = w.compute if there else scores.dtype
     return add(w, scores, w.table(MASK, scores.shape[ROWS:], dtype))
@@ -452,8 +448,7 @@ def _mask(w: Writer, scores: Value, spec: Attention) -> Value:
 def _softcap(w: Writer, scores: Value) -> Value:
     """c * tanh(scores / c): Gemma 2."""
     scores = scale(w, scores)
-    out = w.tape.empty(scores.shape, scores.dtype, scores.places, grad=scores.grad)
-    w.tape.record("aten.tanh.default", [scores], [out], saves=[saved(out, "capped scores")])
+    out = w.tape.op("aten.tanh.default", [scores], keeps="capped scores")
     return scale(w, out)
 
 
@@ -462,9 +457,7 @@ def _softmax(w: Writer, scores: Value, dtype: str, spec: Attention, op: str = "a
     scores = cast(w, scores, dtype)
     if spec.sinks:
         return softmax_with_sinks(w, scores, op)
-    out = w.tape.empty(scores.shape, dtype, scores.places, grad=scores.grad)
-    w.tape.record(op, [scores], [out], saves=[saved(out, "softmax output", f"{CORE}, softmax: 2as^2b")])
-    return out
+    return w.tape.op(op, [scores], dtype=dtype, keeps="softmax output", reference=f"{CORE}, softmax: 2as^2b")
 
 
 # Biases of scores by distance: 1 × heads × queries × keys, made once for a stack or by each layer ---------------------
@@ -500,7 +493,7 @@ def made_biases(w: Writer, spec: Attention, rows: int, keys: int) -> Value:
             (rows, keys, spec.heads),
             w.compute,
             (("tp", 2),) if w.tp > 1 else (),
-            saves=[saved(buckets, "bucket of each distance", REFERENCE)],
+            saves=[Saved(buckets, "bucket of each distance", REFERENCE)],
             weights=[w.parameter("table", spec.buckets, spec.heads, split=1)],
             anchor=anchor,
         )
@@ -517,10 +510,163 @@ def as_mask(w: Writer, spec: Attention, added: Value) -> Value:
     if spec.causal:
         positions = w.table("positions", added.shape[-1:], "int64")
         seen = w.tape.op("aten.ge.Tensor", [positions], (1, 1, *added.shape[2:]), "bool", grad=False)
-        added = w.tape.op("aten.where.self", [added, seen], saves=[saved(seen, "attention mask")])
+        added = w.tape.op("aten.where.self", [added, seen], saves=[Saved(seen, "attention mask")])
     return copy(w, added)
 
 
 def biases_workspace(q: Value, added: Value | None) -> int:
     """A kernel makes their gradient for each sequence of a batch before it is summed."""
     return 0 if added is None or not added.grad else q.local_shape[0] * added.nbytes
+
+
+# What attention is told of who sees whom: is a mask a tensor, and where do packed documents begin? --------------------
+
+
+MASK: Final = "attention mask"
+"""What layers are given of who sees whom."""
+
+
+def has_mask_tensor(w: Writer, spec: Attention) -> bool:
+    """Does a fused kernel need to be given a mask? A window as long as the sequence already does."""
+    windowed = spec.window is not None and spec.window <= w.run.seq
+    both_ways = w.kernels.bidirectional_masks and not spec.causal
+    if w.run.packed:
+        return w.kernels.documents is Documents.MASK
+    return w.kernels.tensor_masks and (windowed or both_ways or w.run.padding or w.kernels.made_masks)
+
+
+def document_bounds(w: Writer) -> Iterator[Value]:
+    """Where documents begin, and the kernel's random state, as `torch.nn.attention.varlen` keeps both.
+
+    transformers makes bounds in each layer (``prepare_fa_kwargs_from_position_ids``), others once for all of them.
+    """
+    if not w.run.packed or w.kernels.documents is not Documents.VARLEN:
+        return
+    shape = (w.run.micro_batch * -(-w.run.seq // w.run.packed) + 1,)
+    if w.kernels.model_code:
+        ids = w.table("position ids", w.shape(), "int64")
+        yield w.tape.op("aten.nonzero.default", [ids], shape, "int32", ())
+        return
+    yield w.table("document bounds", shape, "int32")
+    if w.kernels.varlen_random_state:
+        yield w.tape.source("random state of the kernel", (2,), "int64")
+
+
+# Attention sinks: a learned logit a head takes part in the softmax and takes weight from all keys ---------------------
+#
+# arXiv 2309.17453 §3.3, as gpt-oss has them.
+
+
+SINKS = "arXiv 2309.17453 §3.3"
+
+
+def sink_weight(w: Writer, heads: int) -> Weight:
+    """One logit a head."""
+    return w.parameter("sinks", heads, split=0)
+
+
+def softmax_with_sinks(w: Writer, scores: Value, op: str) -> Value:
+    """Probabilities of the keys alone, b × a × s × s.
+
+    Written out, the softmax is one column wider than its scores, and so is what stays of it; the row maxima are
+    subtracted by hand, and autograd keeps where they were.
+    """
+    weights = [sink_weight(w, scores.shape[1])]
+    if w.kernels.fused_softmax:
+        out = w.tape.empty(scores.shape, scores.dtype, scores.places, grad=scores.grad or not weights[0].frozen)
+        w.tape.record(op, [scores], [out], saves=[Saved(out, "softmax output", SINKS)], weights=weights)
+        return out
+    wider = (*scores.shape[:-1], scores.shape[-1] + 1)
+    joint = w.tape.op("aten.cat.default", [scores], wider, weights=weights)
+    highest = w.tape.empty((*wider[:-1], 1), joint.dtype, joint.places, grad=joint.grad)
+    where = w.tape.empty(highest.shape, "int64", joint.places)
+    w.tape.record("aten.max.dim", [joint], [highest, where], saves=[Saved(where, "position of the maximum")])
+    shifted = w.tape.op("aten.sub.Tensor", [joint, highest], passes=True)
+    out = w.tape.empty(wider, joint.dtype, joint.places, grad=joint.grad)
+    w.tape.record(op, [shifted], [out], saves=[Saved(out, "softmax output", SINKS)])
+    return w.tape.view(out, scores.shape)
+
+
+# What nanotron's attention makes of its joint projection --------------------------------------------------------------
+#
+# NOTE [ Packed heads ]
+# ``src/nanotron/models/llama.py`` of nanotron (9055c66), ``CausalSelfAttention.forward``:
+#
+# - ``qkv_states.view(s, b, 3, a, d).permute(2, 1, 0, 3, 4).contiguous()`` copies queries, keys and values out as one
+# tensor where each head has keys of its own; where heads share them, each of the three is copied by itself. -
+# ``torch.cat`` joins keys and values, and ``permute(1, 2, 0, 3, 4).contiguous()`` copies them again, which are the keys
+# and values that attention keeps. They are rotated in place there (``apply_rotary_emb_kv_``). -
+# ``FlashRotaryEmbedding`` rotates queries where they are (flash-attn, ``layers/rotary.py``: ``apply_rotary_emb_func``
+# with ``inplace=True``). So the query that attention keeps is a third of the first copy, and all of it stays. - The
+# output goes back to s x b x h by ``transpose(0, 1)``. The product that reads it folds s and b into one dim, which
+# takes a copy where there are several sequences; attention keeps its output beside it.
+
+
+def packed_heads(w: Writer, joint: Value, spec: Attention) -> tuple[Value, Value, Value]:
+    """Query, key and value, each b x heads x s x d, rotated."""
+    d, heads, groups = spec.head_dim, spec.heads, spec.kv_heads
+    widths = (heads * d, groups * d, groups * d)
+    if heads == groups:
+        q, k, v = w.tape.split(copy(w, joint), widths)
+    else:
+        q, k, v = (copy(w, each) for each in w.tape.split(joint, widths))
+    tables = [w.table(f"rotary {name}", (w.run.seq, d // 2), k.dtype) for name in ("cosine", "sine")]
+    joined = w.tape.op("rotary", [k, v, *tables], (w.run.micro_batch, 2 * groups, w.run.seq, d), places=head_places(w))
+    k, v = (w.tape.view(joined, (w.run.micro_batch, groups, w.run.seq, d)) for _ in range(2))
+    return heads_of(w, q, heads, d), k, v
+
+
+# Rotary positions of queries and keys, and the tables that they read --------------------------------------------------
+
+
+def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
+    """Rotary positions (arXiv 2104.09864) on the first ``dim`` of each head; backward needs the tables only."""
+    casts = w.run.precision.casts is not None
+    wide = w.kernels.wide_rotary or (casts and not w.kernels.rotary_apiece)  # those tables take the dtype of keys
+    dtype = "float32" if wide else x.dtype
+    back = w.kernels.complex_rotary or (w.kernels.wide_rotary and not w.kernels.wide_scores)
+    narrow = dtype if casts and not back else x.dtype  # what comes out
+    cosine, sine = (_table(w, f"rotary {name}", dim, dtype, whose) for name in ("cosine", "sine"))
+    if w.kernels.fused_rotary:
+        return w.tape.op("rotary", [x, cosine, sine])
+    part = x if dim == x.shape[-1] else w.tape.view(x, (*x.shape[:-1], dim))
+    if w.kernels.narrow_tables:
+        part, dtype = cast(w, part, "float32"), "float32"
+    straight = multiply(w, part, cosine, ("", "rotary table"), dtype)
+    half = w.tape.op("aten.neg.default", [part], (*part.shape[:-1], dim // 2), workspace=_still_joined(w, part) // 2)
+    turned = w.tape.op("aten.cat.default", [half, part], part.shape)
+    out = cast(w, add(w, straight, multiply(w, turned, sine, ("", "rotary table"), dtype)), narrow)
+    if dim == x.shape[-1] and not w.kernels.joined_rotary:
+        return out
+    return w.tape.op("aten.cat.default", [out, x], x.shape)
+
+
+def _still_joined(w: Writer, x: Value) -> int:
+    """Bytes of the turned halves' joint gradient, of which the half that was not negated is a view to the end.
+
+    ``transformers/models/llama/modeling_llama.py``, ``rotate_half``: backward goes through ``-x2`` and its slice before
+    that of ``x1``, whose gradient is a piece of what ``torch.cat`` was given. Other forms have no such pair.
+    """
+    return 0 if w.kernels.complex_rotary or w.kernels.paired_rotary or not w.kernels.model_code else x.nbytes
+
+
+def _table(w: Writer, name: str, dim: int, dtype: str, whose: str) -> Value:
+    """Cosines or sines: what all layers read, or a block's own, which it makes once, or once for what it rotates."""
+    if w.kernels.looked_up_rotary and w.run.packed:
+        return _looked_up(w, name, dim, whose)
+    if not w.kernels.spread_rotary or w.kernels.fused_rotary:
+        return w.table(name, (w.run.seq, dim), dtype)
+    key = f"{whose} {name}" if w.kernels.rotary_apiece else name
+    if key not in w.spread:
+        narrow = w.table(name, (w.run.seq, dim // 2), dtype)
+        w.spread[key] = w.tape.op("aten.repeat_interleave.self_int", [narrow], (w.run.seq, dim))
+    return w.spread[key]
+
+
+def _looked_up(w: Writer, name: str, dim: int, whose: str) -> Value:
+    """Half of the rows that positions name, b × s × d in all: a view, since cosines and sines lie side by side."""
+    shape = (w.run.micro_batch, w.run.seq, dim)
+    if whose not in w.spread:
+        rows = w.table("rotary table", (w.run.model.max_positions, dim), "float32")
+        w.spread[whose] = w.tape.op("aten.index.Tensor", [rows], shape, "float32")
+    return w.tape.view(w.spread[whose], (*shape[:-1], dim // 2))

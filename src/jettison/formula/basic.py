@@ -7,8 +7,7 @@ from math import prod
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.narrow import QUANTISE, narrow
-from jettison.formula.tape import Collective, Places, Saved, Value, Weight
-from jettison.formula.writer import Writer, saved
+from jettison.formula.tape import Collective, Places, Saved, Value, Weight, Writer
 from jettison.ledger.program import Anchor
 from jettison.spec.tuning import Base
 
@@ -48,8 +47,8 @@ def scale(w: Writer, x: Value) -> Value:
 
 def multiply(w: Writer, a: Value, b: Value, roles: tuple[str, str], dtype: str | None = None) -> Value:
     """a * b: each factor's gradient needs the other factor. A smaller b's is made in a's shape and summed."""
-    kept = [saved(b, roles[1])] if a.grad else []
-    kept += [saved(a, roles[0])] if b.grad else []
+    kept = [Saved(b, roles[1])] if a.grad else []
+    kept += [Saved(a, roles[0])] if b.grad else []
     workspace = a.nbytes if b.grad and b.local_shape != a.local_shape else 0
     if dtype is None and w.run.precision.casts:
         dtype = wider(a, b)
@@ -58,7 +57,7 @@ def multiply(w: Writer, a: Value, b: Value, roles: tuple[str, str], dtype: str |
 
 def weigh(w: Writer, x: Value, weight: Weight, role: str) -> Value:
     """x times a weight of its last dim. The weight's gradient is made in x's shape and summed."""
-    kept = [] if weight.frozen else [saved(x, role)]
+    kept = [] if weight.frozen else [Saved(x, role)]
     dtype = w.held(frozen=weight.frozen) if w.run.precision.casts else None
     return w.tape.op(
         "aten.mul.Tensor", [x], dtype=dtype, saves=kept, weights=[weight], workspace=0 if weight.frozen else x.nbytes
@@ -68,7 +67,7 @@ def weigh(w: Writer, x: Value, weight: Weight, role: str) -> Value:
 def power(w: Writer, x: Value, role: str, reference: str = "") -> Value:
     """x to a constant. Backward makes a lower power and a multiple of it on its way to the gradient."""
     x = cast(w, x, "float32") if w.listed else x
-    return w.tape.op("aten.pow.Tensor_Scalar", [x], saves=[saved(x, role, reference)], workspace=2 * x.nbytes)
+    return w.tape.op("aten.pow.Tensor_Scalar", [x], saves=[Saved(x, role, reference)], workspace=2 * x.nbytes)
 
 
 def linear(
@@ -115,7 +114,7 @@ def linear(
         inputs, workspace = [x, *copies], 0
         if split == "column" and not shared and not weight.frozen and (x.grad or not weight.tied):
             workspace = _gathered_again(w, x, weight)
-        copy_saved = tuple(saved(c, WEIGHT_COPY) for c in copies[:1] if x.grad)
+        copy_saved = tuple(Saved(c, WEIGHT_COPY) for c in copies[:1] if x.grad)
         saves: tuple[Saved, ...] = (Saved(kept, role, reference), *copy_saved)
         if w.narrows(features, head=head):
             local = w.tape.local_shape((features,), (("tp", 0),) if split == "column" else ())[0]
@@ -181,7 +180,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     given = x
     if not (packed and autocast):
         x = cast(w, x, wide)
-    dropped = _lora_dropout(w, x, tuning.dropout)
+    dropped = _dropped(w, x, "adapter's dropout mask") if tuning.dropout else x
     kept = kept if dropped.dtype == kept.dtype and not tuning.dropout else dropped
     last = len(x.shape) - 1
     row, column = split == "row" and w.tp > 1, split == "column" and w.tp > 1
@@ -195,7 +194,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         [narrow, *copies],
         (*x.shape[:-1], tuning.rank),
         places=rest,
-        saves=[saved(kept, "adapter input"), *(saved(c, ADAPTER_COPY) for c in copies if x.grad)],
+        saves=[Saved(kept, "adapter input"), *(Saved(c, ADAPTER_COPY) for c in copies if x.grad)],
         weights=[down],
         dtype=w.products,
         contracted=x.local_shape[-1],
@@ -208,7 +207,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         [low, *copies],
         out.shape,
         places=out.places,
-        saves=[saved(low, "adapter output"), *(saved(c, ADAPTER_COPY) for c in copies)],
+        saves=[Saved(low, "adapter output"), *(Saved(c, ADAPTER_COPY) for c in copies)],
         weights=[up],
         dtype=w.products,
         contracted=tuning.rank,
@@ -230,7 +229,7 @@ def convolution(
         [x, *copies],
         shape,
         w.products,
-        saves=[saved(x, role), *(saved(c, WEIGHT_COPY) for c in copies[:1])],
+        saves=[Saved(x, role), *(Saved(c, WEIGHT_COPY) for c in copies[:1])],
         weights=weights,
         contracted=contracted,
         copied=bool(copies),
@@ -267,27 +266,10 @@ def cast_weights(w: Writer, weights: Sequence[Weight]) -> list[Value]:
 def _cast_weight(w: Writer, weight: Weight) -> Value:
     if weight.name in w.copies:
         return w.copies[weight.name]
-    learned = not weight.frozen
-    held = w.tape.source("weight", weight.shape, w.held(frozen=weight.frozen), weight.places, grad=learned, free=True)
-    copied = w.tape.op("aten._to_copy.default", [held], dtype=w.products, casts=weight)
-    if learned:
+    copied = w.tape.op("aten._to_copy.default", [w.read(weight)], dtype=w.products, casts=weight)
+    if not weight.frozen:
         w.copies[weight.name] = copied
     return copied
-
-
-def _lora_dropout(w: Writer, x: Value, probability: float) -> Value:
-    """What an adapter reads, whatever dropout the model has."""
-    if not probability:
-        return x
-    if w.kernels.byte_masks:
-        out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
-        mask = w.tape.empty(x.shape, "bool", x.places)
-        w.tape.record(
-            "aten.native_dropout.default", [x, w.random()], [out, mask], saves=[saved(mask, "adapter's dropout mask")]
-        )
-        return out
-    mask = w.tape.op("aten.bernoulli.p", [x, w.random()], grad=False)
-    return w.tape.op("aten.mul.Tensor", [x, mask], saves=[saved(mask, "adapter's dropout mask")])
 
 
 def quantise(w: Writer, x: Value) -> Value:
@@ -318,26 +300,28 @@ def batched_product(
     """
     if w.run.precision.casts and not inner:
         a, b, dtype = for_product(w, a), for_product(w, b), w.products
-    kept = [saved(b, roles[1], reference)] if a.grad else []
-    kept += [saved(a, roles[0], reference)] if b.grad else []
+    kept = [Saved(b, roles[1], reference)] if a.grad else []
+    kept += [Saved(a, roles[0], reference)] if b.grad else []
     return w.tape.op(
         "aten.bmm.default", [a, b], shape, dtype=dtype or w.compute, places=places, saves=kept, contracted=contracted
     )
 
 
 def dropout(w: Writer, x: Value, *, site: bool, reference: str = "") -> Value:
-    """Dropout where the architecture has it and the run asks for it. Backward needs the mask."""
-    if not site or not w.run.dropout:
-        return x
+    """Dropout where the architecture has it and the run asks for it."""
+    return _dropped(w, x, "dropout mask", reference) if site and w.run.dropout else x
+
+
+def _dropped(w: Writer, x: Value, role: str, reference: str = "") -> Value:
+    """Backward needs the mask."""
     if w.kernels.byte_masks:
         out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
         mask = w.tape.empty(x.shape, "bool", x.places)
-        w.tape.record(
-            "aten.native_dropout.default", [x, w.random()], [out, mask], saves=[saved(mask, "dropout mask", reference)]
-        )
+        kept = [Saved(mask, role, reference)]
+        w.tape.record("aten.native_dropout.default", [x, w.random()], [out, mask], saves=kept)
         return out
     mask = w.tape.op("aten.bernoulli.p", [x, w.random()], grad=False)
-    return w.tape.op("aten.mul.Tensor", [x, mask], saves=[saved(mask, "dropout mask", reference)])
+    return w.tape.op("aten.mul.Tensor", [x, mask], saves=[Saved(mask, role, reference)])
 
 
 def enter(w: Writer, x: Value) -> tuple[Value, Value]:

@@ -12,18 +12,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jettison.formula.attention import READ
-from jettison.formula.basic import add, cast, convolution, dropout, scale
+from jettison.formula.basic import add, cast, convolution, copy, dropout, for_product, linear, scale, weight_copies
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
-from jettison.formula.pair import show, tower
-from jettison.formula.sound import hear
-from jettison.formula.tape import Value
-from jettison.formula.writer import Writer, saved
-from jettison.spec.inputs import Patches, Source
-from jettison.spec.kernels import AttentionKernel
-from jettison.spec.model import Activation, Attention, LatentAttention, Pair
+from jettison.formula.tape import Saved, Value, Writer
+from jettison.spec.kernels import AttentionKernel, Device
+from jettison.spec.model import (
+    Activation,
+    Attention,
+    Audio,
+    EncoderInput,
+    LatentAttention,
+    Norm,
+    NormKind,
+    Pair,
+    Patches,
+)
 
 POSITIONS, TOKENS = "position ids", "tokens"
+FEATURES = "image features"
+_NORM = Norm(kind=NormKind.LAYER, bias=True)
 
 
 def embedding(w: Writer) -> Value:
@@ -33,8 +41,8 @@ def embedding(w: Writer) -> Value:
         rotary_tables(w)
     if model.patches is not None:
         return _patched(w, model.patches)
-    if model.waves is not None:
-        return _closed(w, hear(w, model.waves))
+    if model.audio is not None:
+        return _closed(w, hear(w, model.audio))
     if model.pair is not None:
         _seen(w, model.pair)
     if model.source is not None:
@@ -69,7 +77,7 @@ def _closed(w: Writer, x: Value) -> Value:
     return cast(w, x, w.stream)
 
 
-def read_source(w: Writer, spec: Source) -> None:
+def read_source(w: Writer, spec: EncoderInput) -> None:
     """What an encoder is given, and what it returns: NOTE [ Two stacks ]."""
     inner = replace(w, run=replace(w.run, seq=w.run.source_seq))
     model = w.run.model
@@ -138,15 +146,17 @@ def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) ->
     """
     model, layout = w.run.model, w.run.layout
     ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
-    table = w.parameter(TOKENS, model.vocab, model.hidden, split=0, tied=tied) if declared else None
-    weights = [] if table is None else [w.tape.declare(replace(table, gradient_ways=_whole_gradient(w)))]
+    ways = _whole_gradient(w)
+    weights = (
+        [w.parameter(TOKENS, model.vocab, model.hidden, split=0, tied=tied, gradient_ways=ways)] if declared else []
+    )
     x = w.tape.op(
         "aten.embedding.default",
         [ids],
         w.shape(model.hidden),
         w.compute,
         w.inside(),
-        saves=[saved(ids, "token ids")],
+        saves=[Saved(ids, "token ids")],
         weights=weights,
         grad=not weights or not weights[0].frozen,
     )
@@ -230,7 +240,116 @@ def _looked_up(w: Writer, name: str, rows: int, ids_name: str, *, batched: bool 
         (*shape, w.run.model.hidden),
         w.compute,
         w.outside(),
-        saves=[saved(ids, ids_name)],
+        saves=[Saved(ids, ids_name)],
         weights=[weight],
         grad=not weight.frozen,
     )
+
+
+# Images held against texts, as far as images go: their tower's ends ---------------------------------------------------
+
+
+def tower(w: Writer, pair: Pair) -> Writer:
+    """Who writes what belongs to images."""
+    return replace(w, run=replace(w.run, model=pair.images, seq=pair.tokens))
+
+
+def show(w: Writer, pair: Pair) -> None:
+    """From the first token of the last layer to features. ``w`` is the `tower`'s."""
+    batch = w.run.micro_batch
+    first = w.tape.view(w.hidden("norm input"), (batch, pair.images.hidden))
+    if pair.images.final_norm is not None:
+        first = norm(w, first, pair.images.final_norm, "output_norm")
+    w.tape.hold(linear(w, first, pair.width, "projection", bias=False, head=True), FEATURES)
+
+
+# Sound as tokens: arXiv 2006.11477 §2 and transformers' ``models/wav2vec2/modeling_wav2vec2.py`` ---
+#
+# Convolutions are whole on every rank.
+
+
+def hear(w: Writer, spec: Audio) -> Value:
+    """Tokens, before the norm and the dropout that end an embedding."""
+    samples, hidden = spec.heard(w.run.source_seq, w.run.seq), w.run.model.hidden
+    x = w.tape.source("sound", (w.run.micro_batch, 1, samples), w.compute, grad=True)
+    layers = zip(spec.channels, spec.kernels, spec.lengths(samples), strict=True)
+    for number, (channels, kernel, length) in enumerate(layers):
+        with w.tape.scope(f"convolutions.{number}"):
+            x = _convolved(w, x, channels, kernel, length, bias=spec.bias)
+            if not spec.group_norm:
+                x = norm(w, copy(w, x, (w.run.micro_batch, length, channels)), _NORM, "norm")
+                x = w.tape.view(activation(w, x, spec.activation), (w.run.micro_batch, channels, length))
+                continue
+            x = activation(w, _channel_norm(w, x) if number == 0 else x, spec.activation)
+    x = w.tape.view(x, w.shape(spec.channels[-1]))
+    x = norm(w, x, _NORM, "norm_of_features") if spec.projection_norm else x
+    x = linear(w, x, hidden, "projection", bias=True)
+    x = _masked(w, dropout(w, x, site=w.run.model.dropout_sites.projected), spec)
+    return add(w, x, _positions(w, x, spec))
+
+
+def _convolved(w: Writer, x: Value, channels: int, kernel: int, length: int, *, bias: bool) -> Value:
+    width = x.shape[1]
+    weights = [w.parameter("weight", channels, width, kernel)] + ([w.parameter("bias", channels)] if bias else [])
+    shape = (x.shape[0], channels, length)
+    return convolution(w, x, shape, weights, width * kernel)
+
+
+def _channel_norm(w: Writer, x: Value) -> Value:
+    """Each channel over all of its sequence; the input and two numbers a channel stay."""
+    x = cast(w, x, "float32") if w.listed else x
+    dtype = x.dtype if w.kernels.device is Device.CPU else "float32"
+    out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
+    statistics = [w.tape.empty(x.shape[:2], dtype) for _ in range(2)]
+    with w.tape.scope("norm"):
+        weights = [w.parameter(name, x.shape[1]) for name in ("weight", "bias")]
+        kept = [Saved(x, "norm input"), *(Saved(one, "norm statistics") for one in statistics)]
+        w.tape.record("aten.native_group_norm.default", [x], [out, *statistics], saves=kept, weights=weights)
+    return out
+
+
+def _masked(w: Writer, x: Value, spec: Audio) -> Value:
+    """A learned vector over some tokens, zeros over some features (arXiv 1904.08779); the masks stay."""
+    weights = [w.parameter("mask", w.run.model.hidden)] if spec.mask else []
+    for name, wanted, shape in (
+        ("mask of tokens", spec.masked_time, (w.run.micro_batch, w.run.seq)),
+        ("mask of features", spec.masked_features, (w.run.micro_batch, w.run.model.hidden)),
+    ):
+        if wanted:
+            mask = w.tape.source(name, shape, "bool")
+            used = weights if name == "mask of tokens" else []
+            x = w.tape.op("aten.index_put.default", [x, mask], saves=[Saved(mask, name)], weights=used)
+    return x
+
+
+def _positions(w: Writer, x: Value, spec: Audio) -> Value:
+    """A convolution over neighbours, in groups of channels, whose weight is a direction and a length a column."""
+    b, s, hidden, kernel = w.run.micro_batch, w.run.seq, w.run.model.hidden, spec.position_kernel
+    width = hidden // spec.position_groups
+    with w.tape.scope("positions"):
+        lengths = w.parameter("lengths", 1, 1, kernel)
+        directions = w.parameter("directions", hidden, width, kernel)
+        held = w.read(directions, "directions")
+        weight = w.tape.empty(directions.shape, w.compute, grad=True)
+        norms = w.tape.empty(lengths.shape, "float32")
+        w.tape.record(
+            "aten._weight_norm_interface.default",
+            [cast(w, held, w.compute)],
+            [weight, norms],
+            saves=[Saved(norms, "norms of directions")],
+            weights=[lengths, directions],
+        )
+        bias = w.parameter("bias", hidden)
+        copies = weight_copies(w, [bias])
+        weight, rows = for_product(w, weight), for_product(w, w.tape.view(x, (b, hidden, s)))
+        out = w.tape.op(
+            "aten.convolution.default",
+            [rows, weight, *copies],
+            (b, hidden, s + 1 - kernel % 2),
+            dtype=w.products,
+            saves=[Saved(rows, "convolution input"), Saved(weight, "convolution weight")],
+            weights=[bias],
+            contracted=width * kernel,
+            copied=bool(copies),
+        )
+        return w.tape.view(activation(w, w.tape.view(out, (b, hidden, s)), spec.activation), w.shape(hidden))

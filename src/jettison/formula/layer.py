@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from jettison.formula.attention import attention, core, head_places, heads_of
+from jettison.formula.attention import attention, core, head_places, heads_of, rotate
 from jettison.formula.basic import add, cast, copy, dropout, enter, leave, linear, wider
-from jettison.formula.delta_rule import gated_delta
 from jettison.formula.mlp import mlp
 from jettison.formula.moe import moe
 from jettison.formula.norm import norm
-from jettison.formula.rotation import rotate
-from jettison.formula.selective_scan import mamba1
-from jettison.formula.state_space import mamba2
-from jettison.formula.tape import Value
-from jettison.formula.writer import Writer
-from jettison.spec.mixers import GatedDelta, Mamba1, Mamba2
-from jettison.spec.model import Arrangement, Attention, LatentAttention, Layer, Mlp, Norm
+from jettison.formula.scans import gated_delta, mamba1, mamba2
+from jettison.formula.tape import Value, Writer
+from jettison.spec.model import Arrangement, Attention, GatedDelta, LatentAttention, Layer, Mamba1, Mamba2, Mlp, Norm
 
 
 def layer(w: Writer, x: Value, spec: Layer) -> Value:

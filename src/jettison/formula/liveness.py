@@ -25,14 +25,15 @@ what is read and no more.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeVar
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
-from jettison.formula.tape import TapeOp, Weight
-from jettison.ledger.program import Anchor, Op
+from jettison.formula.tape import TapeOp, Value, Weight
+from jettison.ledger.program import Anchor, Op, Program
 from jettison.spec.precision import GradientRule
 
 B = TypeVar("B", bound="Backward")
@@ -55,24 +56,18 @@ class Passes:
     """Bytes of a region's two passes on one rank.
 
     Args:
-        resident: held between them.
-        forward_peak: on top of what was there before, with the region's input and output.
         backward_peak: on top of what regions up to this one hold: the incoming gradient, what is computed again, this
             region's weight gradients; it may let go of what it holds on the way.
-        gradient: of weights, left behind.
-        recompute_flops: of a backward.
-        around: the part of each peak at which no weight is read any more, or none yet.
-        opening: there in backward when weights are read first.
     """
 
-    resident: int
-    forward_peak: int
+    resident: int  # held between them
+    forward_peak: int  # on top of what was there before, with the region's input and output
     backward_peak: int
-    gradient: int
-    recompute_flops: int
+    gradient: int  # of weights, left behind
+    recompute_flops: int  # of a backward
     output: int
-    around: Around
-    opening: int
+    around: Around  # the part of each peak at which no weight is read any more, or none yet
+    opening: int  # there in backward when weights are read first
 
 
 def replay(
@@ -98,7 +93,8 @@ def replay(
     again = frozenset(program.recompute_set(kept))
     backward = begin(Backward, region, kept, again, rule, accumulates=accumulates, frames=frames, held=held)
     last = region.last_read
-    around = Around(forward=_forward_peaks(region, kept, last), backward=backward.run(last))
+    forward = _forward_peaks(region, kept | {*program.outputs}, last_reads(program), last)
+    around = Around(forward=forward, backward=backward.run(last))
     return Passes(
         resident=resident,
         forward_peak=max(around.forward),
@@ -127,7 +123,7 @@ def begin(
     Args:
         again: ops that are needed once more: `Program.recompute_set`. The others are those of `replay`.
     """
-    begun = [Frame(frame, _again(region, kept, frame)) for frame in frames if again & frame]
+    begun = [CheckpointFrame(frame, _again(region, kept, frame)) for frame in frames if again & frame]
     runs = frozenset[int]().union(*(frame.again for frame in begun)) if frames else again
     return kind(region=region, kept=kept, again=runs, rule=rule, accumulates=accumulates, frames=begun, held=held)
 
@@ -137,30 +133,31 @@ def weight_gradients(region: Region, dtype: str) -> int:
     return sum(w.gradient_numel for w in region.weights if not w.tied and not w.frozen) * DTYPE_BYTES[dtype]
 
 
-def _forward_peaks(region: Region, kept: frozenset[int], cut: int) -> tuple[int, int]:
-    """Up to the op with this number, and behind it."""
+def last_reads(program: Program) -> dict[int, int]:
+    """By buffer, the last op that makes or reads it."""
+    return {b: op.index for op in program.ops for b in (*op.inputs, *op.outputs)}
+
+
+def _forward_peaks(region: Region, stays: Collection[int], last: Mapping[int, int], cut: int) -> tuple[int, int]:
+    """Peaks up to the op with the number ``cut``, and behind it; what does not stay goes with its last op."""
     program = region.program
-    stays = set(kept) | set(program.outputs)
-    last: dict[int, int] = {}
-    for op in program.ops:
-        for b in (*op.inputs, *op.outputs):
-            last[b] = op.index
-    live = sum(b.nbytes for b in program.buffers if b.producer is None and not b.free)
-    peak, before = live, 0
+    freed: defaultdict[int, int] = defaultdict(int)
+    for b, index in last.items():
+        if b not in stays and program.buffers[b].producer is not None:
+            freed[index] += program.buffers[b].nbytes
+    live = peak = sum(b.nbytes for b in program.buffers if b.producer is None and not b.free)
+    before = 0
     for op in program.ops:
         if op.index == cut + 1:
             before, peak = peak, live
         live += sum(program.buffers[b].nbytes for b in op.outputs if program.buffers[b].producer == op.index)
         peak = max(peak, live)
-        for b in {*op.inputs, *op.outputs}:
-            buffer = program.buffers[b]
-            if last[b] == op.index and b not in stays and buffer.producer is not None:
-                live -= buffer.nbytes
+        live -= freed[op.index]
     return (before, peak) if 0 <= cut < len(program.ops) - 1 else (peak, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class CheckpointFrame:
     """A checkpoint's ops, and those that it runs again."""
 
     ops: frozenset[int]
@@ -189,7 +186,7 @@ class Backward:
         again: frozenset[int],
         rule: GradientRule,
         accumulates: bool,
-        frames: Sequence[Frame] = (),
+        frames: Sequence[CheckpointFrame] = (),
         held: frozenset[int] = frozenset(),
     ) -> None:
         self.region, self.program, self.kept = region, region.program, kept
@@ -310,7 +307,7 @@ class Backward:
             self._fetch(i)
         self._run(op)
 
-    def _run_frame(self, frame: Frame) -> None:
+    def _run_frame(self, frame: CheckpointFrame) -> None:
         """All of it; what would be read later on stays until the frame is left."""
         stop = max(frame.again)
         read = [b for op in self.program.ops[stop + 1 :] if op.index in frame.ops for b in op.inputs]
@@ -412,3 +409,74 @@ class Backward:
         self.owners[tensor] -= 1
         if self.owners[tensor] == 0:
             self.live -= self.sizes[tensor]
+
+
+# How high a region's forward rises where nothing is kept for a backward -----------------------------------------------
+#
+# NOTE [ What frames hold ]
+# Where autograd saves what ops read, it hardly matters how long Python's variables live: the graph holds the tensors
+# longer. Under ``torch.no_grad()`` only variables hold them, and they die with their function, not with their last use.
+# As ``transformers`` writes its models (``models/llama/modeling_llama.py``; others copy it):
+#
+# - ``LlamaDecoderLayer.forward`` and the module that it calls have a block's input until the block is over.
+# - ``LlamaAttention.forward`` has query, key and value (rotated) until it returns, and eager attention's weights.
+# - ``sdpa_attention_forward`` and ``eager_attention_forward`` have keys and values as ``repeat_kv`` spread them until
+#   they return. What a product copies for itself goes at once.
+# - ``LlamaModel.forward`` has ``inputs_embeds`` until the last layer has run: the caller of `forward_height` adds it.
+# - ``GPT2Block.forward`` has what attention returned until it is over itself (``names_outputs``).
+#
+# torchtitan and torchtune write the same but for the last two.
+
+
+_PRODUCT, _COPY, _WEIGHTS = "aten.bmm.default", "aten.clone.default", "aten._softmax.default"
+_CORE = frozenset((_PRODUCT, _WEIGHTS, "aten._scaled_dot_product_flash_attention.default"))
+
+
+def forward_height(region: Region, *, names_outputs: bool = False) -> tuple[int, int]:
+    """Bytes at its worst moment, its input and its output among them: while weights are read, and behind that."""
+    last = last_reads(region.program)
+    for value, until in _held(region, names_outputs):
+        buffer = region.buffers[value.storage]
+        last[buffer] = max(last.get(buffer, until), until)
+    return _forward_peaks(region, region.program.outputs, last, region.last_read)
+
+
+def _held(region: Region, names_outputs: bool) -> Iterator[tuple[Value, int]]:
+    """Values and the step until which a frame has them. See NOTE [ What frames hold ]."""
+    steps = region.tape.steps
+    makers = {v.storage: i for i, step in enumerate(steps) for v in step.outputs}
+    for scope, run in groupby(range(len(steps)), lambda i: steps[i].path.partition(".")[0]):
+        block = list(run)
+        if not scope or scope.endswith("norm"):
+            continue
+        inside = set(block)
+        if names_outputs and scope == "attention":
+            yield from ((v, len(steps) - 1) for v in steps[block[-1]].outputs)
+        for i in block:
+            yield from ((v, block[-1]) for v in steps[i].inputs if makers.get(v.storage, i) not in inside)
+        yield from _of_attention(steps, [i for i in block if steps[i].name in _CORE], makers, block[-1])
+
+
+def _of_attention(
+    steps: list[TapeOp], core: list[int], makers: dict[int, int], end: int
+) -> Iterator[tuple[Value, int]]:
+    """Query, key and value; what they were spread from; and weights."""
+    if not core:
+        return
+    within = set(core)
+    returned = core[-1] + 1 if core[-1] < end and steps[core[-1] + 1].name == _COPY else core[-1]
+    for i in core:
+        if steps[i].name == _WEIGHTS:
+            yield from ((v, end) for v in steps[i].outputs)
+            continue
+        for value in steps[i].inputs:
+            made = makers.get(value.storage)
+            if made is None or made in within:
+                continue
+            if steps[i].name == _PRODUCT and steps[made].name == _COPY:  # the product's own
+                (value,) = steps[made].inputs
+                made = makers.get(value.storage)
+            if made is not None and steps[made].name == _COPY:  # spread over the heads that share it
+                yield value, returned
+                (value,) = steps[made].inputs
+            yield value, end

@@ -8,15 +8,13 @@ from math import prod
 from types import MappingProxyType
 from typing import Final
 
-from jettison.formula.basic import add, cast, dropout, enter, linear, scale
+from jettison.formula.basic import add, batched_product, cast, discrete, dropout, enter, linear, multiply, power, scale
+from jettison.formula.embedding import FEATURES
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
-from jettison.formula.pair import contrast
-from jettison.formula.sound import align
-from jettison.formula.tape import Value, Weight
-from jettison.formula.writer import Writer, saved
+from jettison.formula.tape import Saved, Value, Weight, Writer
 from jettison.spec.kernels import Device, Loss
-from jettison.spec.model import Pooling
+from jettison.spec.model import Audio, Pair, Pooling
 
 EXTRA = "arXiv 2205.05198 §4.3"
 IN_ROWS: Final = "rows_cross_entropy"
@@ -35,8 +33,8 @@ def head(w: Writer, x: Value) -> Value:
         x = norm(w, x, model.final_norm, "norm")
         x = cast(w, x, w.compute) if model.wide_stream else x
     x = dropout(w, x, site=model.dropout_sites.output)
-    if model.waves is not None:
-        return align(w, x, model.waves)
+    if model.audio is not None:
+        return align(w, x, model.audio)
     last, x = x, scale(w, x) if model.head.scaled else x
     if model.head.transform is not None and model.embedding_norm is not None:
         x = linear(w, x, model.hidden, "transform", bias=model.head.transform_bias)
@@ -45,7 +43,7 @@ def head(w: Writer, x: Value) -> Value:
         return _tiled(w, x)
     if w.kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED):
         return _without_logits(w, x)
-    return _from_logits(w, x, named=(last, x) if w.kernels.of_transformers and w.run.precision.casts else ())
+    return _from_logits(w, x, named=(last, x) if w.kernels.model_code and w.run.precision.casts else ())
 
 
 def _from_logits(w: Writer, x: Value, weight: Weight | None = None, named: tuple[Value, ...] = ()) -> Value:
@@ -110,7 +108,7 @@ def score(w: Writer, x: Value) -> Value:
 
 
 def _with_further(w: Writer, x: Value) -> Value:
-    """A loss of each depth, those of further tokens first: NOTE [ Further tokens ] in `formula.further`."""
+    """A loss of each depth, those of further tokens first: NOTE [ Further tokens ] in `formula.region`."""
     model = w.run.model
     parts = [w.tape.view(x, w.shape(model.hidden)) for _ in range(model.further + 1)]
     total = _from_logits(w, parts[0])
@@ -132,24 +130,26 @@ def _labels(w: Writer) -> Value:
 def _softcap(w: Writer, logits: Value) -> Value:
     """c * tanh(logits / c): Gemma 2."""
     logits = scale(w, logits)
-    out = w.tape.empty(logits.shape, logits.dtype, logits.places, grad=True)
-    w.tape.record("aten.tanh.default", [logits], [out], saves=[saved(out, "capped logits")])
+    out = w.tape.op("aten.tanh.default", [logits], keeps="capped logits", grad=True)
     return scale(w, out)
+
+
+def _gathered(w: Writer, logits: Value) -> Value:
+    """Logits of the whole vocabulary on each rank."""
+    return w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward=None) if w.tp > 1 else logits
 
 
 def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     """torch's cross_entropy, on fp32 logits: the log-softmax stays, 4sbV. Sharded logits are gathered first."""
-    if w.tp > 1:
-        logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward=None)
+    logits = _gathered(w, logits)
     outside = w.kernels.loss is Loss.OUTSIDE
     wide = cast(w, logits, "float32") if outside or w.kernels.loss_float32 or w.run.precision.casts else logits
-    rows = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=True)
-    w.tape.record(
-        "aten._log_softmax.default", [wide], [rows], saves=[saved(rows, "log-softmax output", f"{EXTRA}: 4sbv")]
+    rows = w.tape.op(
+        "aten._log_softmax.default", [wide], keeps="log-softmax output", reference=f"{EXTRA}: 4sbv", grad=True
     )
     loss = w.tape.empty((), wide.dtype, grad=True)
     weight = w.tape.empty((), wide.dtype)
-    kept = [saved(rows, "log-softmax output"), saved(labels, "labels"), saved(weight, "loss weight")]
+    kept = [Saved(rows, "log-softmax output"), Saved(labels, "labels"), Saved(weight, "loss weight")]
     w.tape.record("aten.nll_loss_forward.default", [rows, labels], [loss, weight], saves=kept)
     w.tape.name(logits)  # an argument of whoever casts them
     return loss
@@ -166,8 +166,7 @@ def _rows(w: Writer, logits: Value, labels: Value) -> Value:
     Forward has the logits, whose 16-bit form the caller holds, and a chunk of their log-softmax. Backward makes that
     and its gradient a chunk at a time, and writes the gradient of the logits over them.
     """
-    if w.tp > 1:
-        logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward=None)
+    logits = _gathered(w, logits)
     wide = cast(w, logits, "float32") if w.kernels.loss_float32 or w.run.precision.casts else logits
     if wide.nbytes < SMALLEST_BYTES:
         return _upcast(w, wide, labels)
@@ -177,10 +176,10 @@ def _rows(w: Writer, logits: Value, labels: Value) -> Value:
     loss, weight = w.tape.empty((), wide.dtype, grad=True), w.tape.empty((), wide.dtype)
     found = w.tape.empty((*wide.shape[:-1], 1), wide.dtype, labels.places)
     kept = [
-        saved(wide, "logits", f"{EXTRA}: 4sbv"),
-        saved(labels, "labels"),
-        saved(found, "log-softmax at the labels"),
-        saved(weight, "loss weight"),
+        Saved(wide, "logits", f"{EXTRA}: 4sbv"),
+        Saved(labels, "labels"),
+        Saved(found, "log-softmax at the labels"),
+        Saved(weight, "loss weight"),
     ]
     outputs = [loss, chunk, found, weight]
     w.tape.record(
@@ -232,9 +231,9 @@ def _sharded(w: Writer, wide: Value, labels: Value, name: str) -> Value:
     target = w.tape.empty(labels.shape, "int64", labels.places)
     loss = w.tape.empty((), "float32", grad=True)
     kept = [
-        saved(wide, "softmax output", f"{EXTRA}, fp32 logits of the loss: 4sbv"),
-        saved(mask, "target mask"),
-        saved(target, "masked targets"),
+        Saved(wide, "softmax output", f"{EXTRA}, fp32 logits of the loss: 4sbv"),
+        Saved(mask, "target mask"),
+        Saved(target, "masked targets"),
     ]
     w.tape.record(name, [wide, labels], [loss, mask, target], saves=kept, in_place=True)
     return loss
@@ -248,7 +247,7 @@ def _te(w: Writer, logits: Value, labels: Value) -> Value:
     tensor of its own.)
     """
     loss = w.tape.empty((), "float32", grad=True)
-    kept = [saved(logits, "gradient of the logits")]
+    kept = [Saved(logits, "gradient of the logits")]
     w.tape.record("te_parallel_cross_entropy", [logits, labels], [loss], saves=kept, in_place=True)
     return loss
 
@@ -260,11 +259,10 @@ def _compiled(w: Writer, logits: Value, labels: Value) -> Value:
     the partitioner keeps is the logits and two numbers a row, and backward writes a 16-bit gradient in one kernel.
     Sharded logits are gathered first, as without it.
     """
-    if w.tp > 1:
-        logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward=None)
+    logits = _gathered(w, logits)
     rows = [w.tape.empty((*logits.shape[:-1], 1), "float32", labels.places) for _ in range(2)]
     loss = w.tape.empty((), "float32", grad=True)
-    kept = [saved(logits, "logits"), saved(labels, "labels"), *(saved(row, "softmax statistics") for row in rows)]
+    kept = [Saved(logits, "logits"), Saved(labels, "labels"), *(Saved(row, "softmax statistics") for row in rows)]
     w.tape.record("compiled_cross_entropy", [logits, labels], [loss, *rows], saves=kept)
     return loss
 
@@ -280,7 +278,7 @@ def _dtensor(w: Writer, logits: Value, labels: Value) -> Value:
     rows = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=True)
     w.tape.record("loss_parallel.log_softmax", [wide], [rows], passes=True)
     loss = w.tape.empty((), "float32", grad=True)
-    kept = [saved(rows, "log-softmax output", f"{EXTRA}: 4sbv"), saved(labels, "labels")]
+    kept = [Saved(rows, "log-softmax output", f"{EXTRA}: 4sbv"), Saved(labels, "labels")]
     w.tape.record("loss_parallel.nll_loss", [rows, labels], [loss], saves=kept, workspace=2 * rows.nbytes)
     return loss
 
@@ -331,9 +329,9 @@ def _tiled(w: Writer, x: Value) -> Value:
         [scored, targets],
         [loss, *numbers, tile],
         saves=[
-            saved(scored, "scored rows"),
-            saved(targets, "targets"),
-            *(saved(each, name) for each, name in zip(numbers, ("log of the sum", "entropy"), strict=True)),
+            Saved(scored, "scored rows"),
+            Saved(targets, "targets"),
+            *(Saved(each, name) for each, name in zip(numbers, ("log of the sum", "entropy"), strict=True)),
         ],
         weights=[weight],
         flops=2 * batch * rows * weight.numel,
@@ -359,11 +357,11 @@ def _without_logits(w: Writer, x: Value) -> Value:
     flops = 2 * tokens * weight.numel
     loss = w.tape.empty((), "float32", grad=True)
     if w.kernels.loss in (Loss.CHUNKED, Loss.LISTED):
-        kept_now, made = [saved(kept, "linear input"), saved(labels, "labels")], [loss]
+        kept_now, made = [Saved(kept, "linear input"), Saved(labels, "labels")], [loss]
         if w.kernels.loss is Loss.LISTED:
             places = w.on_tp(2)
             made.append(w.tape.empty((*whole.shape[:-1], model.vocab), w.products, places))
-            kept_now.append(saved(made[-1], "logits", "16-bit logits: 2sbV"))
+            kept_now.append(Saved(made[-1], "logits", "16-bit logits: 2sbV"))
         w.tape.record(
             f"{w.kernels.loss}_cross_entropy",
             [whole, labels],
@@ -375,10 +373,10 @@ def _without_logits(w: Writer, x: Value) -> Value:
         )
         return loss
     dx = w.tape.empty(whole.shape, whole.dtype, whole.places)
-    kept_now, made = [saved(dx, "gradient of the head's input")], [loss, dx]
+    kept_now, made = [Saved(dx, "gradient of the head's input")], [loss, dx]
     if not weight.frozen:
         made.append(w.tape.empty(weight.shape, w.products, weight.places))
-        kept_now.append(saved(made[-1], "gradient of the head's weight"))
+        kept_now.append(Saved(made[-1], "gradient of the head's weight"))
     w.tape.record(
         "fused_linear_cross_entropy",
         [whole, labels],
@@ -389,3 +387,93 @@ def _without_logits(w: Writer, x: Value) -> Value:
         workspace=2 * logits_bytes,
     )
     return loss
+
+
+# Images held against texts: arXiv 2103.00020 §2.3 and transformers' ``models/clip/modeling_clip.py`` ------------------
+#
+# Each rank compares its own batch.
+
+
+def contrast(w: Writer, x: Value, pair: Pair) -> Value:
+    """From the last layer of texts to the loss, over the rows of a micro-batch."""
+    model, batch = w.run.model, w.run.micro_batch
+    if model.final_norm is not None:
+        x = norm(w, x, model.final_norm, "norm")
+    ids = w.table("token ids", w.shape(), "int64")
+    rows = w.tape.op("aten.arange.default", [ids], (batch,), grad=False)
+    ends = discrete(w, ids, "aten.argmax.default", (batch,))
+    kept = [Saved(rows, "rows"), Saved(ends, "ends of texts")]
+    last = w.tape.op("aten.index.Tensor", [x, rows, ends], (batch, model.hidden), places=(), saves=kept)
+    text = linear(w, last, pair.width, "projection", bias=False, head=True)
+    image = w.tape.source(FEATURES, (batch, pair.width), w.products, grad=True, free=True)
+    image, text = (_direction(w, each) for each in (image, text))
+    roles = ("text direction", "image direction")
+    logits = batched_product(w, text, image, (batch, batch), (), pair.width, roles)
+    logits = multiply(w, logits, _temperature(w), ("logits", "temperature"))
+    losses = [_cross_entropy(w, each, rows) for each in (logits, w.tape.view(logits, logits.shape))]
+    return scale(w, add(w, *losses))
+
+
+def _direction(w: Writer, x: Value) -> Value:
+    """x over its length."""
+    square = power(w, x, "features")
+    length = power(w, w.tape.op("aten.sum.dim_IntList", [square], (x.shape[0], 1)), "squared length")
+    return w.tape.op("aten.div.Tensor", [x, length], saves=[Saved(length, "length"), Saved(x, "features")])
+
+
+def _temperature(w: Writer) -> Value:
+    """The exponential of a learned number."""
+    weight = w.parameter("temperature")
+    held = w.read(weight, "temperature")
+    narrow, out = cast(w, held, w.compute), w.tape.empty((), w.compute, grad=held.grad)
+    w.tape.record("aten.exp.default", [narrow], [out], saves=[Saved(out, "temperature")], weights=[weight])
+    return out
+
+
+def _cross_entropy(w: Writer, logits: Value, rows: Value) -> Value:
+    """Each row's own column is the right one."""
+    wide = cast(w, logits, "float32") if w.kernels.loss_float32 else logits
+    found = w.tape.empty(wide.shape, wide.dtype, grad=True)
+    w.tape.record("aten._log_softmax.default", [wide], [found], saves=[Saved(found, "log-softmax output")])
+    labels = w.tape.op("aten.arange.default", [rows], grad=False)
+    loss, weight = w.tape.empty((), wide.dtype, grad=True), w.tape.empty((), wide.dtype)
+    kept = [Saved(found, "log-softmax output"), Saved(labels, "labels"), Saved(weight, "loss weight")]
+    w.tape.record("aten.nll_loss_forward.default", [found, labels], [loss, weight], saves=kept)
+    return loss
+
+
+# A text aligned with sound -------------------------------------------------------------------------------------------
+
+
+def align(w: Writer, x: Value, spec: Audio) -> Value:
+    """Logits, and the loss over all ways to read a text off them (connectionist temporal classification).
+
+    ``torch.nn.functional.ctc_loss``, which keeps log-probabilities in fp32 and a row of 2 labels + 1 for each token.
+    """
+    model, b, s = w.run.model, w.run.micro_batch, w.run.seq
+    whole, kept = enter(w, x)
+    logits = linear(
+        w, whole, model.vocab, "logits", bias=model.head.bias, split="column", keeps=kept, head=True, role="head input"
+    )
+    if w.tp > 1:
+        logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward="reduce_scatter_tensor")
+    wide = cast(w, logits, "float32")
+    rows = w.tape.empty(wide.shape, "float32", wide.places, grad=True)
+    w.tape.record("aten._log_softmax.default", [wide], [rows], saves=[Saved(rows, "log-softmax output")])
+    labels = spec.labels(spec.heard(w.run.source_seq, w.run.seq))
+    numbers = [w.tape.source(name, (b,), "int64") for name in ("lengths of sequences", "lengths of labels")]
+    targets = w.tape.source("labels", (b * labels,), "int64")
+    loss = w.tape.empty((b,), "float32", grad=True)
+    alphas = w.tape.empty((b, s, 2 * labels + 1), "float32")
+    kept_now = [Saved(rows, "log-softmax output"), Saved(loss, "losses"), Saved(alphas, "sums over alignments")]
+    kept_now += [Saved(one, "labels") for one in (*numbers, targets)]
+    w.tape.record(
+        "aten._ctc_loss.Tensor", [rows, targets, *numbers], [loss, alphas], saves=kept_now, workspace=alphas.nbytes
+    )
+    if spec.zero_infinity:
+        endless = w.tape.op("aten.eq.Scalar", [loss], dtype="bool", grad=False)
+        loss = w.tape.op("aten.where.self", [loss, endless], saves=[Saved(endless, "endless losses")])
+    if spec.mean_loss:
+        divisor = w.tape.op("aten.clamp_min.default", [numbers[1]], grad=False)
+        loss = w.tape.op("aten.div.Tensor", [loss, divisor], saves=[Saved(divisor, "divisor")])
+    return w.tape.op("aten.sum.default", [loss], ())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from jettison.formula.basic import add, cast, dropout, enter, leave, linear, multiply, name_given, power, scale
-from jettison.formula.tape import Value
-from jettison.formula.writer import Writer, saved
+from jettison.formula.tape import Saved, Value, Writer
 from jettison.spec.model import Activation, Mlp
 
 PAPER = "arXiv 2205.05198 §4.1, MLP"
@@ -59,7 +58,7 @@ def halves(w: Writer, joint: Value, width: int) -> list[Value]:
 def gate_product(w: Writer, gate: Value, up: Value, kind: Activation) -> Value:
     """activation(gate) * up. As one kernel it keeps both halves and computes the rest again."""
     if w.kernels.fused_gate:
-        kept = [saved(gate, "activation input"), saved(up, "activation input")]
+        kept = [Saved(gate, "activation input"), Saved(up, "activation input")]
         return w.tape.op("gated_activation", [gate, up], saves=kept)
     return multiply(w, activation(w, gate, kind), up, ("activation output", "product operand"))
 
@@ -74,17 +73,14 @@ def activation(w: Writer, x: Value, kind: Activation) -> Value:
         return _gelu_fast(w, x)
     if kind is Activation.GELU_QUICK:
         gate = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
-        w.tape.record("aten.sigmoid.default", [scale(w, x)], [gate], saves=[saved(gate, "activation output")])
+        w.tape.record("aten.sigmoid.default", [scale(w, x)], [gate], saves=[Saved(gate, "activation output")])
         return multiply(w, x, gate, ("activation input", "activation output"))
     if kind is Activation.RELU:
-        out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
-        w.tape.record("aten.relu.default", [x], [out], saves=[saved(out, "activation output")])
-        return out
+        return w.tape.op("aten.relu.default", [x], keeps="activation output")
     if kind is Activation.RELU_SQUARED:
-        out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
-        w.tape.record("aten.relu.default", [x], [out], saves=[saved(out, "activation output")])
+        out = w.tape.op("aten.relu.default", [x], keeps="activation output")
         return power(w, out, "activation output")
-    kept = [saved(x, "activation input", f"{PAPER}, GeLU input: 8sbh")]
+    kept = [Saved(x, "activation input", f"{PAPER}, GeLU input: 8sbh")]
     return w.tape.op(KERNEL[kind], [x], saves=kept, workspace=4 * x.nbytes if w.kernels.gelu_function else 0)
 
 
@@ -99,9 +95,7 @@ def _gelu_fast(w: Writer, x: Value) -> Value:
 
 
 def _tanh(w: Writer, x: Value) -> Value:
-    out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
-    w.tape.record("aten.tanh.default", [x], [out], saves=[saved(out, "activation output")])
-    return out
+    return w.tape.op("aten.tanh.default", [x], keeps="activation output")
 
 
 def _gelu_written(w: Writer, x: Value) -> Value:

@@ -39,16 +39,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, prod
 
-from jettison.formula.basic import add, cast, enter, leave, linear, multiply, quantise
-from jettison.formula.every_token import every_token
-from jettison.formula.looped_experts import looped_experts
+from jettison.formula.basic import (
+    WEIGHT_COPY,
+    add,
+    cast,
+    copy,
+    discrete,
+    enter,
+    for_product,
+    leave,
+    linear,
+    multiply,
+    quantise,
+    weight_copies,
+)
 from jettison.formula.mlp import activation, gate_product, halves, mlp
 from jettison.formula.narrow import narrow_rows, padded, unpadded
-from jettison.formula.router import route, scores_of_all
-from jettison.formula.tape import Places, Value
-from jettison.formula.writer import Writer, saved
+from jettison.formula.tape import Places, Saved, Value, Weight, Writer
+from jettison.ledger.program import Anchor
 from jettison.spec.kernels import Combine
-from jettison.spec.model import Activation, Mlp, Moe
+from jettison.spec.model import Activation, Mlp, Moe, Router
 
 ORDER = "token order"
 SCORES = ("expert output", "expert weights")
@@ -64,7 +74,7 @@ def moe(w: Writer, x: Value, spec: Moe) -> Value:
         size, hidden = whole.shape[0] * whole.shape[1], whole.shape[2]
         for _ in range(spec.jitters):
             noise = w.tape.op("aten.uniform.default", [whole, w.random()], grad=False)
-            whole = w.tape.op("aten.mul.Tensor", [whole, noise], saves=[saved(noise, "noise")])
+            whole = w.tape.op("aten.mul.Tensor", [whole, noise], saves=[Saved(noise, "noise")])
         tokens = w.tape.view(whole, (size, hidden), _token_places(w, whole))
         if w.kernels.every_token and w.run.layout.ep == 1:
             out = every_token(w, tokens, scores_of_all(w, tokens, spec), spec)
@@ -92,8 +102,7 @@ def moe(w: Writer, x: Value, spec: Moe) -> Value:
 def _gated(w: Writer, x: Value, out: Value) -> Value:
     """What shared experts return, weighted by one number a token."""
     score = linear(w, x, 1, "shared_gate", bias=False)
-    gate = w.tape.empty(score.shape, score.dtype, score.places, grad=True)
-    w.tape.record("aten.sigmoid.default", [score], [gate], saves=[saved(gate, "shared gate")])
+    gate = w.tape.op("aten.sigmoid.default", [score], keeps="shared gate", grad=True)
     return multiply(w, gate, out, ("shared gate", "shared output"))
 
 
@@ -115,21 +124,18 @@ def rows_of(w: Writer, tokens: Value, spec: Moe) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Order:
+class _TokenOrder:
     """Tokens sorted by expert.
 
     Args:
         permutation: N, which choice each row is. ``origin``: N, which token.
-        ends: e, where each expert's rows end.
-        local: N, rows as they arrive, sorted by expert; None: they arrive so.
-        expert: N, whose row each is; None: nobody asks.
     """
 
     permutation: Value
     origin: Value
-    ends: Value
-    local: Value | None
-    expert: Value | None
+    ends: Value  # e, where each expert's rows end
+    local: Value | None  # N, rows as they arrive, sorted by expert; None: they arrive so
+    expert: Value | None  # N, whose row each is; None: nobody asks
 
 
 def _experts(w: Writer, tokens: Value, weights: Value, choice: Value, spec: Moe) -> Value:
@@ -152,7 +158,7 @@ def _experts(w: Writer, tokens: Value, weights: Value, choice: Value, spec: Moe)
     return _combined(w, out, scores, order, tokens)
 
 
-def _sort(w: Writer, choice: Value, rows: int, places: Places, spec: Moe) -> _Order:
+def _sort(w: Writer, choice: Value, rows: int, places: Places, spec: Moe) -> _TokenOrder:
     def index(name: str, x: Value, shape: tuple[int, ...], dtype: str, where: Places) -> Value:
         return w.tape.op(name, [x], shape, dtype, where, grad=False)
 
@@ -164,7 +170,7 @@ def _sort(w: Writer, choice: Value, rows: int, places: Places, spec: Moe) -> _Or
     there, arrived = _gathered(w, places), _arrived(w, rows)
     local = index("aten.sort.default", ends, (arrived,), "int64", there) if mixed else None
     expert = index("aten.repeat_interleave.self_Tensor", ends, (arrived,), "int64", there) if spec.bias else None
-    return _Order(permutation=permutation, origin=origin, ends=ends, local=local, expert=expert)
+    return _TokenOrder(permutation=permutation, origin=origin, ends=ends, local=local, expert=expert)
 
 
 def _gathered(w: Writer, places: Places) -> Places:
@@ -180,10 +186,10 @@ def _arrived(w: Writer, rows: int) -> int:
 def _take(w: Writer, x: Value, index: Value) -> Value:
     """Rows of x: backward adds gradients up by the same index."""
     shape = (index.shape[0], *x.shape[1:])
-    return w.tape.op("aten.index.Tensor", [x, index], shape, places=index.places, saves=[saved(index, ORDER)])
+    return w.tape.op("aten.index.Tensor", [x, index], shape, places=index.places, saves=[Saved(index, ORDER)])
 
 
-def _send(w: Writer, x: Value, order: _Order, copies: int) -> Value:
+def _send(w: Writer, x: Value, order: _TokenOrder, copies: int) -> Value:
     """Rows to the ranks that have their experts."""
     arrived = _arrived(w, x.shape[0])
     x = w.tape.collective("all_to_all_single", "ep", x, x.places, backward="all_to_all_single", copies=copies)
@@ -197,10 +203,10 @@ def _send(w: Writer, x: Value, order: _Order, copies: int) -> Value:
     return x if order.local is None else _take(w, x, order.local)
 
 
-def _return(w: Writer, x: Value, order: _Order, places: Places, copies: int) -> Value:
+def _return(w: Writer, x: Value, order: _TokenOrder, places: Places, copies: int) -> Value:
     """The way back."""
     if order.local is not None:
-        x = w.tape.op("aten.index_put.default", [x, order.local], saves=[saved(order.local, ORDER)])
+        x = w.tape.op("aten.index_put.default", [x, order.local], saves=[Saved(order.local, ORDER)])
     if places != x.places:
         x = w.tape.collective("reduce_scatter_tensor", w.expert_axis, x, places, backward="all_gather_into_tensor")
         x = x if x.places == places else w.tape.view(x, x.shape, places)
@@ -209,29 +215,35 @@ def _return(w: Writer, x: Value, order: _Order, places: Places, copies: int) -> 
     return w.tape.collective("all_to_all_single", "ep", x, x.places, backward="all_to_all_single", copies=copies)
 
 
-def _product(w: Writer, x: Value, features: int, name: str, order: _Order, spec: Moe, *, split: str) -> Value:
+def _matrices(w: Writer, x: Value, features: int, experts: int, split: str) -> tuple[Weight, Places]:
+    """A weight of one matrix for each expert, and the placement of what x becomes by it."""
+    last = len(x.shape) - 1
+    shape = (experts, features, x.shape[last])
+    weight = w.parameter("weight", *shape, split={"column": 1, "row": 2}[split], expert=True, product=True)
+    places: Places = tuple(p for p in x.places if p[1] != last)
+    if split == "column" and w.tape.mesh[w.expert_axis] > 1:
+        places = tuple(sorted((*places, (w.expert_axis, last))))
+    return weight, places
+
+
+def _product(w: Writer, x: Value, features: int, name: str, order: _TokenOrder, spec: Moe, *, split: str) -> Value:
     """Every row times its expert's matrix (and its bias): N × features. ``split`` as in `linear`."""
     with w.tape.scope(name):
-        shape = (spec.experts, features, x.shape[1])
-        weight = w.parameter("weight", *shape, split={"column": 1, "row": 2}[split], expert=True, product=True)
-        places = tuple(p for p in x.places if p[1] == 0)
-        axis = w.expert_axis
-        if split == "column" and w.tape.mesh[axis] > 1:
-            places = tuple(sorted((*places, (axis, 1))))
-        saves, workspace = [saved(x, "linear input")], 0
+        weight, places = _matrices(w, x, features, spec.experts, split)
+        saves, workspace = [Saved(x, "linear input")], 0
         if w.recipe is not None:
             original = split == "row" and "moe_act" in w.run.again
             found = narrow_rows(w, x, weight, spec.experts // w.run.layout.ep, "linear input", original=original)
             saves, workspace = [*found.saves], found.workspace
         elif w.quantises:
-            saves = [saved(quantise(w, x), "linear input")]
+            saves = [Saved(quantise(w, x), "linear input")]
         out = w.tape.op(
             "aten._grouped_mm.default",
             [x, order.ends],
             (x.shape[0], features),
             w.compute,
             places,
-            saves=[*([] if weight.frozen else saves), saved(order.ends, "ends of experts")],
+            saves=[*([] if weight.frozen else saves), Saved(order.ends, "ends of experts")],
             weights=[weight],
             workspace=workspace,
             contracted=x.local_shape[1],
@@ -245,13 +257,13 @@ def _product(w: Writer, x: Value, features: int, name: str, order: _Order, spec:
             out.shape,
             out.dtype,
             places,
-            saves=[saved(order.expert, ORDER)],
+            saves=[Saved(order.expert, ORDER)],
             weights=[bias],
         )
         return add(w, out, chosen)
 
 
-def _hidden(w: Writer, x: Value, scores: Value | None, order: _Order, spec: Moe) -> Value:
+def _hidden(w: Writer, x: Value, scores: Value | None, order: _TokenOrder, spec: Moe) -> Value:
     """N × f: what goes into the last product, times each row's weight where ``scores`` are given."""
     if not spec.gated:
         up = _product(w, x, spec.ffn, "up", order, spec, split="column")
@@ -267,23 +279,22 @@ def _hidden(w: Writer, x: Value, scores: Value | None, order: _Order, spec: Moe)
         inputs = [gate, up] if scores is None else [gate, up, scores]
         roles = ("activation input", "activation input", SCORES[1])
         name = CLAMPED if clamped else "gated_activation"
-        return w.tape.op(name, inputs, saves=[saved(v, r) for v, r in zip(inputs, roles, strict=False)])
+        return w.tape.op(name, inputs, saves=[Saved(v, r) for v, r in zip(inputs, roles, strict=False)])
     hidden = _clamped(w, gate, up) if clamped else gate_product(w, gate, up, spec.activation)
     return hidden if scores is None else multiply(w, hidden, scores, SCORES, w.compute)
 
 
 def _clamped(w: Writer, gate: Value, up: Value) -> Value:
     """g · sigmoid(α g) · (u + 1) for both halves clamped, op by op: gpt-oss."""
-    gate, up = (w.tape.op("aten.clamp.default", [v], saves=[saved(v, "activation input")]) for v in (gate, up))
+    gate, up = (w.tape.op("aten.clamp.default", [v], saves=[Saved(v, "activation input")]) for v in (gate, up))
     wide = w.tape.op("aten.mul.Tensor", [gate])
-    sigmoid = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=wide.grad)
-    w.tape.record("aten.sigmoid.default", [wide], [sigmoid], saves=[saved(sigmoid, "activation output")])
+    sigmoid = w.tape.op("aten.sigmoid.default", [wide], keeps="activation output")
     gated = multiply(w, gate, sigmoid, ("product operand", "activation output"))
     shifted = w.tape.op("aten.add.Tensor", [up], passes=True)
     return multiply(w, shifted, gated, ("product operand", "product operand"))
 
 
-def _combined(w: Writer, out: Value, scores: Value | None, order: _Order, tokens: Value) -> Value:
+def _combined(w: Writer, out: Value, scores: Value | None, order: _TokenOrder, tokens: Value) -> Value:
     """N outputs as T sums. Weights that come after the experts keep their outputs, in fp32 where they are added up
     (torchtitan's ``combine``); those that entered the activation do not (Megatron-LM's grouped experts).
     """
@@ -295,7 +306,214 @@ def _combined(w: Writer, out: Value, scores: Value | None, order: _Order, tokens
         return cast(w, w.tape.op("aten.sum.dim_IntList", [back], tokens.shape, places=tokens.places), tokens.dtype)
     if w.kernels.combine is Combine.ADDED and scores is not None:
         out = cast(w, multiply(w, cast(w, out, "float32"), scores, SCORES, "float32"), tokens.dtype)
-    kept = [saved(order.origin, ORDER)]
+    kept = [Saved(order.origin, ORDER)]
     if w.kernels.deterministic:  # megatron/core/transformer/moe/moe_utils.py, unpermute
-        kept.append(saved(out, "expert output"))
+        kept.append(Saved(out, "expert output"))
     return w.tape.op("aten.scatter_add.default", [out, order.origin], tokens.shape, places=tokens.places, saves=kept)
+
+
+# router ---------------------------------------------------------------------------------------------------------------
+#
+# The router of a mixture of experts: from tokens to the experts of each, and the weight of each choice
+# T tokens · e experts · c choices a token. What is chosen may not be chosen a second time: a bit of difference in the
+# logits sends a token elsewhere.
+
+
+CHOICE = "router choice"
+WEIGHTS = "router weights"
+REFERENCE = "arXiv 2101.03961 §2.1, router"
+
+
+def route(w: Writer, tokens: Value, spec: Moe) -> tuple[Value, Value]:
+    """(weights, int64 choices), both T × c. ``tokens`` is T × h.
+
+    Which groups of experts may be chosen from is worked out without gradients. Transformers' code asks autograd for it,
+    but lets go of the results before the layer is over, and so nothing of that is held.
+    """
+    shape = (tokens.shape[0], spec.top_k)
+    with w.tape.scope("router"):
+        logits = _logits(w, tokens, spec)
+        narrow = w.compute
+        if w.run.precision.casts:
+            narrow = tokens.dtype if w.kernels.softmax_float32 else logits.dtype
+        if spec.correction_frozen:
+            w.parameter("correction", 1, spec.experts, fixed=True)
+        if spec.router is Router.SPARSE_MIXER:
+            return sparse_mixer(w, logits, spec.top_k)
+        if spec.router is Router.TOPK_SIGMOID:
+            values, choice = _topk(w, logits, shape)
+            return cast(w, _sigmoid(w, values), logits.dtype), choice
+        if spec.router is Router.TOPK_SOFTMAX:
+            values, choice = _topk(w, logits, shape)
+            wide = w.kernels.weights_float32 or w.kernels.softmax_float32
+            weights = _softmax(w, cast(w, values, "float32" if wide else logits.dtype))
+            return (cast(w, weights, narrow) if w.kernels.softmax_float32 else weights), choice
+        weights, choice = _scored(w, logits, shape, spec)
+        if spec.normalise_top_k:
+            weights = _normalise(w, weights, clamped=spec.clamped_sum)
+        as_logits = w.kernels.wide_routers and w.run.precision.casts  # which come out of a product in 16 bits
+        return (weights if w.kernels.weights_float32 and not as_logits else cast(w, weights, narrow)), choice
+
+
+def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
+    """T × e, never from fp8. In fp32 copies stay: of the tokens for the weight's gradient, and the other way round."""
+    with w.tape.scope("gate"):
+        wide = w.kernels.router_float32 or w.kernels.wide_routers
+        weight = w.parameter("weight", spec.experts, tokens.shape[-1], wide=w.kernels.wide_routers)
+        weights = [weight, w.parameter("bias", spec.experts)] if spec.router_bias else [weight]
+        tokens = cast(w, tokens, "float32") if wide else tokens
+        casts = w.run.precision.casts is not None and not w.kernels.routers_apart
+        copies = weight_copies(w, weights) if casts else []
+        x = for_product(w, tokens) if casts else tokens
+        inputs, kept = [x, *copies], [] if weight.frozen else [Saved(x, "router input", REFERENCE)]
+        if wide and not copies and not w.kernels.wide_routers:
+            inputs.append(cast(w, w.read(weight), "float32"))
+            kept += [Saved(inputs[-1], "router weight")] if x.grad else []
+        kept += [Saved(c, "router weight") for c in copies[:1] if x.grad]
+        name = "aten.addmm.default" if spec.router_bias else "aten.mm.default"
+        shape = (tokens.shape[0], spec.experts)
+        made = w.products if casts else x.dtype
+        return w.tape.op(
+            name, inputs, shape, made, saves=kept, weights=weights, contracted=tokens.shape[-1], copied=bool(copies)
+        )
+
+
+def _scored(w: Writer, logits: Value, shape: tuple[int, int], spec: Moe) -> tuple[Value, Value]:
+    """Scores of all experts in fp32, and of them those that are chosen."""
+    wide = logits if w.kernels.narrow_routers else cast(w, logits, "float32")
+    if spec.router is Router.SOFTMAX_TOPK:
+        scores = _softmax(w, wide)
+        if spec.groups > 1:
+            allowed = w.tape.op("aten.topk.default", [scores], dtype="bool", grad=False, anchor=Anchor.DISCRETE)
+            scores = w.tape.op("aten.masked_fill.Scalar", [scores, allowed], saves=[Saved(allowed, "expert mask")])
+    else:  # what was cast before the product comes out of it narrow under autocast
+        as_made = w.run.precision.casts is not None and w.kernels.router_float32
+        scores = _sigmoid(w, logits if as_made else wide, wide=not as_made)
+    choice = discrete(w, scores, "aten.topk.default", shape)
+    return w.tape.op("aten.gather.default", [scores, choice], shape, saves=[Saved(choice, CHOICE)]), choice
+
+
+def scores_of_all(w: Writer, tokens: Value, spec: Moe) -> Value:
+    """T × e: the weights of those that were chosen, 0 for all others. ``tokens`` is T × h."""
+    with w.tape.scope("router"):
+        logits = _logits(w, tokens, spec)
+        values, choice = _topk(w, logits, (tokens.shape[0], spec.top_k))
+        spread = w.tape.op("aten.scatter.src", [values, choice], logits.shape, saves=[Saved(choice, CHOICE)])
+        return cast(w, _sigmoid(w, spread), logits.dtype)
+
+
+def sparse_mixer(w: Writer, logits: Value, top_k: int) -> tuple[Value, Value]:
+    """Each choice is drawn from a softmax over the scores that are near the best; those before it are left out.
+
+    What was the best of each softmax is asked for as well, with its place; nothing is differentiated by that, and it is
+    let go of when the router returns, as above.
+    """
+    weights, choices, scores, column = [], [], logits, (logits.shape[0], 1)
+    for _ in range(top_k):
+        far = w.tape.op("aten.gt.Scalar", [scores], dtype="bool", grad=False)
+        near = w.tape.op("aten.masked_fill.Scalar", [scores, far], saves=[Saved(far, "expert mask")])
+        gates = _softmax(w, near)
+        drawn = w.tape.op("aten.max.dim", [near, w.random()], column, "int64", grad=False, anchor=Anchor.DISCRETE)
+        weight = w.tape.op("aten.gather.default", [gates, drawn], column, saves=[Saved(drawn, CHOICE)])
+        kept = [Saved(weight, WEIGHTS), Saved(drawn, CHOICE), Saved(gates, "router probabilities")]
+        weights.append(w.tape.op("sparse_mixer", [weight, gates, drawn], column, saves=kept))
+        choices.append(drawn)
+        scores = w.tape.op("aten.scatter.value", [scores, drawn], logits.shape, saves=[Saved(drawn, CHOICE)])
+    shape = (logits.shape[0], top_k)
+    return w.tape.op("aten.cat.default", weights, shape), w.tape.op("aten.cat.default", choices, shape, grad=False)
+
+
+def _sigmoid(w: Writer, x: Value, *, wide: bool = True) -> Value:
+    """In fp32, or as they come."""
+    x = cast(w, x, "float32") if wide else x
+    return w.tape.op("aten.sigmoid.default", [x], keeps="router scores")
+
+
+def _softmax(w: Writer, x: Value) -> Value:
+    x = cast(w, x, "float32") if w.listed else x
+    return w.tape.op("aten._softmax.default", [x], keeps="router probabilities", reference=REFERENCE)
+
+
+def _topk(w: Writer, logits: Value, shape: tuple[int, int]) -> tuple[Value, Value]:
+    values = w.tape.empty(shape, logits.dtype, logits.places, grad=logits.grad)
+    choice = w.tape.empty(shape, "int64", logits.places)
+    w.tape.record(
+        "aten.topk.default", [logits], [values, choice], saves=[Saved(choice, CHOICE)], anchor=Anchor.DISCRETE
+    )
+    return values, choice
+
+
+def _normalise(w: Writer, weights: Value, *, clamped: bool) -> Value:
+    """Weights that sum to 1: both sides of the division stay."""
+    dtype = "float32" if w.listed else weights.dtype
+    total = w.tape.op("aten.sum.dim_IntList", [weights], (weights.shape[0], 1), dtype)
+    if clamped:
+        total = w.tape.op("aten.clamp.default", [total], saves=[Saved(total, WEIGHTS)])
+    return w.tape.op("aten.div.Tensor", [weights, total], saves=[Saved(weights, WEIGHTS), Saved(total, WEIGHTS)])
+
+
+# looped experts -------------------------------------------------------------------------------------------------------
+#
+# Experts one after the other, each with the tokens that chose it: transformers' DBRX, whose gate and up are apart
+# T tokens · c choices a token · N = Tc rows · f width of an expert. Each expert has tensors of its own; together they
+# have these rows, however tokens are spread (what an allocator rounds up for each is left out).
+
+
+def looped_experts(w: Writer, tokens: Value, weights: Value, choice: Value, spec: Moe) -> Value:
+    """T × h, the weighted sum over each token's experts."""
+    rows = choice.shape[0] * choice.shape[1]
+    places = tuple(p for p in tokens.places if p[1] == 0)
+    with w.tape.scope("experts"):
+        pairs = w.tape.op("aten.nonzero.default", [choice], (rows, 2), "int64", places, grad=False)
+        x = _taken(w, tokens, pairs, tokens.shape[1])
+        gate, up = (_each(w, x, spec.ffn, name, spec.experts, split="column") for name in ("gate", "up"))
+        hidden = gate_product(w, gate, up, spec.activation)
+        out = _each(w, hidden, tokens.shape[1], "down", spec.experts, split="row")
+        share = _taken(w, weights, pairs, 1)
+        out = multiply(w, out, share, ("expert output", "expert weights"))
+        kept = [Saved(pairs, ORDER), Saved(out, "expert output")]
+        return w.tape.op("aten.index_add.default", [out, pairs], tokens.shape, places=tokens.places, saves=kept)
+
+
+def _taken(w: Writer, x: Value, pairs: Value, width: int) -> Value:
+    shape = (pairs.shape[0], width)
+    return w.tape.op("aten.index.Tensor", [x, pairs], shape, places=pairs.places, saves=[Saved(pairs, ORDER)])
+
+
+def _each(w: Writer, x: Value, features: int, name: str, experts: int, *, split: str) -> Value:
+    """Rows, or all tokens of each expert, times their expert's matrix; ``split`` as in `basic.linear`."""
+    with w.tape.scope(name):
+        weight, places = _matrices(w, x, features, experts, split)
+        copies = weight_copies(w, [weight])
+        x = for_product(w, x)
+        return w.tape.op(
+            "aten.mm.default" if len(x.shape) == 2 else "aten.bmm.default",
+            [x, *copies],
+            (*x.shape[:-1], features),
+            w.products,
+            places,
+            saves=[] if weight.frozen else [Saved(x, "linear input"), *(Saved(c, WEIGHT_COPY) for c in copies)],
+            weights=[weight],
+            copied=bool(copies),
+            contracted=x.local_shape[-1],
+        )
+
+
+# Experts that are each given all tokens, weighted before they come: transformers' Llama 4 -----------------------------
+#
+# T tokens · e experts · f width of an expert. Three products of e matrices with T rows each, whatever was chosen: e / c
+# times the work of c choices a token, and as much more of everything between the products.
+
+
+def every_token(w: Writer, tokens: Value, scores: Value, spec: Moe) -> Value:
+    """T × h, the sum over experts. ``scores`` is T × e."""
+    size, hidden = tokens.shape
+    places = tuple((axis, 1) for axis, _ in tokens.places)
+    with w.tape.scope("experts"):
+        repeated = copy(w, tokens, (spec.experts, size, hidden), places)
+        column = copy(w, scores, (spec.experts, size, 1), places)
+        x = multiply(w, repeated, column, ("router input", "expert weights"))
+        joint = _each(w, x, 2 * spec.ffn, "gate_up", spec.experts, split="column")
+        gate, up = halves(w, joint, spec.ffn)
+        out = _each(w, gate_product(w, gate, up, spec.activation), hidden, "down", spec.experts, split="row")
+        return w.tape.op("aten.sum.dim_IntList", [out], tokens.shape, places=tokens.places)

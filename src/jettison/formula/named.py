@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from jettison.formula.traced import Book
+from jettison.formula.sums import GuardBook
 from jettison.spec.layout import Layout
 from jettison.spec.model import Attention, LatentAttention, Layer, Mlp, ModelSpec, Moe
-from jettison.spec.run import Scene
+from jettison.spec.run import RegionSignature
 
 NAMES: Final[Mapping[type, Mapping[str, str]]] = MappingProxyType(
     {
@@ -93,7 +93,7 @@ class Choices:
         return " ".join((self.kernels, self.attention, self.precision, drop, layout))
 
 
-def traced_scene(scene: Scene, layer: Layer, book: Book) -> tuple[Scene, Layer]:
+def traced_scene(scene: RegionSignature, layer: Layer, book: GuardBook) -> tuple[RegionSignature, Layer]:
     """The same scene and layer with sizes that remember. Neither may meet a cache."""
     layout, model = scene.layout, scene.model
     named_layer = replace(layer, attention=_named(layer.attention, book), mlp=_named(layer.mlp, book))
@@ -122,7 +122,7 @@ def traced_scene(scene: Scene, layer: Layer, book: Book) -> tuple[Scene, Layer]:
     return traced, named_layer
 
 
-def _named(part: Any, book: Book) -> Any:
+def _named(part: Any, book: GuardBook) -> Any:
     """An attention or feed-forward block of traced sizes."""
     sizes = {field: getattr(part, field) for field in NAMES[type(part)]}
     return replace(part, **{f: book.size(NAMES[type(part)][f], n) for f, n in sizes.items() if n})

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from jettison.formula.tape import Places, Saved, Value, Weight
-from jettison.formula.writer import Writer
+from jettison.formula.tape import Places, Saved, Value, Weight, Writer
 from jettison.spec.fp8 import QUANTISED_THROUGH_BYTES, SCALE_DTYPE, Fp8Recipe, Library, Scales, scale_shape
 
 QUANTISE, PAD = "quantise.fp8", "pad.rows"
@@ -21,14 +20,14 @@ _NORMED = frozenset({"qkv", "query", "key", "value", "gate", "up", "gate_up", "k
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Narrow:
+class NarrowProduct:
     """Of one product: what stays, and bytes that live while its backward runs."""
 
     saves: tuple[Saved, ...]
     workspace: int
 
 
-def narrow(w: Writer, x: Value, kept: Value, features: int, name: str, role: str, *, original: bool) -> Narrow:
+def narrow(w: Writer, x: Value, kept: Value, features: int, name: str, role: str, *, original: bool) -> NarrowProduct:
     """A linear layer's product by the run's recipe.
 
     Args:
@@ -40,19 +39,21 @@ def narrow(w: Writer, x: Value, kept: Value, features: int, name: str, role: str
     assert recipe is not None
     rows, columns = prod(x.local_shape[:-1]), x.local_shape[-1]
     if recipe.library is Library.TORCHAO:
-        return Narrow(saves=(Saved(kept, role),), workspace=torchao_bytes(recipe, rows, columns, features))
+        return NarrowProduct(saves=(Saved(kept, role),), workspace=torchao_bytes(recipe, rows, columns, features))
     gathered = kept.index != x.index
     gradient = recipe.both_bytes(recipe.inputs, rows, features)
     again = recipe.both_bytes(recipe.inputs, rows, columns) if gathered else 0
     if original and recipe.keeps_original:
         again = recipe.both_bytes(recipe.inputs, rows, columns)
-        return Narrow(saves=(Saved(kept, role),), workspace=gradient + again)
+        return NarrowProduct(saves=(Saved(kept, role),), workspace=gradient + again)
     both = gathered and name in _NORMED and recipe.inputs is Scales.NV
     columnwise = not recipe.either_way and not (gathered and recipe.rows_are_gathered)
-    return Narrow(saves=_copies(w, recipe, kept, role, columnwise=columnwise, both=both), workspace=gradient + again)
+    return NarrowProduct(
+        saves=_copies(w, recipe, kept, role, columnwise=columnwise, both=both), workspace=gradient + again
+    )
 
 
-def narrow_rows(w: Writer, x: Value, weight: Weight, experts: int, role: str, *, original: bool) -> Narrow:
+def narrow_rows(w: Writer, x: Value, weight: Weight, experts: int, role: str, *, original: bool) -> NarrowProduct:
     """The product of rows with their experts' matrices: each expert's rows are quantised apart, and stay by columns.
 
     Args:
@@ -66,9 +67,9 @@ def narrow_rows(w: Writer, x: Value, weight: Weight, experts: int, role: str, *,
     gradient = experts * recipe.both_bytes(recipe.inputs, each, features)
     if original:
         again = experts * recipe.both_bytes(recipe.inputs, each, columns)
-        return Narrow(saves=(Saved(x, role),), workspace=gradient + again)
+        return NarrowProduct(saves=(Saved(x, role),), workspace=gradient + again)
     saves = _copies(w, recipe, x, role, columnwise=not recipe.either_way, both=False, experts=experts)
-    return Narrow(saves=saves, workspace=gradient)
+    return NarrowProduct(saves=saves, workspace=gradient)
 
 
 def _copies(

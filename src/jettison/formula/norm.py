@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from jettison.formula.basic import cast, multiply, power, weigh
-from jettison.formula.tape import Value, Weight
-from jettison.formula.writer import Writer, saved
+from jettison.formula.tape import Saved, Value, Weight, Writer
 from jettison.spec.kernels import Device
 from jettison.spec.model import Norm, NormKind
 
@@ -37,9 +36,14 @@ def norm(
             return _fused(w, x, spec, weights, shifted=_shifted(w, weight, w.held(frozen=weight.frozen)))
         if spec.kind is NormKind.LAYER or w.kernels.fused_norm:
             return _fused(w, x, spec, weights, apiece=apiece)
-        if spec.offset:
-            return _written_offset(w, x, weight)
-        return _written_wide(w, x, weight) if w.kernels.wide_norm else _written(w, x, weight)
+        normal = root_mean_square(w, x)
+        if spec.offset:  # (x / rms(x) * (1 + weight)).to(dtype), all in fp32: transformers' GemmaRMSNorm
+            shifted = _shifted(w, weight, "float32")
+            return cast(w, multiply(w, normal, shifted, ("normalised input", "norm weight")), x.dtype)
+        if w.kernels.wide_norm:  # (weight * x / rms(x)).to(dtype), all in fp32: transformers' Olmo2RMSNorm
+            return cast(w, _weighed_wide(w, normal, weight), x.dtype)
+        # weight * (x / rms(x)).to(dtype): transformers' LlamaRMSNorm. The normalised value stays for the weight
+        return weigh(w, cast(w, normal, x.dtype), weight, "normalised input")
 
 
 def _fused(
@@ -69,9 +73,9 @@ def _fused(
         [x],
         [out, *statistics],
         saves=[
-            saved(x, "norm input", REFERENCE),
-            *(saved(v, "norm statistics", STATISTICS) for v in statistics),
-            *([saved(shifted, "norm input")] if shifted is not None else []),
+            Saved(x, "norm input", REFERENCE),
+            *(Saved(v, "norm statistics", STATISTICS) for v in statistics),
+            *([Saved(shifted, "norm input")] if shifted is not None else []),
         ],
         weights=weights,
     )
@@ -85,32 +89,20 @@ def root_mean_square(w: Writer, x: Value) -> Value:
     places = tuple(p for p in x.places if p[1] != len(x.shape) - 1)
     square = power(w, wide, "norm input", REFERENCE)
     mean = w.tape.op("aten.mean.dim", [square], rows, places=places)
-    variance = w.tape.op("aten.add.Tensor", [mean], passes=True)
-    root = w.tape.empty(rows, "float32", places, grad=x.grad)
-    w.tape.record("aten.rsqrt.default", [variance], [root], saves=[saved(root, "norm statistics", STATISTICS)])
+    root = _reciprocal_root(w, mean)
     return multiply(w, x if w.kernels.unwidened_norm else wide, root, ("norm input", "norm statistics"), "float32")
 
 
-def _written(w: Writer, x: Value, weight: Weight) -> Value:
-    """weight * (x / rms(x)).to(dtype): transformers' LlamaRMSNorm. The normalised value stays for the weight."""
-    normal = cast(w, root_mean_square(w, x), x.dtype)
-    return weigh(w, normal, weight, "normalised input")
-
-
-def _written_wide(w: Writer, x: Value, weight: Weight) -> Value:
-    """(weight * x / rms(x)).to(dtype), all in fp32: transformers' Olmo2RMSNorm."""
-    normal = root_mean_square(w, x)
-    return cast(w, _weighed_wide(w, normal, weight), x.dtype)
+def _reciprocal_root(w: Writer, mean: Value) -> Value:
+    shifted = w.tape.op("aten.add.Tensor", [mean], passes=True)
+    return w.tape.op("aten.rsqrt.default", [shifted], keeps="norm statistics", reference=STATISTICS)
 
 
 def _weighed_wide(w: Writer, normal: Value, weight: Weight) -> Value:
     """In fp32; where the weight is cast for that, its copy stays for the gradient of what it multiplies."""
     if not w.kernels.cast_weights or w.held(frozen=weight.frozen) == "float32":
         return weigh(w, normal, weight, "normalised input")
-    held = w.tape.source(
-        "weight", weight.shape, w.held(frozen=weight.frozen), weight.places, grad=not weight.frozen, free=True
-    )
-    wide = w.tape.op("aten._to_copy.default", [held], dtype="float32", weights=[weight])
+    wide = w.tape.op("aten._to_copy.default", [w.read(weight)], dtype="float32", weights=[weight])
     return multiply(w, normal, wide, ("normalised input", "normalised input"))
 
 
@@ -122,9 +114,7 @@ def _written_layer(w: Writer, x: Value, weight: Weight) -> Value:
     mean = w.tape.op("aten.mean.dim", [wide], rows, places=places)
     square = power(w, w.tape.op("aten.sub.Tensor", [wide, mean]), "norm input", REFERENCE)
     variance = w.tape.op("aten.mean.dim", [square], rows, places=places)
-    shifted = w.tape.op("aten.add.Tensor", [variance], passes=True)
-    root = w.tape.empty(rows, "float32", places, grad=x.grad)
-    w.tape.record("aten.rsqrt.default", [shifted], [root], saves=[saved(root, "norm statistics", STATISTICS)])
+    root = _reciprocal_root(w, variance)
     centred = w.tape.op("aten.sub.Tensor", [wide, mean])
     normal = multiply(w, centred, root, ("normalised input", "norm statistics"))
     return cast(w, _weighed_wide(w, normal, weight), x.dtype)
@@ -132,14 +122,4 @@ def _written_layer(w: Writer, x: Value, weight: Weight) -> Value:
 
 def _shifted(w: Writer, weight: Weight, dtype: str) -> Value:
     """1 + weight, made anew by each call."""
-    held = w.tape.source(
-        "weight", weight.shape, w.held(frozen=weight.frozen), weight.places, grad=not weight.frozen, free=True
-    )
-    return w.tape.op("aten.add.Tensor", [cast(w, held, dtype)], passes=True, weights=[weight])
-
-
-def _written_offset(w: Writer, x: Value, weight: Weight) -> Value:
-    """(x / rms(x) * (1 + weight)).to(dtype), all in fp32: transformers' GemmaRMSNorm."""
-    normal = root_mean_square(w, x)
-    product = multiply(w, normal, _shifted(w, weight, "float32"), ("normalised input", "norm weight"))
-    return cast(w, product, x.dtype)
+    return w.tape.op("aten.add.Tensor", [cast(w, w.read(weight), dtype)], passes=True, weights=[weight])

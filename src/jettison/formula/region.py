@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Final
 
 from jettison.core.dtypes import tensor_bytes
+from jettison.core.errors import UsageError
 from jettison.formula.basic import enter, linear
 from jettison.formula.embedding import embedding, looked_up_tokens
 from jettison.formula.layer import layer
 from jettison.formula.layer import layer as write_layer
 from jettison.formula.loss import head, score
 from jettison.formula.norm import norm
-from jettison.formula.tape import GATHER, NAMES, Collective, Tape, Value, Weight
-from jettison.formula.writer import Writer
+from jettison.formula.tape import GATHER, NAMES, Collective, Tape, Value, Weight, Writer
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
 from jettison.ledger.record import Origin, Placement, SavedTensor
-from jettison.spec.model import AnyLayer, Layer, RecordedLayer, Recorder
-from jettison.spec.run import Scene
+from jettison.spec.model import AnyLayer, BlockRecorder, Layer, ModelSpec, RecordedLayer
+from jettison.spec.run import RegionSignature, Run
+from jettison.spec.tuning import ALL, TARGETS, Tuning
 
 EMBEDDING, HEAD = "embedding", "head"
 """Names of the two regions that are no layers."""
@@ -203,11 +205,11 @@ class RecordedRegions:
     after: Region
 
 
-class RegionRecorder(Recorder):
+class RegionRecorder(BlockRecorder):
     """Records the regions of a scene."""
 
     @abstractmethod
-    def regions(self, scene: Scene) -> RecordedRegions:
+    def regions(self, scene: RegionSignature) -> RecordedRegions:
         """All of them.
 
         Raises:
@@ -215,14 +217,14 @@ class RegionRecorder(Recorder):
         """
 
 
-def _recorded(scene: Scene) -> RecordedRegions:
+def _recorded(scene: RegionSignature) -> RecordedRegions:
     recorder = scene.model.recorder
     assert isinstance(recorder, RegionRecorder), "a recorded layer without its recording"
     return recorder.regions(scene)
 
 
 @lru_cache(maxsize=4096)
-def layer_region(scene: Scene, layer: AnyLayer) -> Region:
+def layer_region(scene: RegionSignature, layer: AnyLayer) -> Region:
     """One transformer layer."""
     if isinstance(layer, RecordedLayer):
         return _recorded(scene).blocks[layer.call]
@@ -237,7 +239,7 @@ def layer_region(scene: Scene, layer: AnyLayer) -> Region:
 
 
 @lru_cache(maxsize=1024)
-def embedding_region(scene: Scene) -> Region:
+def embedding_region(scene: RegionSignature) -> Region:
     """What stands before the layers."""
     if scene.model.recorder is not None:
         return _recorded(scene).before
@@ -246,7 +248,7 @@ def embedding_region(scene: Scene) -> Region:
 
 
 @lru_cache(maxsize=1024)
-def head_region(scene: Scene) -> Region:
+def head_region(scene: RegionSignature) -> Region:
     """What stands after the layers."""
     if scene.model.recorder is not None:
         return _recorded(scene).after
@@ -255,7 +257,7 @@ def head_region(scene: Scene) -> Region:
 
 
 @lru_cache(maxsize=64)
-def score_region(scene: Scene) -> Region:
+def score_region(scene: RegionSignature) -> Region:
     """What stands after the layers of a reward model."""
     writer = Writer.of(scene)
     return Region(output=score(writer, writer.hidden()), tape=writer.tape)
@@ -314,3 +316,50 @@ def _joined(w: Writer, tokens: Value, hidden: Value, spec: Layer) -> Value:
         return out
     out = w.tape.collective("all_gather_into_tensor", "tp", out, w.inside(), backward=None)
     return w.tape.op("aten.clone.default", [out], places=w.outside()) if w.run.layout.sp else out
+
+
+# How many parameters a model has: the sum over its regions, each weight once ------------------------------------------
+
+
+def regions(model: ModelSpec, tuning: Tuning | None = None) -> Iterator[tuple[Region, int]]:
+    """The distinct regions of a model, and how often each occurs."""
+    scene = Run(model=model, seq=model.shortest, source_seq=model.shortest_source, tuning=tuning).scene
+    yield embedding_region(scene), 1
+    counts = Counter(model.layers)
+    for kind in model.kinds:
+        yield layer_region(scene, kind), counts[kind]
+    yield head_region(scene), 1
+
+
+def parameter_count(model: ModelSpec) -> int:
+    """Parameters of the whole model; a tied weight counts once."""
+    return sum(n * sum(w.total for w in region.weights if not w.tied) for region, n in regions(model))
+
+
+def trained_parameter_count(model: ModelSpec, tuning: Tuning) -> int:
+    """Parameters of the adapters."""
+    return sum(n * sum(w.total for w in region.weights if not w.frozen) for region, n in regions(model, tuning))
+
+
+def refuse_idle(model: ModelSpec, tuning: Tuning) -> None:
+    """Adapters that no product of a model has.
+
+    Raises:
+        UsageError: nothing would be trained.
+    """
+    if ALL not in tuning.targets and not trained_parameter_count(model, tuning):
+        raise UsageError(
+            f"got --lora targets={'+'.join(sorted(tuning.targets))}; {model.name} has none of these products, so that "
+            f"nothing would be trained: expected {ALL}, or others of {', '.join(TARGETS)}"
+        )
+
+
+def active_parameter_count(model: ModelSpec) -> int:
+    """Parameters that one token meets: of each layer's experts those that it is sent to."""
+    scene = Run(model=model, seq=model.shortest, source_seq=model.shortest_source).scene
+    idle = 0
+    for kind, layers in Counter(model.layers).items():
+        if (moe := kind.experts) is not None:
+            experts = sum(w.total for w in layer_region(scene, kind).weights if w.expert)
+            idle += layers * experts * (moe.experts - moe.top_k) // moe.experts
+    return parameter_count(model) - idle

@@ -36,7 +36,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jettison.core.dtypes import DTYPE_BYTES
-from jettison.formula.liveness import Backward
+from jettison.formula.liveness import Backward, last_reads
 from jettison.formula.region import Region
 from jettison.formula.tape import TapeOp, Weight
 from jettison.memory.unit import WeightStep
@@ -48,15 +48,13 @@ class InputHalf:
     """A region's first half, in bytes of one rank.
 
     Args:
-        peak: above what was there before, with the gradient of the region's output.
         gradients: what the groups keep of gradients; ``incoming``: of these, the one of the output.
-        detached: of what the region holds, what nothing with a weight is behind.
     """
 
-    peak: int
+    peak: int  # above what was there before, with the gradient of the region's output
     gradients: int
     incoming: int
-    detached: int
+    detached: int  # of what the region holds, what nothing with a weight is behind
 
 
 def input_half(
@@ -190,7 +188,7 @@ def weight_half(
             freed[place] += region.program.buffers[b].nbytes
     if given:
         freed[until.get(region.buffers[next(iter(region.tape.sources))], len(groups))] -= given
-    gradients = _Gradients.of(region, rule, last=last)
+    gradients = _GroupGradients.of(region, rule, last=last)
     return tuple(
         _step(step, rule, rise=step.workspace, released=freed[place] + gradients.drop(step))
         for place, (_, step) in enumerate(groups)
@@ -221,7 +219,7 @@ def checkpointed_weight_half(
     found: list[WeightStep] = []
     there, before = sum(nbytes for place, nbytes in sizes.items() if place >= 0), 0
     for place, (region, own) in enumerate(zip(regions, groups, strict=True)):
-        gradients = _Gradients.of(region, rule, last=last and place == len(regions) - 1)
+        gradients = _GroupGradients.of(region, rule, last=last and place == len(regions) - 1)
         for _, step in own:
             rise = max(computing - _made_bytes(step, rule.kept), there + step.workspace)
             there -= sizes[len(found)]
@@ -265,14 +263,14 @@ def _made_bytes(step: TapeOp, dtype: str) -> int:
 
 
 @dataclass(slots=True)
-class _Gradients:
+class _GroupGradients:
     """What groups keep of gradients, let go of with the last group that has it."""
 
     sizes: dict[int, int]
     owners: dict[int, set[int]]  # gradient -> groups, by the ids of their steps
 
     @classmethod
-    def of(cls, region: Region, rule: GradientRule, *, last: bool) -> _Gradients:
+    def of(cls, region: Region, rule: GradientRule, *, last: bool) -> _GroupGradients:
         """Args: last: the gradient of the region's output is somebody else's."""
         half = _InputHalf(region, region.program.saved_buffers(), rule, frozenset(), False)
         half.run(-1)
@@ -298,7 +296,7 @@ def _computing(regions: Sequence[Region], saved: set[tuple[int, int]]) -> int:
     waits = set(saved)
     for place, region in enumerate(regions):
         program = region.program
-        last = {b: op.index for op in program.ops for b in (*op.inputs, *op.outputs)}
+        last = last_reads(program)
         for op in program.ops:
             if not waits:
                 return peak

@@ -17,14 +17,15 @@ in the dtype of products (``torch/distributed/fsdp/_fully_shard/_fsdp_param_grou
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
+from typing import Final
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.tape import Weight
 from jettison.spec.layout import Layout
 from jettison.spec.precision import Optimizer, Precision
-from jettison.spec.states_on_host import StatesOnHost
+from jettison.spec.states_on_host import NOT_MOVED, StatesOnHost
 
 SCALE_BLOCK = 256
 """8-bit Adam keeps an fp32 scale for each 256 numbers of a moment (arXiv 2110.02861 §2.1)."""
@@ -65,41 +66,22 @@ class Static:
         if count == 1:
             return self
         crossing = self.last + 2 * self.first
-        return Static(
-            parameters=count * self.parameters,
-            gradients=count * self.gradients,
-            state=count * self.state,
-            master=count * self.master,
-            copies=count * self.copies,
-            gathered=count * self.gathered,
-            reduced=count * self.reduced,
-            largest=self.largest,
-            stepping=self.stepping if self.stepping > crossing else crossing,
-            first=self.first,
-            last=self.last,
-            host_state=count * self.host_state,
-            host_elements=count * self.host_elements,
-            host_parameters=count * self.host_parameters,
-        )
+        counted = {name: count * getattr(self, name) for name in _COUNTED}
+        return replace(self, **counted, stepping=max(self.stepping, crossing))
 
     def __add__(self, other: Static) -> Static:
         """Both together, the other's weights behind."""
+        summed = {name: getattr(self, name) + getattr(other, name) for name in _COUNTED}
         return Static(
-            parameters=self.parameters + other.parameters,
-            gradients=self.gradients + other.gradients,
-            state=self.state + other.state,
-            master=self.master + other.master,
-            copies=self.copies + other.copies,
-            gathered=self.gathered + other.gathered,
-            reduced=self.reduced + other.reduced,
+            **summed,
             largest=max(self.largest, other.largest),
             stepping=max(self.stepping, other.stepping, self.last + 2 * other.first if other.first else 0),
             first=self.first or other.first,
             last=other.last or self.last,
-            host_state=self.host_state + other.host_state,
-            host_elements=self.host_elements + other.host_elements,
-            host_parameters=self.host_parameters + other.host_parameters,
         )
+
+
+_COUNTED: Final = tuple(f.name for f in fields(Static) if f.name not in ("largest", "stepping", "first", "last"))
 
 
 def declared(weights: list[Weight], order: Sequence[str]) -> list[Weight]:
@@ -121,7 +103,7 @@ def static(
     optimizer: Optimizer,
     layout: Layout,
     in_layer: bool,
-    on_host: StatesOnHost = StatesOnHost.NONE,
+    on_host: StatesOnHost = NOT_MOVED,
 ) -> Static:
     """Bytes of a region's weights and of what goes with them on one rank.
 
@@ -130,7 +112,7 @@ def static(
     """
     parameters = gradients = state = master = copies = gathered = reduced = largest = before = stepping = first = 0
     host_state = host_elements = 0
-    moves = on_host is not StatesOnHost.NONE
+    moves = on_host.moves
     freed, waits = moves and on_host.frees_gradients, moves and on_host.moves_parameters
     for w in weights:
         ranks = layout.expert_shards if w.expert else layout.shards

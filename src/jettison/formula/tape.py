@@ -22,10 +22,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import TypedDict, Unpack
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.ledger.program import Anchor, Source
-from jettison.spec.fp8 import Fp8Recipe
+from jettison.spec.fp8 import WIDE, Fp8Recipe, Rule, rule_for
+from jettison.spec.kernels import Device, Kernels
+from jettison.spec.run import RegionSignature
+from jettison.spec.tuning import Base
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 NAMES = "names"
@@ -137,13 +141,13 @@ class TapeOp:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     saved: tuple[Saved, ...]
-    weights: tuple[Weight, ...]
-    flops: int
-    bytes_moved: int
-    passes: bool
-    anchor: Anchor | None
-    gradients: tuple[int, ...] | None  # bytes of each input's gradient where it has another size than the input
-    workspace: int  # bytes that only live while its backward runs
+    weights: tuple[Weight, ...] = ()
+    flops: int = 0
+    bytes_moved: int = 0
+    passes: bool = False
+    anchor: Anchor | None = None
+    gradients: tuple[int, ...] | None = None  # bytes of each input's gradient where it has another size than the input
+    workspace: int = 0  # bytes that only live while its backward runs
     in_place: bool = False  # its backward writes the gradient of its input where a saved tensor was
     rounds: int = 1  # kernels that follow one another, where it is a loop
     casts: Weight | None = None
@@ -164,6 +168,19 @@ class TapeOp:
         if self.casts is not None:
             return () if self.casts.frozen else (self.casts,)
         return () if self.copied else self.learned
+
+
+class OpTraits(TypedDict, total=False):
+    """Fields of a `TapeOp` that most ops leave as they are."""
+
+    flops: int
+    passes: bool
+    anchor: Anchor | None
+    gradients: tuple[int, ...] | None
+    workspace: int
+    in_place: bool
+    rounds: int
+    casts: Weight | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -214,40 +231,6 @@ class Tape:
             self.values[each.index] = each
         return pieces
 
-    def weight(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: str,
-        places: Places = (),
-        *,
-        expert: bool = False,
-        tied: bool = False,
-        product: bool = False,
-        head: bool = False,
-        frozen: bool = False,
-        packed_bytes: int = 0,
-        wide: bool = False,
-        narrow_bytes: int = 0,
-        adapter: bool = False,
-        recipe: Fp8Recipe | None = None,
-    ) -> Weight:
-        """Declare a parameter of the region."""
-        local = self.local_shape(tuple(shape), places)
-        full = ".".join([*self._scope, name])
-        nbytes = prod(local) * DTYPE_BYTES[dtype]
-        kind = (expert, tied, product, head, frozen)
-        size, more = prod(local), (packed_bytes, wide, narrow_bytes, adapter, recipe)
-        made = Weight(full, tuple(shape), places, nbytes, size, *kind, *more)
-        self.weights.append(made)
-        return made
-
-    def declare(self, weight: Weight) -> Weight:
-        """Another form of the parameter that was declared last."""
-        assert self.weights[-1].name == weight.name, "only of the last one"
-        self.weights[-1] = weight
-        return weight
-
     # ops --------------------------------------------------------------------------------------------------------------
 
     def op(
@@ -259,20 +242,18 @@ class Tape:
         places: Places | None = None,
         *,
         saves: Iterable[Saved] = (),
+        keeps: str = "",
+        reference: str = "",
         weights: Sequence[Weight] = (),
-        flops: int = 0,
-        contracted: int = 0,
-        passes: bool = False,
-        anchor: Anchor | None = None,
-        grad: bool | None = None,
-        gradients: tuple[int, ...] | None = None,
-        workspace: int = 0,
-        casts: Weight | None = None,
         copied: bool = False,
+        contracted: int = 0,
+        grad: bool | None = None,
+        **traits: Unpack[OpTraits],
     ) -> Value:
         """Run an op with one result, by default of the first input's shape, dtype and placement.
 
         Args:
+            keeps: what people call the result, where the op saves that; ``reference``: where it is published.
             contracted: a matrix product sums over this many local elements; its FLOPs count a multiply-add as two.
         """
         like = inputs[0]
@@ -284,21 +265,9 @@ class Tape:
             None,
             carries if grad is None else grad,
         )
-        flops += 2 * prod(out.local_shape) * contracted
-        self.record(
-            name,
-            inputs,
-            (out,),
-            saves=saves,
-            weights=weights,
-            flops=flops,
-            passes=passes,
-            anchor=anchor,
-            gradients=gradients,
-            workspace=workspace,
-            casts=casts,
-            copied=copied,
-        )
+        traits["flops"] = traits.get("flops", 0) + 2 * prod(out.local_shape) * contracted
+        saves = (Saved(out, keeps, reference),) if keeps else saves
+        self.record(name, inputs, (out,), saves=saves, weights=weights, copied=copied, **traits)
         return out
 
     def record(
@@ -309,48 +278,32 @@ class Tape:
         *,
         saves: Iterable[Saved] = (),
         weights: Sequence[Weight] = (),
-        flops: int = 0,
-        passes: bool = False,
-        anchor: Anchor | None = None,
-        gradients: tuple[int, ...] | None = None,
-        workspace: int = 0,
-        in_place: bool = False,
-        rounds: int = 1,
-        casts: Weight | None = None,
         copied: bool = False,
+        **traits: Unpack[OpTraits],
     ) -> None:
         """Write down an op whose results exist already (`empty`). It saves nothing if nothing is differentiated."""
         moved = sum(v.nbytes for v in (*inputs, *outputs)) + (0 if copied else sum(w.nbytes for w in weights))
-        kept = tuple(saves) if any(v.grad for v in outputs) else ()
         self.steps.append(
             TapeOp(
                 name,
-                ".".join(self._scope),
+                self.path,
                 tuple(inputs),
                 tuple(outputs),
-                kept,
-                tuple(weights),
-                flops,
-                moved,
-                passes,
-                anchor,
-                gradients,
-                workspace,
-                in_place,
-                rounds,
-                casts,
-                copied,
+                saved=tuple(saves) if any(v.grad for v in outputs) else (),
+                weights=tuple(weights),
+                bytes_moved=moved,
+                copied=copied,
+                **traits,
             )
         )
 
     def hold(self, value: Value, role: str, reference: str = "") -> None:
         """Keep a value through backward for other regions, which read it as theirs but do not pay for it."""
-        kept = (Saved(value, role, reference),)
-        self.steps.append(TapeOp("hold", ".".join(self._scope), (value,), (), kept, (), 0, 0, False, None, None, 0))
+        self.steps.append(TapeOp("hold", self.path, (value,), (), (Saved(value, role, reference),)))
 
     def name(self, *values: Value) -> None:
         """Values that Python has names for up to here, whoever read them last."""
-        self.steps.append(TapeOp(NAMES, ".".join(self._scope), values, (), (), (), 0, 0, False, None, None, 0))
+        self.steps.append(TapeOp(NAMES, self.path, values, (), ()))
 
     def empty(self, shape: Sequence[int], dtype: str, places: Places = (), *, grad: bool = False) -> Value:
         """A value that the next recorded op makes."""
@@ -419,3 +372,220 @@ class Tape:
         self.values.append(value)
         self.sizes.append(nbytes if base is None else 0)
         return value
+
+
+# What every op family needs at hand: the tape, the run, and where activations are sharded -----------------------------
+
+
+RANDOM_STATE_BYTES = {Device.CPU: 5056, Device.CUDA: 0}
+"""Of the default generator. A CUDA generator's 16 bytes are a host tensor."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Writer:
+    """Writes one region (the embedding, a layer, the head) of a run."""
+
+    run: RegionSignature
+    tape: Tape
+    quantised: dict[int, Value] = field(default_factory=dict)
+    spread: dict[str, Value] = field(default_factory=dict)
+    copies: dict[str, Value] = field(default_factory=dict)
+    repeats: bool = False
+    """Are all parameters another region's?"""
+    rules: tuple[Rule, ...] = ()
+    """Recipes of products that have not the run's."""
+    _random: Value | None = None
+
+    @classmethod
+    def of(cls, run: RegionSignature) -> Writer:
+        """An empty region."""
+        return cls(run=run, tape=Tape(mesh=run.layout.mesh_sizes))
+
+    # what was chosen ------------------------------------------------------------------------------------------------
+
+    @property
+    def kernels(self) -> Kernels:
+        """Which ops are one kernel."""
+        return self.run.kernels
+
+    @property
+    def compute(self) -> str:
+        """Dtype of activations."""
+        return self.run.precision.compute
+
+    @property
+    def products(self) -> str:
+        """Dtype of matrix products: under autocast narrower than other ops'. See NOTE [ Autocast ]."""
+        return self.run.precision.casts or self.compute
+
+    @property
+    def stream(self) -> str:
+        """Dtype of the residual stream. What convolutions made of sound stays as narrow as products under autocast,
+        unless a norm comes before the first layer that is on its list (`listed`).
+        """
+        model = self.run.model
+        if model.audio is not None and self.run.precision.casts and not (self.listed and model.embedding_norm):
+            return self.products
+        return "float32" if model.wide_stream else self.compute
+
+    @property
+    def listed(self) -> bool:
+        """Are ops on autocast's list for fp32 that CUDA alone has there: norms, softmax, powers? NOTE [ Autocast ]."""
+        return self.run.precision.casts is not None and self.kernels.device is not Device.CPU
+
+    @property
+    def tp(self) -> int:
+        """t."""
+        return self.run.layout.tp
+
+    @property
+    def expert_axis(self) -> str:
+        """Which mesh axis shards an expert's width."""
+        return "etp" if self.run.layout.splits_tp else "tp"
+
+    @property
+    def seq_dim(self) -> int:
+        """Which dim of an activation is the sequence."""
+        return 1 if self.kernels.batch_first else 0
+
+    # shapes ---------------------------------------------------------------------------------------------------------
+
+    def shape(self, *width: int) -> tuple[int, ...]:
+        """(b, s, *width), or (s, b, *width)."""
+        b, s = self.run.micro_batch, self.run.seq
+        return (b, s, *width) if self.kernels.batch_first else (s, b, *width)
+
+    def inside(self, *more: tuple[str, int]) -> Places:
+        """Placement within attention and feed-forward blocks: s over cp, and what is given."""
+        cp = (("cp", self.seq_dim),) if self.run.layout.cp > 1 else ()
+        return tuple(sorted((*cp, *more)))
+
+    def outside(self) -> Places:
+        """Placement between the blocks: under sequence parallelism s is sharded over tp as well."""
+        sp = self.run.layout.sp and self.tp > 1
+        return self.inside(("tp", self.seq_dim)) if sp else self.inside()
+
+    def on_tp(self, dim: int) -> Places:
+        """Placement of an activation inside a block whose ``dim`` is sharded over tp."""
+        return self.inside(("tp", dim)) if self.tp > 1 else self.inside()
+
+    # sources --------------------------------------------------------------------------------------------------------
+
+    def hidden(self, role: str = "block input", *, detached: bool = False, depths: int = 1) -> Value:
+        """The residual stream as the region is given it. ``detached``: no gradient goes further back.
+
+        ``depths``: hidden states of so many, joined.
+        """
+        rows = list(self.shape(self.run.model.hidden))
+        rows[self.seq_dim] *= depths
+        shape = tuple(rows)
+        return self.tape.source(role, shape, self.stream, self.outside(), grad=not detached)
+
+    def table(self, name: str, shape: tuple[int, ...], dtype: str, places: Places = ()) -> Value:
+        """Something that every layer reads and none pays for."""
+        return self.tape.source(name, shape, dtype, places, kind=Source.INPUT, free=True)
+
+    def read(self, weight: Weight, name: str = "weight") -> Value:
+        """A parameter as an op takes it that is no product."""
+        dtype, learned = self.held(frozen=weight.frozen), not weight.frozen
+        return self.tape.source(name, weight.shape, dtype, weight.places, grad=learned, free=True)
+
+    def random(self) -> Value:
+        """The state of the random generator where the region starts: masks can be drawn from it again."""
+        if self._random is None:
+            size = RANDOM_STATE_BYTES[self.kernels.device]
+            self._random = self.tape.source("random state", (size,), "uint8", kind=Source.RANDOM)
+        return self._random
+
+    def follow(self, other: Writer) -> None:
+        """One random state for both, who write on one tape."""
+        self._random = other._random
+
+    def parameter(
+        self,
+        name: str,
+        *shape: int,
+        split: int | None = None,
+        expert: bool = False,
+        tied: bool = False,
+        product: bool = False,
+        head: bool = False,
+        adapter: bool = False,
+        fixed: bool = False,
+        wide: bool = False,
+        gradient_ways: int = 1,
+    ) -> Weight:
+        """Declare a parameter; ``split`` is the dim that tp shards, ``expert``: ep shards dim 0, which counts experts.
+
+        ``tied``: it is another region's, and is held once more only where a pipeline stage comes between.
+        ``product``: it is the matrix of a product; ``head``: of the head's. ``adapter``: it is trained while the others
+        are frozen. ``fixed``: the model's own code never trains it. ``wide``: it is held in fp32, whatever others are.
+        """
+        axis = self.expert_axis if expert else "tp"
+        places = [(axis, split)] if split is not None and self.tape.mesh[axis] > 1 else []
+        if expert and self.run.layout.ep > 1:
+            places.append(("ep", 0))
+        frozen = fixed or (self.run.tuning is not None and not adapter)
+        packed = copies = 0
+        held = self.recipe
+        spread = tuple(sorted(places))
+        local = self.tape.local_shape(shape, spread)
+        if held is not None and self.narrows(shape[-2] if product else 1, head=head) and not adapter:
+            copies = held.weight_bytes(local)
+        if frozen and product and not head and not expert and self.base.packed:
+            packed = self.base.packed_bytes(prod(local), local[0])
+        dtype = "float32" if wide else self.held(frozen=frozen)
+        weight = Weight(
+            f"{self.tape.path}.{name}" if self.tape.path else name,
+            tuple(shape),
+            spread,
+            prod(local) * DTYPE_BYTES[dtype],
+            prod(local),
+            expert=expert,
+            tied=tied or self.repeats,
+            product=product,
+            head=head,
+            frozen=frozen,
+            packed_bytes=packed,
+            wide=wide,
+            narrow_bytes=copies,
+            adapter=adapter,
+            recipe=self.other_recipe if product else None,
+            gradient_ways=gradient_ways,
+        )
+        self.tape.weights.append(weight)
+        return weight
+
+    def narrows(self, features: int, *, head: bool) -> bool:
+        """Is a product with so many results done with narrow copies by a recipe? The head is torch's, as are gates."""
+        return self.recipe is not None and features > 1 and not head
+
+    @property
+    def other_recipe(self) -> Fp8Recipe | None:
+        """Of products here, where that is not the run's."""
+        return rule_for(self.rules, self.tape.path) if self.rules else None
+
+    @property
+    def recipe(self) -> Fp8Recipe | None:
+        """Of products here; None: they are as wide as activations, or the run has none."""
+        run, other = self.run.precision.recipe, self.other_recipe
+        if run is None or other is None:
+            return run
+        return None if other == WIDE else other
+
+    @property
+    def quantises(self) -> bool:
+        """Are products here narrow, without a recipe that says how?"""
+        precision = self.run.precision
+        return precision.product is not None and precision.recipe is None and self.other_recipe != WIDE
+
+    @property
+    def base(self) -> Base:
+        """How frozen matrices are held."""
+        return Base.PLAIN if self.run.tuning is None else self.run.tuning.base
+
+    def held(self, *, frozen: bool) -> str:
+        """Dtype of a parameter; of one that is held in fewer bits, of what it becomes to be read."""
+        if frozen:
+            return "float32" if self.base is Base.FP32 else self.compute
+        return self.run.precision.parameter

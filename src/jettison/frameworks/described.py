@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jettison.cost.execution import execution_of
-from jettison.cost.roofline import op_seconds
+from jettison.cost.matmul import op_seconds
 from jettison.frameworks.policy import Action, Cost, Decision, LayerPolicy, Subject
 from jettison.ledger.program import Op
 from jettison.predict.auto_recompute import AutoForecast, layer_policies

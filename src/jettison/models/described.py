@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jettison.core.errors import NotDescribed, UsageError, install
-from jettison.families.config import parse_config, read_values
+from jettison.families.config import TOWERS, parse_config, read_values
 from jettison.families.family import FAMILIES
-from jettison.families.hub import hub_config, is_hub_id
-from jettison.families.left_out import TOWERS
-from jettison.families.presets import PRESETS
+from jettison.families.presets import PRESETS, hub_config, is_hub_id
 from jettison.models.model_types import nearest, require_known
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec

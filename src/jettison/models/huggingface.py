@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from jettison.capture.fakes import fake_copy
 from jettison.core.errors import UsageError, install
 from jettison.models.model_types import require_known, treat_as
-from jettison.spec.waves import CHARACTERS, SECOND
+from jettison.spec.model import CHARACTERS, SECOND
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash": "sdpa"}  # PyTorch's own fused kernels are what sdpa runs

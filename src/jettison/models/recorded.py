@@ -29,10 +29,9 @@ from jettison.capture.tracer import trace_model
 from jettison.capture.trees import op_leaves, tree_leaves
 from jettison.core.dtypes import DTYPE_BYTES, dtype_name
 from jettison.core.errors import JettisonError, UsageError
-from jettison.cost.op_kinds import BATCHED, FLASH, HOLD
-from jettison.families.left_out import TOWERS, not_built
-from jettison.formula.parameters import parameter_count
-from jettison.formula.region import RecordedRegion, RecordedRegions, Region, RegionRecorder
+from jettison.cost.kernel import BATCHED, FLASH, HOLD
+from jettison.families.config import TOWERS, not_built
+from jettison.formula.region import RecordedRegion, RecordedRegions, Region, RegionRecorder, parameter_count
 from jettison.formula.tape import Saved, Tape, TapeOp, Value, Weight
 from jettison.ledger.program import Op, Program, Slot, Source
 from jettison.models.huggingface import ConfigRequest, batch_for, build, class_for, config_of, longest_of, takes_tokens
@@ -40,7 +39,7 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import LONGEST_DEFAULT
 from jettison.spec.model import ModelSpec, RecordedLayer
 from jettison.spec.precision import Precision, precision
-from jettison.spec.run import Scene
+from jettison.spec.run import RegionSignature
 
 MOST_POSITIONS: Final = 2**31
 """The limit where positions have none."""
@@ -67,7 +66,7 @@ class RecordedConfig(RegionRecorder):
         """Name what is recorded, for a message."""
         return f"the architecture {self.kind}"
 
-    def regions(self, scene: Scene) -> RecordedRegions:
+    def regions(self, scene: RegionSignature) -> RecordedRegions:
         """All regions of a scene; one trace for all scenes that it cannot tell apart."""
         return _recorded(self, self.case(scene.seq, scene.micro_batch, scene.precision))[0]
 

@@ -23,8 +23,7 @@ from jettison.capture.fakes import fake_mode
 from jettison.capture.model_trace import LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import UsageError
-from jettison.families.hub import hub_config, is_hub_id
-from jettison.families.presets import PRESETS
+from jettison.families.presets import PRESETS, hub_config, is_hub_id
 from jettison.models.huggingface import ConfigRequest, batch_for, build, read_config
 from jettison.spec.precision import Optimizer
 

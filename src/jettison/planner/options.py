@@ -16,8 +16,7 @@ from jettison.capture.randomness import ADVANCE
 from jettison.capture.recording import RecordedOp, RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import plain
 from jettison.core.progress import Progress
-from jettison.cost.matmul import memory_seconds
-from jettison.cost.roofline import op_seconds
+from jettison.cost.matmul import memory_seconds, op_seconds
 from jettison.dryrun.around_blocks import dry_run_root
 from jettison.dryrun.compiled import Levels, measure_choices, options_of_levels, seconds_of_levels
 from jettison.dryrun.kernel_trial import OpRequest, TensorMeta

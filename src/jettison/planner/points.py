@@ -8,8 +8,7 @@ from typing import Final
 
 from jettison.capture.model_trace import BlockClass, CompiledProgram
 from jettison.capture.recording import RegionTrace
-from jettison.cost.matmul import memory_seconds
-from jettison.cost.roofline import op_seconds
+from jettison.cost.matmul import memory_seconds, op_seconds
 from jettison.ledger.program import Program
 from jettison.runtime.packing import Pack
 from jettison.runtime.recipe import compile_recipe

@@ -14,23 +14,21 @@ from typing import Final
 
 from jettison.core.errors import UsageError
 from jettison.cost.collective import ring_bytes
-from jettison.cost.op_kinds import BATCHED, FLASH
-from jettison.cost.recompute import to_the_end
+from jettison.cost.flops import to_the_end
+from jettison.cost.kernel import BATCHED, FLASH
 from jettison.families.family import kernels_for
 from jettison.formula.layer import layer as write_layer
 from jettison.formula.named import Choices, layer_sizes, model_sizes, resized, structure, traced_scene
 from jettison.formula.region import HELD, Region
-from jettison.formula.sums import Sum
-from jettison.formula.tape import TapeOp, Value
-from jettison.formula.traced import Book, Guard, sum_of
-from jettison.formula.writer import Writer
+from jettison.formula.sums import GuardBook, SizeGuard, Sum, sum_of
+from jettison.formula.tape import TapeOp, Value, Writer
 from jettison.ledger.program import Source
 from jettison.predict.stages import kept_by
 from jettison.spec.layout import Layout
 from jettison.spec.model import Layer, ModelSpec
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Mode
-from jettison.spec.run import Scene
+from jettison.spec.run import RegionSignature
 
 MODES: Final = tuple(
     str(m) for m in (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)
@@ -72,7 +70,7 @@ class SumTransfer:
 class Table:
     """One walk over a layer, as sums. It holds where all guards come out as they did."""
 
-    guards: tuple[Guard, ...]
+    guards: tuple[SizeGuard, ...]
     parts: tuple[str, ...]  # stretches between the places where ranks meet
     entries: tuple[SumEntry, ...]
     transfers: tuple[SumTransfer, ...]
@@ -110,12 +108,12 @@ class Form:
         raise UsageError(f"no table of {key!r} holds for the sizes {dict(sizes)}; it was made for others")
 
 
-def scene_of(model: ModelSpec, choices: Choices, sizes: Mapping[str, int]) -> Scene:
+def scene_of(model: ModelSpec, choices: Choices, sizes: Mapping[str, int]) -> RegionSignature:
     """A scene as a walk takes it. Sizes that do not divide are rounded up, as `Tape.local_shape` does."""
     tp = sizes["t"] if choices.parallel else 1
     cp, ep = sizes.get("cp", 1), sizes.get("ep", 1)
     sites = model.dropout_sites
-    return Scene(
+    return RegionSignature(
         model=model,
         seq=sizes["s"],
         micro_batch=sizes["b"],
@@ -131,7 +129,7 @@ def scene_of(model: ModelSpec, choices: Choices, sizes: Mapping[str, int]) -> Sc
 
 def table_of(model: ModelSpec, layer: Layer, choices: Choices, sizes: Mapping[str, int]) -> Table:
     """Walk over a layer at these sizes, for everywhere where the walk goes the same way."""
-    book = Book()
+    book = GuardBook()
     scene, named = traced_scene(scene_of(model, choices, sizes), layer, book)
     writer = Writer.of(scene)
     region = Region(output=write_layer(writer, writer.hidden(), named), tape=writer.tape)
@@ -177,13 +175,13 @@ class _Decided:
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes = sizes
-        self.known: dict[Guard, bool] = {}
+        self.known: dict[SizeGuard, bool] = {}
 
     def all_of(self, table: Table) -> bool:
         """`Table.holds`."""
         return all(self._same(guard) for guard in table.guards)
 
-    def _same(self, guard: Guard) -> bool:
+    def _same(self, guard: SizeGuard) -> bool:
         if guard not in self.known:
             self.known[guard] = guard.same(self.sizes)
         return self.known[guard]

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from jettison.core.errors import UsageError
 from jettison.predict.request_words import given_or, word
-from jettison.spec.frozen_models import BASE, SAME, FrozenModel, FrozenWords, Role, When
 from jettison.spec.model import ModelSpec
-from jettison.spec.states_on_host import StatesOnHost
-from jettison.spec.tuning import Base, Tuning
+from jettison.spec.states_on_host import StatesOnHost, states_on_host
+from jettison.spec.tuning import BASE, SAME, Base, FrozenModel, FrozenWords, Role, Tuning, When
 
 if TYPE_CHECKING:
     from jettison.predict.run_fields import RunRequest
@@ -81,13 +80,13 @@ def states_of(request: RunRequest) -> StatesOnHost:
     Raises:
         UsageError: the framework does not do it under this layout.
     """
-    rule = word(StatesOnHost, given_or(request.states_on_host, "none"), "states-on-host")
+    rule = states_on_host(given_or(request.states_on_host, "none"))
     zero, why = given_or(request.zero, 0), ""
-    if rule is StatesOnHost.DEEPSPEED and zero < 2:
+    if rule.keeps_buffer and zero < 2:
         why = f"--zero {zero}; ZeRO-Offload is described for --zero 2 and 3"
     elif rule.moves_parameters and zero < 3:
         why = f"--zero {zero}; shards of parameters are there under --zero 3"
-    elif rule.steps_there and zero in (1, 2) and rule is not StatesOnHost.DEEPSPEED:
+    elif rule.steps_there and zero in (1, 2) and not rule.keeps_buffer:
         why = f"--zero {zero}; give --zero 3, or one device"
     elif rule.frees_gradients and given_or(request.pp, 1) > 1:
         why = f"--pp {request.pp}; no rule says when a stage's gradients go"

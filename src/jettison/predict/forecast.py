@@ -12,8 +12,7 @@ from typing import Any, Final
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes
-from jettison.formula.parameters import parameter_count
-from jettison.formula.region import embedding_region
+from jettison.formula.region import embedding_region, parameter_count
 from jettison.formula.static import Static, static
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import SavedTensor
@@ -35,7 +34,6 @@ from jettison.spec.layout import Reshard, Schedule
 from jettison.spec.precision import Gradients, Optimizer
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run, expect_run
-from jettison.spec.states_on_host import StatesOnHost
 
 Units = tuple[Unit, ...]
 STEP, FORWARD, BACKWARD, OPTIMIZER = Event
@@ -126,7 +124,7 @@ class Forecast:
     @property
     def host_states(self) -> HostStates | None:
         """Of the rank that has most of its optimizer's states on the host, where a run has any there."""
-        if self.run.states_on_host is StatesOnHost.NONE:
+        if not self.run.states_on_host.moves:
             return None
         return max((host_states(self.run, s.static) for s in self.stages), key=lambda found: found.host_bytes)
 

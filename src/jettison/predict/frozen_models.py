@@ -11,20 +11,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from jettison.families.family import kernels_for
+from jettison.formula.liveness import forward_height
 from jettison.formula.region import Region, score_region
 from jettison.formula.static import Static, static
-from jettison.formula.without_gradients import forward_height
 from jettison.ledger.program import Source
 from jettison.predict.fsdp_groups import Grouped
 from jettison.predict.stages import RegionGroup, outline
-from jettison.spec.frozen_models import FrozenModel, Role, When
-from jettison.spec.kernels import Kernels, Loss
+from jettison.spec.kernels import WORKSPACES, Kernels, Loss
 from jettison.spec.layout import Reshard
 from jettison.spec.precision import Gradients, Optimizer, Precision
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
-from jettison.spec.tuning import Base, Tuning
-from jettison.spec.workspaces import WORKSPACES
+from jettison.spec.tuning import Base, FrozenModel, Role, Tuning, When
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,8 +118,8 @@ def _known_bytes(run: Run, beside: FrozenModel) -> FrozenBytes:
     groups = frozen_groups(run, beside)
     own = frozen_run(run, beside)
     total = sum((group.part.static.times(len(group.names)) for group in groups), Static())
-    tables, huggingface = sum(_held_over(groups[0].part.region)), own.kernels.name == "huggingface"
-    embedded = groups[0].part.region.output.nbytes if huggingface else 0  # its ``inputs_embeds``
+    tables = sum(_held_over(groups[0].part.region))
+    embedded = groups[0].part.region.output.nbytes if own.kernels.forward_names else 0  # its ``inputs_embeds``
     heights = {group.part.region: _height(group.part.region, own.kernels.named_attention) for group in groups}
     whole, forward = _gathered(own, groups, heights, tables + embedded, embedded)
     own_bytes = 0 if beside.model is None else total.parameters + whole

@@ -62,7 +62,6 @@ from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_b
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Reshard
 from jettison.spec.run import Run
-from jettison.spec.states_on_host import StatesOnHost
 
 
 def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> list[Unit]:
@@ -278,7 +277,7 @@ class _Sharded:
         apart = own_experts(run, part) if run.layout.ep > 1 else NOTHING
         named = self.place.chunk.named(run, part) * DTYPE_BYTES[run.precision.compute]
         shard = part.static.gradients
-        if run.states_on_host is StatesOnHost.FSDP2:  # reduced on the device, then copied
+        if run.states_on_host.copies_shards:  # reduced on the device, then copied
             shard = part.static.reduced // run.layout.shards
         reducing = named + shard - apart.gradients + _cloned(run, part, apart.reduced)
         whole = unsharded(run, part, apart.reduced)

@@ -28,7 +28,7 @@ from jettison.memory.unit import Unit
 from jettison.predict.passes import passes_of, sums_apart, tied_table
 from jettison.predict.stage_buffers import CHECKPOINTS, hidden, input_kept
 from jettison.predict.stages import RegionGroup
-from jettison.spec.kernels import HUGGINGFACE, Loss
+from jettison.spec.kernels import Loss
 from jettison.spec.model import AnyLayer, Attention, Biases, Layer
 from jettison.spec.run import Run
 
@@ -37,7 +37,7 @@ ROWS = "aten.embedding.default"
 
 def with_names(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Sequence[Unit]:
     """Units of a chunk with what is held beside them: NOTE [ What a model's forward names ]."""
-    if run.kernels.name != HUGGINGFACE.name or run.layout.pp > 1 or run.model.recorder is not None:
+    if not run.kernels.forward_names or run.layout.pp > 1 or run.model.recorder is not None:
         return made
     read = _read_bytes(run)
     made = list(_with_gradients(run, groups, made)) if run.model.source is not None else made

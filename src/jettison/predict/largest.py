@@ -94,7 +94,7 @@ def fit(run: Run, *, budget_bytes: int, peak: Callable[[Run], int] | None = None
         return peak(replace(run, micro_batch=count))
 
     def with_sequence(count: int) -> int:
-        return peak(replace(run, seq=count * step, source_seq=0 if run.model.waves else run.source_seq))
+        return peak(replace(run, seq=count * step, source_seq=0 if run.model.audio else run.source_seq))
 
     return FitAnswer(
         budget_bytes=budget_bytes,

@@ -9,8 +9,8 @@ from jettison.predict.request_words import given_or
 from jettison.spec.fp8 import fp8_recipe
 from jettison.spec.kernels import Kernels
 from jettison.spec.model import ModelSpec
+from jettison.spec.model_variants import with_products
 from jettison.spec.precision import Precision, precision
-from jettison.spec.products import with_products
 
 
 class Asked(Protocol):

@@ -20,7 +20,7 @@ from jettison.core.units import format_seconds
 from jettison.cost.execution import Execution
 from jettison.predict.time import Estimate
 from jettison.spec.hardware import Hardware
-from jettison.spec.kernels import MEGATRON
+from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.model import ModelSpec
 
 DATA: Final = Path(__file__).with_name("residuals.toml")
@@ -74,7 +74,7 @@ def kind_of(hardware: Hardware, kernels: str, execution: Execution, model: Model
         kernels: their name.
     """
     software = "pytorch"
-    if kernels == MEGATRON.name:
+    if kernel_set(kernels).stacks:
         stack = execution.stack.partition("-")[0]
         software = stack if stack in {"base", *(one.name for one in hardware.stacks)} and hardware.stacks else kernels
     experts = any(getattr(getattr(layer, "mlp", None), "experts", 0) for layer in model.layers)
@@ -89,9 +89,9 @@ def _shape(model: ModelSpec, kernels: str) -> str:
     if model.two_stacks:
         return "two stacks, "
     if not model.words:
-        return "images, " if model.waves is None else "sound, "
+        return "images, " if model.audio is None else "sound, "
     scans = any(layer.scan is not None for layer in model.described)
-    return "scans, " if scans and kernels != MEGATRON.name else ""
+    return "scans, " if scans and not kernel_set(kernels).stacks else ""
 
 
 def all_like(kind: str) -> str:

@@ -17,27 +17,21 @@ from typing import Final
 from jettison.core.errors import UsageError
 from jettison.families.config import read_config
 from jettison.families.family import kernels_for
-from jettison.families.hub import hub_config, is_hub_id
-from jettison.families.presets import PRESETS, preset, unknown_preset
-from jettison.formula.parameters import refuse_idle
+from jettison.families.presets import PRESETS, hub_config, is_hub_id, preset, unknown_preset
+from jettison.formula.region import refuse_idle
 from jettison.predict.fine_tuning_request import frozen_of, packed_of, states_of, tuning_of
 from jettison.predict.precision_request import precision_of, with_own_products
 from jettison.predict.request_words import given_or, word
 from jettison.predict.run_fields import RunRequest
-from jettison.spec.frameworks import rule
-from jettison.spec.further import with_further
-from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss, Scans
-from jettison.spec.layout import Layout, Reshard, Schedule
-from jettison.spec.model import Layer, ModelSpec, Pooling, RecordedLayer
-from jettison.spec.modules import listed
+from jettison.spec.frameworks import rule, software
+from jettison.spec.kernels import ContextExchange, Dispatcher, Kernels, Loss, Scans, workspaces
+from jettison.spec.kernels import kernels as kernel_set
+from jettison.spec.layout import Layout, Reshard, Schedule, cut_of, refuse_as_built
+from jettison.spec.model import SECOND, Layer, ModelSpec, Pooling, RecordedLayer
+from jettison.spec.model_variants import with_mtp
 from jettison.spec.precision import Adding, Gradients, Precision, optimizer
-from jettison.spec.recompute import MOST, Mode, Recompute
-from jettison.spec.recorded import refuse_as_built
-from jettison.spec.run import Run, Software
-from jettison.spec.run_checks import check_scans
-from jettison.spec.stage_layers import cut_of
-from jettison.spec.waves import SECOND
-from jettison.spec.workspaces import workspaces
+from jettison.spec.recompute import MOST, Mode, Recompute, listed
+from jettison.spec.run import Run, check_scans
 
 PAPER: Final = "paper"
 """The family of arXiv 2205.05198's GPTs."""
@@ -132,7 +126,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     kernels = _kernels(model, request)
     tuning, frozen = tuning_of(request), tuple(frozen_of(model, request, model_spec))
     repeated = given_or(request.mtp_use_repeated_layer, False)
-    model = with_further(model, given_or(request.mtp_num_layers, 0), kernels, repeated=repeated)
+    model = with_mtp(model, given_or(request.mtp_num_layers, 0), kernels, repeated=repeated)
     model = with_own_products(model, request, kernels)
     layout = _layout(request, model)
     if layout.deferred_head and kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.DPO):
@@ -145,12 +139,12 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         model = replace(model, layers=(replace(first, detached=True), *model.layers[1:]))
     if tuning is not None:
         refuse_idle(model, tuning)
-    upfront = Gradients.UPFRONT if kernels.name == "megatron" else Gradients.ONE_BY_ONE
+    upfront = Gradients.UPFRONT if kernels.upfront_gradients else Gradients.ONE_BY_ONE
     gradients = upfront if request.gradients is None else _gradients(request.gradients)
     longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens
     seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, longest)
-    if model.waves is not None:
-        seq = model.waves.tokens(model.name, given_or(request.source_seq, SECOND))
+    if model.audio is not None:
+        seq = model.audio.tokens(model.name, given_or(request.source_seq, SECOND))
     run = Run(
         model=model,
         seq=given_or(request.seq, seq),
@@ -169,7 +163,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         ep_comm_overlap=given_or(request.ep_comm_overlap, False),
         cuda_graphs=given_or(request.cuda_graphs, False),
         source_seq=_source_length(model, request, given_or(request.seq, seq)),
-        stack=None if request.stack is None else word(Software, request.stack, "stack"),
+        stack=None if request.stack is None else software(request.stack),
         adding=Adding.WHOLE if request.accumulation is None else word(Adding, request.accumulation, "accumulation"),
         workspaces=workspaces(given_or(request.workspaces, "none")),
         loader_masks=given_or(request.loader_masks, False),
@@ -215,7 +209,7 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
         said.pop("reshard_after_forward", None)  # nothing is gathered
     if request.states_on_host is not None and request.gradients is None:
         said["gradients"] = "one-by-one"  # DeepSpeed's buffer of shards is there, too
-    if model.head.pooling is not Pooling.NONE or model.waves is not None or model.pair is not None:
+    if model.head.pooling is not Pooling.NONE or model.audio is not None or model.pair is not None:
         said.pop("loss", None)  # such a head has one loss
     found = resolve(model, replace(request, like=None, **said))
     shown = ", ".join(flag_of(field) + ("" if value is True else f" {value}") for field, value in said.items())
@@ -224,7 +218,7 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
 
 def _source_length(model: ModelSpec, request: RunRequest, seq: int) -> int:
     """What an encoder beside a decoder reads: as much as that writes, where its length is not its own."""
-    if model.waves is not None:
+    if model.audio is not None:
         return given_or(request.source_seq, SECOND if request.seq is None else 0)
     if model.pair is not None:
         return given_or(request.source_seq, model.pair.tokens)
@@ -276,7 +270,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
 def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
     if model.recorder is not None:
         fused = any(layer.fused for layer in model.kinds if isinstance(layer, RecordedLayer))
-        kernels = replace(HUGGINGFACE, declared=())  # recorded weights are in their modules' order
+        kernels = replace(kernel_set("huggingface"), declared=())  # recorded weights are in their modules' order
         return kernels.with_attention("flash" if fused else "eager")
     paper = model.family == PAPER
     kernels = kernels_for(model, given_or(request.kernels, "megatron" if paper else "pytorch"))
@@ -294,8 +288,8 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
         check_scans(model, kernels)
     if request.loss is None:
         return kernels
-    if model.waves is not None or model.pair is not None:
-        does = "aligns text with sound" if model.waves else "holds images against texts"
+    if model.audio is not None or model.pair is not None:
+        does = "aligns text with sound" if model.audio else "holds images against texts"
         raise UsageError(f"got --loss {request.loss}; {model.name} {does}: leave it away")
     if model.head.pooling is not Pooling.NONE:
         raise UsageError(f"got --loss {request.loss}; {model.name} has one prediction a sequence: leave it away")

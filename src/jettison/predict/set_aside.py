@@ -7,14 +7,13 @@ from functools import partial
 from math import prod
 
 from jettison.core.dtypes import DTYPE_BYTES
-from jettison.formula.attention_masks import MASK
+from jettison.formula.attention import MASK
 from jettison.formula.region import HEAD
 from jettison.formula.tape import Weight
 from jettison.ledger.program import Program
 from jettison.predict.stages import Chunk, StageRegion
 from jettison.spec.kernels import AttentionKernel, Dispatcher, Documents
-from jettison.spec.mixers import Scan
-from jettison.spec.model import Layer
+from jettison.spec.model import Layer, Scan
 from jettison.spec.precision import Adding
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
@@ -32,7 +31,7 @@ def set_aside(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
     library = spaces.library_bytes + (spaces.grouped_bytes if grouped else 0)
     if run.tp_comm_overlap and run.layout.tp > 1:
         library += spaces.overlap_bytes
-    if run.kernels.name == "megatron" and spaces.torch_bytes:
+    if run.kernels.global_buffer and spaces.torch_bytes:
         library += shared_buffer(run, chunks) + (spaces.router_bytes if experts else 0)
     dummies = dummy_gradients(run, parts) if run.adding is Adding.DUMMY else 0
     return own + library, own + dummies

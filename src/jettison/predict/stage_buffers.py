@@ -25,11 +25,11 @@ from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region
 from jettison.formula.tape import GATHER
 from jettison.memory.unit import Unit
 from jettison.predict.stages import RegionGroup, StageRegion
-from jettison.spec.kernels import HUGGINGFACE, AttentionKernel
+from jettison.spec.kernels import AttentionKernel
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import Attention, Layer, ModelSpec
 from jettison.spec.recompute import Mode
-from jettison.spec.run import Run, Scene
+from jettison.spec.run import RegionSignature, Run
 
 LOGITS = "logits"
 GATHERED, JOINED = f"c10d.{GATHER}", "aten.cat.default"
@@ -129,13 +129,13 @@ def _apart(made: Sequence[Unit]) -> Iterator[Unit]:
 
 
 @lru_cache(maxsize=1024)
-def tables_bytes(scene: Scene) -> int:
+def tables_bytes(scene: RegionSignature) -> int:
     """Rotary tables that each stage makes in its forward; the embedding's region has those of the first.
 
     ``transformers/models/llama/modeling_llama.py``, ``LlamaModel.forward``: ``self.rotary_emb(hidden_states, ...)``.
     Other code has one table for good.
     """
-    if scene.kernels.name != HUGGINGFACE.name:
+    if not scene.kernels.forward_names:
         return 0
     region = embedding_region(scene)
     held = {s.value.storage for step in region.tape.steps if step.name == "hold" for s in step.saved}
@@ -150,7 +150,7 @@ def mask_bytes(run: Run) -> int:
     causality says it all (``_ignore_causal_mask_sdpa``). Autograd has no use for it, but each checkpoint holds what it
     was given. Packed documents' stands elsewhere. A plan's blocks are not asked: a described one leaves it out.
     """
-    return sum(_masks(run).values()) if run.kernels.name == HUGGINGFACE.name else 0
+    return sum(_masks(run).values()) if run.kernels.forward_names else 0
 
 
 def _masks(run: Run) -> dict[bool, int]:
@@ -159,7 +159,7 @@ def _masks(run: Run) -> dict[bool, int]:
     if run.packed or run.recompute.mode not in CHECKPOINTS:
         return {}
     eager = kernels.attention is AttentionKernel.EAGER
-    if kernels.filled_masks or (kernels.made_masks and not eager) or model.pair or model.waves:
+    if kernels.filled_masks or (kernels.made_masks and not eager) or model.pair or model.audio:
         return {}  # encoders mask padding alone
     each = run.seq * run.seq // run.layout.cp
     if eager:
@@ -199,7 +199,7 @@ def without_masks(run: Run, made: Sequence[Unit]) -> Sequence[Unit]:
 
     The model's own dicts of them (``causal_mask_mapping``, ``position_embeddings``) went when its forward returned.
     """
-    if run.kernels.name != HUGGINGFACE.name or len(firsts := _masked(run.model)) < 2:
+    if not run.kernels.forward_names or len(firsts := _masked(run.model)) < 2:
         return made
     later = max(firsts, key=firsts.__getitem__)
     gone = _masks(run).get(later, 0) + _tables_of_a_kind(run)

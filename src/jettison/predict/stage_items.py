@@ -9,7 +9,7 @@ from itertools import groupby
 
 from jettison.cost.execution import Execution
 from jettison.cost.flops import recompute_flops, visible_share
-from jettison.cost.layer import Pass, PriceModel, RegionSeconds
+from jettison.cost.layer import PassSeconds, PriceModel, RegionSeconds
 from jettison.formula.region import Region
 from jettison.predict.weight_work import adding_seconds, optimizer_bytes, shared_seconds
 from jettison.spec.hardware import Hardware
@@ -99,7 +99,7 @@ def _one(
     seconds = prices.seconds(region, again, planned=planned)
     if adds:
         adding = adding_seconds(region, sharding, precision, prices.execution, hardware)
-        seconds = replace(seconds, weights=seconds.weights + Pass(compute=adding))
+        seconds = replace(seconds, weights=seconds.weights + PassSeconds(compute=adding))
     gathered, reduced = shared_seconds(region, replace(sharding, tp=prices.layout.tp), precision, hardware)
     return Item(
         count=1,

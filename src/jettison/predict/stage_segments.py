@@ -19,7 +19,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Final
 
-from jettison.cost.recompute import everything, repeated
+from jettison.cost.flops import everything, repeated
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Stage, stage_sizes
 from jettison.predict.fsdp_groups import Grouped, Place

@@ -12,9 +12,9 @@ from itertools import pairwise
 
 from jettison.cost.collective import group, host_seconds, point_seconds, transfer_seconds
 from jettison.cost.execution import Execution
-from jettison.cost.layer import NOTHING, Pass, PriceModel, RegionSeconds
+from jettison.cost.flops import everything, repeated, to_the_end
+from jettison.cost.layer import NOTHING, PassSeconds, PriceModel, RegionSeconds
 from jettison.cost.matmul import memory_seconds
-from jettison.cost.recompute import everything, repeated, to_the_end
 from jettison.formula.region import Region, embedding_region
 from jettison.formula.split_backward import computing_groups
 from jettison.formula.static import Static, static
@@ -29,7 +29,6 @@ from jettison.spec.hardware import Hardware
 from jettison.spec.model import AnyLayer
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
-from jettison.spec.states_on_host import StatesOnHost
 
 OPTIMIZER_PASSES = 3
 """What an AdamW that is not one kernel moves, in units of what a fused one does: its operations read and write 80 bytes
@@ -57,7 +56,7 @@ class StageSeconds:
     hideable: float
     optimizer: float
     recomputed_flops: float
-    repeated: tuple[Pass, ...] = ()
+    repeated: tuple[PassSeconds, ...] = ()
     late: tuple[bool, ...] = ()
 
     @cached_property
@@ -85,7 +84,7 @@ class StageSeconds:
         return [b - w for b, w in zip(self.backward, self.weights, strict=True)]
 
     @cached_property
-    def again(self) -> list[Pass]:
+    def again(self) -> list[PassSeconds]:
         """By chunk, all that is computed again."""
         if not self.repeated:
             return [c.again for c in self.chunks]
@@ -225,7 +224,7 @@ class Timing:
             late=tuple(late),
         )
 
-    def _repeated(self, items: Sequence[Item]) -> tuple[Pass, float]:
+    def _repeated(self, items: Sequence[Item]) -> tuple[PassSeconds, float]:
         """What torch's checkpoints compute again in a second half, and its FLOPs.
 
         A whole segment for each group of weights in it: NOTE [ Checkpoints under two halves ] in
@@ -233,7 +232,7 @@ class Timing:
         """
         size = self.run.recompute.number if self.run.recompute.mode is Mode.EVERY else 1
         layers = list(in_segments([item for item in items if item.groups], size))
-        again, flops = Pass(), 0.0
+        again, flops = PassSeconds(), 0.0
         for at in range(0, len(layers), size):
             own = layers[at : at + size]
             times = sum(item.groups for item in own)
@@ -286,7 +285,7 @@ class Timing:
             backward += sum(n * self._over(i.offloaded, work) for n, i, work, _ in pairs)
         if not (forward or backward):
             return NOTHING
-        return replace(NOTHING, forward=Pass(transfers=forward), inputs=Pass(transfers=backward))
+        return replace(NOTHING, forward=PassSeconds(transfers=forward), inputs=PassSeconds(transfers=backward))
 
     def hideable(self, items: Sequence[Item]) -> float:
         """Of a chunk's backward, what it waits for ZeRO's transfers that more work would hide."""
@@ -391,7 +390,7 @@ class Timing:
         The arithmetic of a step on the host is not in it: hardware files know no host's.
         """
         run = self.run
-        if run.states_on_host is StatesOnHost.NONE:
+        if not run.states_on_host.moves:
             return 0.0
         total = sum((self._static(item).times(item.count) for item in items), Static())
         moved = host_states(run, total)

@@ -19,7 +19,7 @@ from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer, Layer, ModelSpec
 from jettison.spec.precision import Optimizer
 from jettison.spec.recompute import Mode
-from jettison.spec.run import Run, Scene
+from jettison.spec.run import RegionSignature, Run
 from jettison.spec.states_on_host import StatesOnHost
 
 NONE, FULL, PARTS, MIXED = "none", "full", "parts", "mixed"
@@ -323,7 +323,13 @@ def _layer(run: Run, kind: Kind) -> StageRegion:
 
 @lru_cache(maxsize=65536)
 def _named_layer(
-    scene: Scene, number: int, policy: str, optimizer: Optimizer, sharding: Layout, table: bool, on_host: StatesOnHost
+    scene: RegionSignature,
+    number: int,
+    policy: str,
+    optimizer: Optimizer,
+    sharding: Layout,
+    table: bool,
+    on_host: StatesOnHost,
 ) -> StageRegion:
     """Args: table: a layer for further tokens has a copy of the embedding's."""
     layer = scene.model.kinds[number]
@@ -351,7 +357,7 @@ def _end(run: Run, name: str) -> StageRegion:
 
 @lru_cache(maxsize=65536)
 def _named_end(
-    scene: Scene, name: str, optimizer: Optimizer, sharding: Layout, tied: bool, on_host: StatesOnHost
+    scene: RegionSignature, name: str, optimizer: Optimizer, sharding: Layout, tied: bool, on_host: StatesOnHost
 ) -> StageRegion:
     region = embedding_region(scene) if name == EMBEDDING else head_region(scene)
     held = _static(region, scene, optimizer, sharding, False, tied, on_host)
@@ -360,7 +366,7 @@ def _named_end(
 
 def _static(
     region: Region,
-    scene: Scene,
+    scene: RegionSignature,
     optimizer: Optimizer,
     layout: Layout,
     in_layer: bool,

@@ -9,7 +9,7 @@ from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.static import Static
 from jettison.predict.stages import Chunk
 from jettison.spec.run import Run
-from jettison.spec.states_on_host import StatesOnHost, element_bytes
+from jettison.spec.states_on_host import element_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ def host_states(run: Run, total: Static) -> HostStates:
 
 def device_buffer(run: Run, chunks: Sequence[Chunk]) -> int:
     """What the rule keeps on the device for it: a gradient of the largest parameter."""
-    if run.states_on_host is not StatesOnHost.DEEPSPEED or run.layout.zero == 3:
+    if not run.states_on_host.keeps_buffer or run.layout.zero == 3:
         return 0
     weights = (w for chunk in chunks for group in chunk for w in group.part.region.weights if not w.frozen)
     return max((w.numel for w in weights), default=0) * DTYPE_BYTES[run.precision.compute]

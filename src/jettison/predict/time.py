@@ -24,11 +24,10 @@ from jettison.core.errors import UsageError
 from jettison.core.objects import summary
 from jettison.core.units import format_seconds
 from jettison.cost.execution import Execution, execution_of
-from jettison.cost.flops import Counting, model_flops, tokens
+from jettison.cost.flops import Counting, model_flops, tokens, utilisation
 from jettison.cost.layer import RegionSeconds
 from jettison.cost.matmul import rate
 from jettison.cost.pipeline import Replay, schedule_seconds
-from jettison.cost.utilisation import utilisation
 from jettison.memory.schedule import recomputing_share
 from jettison.predict.stage_items import Item
 from jettison.predict.stage_time import StageSeconds, Timing

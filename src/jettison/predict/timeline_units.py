@@ -24,10 +24,10 @@ from jettison.predict.held_beside import with_names
 from jettison.predict.passes import cached_bytes, caches_copies, named_passes, passes_of, sums_apart, tied_table
 from jettison.predict.stage_buffers import mask_bytes, with_ends, without_masks
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
-from jettison.spec.frozen_models import When
 from jettison.spec.precision import GradientRule, Gradients
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
+from jettison.spec.tuning import When
 
 
 def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool] = (False, False)) -> tuple[Unit, ...]:

@@ -10,11 +10,10 @@ from jettison.cost.execution import Execution
 from jettison.cost.matmul import memory_seconds
 from jettison.formula.region import Region
 from jettison.formula.static import state_bytes
-from jettison.spec.fp8 import Library
+from jettison.spec.fp8 import WIDE, Library
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.precision import Optimizer, Precision
-from jettison.spec.products import WIDE
 
 GRADIENT_PASSES = 3
 """Over gradients before the optimizer: read for their norm, read and written to be clipped."""

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jettison.core.units import format_bytes, format_count, format_percent, format_seconds
-from jettison.formula.parameters import parameter_count, trained_parameter_count
+from jettison.formula.region import parameter_count, trained_parameter_count
 from jettison.ledger.compare import describe
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.run_request import Resolved
@@ -172,7 +172,7 @@ def _batch_text(asked: Resolved) -> str:
     def stated(name: str, text: str) -> str:
         return f"{text} (default)" if name in asked.assumed else text
 
-    read = "samples of sound" if run.model.waves else "of an image" if run.model.pair else "of the encoder"
+    read = "samples of sound" if run.model.audio else "of an image" if run.model.pair else "of the encoder"
     parts = (
         stated("seq", f"{run.seq} tokens" + (f" in documents of {run.packed}" if run.packed else "")),
         *([stated("source_seq", f"{run.source_seq} {read}")] if run.source_seq else []),

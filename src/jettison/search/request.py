@@ -14,13 +14,13 @@ from jettison.predict.run_fields import CommonRequest, RunRequest
 from jettison.predict.run_request import flag_of, resolve
 from jettison.search.space import PLANS, SCHEDULES, Axes, OverTensorRanks, Space
 from jettison.spec.fp8 import Library
-from jettison.spec.frameworks import rule
+from jettison.spec.frameworks import named, rule
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import MUONS, Gradients
 from jettison.spec.recompute import Recompute
-from jettison.spec.states_on_host import StatesOnHost
+from jettison.spec.states_on_host import NOT_MOVED, states_on_host
 from jettison.spec.tuning import Base
 
 MARGIN: Final = 0.25
@@ -70,7 +70,8 @@ class SearchRequest(CommonRequest):
     def _zero(self) -> tuple[tuple[int, ...], str]:
         """Stages of ZeRO that are described, and the field that says so; empty where they all are."""
         host = self.states_on_host
-        if host == StatesOnHost.TORCHAO_GRADIENTS:
+        moved = NOT_MOVED if host is None or host not in named("states_on_host") else states_on_host(host)
+        if moved.one_micro_batch:
             raise UsageError(
                 "a search tries micro-batches; --states-on-host torchao-gradients goes with one: say torchao"
             )
@@ -78,8 +79,7 @@ class SearchRequest(CommonRequest):
             return (1,), "optimizer"
         if self.outer_ends or self.reshard_after_forward:
             return (3,), "outer_ends" if self.outer_ends else "reshard_after_forward"
-        kept = StatesOnHost(host).zeros if host in tuple(StatesOnHost) else (0, 1, 2, 3)
-        return kept, "states_on_host" if host else ""
+        return moved.zeros, "states_on_host" if host else ""
 
     def space(self, model: ModelSpec, hardware: Hardware, *, gpus: int, global_batch: int) -> Space:
         """What is to be searched.

@@ -16,11 +16,10 @@ from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.spec.kernels import ContextExchange, Kernels, Loss
-from jettison.spec.layout import Layout, Schedule, exchange_misfit
+from jettison.spec.layout import Layout, Schedule, exchange_misfit, uneven_cuts
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import MOST, Mode, Recompute
-from jettison.spec.run import Run
-from jettison.spec.stage_layers import uneven_cuts
+from jettison.spec.run import Run, recipe_misfit
 
 INTERLEAVED: Final = "interleaved"
 """The schedule 1f1b with virtual stages."""
@@ -292,9 +291,9 @@ class Space:
             why := exchange_misfit(layout, template.model)
         ):
             return why
-        return (
-            "" if recipe is None else recipe.misfit(template.model, layout, seq=template.seq, micro_batch=micro_batch)
-        )
+        if recipe is None:
+            return ""
+        return recipe_misfit(recipe, template.model, layout, seq=template.seq, micro_batch=micro_batch)
 
     def _layouts(self, refused: Counter[str]) -> Iterator[Layout]:
         axes, template = self.axes, self.template

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
 from jettison.core.errors import UsageError
-from jettison.cost.roofline import op_seconds
+from jettison.cost.matmul import op_seconds
 from jettison.ledger.program import Op, Program, Source
 from jettison.solve.frontier import pareto_frontier
 from jettison.spec.hardware import usual_hardware

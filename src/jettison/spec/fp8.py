@@ -35,16 +35,15 @@ runs (``fsdp_utils.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from math import prod
 from types import MappingProxyType
 from typing import Final
 
 from jettison.core.errors import UsageError
-from jettison.spec.layout import Layout
-from jettison.spec.model import AnyLayer, Attention, LatentAttention, Layer, Mlp, ModelSpec, Moe
+from jettison.spec.kernels import kernels as kernel_set
 
 
 class Library(StrEnum):
@@ -111,31 +110,23 @@ class Fp8Recipe:
     """How products are made narrow.
 
     Args:
-        bits: of a number.
         inputs, weights: their scales; of gradients those of inputs.
-        either_way: products read one copy by rows and by columns.
-        rows_are_gathered: a sharded input stays by rows.
-        multiple: what rows and columns of every factor have to be a multiple of.
-        expert_rows: what an expert's rows are padded to.
         keeps_original: where the 16-bit input of a product is kept by another op anyway, it is that which stays.
-        history: maxima that are remembered of each tensor.
-        parameters: weights are held, and gathered, as copies alone.
-        wide_weight_gradient: a weight's gradient is a product of 16-bit tensors.
     """
 
     name: str
     library: Library = Library.TE
-    bits: int = 8
+    bits: int = 8  # of a number
     inputs: Scales = Scales.TENSOR
     weights: Scales = Scales.TENSOR
-    either_way: bool = False
-    rows_are_gathered: bool = False
-    multiple: int = 16
-    expert_rows: int = 16
+    either_way: bool = False  # products read one copy by rows and by columns
+    rows_are_gathered: bool = False  # a sharded input stays by rows
+    multiple: int = 16  # what rows and columns of every factor have to be a multiple of
+    expert_rows: int = 16  # what an expert's rows are padded to
     keeps_original: bool = True
-    history: int = 0
-    parameters: bool = False
-    wide_weight_gradient: bool = False
+    history: int = 0  # maxima that are remembered of each tensor
+    parameters: bool = False  # weights are held, and gathered, as copies alone
+    wide_weight_gradient: bool = False  # a weight's gradient is a product of 16-bit tensors
 
     @property
     def looks(self) -> int:
@@ -175,40 +166,6 @@ class Fp8Recipe:
         *several, rows, columns = shape
         history = 5 * 4 * (1 + self.history) if self.history else 0
         return prod(several) * (self.both_bytes(self.weights, rows, columns) + history)
-
-    def misfit(self, model: ModelSpec, layout: Layout, *, seq: int, micro_batch: int) -> str:
-        """Why a library refuses it, in words; empty where it does not."""
-        if self.library is not Library.TE:
-            return ""
-        rows = seq * micro_batch // layout.cp
-        sizes = [("tokens of a rank", rows // layout.tp if layout.sp else rows), ("the hidden size", model.hidden)]
-        for kind in model.kinds:
-            sizes += _widths(kind, layout)
-        for words, size in sizes:
-            if size % self.multiple:
-                return f"{words}, {size}, should be a multiple of {self.multiple}"
-        return ""
-
-
-def _widths(kind: AnyLayer, layout: Layout) -> Iterator[tuple[str, int]]:
-    """Local sizes of a layer's products, and what they are."""
-    if not isinstance(kind, Layer):
-        return
-    tp = layout.tp
-    match kind.attention:
-        case Attention() as a:
-            yield "what attention returns on a rank", a.heads * a.head_dim // tp
-            yield "queries, keys and values of a rank", (a.heads + 2 * max(a.kv_heads, tp)) * a.head_dim // tp
-        case LatentAttention() as a:
-            yield "the rank of keys and values", a.kv_rank
-            yield "what attention returns on a rank", a.heads * a.value_dim // tp
-    match kind.mlp:
-        case Mlp() as m:
-            yield "the feed-forward width of a rank", m.ffn // tp
-        case Moe() as m:
-            yield "an expert's width", m.ffn // (layout.expert_tp or tp)
-            if m.shared_ffn:
-                yield "the shared experts' width", m.shared_ffn // tp
 
 
 _BLACKWELL: Final = "-blackwell"
@@ -251,7 +208,7 @@ def fp8_recipe(text: str, kernels: str, *, parameters: bool = False) -> Fp8Recip
     Raises:
         UsageError: the library has no such recipe.
     """
-    library = Library.TE if kernels == "megatron" else Library.TORCHAO
+    library = Library.TE if kernel_set(kernels).te_products else Library.TORCHAO
     name, colon, number = text.partition(":")
     found = RECIPES.get((library, name))
     if found is None or (colon and not (found.history and number.isdecimal() and int(number))):
@@ -261,3 +218,14 @@ def fp8_recipe(text: str, kernels: str, *, parameters: bool = False) -> Fp8Recip
     if parameters and library is Library.TORCHAO and name != "tensorwise":
         raise UsageError(f"got --fp8-param-gather with --fp8-recipe {name}; torchao gathers bytes for tensorwise alone")
     return replace(found, parameters=parameters, history=int(number) if colon else found.history)
+
+
+Rule = tuple[str, Fp8Recipe]
+"""A glob, and what products that it fits are done by: NOTE [ Other products ] in `model_variants`."""
+WIDE: Final = Fp8Recipe(name="bf16", bits=16)
+"""Of a product that stays in 16 bits."""
+
+
+def rule_for(rules: tuple[Rule, ...], path: str) -> Fp8Recipe | None:
+    """The recipe of the first glob that a product's path fits; None: the run's."""
+    return next((recipe for glob, recipe in rules if fnmatchcase(path, glob) or fnmatchcase(path, f"*.{glob}")), None)

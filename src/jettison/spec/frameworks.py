@@ -1,8 +1,9 @@
 """Training frameworks as data: ``frameworks/NAME/defaults.toml`` has what each sets, writes and calls things.
 
 Its sections: ``presets`` (of ``--like``: fields of a request, ``like`` for another preset's, ``when`` for what a layout
-changes), ``targets`` (of ``export --to``), ``trainers`` (planned live) and ``flags`` (ours by theirs; braces
-hold an example).
+changes), ``targets`` (of ``export --to``), ``trainers`` (planned live), ``flags`` (ours by theirs; braces hold an
+example), ``kernels`` (fields of `Kernels`), ``execution`` (of `cost.execution`), ``states_on_host`` and ``stacks`` (of
+software, which hardware files tell apart).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import operator
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -18,29 +19,52 @@ from typing import Any, Final
 from jettison.core.errors import UsageError
 
 FOLDER: Final = Path(__file__).parents[1] / "frameworks"
+BASE_STACK: Final = "base"
+"""The figures of a hardware file itself."""
 _COMPARE: Final = {">": operator.gt, "==": operator.eq}
 
 
 @cache
-def _tables() -> Mapping[str, Mapping[str, Any]]:
-    files = sorted(FOLDER.glob("*/defaults.toml"))
-    return {file.parent.name: tomllib.loads(file.read_text(encoding="utf-8")) for file in files}
+def _texts() -> Mapping[str, str]:
+    return {file.parent.name: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*/defaults.toml"))}
+
+
+@cache
+def _table(folder: str) -> Mapping[str, Any]:
+    return tomllib.loads(_texts()[folder])
+
+
+def _tables(section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Entries of a section by folder; files without it are not parsed."""
+    for folder, text in _texts().items():
+        if f"[{section}" in text:
+            yield folder, _table(folder).get(section, {})
 
 
 @cache
 def named(section: str) -> Mapping[str, Mapping[str, Any]]:
     """Entries of a section by name, of all frameworks, listed by their ``order``; each with its ``folder``."""
     found = [
-        (name, entry | {"folder": folder})
-        for folder, table in _tables().items()
-        for name, entry in table.get(section, {}).items()
+        (name, entry | {"folder": folder}) for folder, entries in _tables(section) for name, entry in entries.items()
     ]
     return dict(sorted(found, key=lambda one: one[1].get("order", len(found))))
 
 
 def foreign_flags() -> Mapping[str, str]:
     """Our flags by those of other tools."""
-    return {flag: ours for table in _tables().values() for flag, ours in table.get("flags", {}).items()}
+    return {flag: ours for _, flags in _tables("flags") for flag, ours in flags.items()}
+
+
+def software(name: str) -> str:
+    """A software stack by name.
+
+    Raises:
+        UsageError: no framework has it.
+    """
+    known = (BASE_STACK, *named("stacks"))
+    if name not in known:
+        raise UsageError(f"got --stack {name!r}; expected one of {', '.join(known)}")
+    return name
 
 
 def rule(name: str, *, tp: int, dp: int = 1, zero: int = 0) -> Mapping[str, Any]:

@@ -37,24 +37,15 @@ from jettison.core.errors import UsageError
 from jettison.core.objects import summary
 from jettison.core.parse_units import parse_bytes
 from jettison.core.units import format_bytes
-from jettison.spec.attention_rates import AttentionRates, attention_rates
 from jettison.spec.kernels import Device
 
 _DATA: Final = Path(__file__).with_name("hardware_data")
 _UNSTATED_USABLE: Final = Decimal("0.98")
 """Of memory, where a file does not say: HBM devices report 98 to 99 % of it, GDDR with error correction 92 %."""
-_TEXTS: Final = (
-    "name",
-    "memory",
-    "usable",
-    "host_memory",
-    "source",
-    "usable_source",
-    "reached_source",
-    "delays_source",
-    "note",
-)
+_SIZES: Final = ("memory", "usable", "host_memory")
+_TEXTS: Final = ("name", *_SIZES, "source", "usable_source", "reached_source", "delays_source", "note")
 _COUNTS: Final = ("units", "node")
+_FLAG: Final = "synchronous"
 _RATES: Final = ("fp32", "tf32", "bf16", "fp8", "fp4")
 _SECTIONS: Final = ("teraflops", "gigabytes_per_second", "reached", "microseconds", "edges", "attention", "stacks")
 _BANDWIDTHS: Final = ("memory", "link", "host", "network")
@@ -79,42 +70,27 @@ class Reached:
     """Shares of the stated peaks that are reached where the shape of the work costs nothing. Each is at most 1.
 
     Args:
-        matmul: of FLOP/s, by the largest products, hot: what a device holds up for hours, not for a second.
-        matmul_fp8: the same for products of fp8.
-        matmul_mxfp8: of fp8's, by those with a scale for 32 numbers; None: as `matmul_fp8`.
         matmul_lines: of fp8's, by those with a scale for 128 numbers, of weights for 128 x 128; None: as `matmul_fp8`.
-        matmul_fp4: of fp4's; None: as `matmul_fp8`.
-        attention: of FLOP/s, by a fused attention's forward, in FLOPs that it cannot skip.
-        attention_backward: the same for its backward, which computes the scores again.
         attention_64: the forward's with heads of 64 or less, and in proportion the backward's; None: the same.
-        scan: of FLOP/s, by a fused scan, in FLOPs of the mathematics; None: its bytes alone count.
-        memory: of memory bandwidth, by a kernel that streams.
-        operands: of memory bandwidth, by matrix products; None: as `memory`.
-        gather: of memory bandwidth, by one that looks rows up or scatters them; None: as `memory`.
-        link: of the links, by collectives within a node.
-        all_to_all: of the links, by an all-to-all within a node; None: as `link`.
-        network: of the network, by collectives between nodes.
-        host: of the host link, by copies.
-        shared: of its speed, what a device loses to a transfer that hides behind its work.
     """
 
-    matmul: float = 0.8
-    matmul_fp8: float = 0.7
-    matmul_mxfp8: float | None = None
+    matmul: float = 0.8  # of FLOP/s, by the largest products, hot: what a device holds up for hours, not for a second
+    matmul_fp8: float = 0.7  # the same for products of fp8
+    matmul_mxfp8: float | None = None  # of fp8's, by those with a scale for 32 numbers; None: as `matmul_fp8`
     matmul_lines: float | None = None
-    matmul_fp4: float | None = None
-    attention: float = 0.5
-    attention_backward: float = 0.42
+    matmul_fp4: float | None = None  # of fp4's; None: as `matmul_fp8`
+    attention: float = 0.5  # of FLOP/s, by a fused attention's forward, in FLOPs that it cannot skip
+    attention_backward: float = 0.42  # the same for its backward, which computes the scores again
     attention_64: float | None = None
-    scan: float | None = None
-    memory: float = 0.85
-    operands: float | None = None
-    gather: float | None = None
-    link: float = 0.75
-    all_to_all: float | None = None
-    network: float = 0.85
-    host: float = 0.8
-    shared: float = 0.15
+    scan: float | None = None  # of FLOP/s, by a fused scan, in FLOPs of the mathematics; None: its bytes alone count
+    memory: float = 0.85  # of memory bandwidth, by a kernel that streams
+    operands: float | None = None  # of memory bandwidth, by matrix products; None: as `memory`
+    gather: float | None = None  # of memory bandwidth, by one that looks rows up or scatters them; None: as `memory`
+    link: float = 0.75  # of the links, by collectives within a node
+    all_to_all: float | None = None  # of the links, by an all-to-all within a node; None: as `link`
+    network: float = 0.85  # of the network, by collectives between nodes
+    host: float = 0.8  # of the host link, by copies
+    shared: float = 0.15  # of its speed, what a device loses to a transfer that hides behind its work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,11 +98,6 @@ class Delays:
     """Seconds that come on top, whatever the size.
 
     Args:
-        kernel: between the end of a kernel and the start of the next, on the device.
-        dispatch: until an op has been handed over by the host, which bounds kernels that are shorter.
-        start: until a collective moves anything.
-        link: for each step of a collective within a node.
-        network: for each step between nodes.
         experts: for the host to hand over a layer of experts of Megatron in fp8, forward and backward, where no CUDA
             graph does, beside ``product``: see NOTE [ Launch-bound ] in `cost.host`.
         product: for it to hand over the product of one expert, where a library does so expert by expert; 0: that is in
@@ -135,11 +106,11 @@ class Delays:
             measured.
     """
 
-    kernel: float = 2e-6
-    dispatch: float = 6e-6
-    start: float = 0.0
-    link: float = 2e-6
-    network: float = 6e-6
+    kernel: float = 2e-6  # between the end of a kernel and the start of the next, on the device
+    dispatch: float = 6e-6  # until an op has been handed over by the host, which bounds kernels that are shorter
+    start: float = 0.0  # until a collective moves anything
+    link: float = 2e-6  # for each step of a collective within a node
+    network: float = 6e-6  # for each step between nodes
     experts: float = 0.0
     product: float = 0.0
     hook: float = 0.0
@@ -167,7 +138,7 @@ class EdgesOf:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stack:
+class SoftwareStack:
     """What another software reaches on the same device: a section ``[stacks.NAME]`` of its file."""
 
     name: str
@@ -216,7 +187,7 @@ class Hardware:
     reached_source: str = ""
     delays_source: str = ""
     note: str = ""
-    stacks: tuple[Stack, ...] = ()
+    stacks: tuple[SoftwareStack, ...] = ()
 
     def under(self, stack: str) -> Hardware:
         """The same device as a software stack reaches it; by the file's own figures where it does not know that one."""
@@ -292,41 +263,24 @@ def _read(path: Path) -> Hardware:
         raise UsageError(f"{who} is not UTF-8 text; expected a TOML file") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{who} is not TOML: {str(error).splitlines()[0]}") from None
-    _known(who, table, (*_TEXTS, *_COUNTS, "synchronous", *_SECTIONS))
-    texts = {key: _text(who, key, table[key]) for key in _TEXTS if key in table}
-    if "memory" not in texts:
+    _known(who, table, (*_TEXTS, *_COUNTS, _FLAG, *_SECTIONS))
+    given: dict[str, Any] = {key: _value(who, key, table[key]) for key in (*_TEXTS, *_COUNTS, _FLAG) if key in table}
+    if "memory" not in given:
         raise UsageError(f'{who} does not say how much memory there is; expected a line such as memory = "80GiB"')
-    memory = _bytes(who, "memory", texts["memory"])
-    usable, usable_source = int(memory * _UNSTATED_USABLE), f"estimated: {_UNSTATED_USABLE:.0%} of memory"
-    if "usable" in texts:
-        usable, usable_source = _bytes(who, "usable", texts["usable"]), texts.get("usable_source", "")
+    sizes = {key: _bytes(who, key, given.pop(key)) for key in _SIZES if key in given}
+    if "usable" not in sizes:
+        sizes["usable"] = int(sizes["memory"] * _UNSTATED_USABLE)
+        given["usable_source"] = f"estimated: {_UNSTATED_USABLE:.0%} of memory"
+    given |= {f"{key}_bytes": size for key, size in sizes.items()}
     rates = _numbers(who, table, "teraflops", _RATES, 10**12)
     widths = _numbers(who, table, "gigabytes_per_second", _BANDWIDTHS, 10**9)
-    shares = _shares(who, table)
-    given = _section(who, table, "microseconds", [f.name for f in fields(Delays)])
-    reached, delays = Reached(**shares), Delays(**{key: float(value) / 1e6 for key, value in given.items()})
+    given |= {f"{key}_bytes_per_second": width for key, width in widths.items()}
+    reached = _reached(who, table, Reached(), Delays())
     return Hardware(
-        name=texts.get("name", path.stem),
-        memory_bytes=memory,
-        usable_bytes=usable,
-        source=texts.get("source", ""),
-        usable_source=usable_source,
+        **{"name": path.stem} | given | reached,
         flops_per_second=Throughput(**rates),
-        memory_bytes_per_second=widths.get("memory"),
-        link_bytes_per_second=widths.get("link"),
-        host_bytes_per_second=widths.get("host"),
-        network_bytes_per_second=widths.get("network"),
-        host_memory_bytes=_bytes(who, "host_memory", texts["host_memory"]) if "host_memory" in texts else None,
-        **{key: _count(who, key, table[key]) for key in _COUNTS if key in table},
-        synchronous=_flag(who, "synchronous", table.get("synchronous", False)),
-        reached=reached,
-        delays=delays,
         edges=_edges(who, table.get("edges", {})),
-        attention=(attention := attention_rates(who, table.get("attention"))),
-        reached_source=texts.get("reached_source", ""),
-        delays_source=texts.get("delays_source", ""),
-        note=texts.get("note", ""),
-        stacks=_stacks(who, table.get("stacks", {}), reached, delays, attention),
+        stacks=_stacks(who, table.get("stacks", {}), **reached),
     )
 
 
@@ -336,10 +290,20 @@ def _known(who: str, table: Mapping[str, Any], expected: Collection[str]) -> Non
             raise UsageError(f"{who}: got the key {key!r}; expected some of {', '.join(expected)}")
 
 
-def _text(who: str, key: str, value: object) -> str:
-    if not isinstance(value, str):
-        example = ', such as "80GiB"' if key in ("memory", "usable", "host_memory") else ""
-        raise UsageError(f"{who}: got {key} = {value}; expected text in quotation marks{example}")
+def _value(who: str, key: str, value: Any) -> Any:
+    """What stands outside of sections, by what its key takes."""
+    if key in _COUNTS:
+        fits, expected = (
+            isinstance(value, int) and not isinstance(value, bool) and value > 0,
+            "a whole number of 1 or more",
+        )
+    elif key == _FLAG:
+        fits, expected = isinstance(value, bool), "true or false"
+    else:
+        example = ', such as "80GiB"' if key in _SIZES else ""
+        fits, expected = isinstance(value, str), f"text in quotation marks{example}"
+    if not fits:
+        raise UsageError(f"{who}: got {key} = {value}; expected {expected}")
     return value
 
 
@@ -350,33 +314,26 @@ def _bytes(who: str, key: str, text: str) -> int:
         raise UsageError(f"{who}: {key}: {error}") from None
 
 
-def _count(who: str, key: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{who}: got {key} = {value}; expected a whole number of 1 or more")
-    return value
-
-
-def _flag(who: str, key: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise UsageError(f"{who}: got {key} = {value}; expected true or false")
-    return value
-
-
-def _shares(who: str, table: Mapping[str, Any]) -> dict[str, float]:
-    """The section of shares."""
-    found = _section(who, table, "reached", [f.name for f in fields(Reached)])
-    for name, value in found.items():
+def _reached(who: str, table: Mapping[str, Any], reached: Reached, delays: Delays) -> dict[str, Any]:
+    """Shares, delays and rates of attention of a file or of one of its stacks; what it does not state is as given."""
+    shares = _section(who, table, "reached", [f.name for f in fields(Reached)])
+    for name, value in shares.items():
         if value > 1 or not float(value):
             raise UsageError(
                 f"{who}, section [reached]: got {name} = {value}; expected a share of at most 1 and above nothing"
             )
-    return {name: float(value) for name, value in found.items()}
+    stated = _section(who, table, "microseconds", [f.name for f in fields(Delays)])
+    return {
+        "reached": replace(reached, **{name: float(value) for name, value in shares.items()}),
+        "delays": replace(delays, **{name: float(value) / 1e6 for name, value in stated.items()}),
+        "attention": attention_rates(who, table.get("attention")),
+    }
 
 
 def _stacks(
     who: str, section: object, reached: Reached, delays: Delays, attention: AttentionRates | None
-) -> tuple[Stack, ...]:
-    """Each with the shares and delays that it does not state taken from the file."""
+) -> tuple[SoftwareStack, ...]:
+    """Each with what it does not state taken from the file."""
     if not isinstance(section, dict):
         raise UsageError(f"{who}: got stacks = {section}; expected sections such as [stacks.nemo]")
     found = []
@@ -385,17 +342,9 @@ def _stacks(
         if not isinstance(table, dict):
             raise UsageError(f"{where}: got {table}; expected a section")
         _known(where, table, ("source", "reached", "microseconds", "attention"))
-        shares = _shares(where, table)
-        given = _section(where, table, "microseconds", [f.name for f in fields(Delays)])
-        found.append(
-            Stack(
-                name=name,
-                source=_text(where, "source", table.get("source", "")),
-                reached=replace(reached, **shares),
-                delays=replace(delays, **{key: float(value) / 1e6 for key, value in given.items()}),
-                attention=attention_rates(where, table.get("attention")) or attention,
-            )
-        )
+        own = _reached(where, table, reached, delays)
+        own["attention"] = own["attention"] or attention
+        found.append(SoftwareStack(name=name, source=_value(where, "source", table.get("source", "")), **own))
     return tuple(found)
 
 
@@ -404,13 +353,10 @@ def _under(hardware: Hardware, stack: str) -> Hardware:
     """Of a later release of a stack, where the file does not have it, the stack's own."""
     stated = {one.name: one for one in hardware.stacks}
     found = stated.get(stack) or stated.get(stack.rsplit("-", 1)[0])
-    return (
-        hardware
-        if found is None
-        else replace(
-            hardware, reached=found.reached, delays=found.delays, attention=found.attention, reached_source=found.source
-        )
-    )
+    if found is None:
+        return hardware
+    reached, delays, attention = found.reached, found.delays, found.attention
+    return replace(hardware, reached=reached, delays=delays, attention=attention, reached_source=found.source)
 
 
 def _edges(who: str, section: object) -> EdgesOf:
@@ -419,27 +365,27 @@ def _edges(who: str, section: object) -> EdgesOf:
     if not isinstance(section, dict):
         raise UsageError(f"{who}: got edges = {section}; expected a section [edges] with some of {', '.join(names)}")
     _known(f"{who}, section [edges]", section, names)
-    found = {}
-    for name, values in section.items():
-        given = values if isinstance(values, list) else []
-        if len(given) != 3 or not all(_is_number(value) and value >= 0 for value in given):
+    for name, given in section.items():
+        if (
+            not isinstance(given, list)
+            or len(given) != 3
+            or not all(_is_number(value) and value >= 0 for value in given)
+        ):
             raise UsageError(
-                f"{who}, section [edges]: got {name} = {values}; expected three numbers, such as [50, 80, 60]"
+                f"{who}, section [edges]: got {name} = {given}; expected three numbers, such as [50, 80, 60]"
             )
-        found[name] = Edges(*map(float, given))
-    return EdgesOf(**found)
+    return EdgesOf(**{name: Edges(*map(float, given)) for name, given in section.items()})
 
 
 def _numbers(who: str, table: Mapping[str, Any], key: str, expected: Collection[str], unit: int) -> dict[str, int]:
     """The section ``key``, each number times ``unit``."""
     given = _section(who, table, key, expected)
-    found = {name: int(value * unit) for name, value in given.items()}
-    for name, value in found.items():
-        if not value:
+    for name, value in given.items():
+        if not int(value * unit):
             raise UsageError(
-                f"{who}, section [{key}]: got {name} = {given[name]}, which is less than 1 a second; expected more"
+                f"{who}, section [{key}]: got {name} = {value}, which is less than 1 a second; expected more"
             )
-    return found
+    return {name: int(value * unit) for name, value in given.items()}
 
 
 def _section(who: str, table: Mapping[str, Any], key: str, expected: Collection[str]) -> dict[str, int | Decimal]:
@@ -456,3 +402,80 @@ def _section(who: str, table: Mapping[str, Any], key: str, expected: Collection[
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | Decimal) and not isinstance(value, bool) and Decimal(value).is_finite()
+
+
+# What fused attention reaches on a device, by dtype and by the width of a head: the section [attention] of a file
+# [attention]
+#     edge = 700                # columns of scores that starting and ending a row of tiles is worth
+#     bf16_128 = [0.74, 0.61]   # heads up to 128 wide: shares of the dtype's peak, forward and backward, without edges
+#     mxfp8_128 = [0.45, 0.29]  # of fp8's peak, where query, key and value are narrow
+#
+# NOTE [ Edges of attention ]
+# A kernel works on a row of tiles of scores: it loads queries, goes over keys, and writes an output; backward goes over
+# queries for a tile of keys. The start and the end of that do not depend on how many columns lie between, nor does the
+# half of a tile that a mask cuts off. Against cuDNN's own timings (cudnn-frontend, benchmark/sdpa_benchmark_training;
+# tests/facts/cudnn_attention.csv) one such number and rates by width are off by less than 8 % in nineteen of twenty
+# cases, 2 % in the median; forwards of 2048 and of 16384 tokens differ by half as shares of the peak. A window of 128
+# columns is nearly all edge.
+
+
+WIDTHS: Final = (64, 128, 192)
+DTYPES: Final = ("bf16", "mxfp8")
+_KEYS: Final = tuple(f"{dtype}_{width}" for dtype in DTYPES for width in WIDTHS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionRates:
+    """Of one device under one software.
+
+    Args:
+        shares: by dtype, the width of a head of queries up to which it holds, and the pass (0: forward, 1: backward).
+    """
+
+    edge: int  # see NOTE [ Edges of attention ]
+    shares: tuple[tuple[str, int, float, float], ...]
+
+    def share(self, dtype: str, width: int, *, backward: bool) -> float | None:
+        """Of the dtype's peak; None: not stated. Wider heads than any that is stated take the widest's."""
+        known = [row for row in self.shares if row[0] == dtype]
+        fitting = [row for row in known if width <= row[1]] or known[-1:]
+        if not fitting:
+            return None
+        _, _, ahead, back = fitting[0]
+        return back if backward else ahead
+
+
+def attention_rates(who: str, section: object) -> AttentionRates | None:
+    """The section of a file; None: it has none.
+
+    Raises:
+        UsageError: unknown keys, no edge, or shares that are none.
+    """
+    if section is None:
+        return None
+    where = f"{who}, section [attention]"
+    if not isinstance(section, Mapping):
+        raise UsageError(f"{who}: got attention = {section}; expected a section [attention]")
+    for key in section:
+        if key not in ("edge", *_KEYS):
+            raise UsageError(f"{where}: got the key {key!r}; expected some of edge, {', '.join(_KEYS)}")
+    edge = section.get("edge")
+    if isinstance(edge, bool) or not isinstance(edge, int) or edge < 0:
+        raise UsageError(f"{where}: got edge = {edge}; expected a whole number of columns, such as edge = 700")
+    if "bf16_128" not in section:
+        raise UsageError(f"{where}: got no bf16_128; expected at least that, such as bf16_128 = [0.74, 0.61]")
+    return AttentionRates(edge=edge, shares=tuple(_row(where, key, section[key]) for key in _KEYS if key in section))
+
+
+def _row(where: str, key: str, given: object) -> tuple[str, int, float, float]:
+    values = given if isinstance(given, list) else []
+    if len(values) != 2 or not all(_is_share(value) for value in values):
+        raise UsageError(
+            f"{where}: got {key} = {given}; expected shares of a forward and a backward, such as [0.74, 0.61]"
+        )
+    dtype, width = key.split("_")
+    return dtype, int(width), float(values[0]), float(values[1])
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | Decimal) and not isinstance(value, bool) and 0 < value <= 1

@@ -1,17 +1,20 @@
 """How the mathematics of a layer is carried out: which kernels are one piece, and therefore what they leave behind.
 
-The same layer saves different tensors under different code. These choices are the difference between a Hugging Face
-model, a Megatron one and plain PyTorch with fused operators, each a named set in `KERNELS`.
+The same layer saves different tensors under different code. A named set of these choices is an entry of a framework's
+``defaults.toml``, section ``kernels``; a model family's file overrides fields where its code differs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from jettison.core.errors import UsageError
+from jettison.core.units import KIB, MIB
+from jettison.spec.frameworks import named
 
 
 class AttentionKernel(StrEnum):
@@ -86,174 +89,136 @@ class Device(StrEnum):
     CPU = "cpu"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kernels:
-    """A set of choices.
+@dataclass(frozen=True, kw_only=True)
+class AttentionChoices:
+    """Attention, from the joint projection to the output projection."""
 
-    Args:
-        scores_float32: the softmax of eager attention runs on an fp32 copy and its result is cast back.
-        uncast_probabilities: what eager attention's softmax makes stays in the dtype of its scores, which under
-            autocast a mask or biases in fp32 make wider than values.
-        wide_scores: eager attention casts query and key to fp32 before their product.
-        fused_softmax: scale, mask and softmax of eager attention are one kernel.
-        named_attention: a layer has a name for what its attention returned until it is over.
-        named_blocks: what attention and the feed-forward block returned, and what it is added to, have names until the
-            norm behind them is over.
-        named_embeddings: the model's forward has names for the rows of its tables until its layers are through.
-        filled_masks: eager attention fills scores where a boolean mask says so, which stays; otherwise a mask is added.
-        copied_attention: a fused kernel takes b × s and is given copies of query, key and value; its output is copied
-            back. TransformerEngine with flash-attn (``backends.py``, ``FlashAttention.forward``), which it prefers
-            before Hopper, and later where a run has to be deterministic, but for Hopper itself (``utils.py``,
-            ``get_attention_backend``); cuDNN's kernel takes s × b as it is.
-        context_exchange: how attention sees a sequence that cp shards.
-        documents: how attention stays within documents.
-        tensor_masks: a fused attention kernel knows causality and nothing else: a window or padding reaches it as a
-            mask, which each layer makes and keeps, as scaled_dot_product_attention does.
-        bidirectional_masks: it is given one where attention looks both ways, too.
-        made_masks: it is given one whatever it knows, and where scores get distances one of its own for each head.
-        fused_norm: a norm is one kernel that saves its input and its statistics.
-        wide_norm: where an RMSNorm is written out, its weight multiplies the fp32 value, not the one cast back.
-        unwidened_norm: where an RMSNorm is written out, its mean is an fp32 copy's, and the input itself is scaled.
-        routers_apart: a router's product is out of autocast's reach.
-        late_norms: norms of each head's query and key come after their rotation.
-        inline_norms: norms of query and key come with their own products, the value's product behind them.
-        biases_apart: what a layer's product returns gets its bias by a sum of its own, in the wider dtype of both.
-        widened_down: what a feed-forward block's last product reads is cast to the dtype of its weight before it.
-        cast_weights: where norms are fp32, the weight is cast, too, and its copy stays.
-        written_layer_norm: LayerNorm is written out in fp32, op by op, and not one kernel.
-        fused_projections: query, key and value come out of one product, gate and up out of another, whatever the
-            model's code has.
-        fused_rotary: rotation is one kernel that saves nothing but its tables.
-        wide_rotary: the tables are fp32, and so is the rotation.
-        copied_heads: queries are scaled before heads are split, and each head of queries, keys and values is made
-            contiguous: Whisper.
-        narrow_tables: the rotation is fp32, and the tables are not.
-        paired_rotary: the tables have one column for two elements of a head.
-        complex_rotary: cosines and sines are one complex fp32 table, of one column for two elements.
-        batched_rotary: the tables are made for each sequence of a batch.
-        spread_rotary: each block spreads the columns of the tables out for itself, one for each element of a pair.
-        rotary_apiece: and does so for queries and keys apart, once each.
-        looked_up_rotary: the tables are a buffer of the model, cosines and sines side by side in fp32. Where documents
-            are packed, each layer looks up rows of it by position, once for queries and once for keys.
-        packed_heads: query, key and value of one product are copied out as one, and query is rotated where it is:
-            NOTE [ Packed heads ] in `formula.packed_heads`.
-        rotary_by_window: layers with a window have rotary tables of their own.
-        wide_positions: the factor of scaled queries is fp32.
-        split_projections: a joint projection is cut by split, chunk or unbind, not by slices.
-        joined_rotary: rotation ends by joining what is rotated and what is not, however much that is, which leaves
-            heads outermost in memory.
-        fused_gate: activation and product of a gated block are one kernel that saves both halves.
-        fused_gelu: what GPT-2's code writes out of GELU is one kernel (``megatron/core/fusions/fused_bias_gelu.py``).
-        gelu_function: GELU is a function of its own that saves its input alone, and whose backward is written out: five
-            tensors of its size are there at once, of which one is the gradient's (``bloom_gelu_back``).
-        byte_masks: a dropout mask takes one byte an element; otherwise it has the dtype of what it masks.
-        repeat_kv: key-value heads are copied until there are as many as query heads, unless a kernel takes them so.
-        always_repeat_kv: and then as well.
-        indexed_kv: where heads share them, keys and values are copied out of the joint product by an index that stays,
-            a group's for each of its heads; those that all heads share no fused kernel takes.
-        batched_positions: ids of positions and segments are made for each sequence of a batch.
-        stored_positions: position ids are a buffer of the model.
-        shifted_labels: the model itself moves labels by one position, after padding them.
-        biased_logits: a buffer in fp32 is added to logits; what their product returned goes then.
-        loss_float32: logits are cast up for the loss.
-        batch_first: activations are b × s × h; otherwise s × b × h.
-        combine: how a mixture of experts is weighted and summed.
-        dispatcher: how tokens reach experts.
-        deterministic: torch's deterministic algorithms, Megatron's ``--deterministic-mode``: expert outputs are added
-            by ``index_add_``, for which autograd keeps what is added; for ``scatter_add_`` it keeps the index alone.
-        every_token: each expert is given all tokens, those it was not chosen for with a weight of 0, and its outputs
-            are summed over experts; where experts are spread over ranks, tokens are sent to those they chose.
-        looped_experts: a loop over experts, with gate and up apart, which keeps each output once more and where each
-            row is from; where experts are spread over ranks, as if it were none.
-        sequential_experts: one expert after the other, each with products of its own, not one grouped product.
-        router_float32: a router's input and weight are cast to fp32 for its product.
-        narrow_routers: scores of all experts are worked out in the dtype of activations; otherwise in fp32.
-        wide_routers: a router's weight is held in fp32 whatever the others are.
-        weights_float32: the weights of a token's experts stay fp32; otherwise they are cast back.
-        learned_zeros: zeros in the place of biases have a gradient.
-        scans: how layers carry a state along the sequence.
-        declared: how names of a layer's weights begin, in the order in which its code declares them; the longest that
-            fits counts, and what none fits is behind. None: in the order of the forward.
-        softmax_float32: that cast back, after a softmax in fp32, is to the dtype of tokens, not to that of logits.
-    """
-
-    name: str
-    attention: AttentionKernel
-    loss: Loss = Loss.UPCAST
-    loss_chunks: int = 8
-    scores_float32: bool = True
-    uncast_probabilities: bool = False
-    wide_scores: bool = False
-    named_attention: bool = False
-    named_blocks: bool = False
-    named_embeddings: bool = False
-    filled_masks: bool = False
-    fused_softmax: bool = False
+    attention: AttentionKernel = AttentionKernel.FLASH
+    scores_float32: bool = True  # eager softmax runs on an fp32 copy, and its result is cast back
+    uncast_probabilities: bool = False  # it stays in the dtype of scores, which an fp32 mask widens under autocast
+    wide_scores: bool = False  # eager attention casts query and key to fp32 before their product
+    fused_softmax: bool = False  # scale, mask and softmax of eager attention are one kernel
+    filled_masks: bool = False  # scores are filled by a boolean mask, which stays; otherwise a mask is added
     copied_attention: bool = False
-    context_exchange: ContextExchange = ContextExchange.RING
-    documents: Documents = Documents.VARLEN
-    tensor_masks: bool = False
-    bidirectional_masks: bool = False
-    made_masks: bool = False
-    fused_norm: bool = True
-    wide_norm: bool = False
-    unwidened_norm: bool = False
-    biases_apart: bool = False
-    widened_down: bool = False
-    late_norms: bool = False
-    inline_norms: bool = False
-    routers_apart: bool = False
-    cast_weights: bool = False
-    written_layer_norm: bool = False
-    fused_projections: bool = False
-    fused_rotary: bool = False
-    wide_rotary: bool = False
-    copied_heads: bool = False
-    narrow_tables: bool = False
-    paired_rotary: bool = False
-    complex_rotary: bool = False
-    batched_rotary: bool = False
-    spread_rotary: bool = False
-    rotary_apiece: bool = False
-    looked_up_rotary: bool = False
-    rotary_by_window: bool = False
-    wide_positions: bool = False
-    joined_rotary: bool = False
-    packed_heads: bool = False
-    split_projections: bool = False
-    fused_gate: bool = False
-    fused_gelu: bool = False
-    gelu_function: bool = False
-    byte_masks: bool = True
-    repeat_kv: bool = False
-    always_repeat_kv: bool = False
-    indexed_kv: bool = False
-    batched_positions: bool = False
-    stored_positions: bool = False
-    shifted_labels: bool = False
-    biased_logits: bool = False
-    loss_float32: bool = True
-    batch_first: bool = True
+    """A fused kernel takes b x s and is given copies of query, key and value; its output is copied back.
+    TransformerEngine with flash-attn (``backends.py``, ``FlashAttention.forward``), which it prefers before Hopper, and
+    later where a run has to be deterministic, but for Hopper itself (``utils.py``, ``get_attention_backend``); cuDNN's
+    kernel takes s x b as it is."""
+    context_exchange: ContextExchange = ContextExchange.RING  # how attention sees a sequence that cp shards
+    documents: Documents = Documents.VARLEN  # how it stays within packed documents
+    varlen_random_state: bool = True  # `torch.nn.attention.varlen` keeps its kernel's random state
+    tensor_masks: bool = False  # windows and padding reach a fused kernel as a mask, which each layer keeps
+    bidirectional_masks: bool = False  # and a mask where attention looks both ways, too
+    made_masks: bool = False  # and one whatever it knows; with distances one of its own for each head
+    fused_projections: bool = False  # query, key and value are one product, gate and up another
+    split_projections: bool = False  # a joint projection is cut by split, chunk or unbind, not by slices
+    packed_heads: bool = False  # query, key and value are copied out as one: NOTE [ Packed heads ] in `formula`
+    copied_heads: bool = False  # queries are scaled before heads are split, and each head is made contiguous: Whisper
+    repeat_kv: bool = False  # key-value heads are copied for every query head, unless a kernel takes groups
+    always_repeat_kv: bool = False  # and then as well
+    indexed_kv: bool = False  # shared keys and values are copied by an index that stays; no fused kernel takes one head
+    learned_zeros: bool = False  # zeros in the place of biases have a gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormChoices:
+    """Normalisations."""
+
+    fused_norm: bool = True  # one kernel that saves its input and its statistics
+    wide_norm: bool = False  # a written RMSNorm's weight multiplies the fp32 value, not the one cast back
+    unwidened_norm: bool = False  # its mean is an fp32 copy's, and the input itself is scaled
+    cast_weights: bool = False  # where norms are fp32, the weight is cast, too, and its copy stays
+    written_layer_norm: bool = False  # LayerNorm is written out in fp32, op by op
+    late_norms: bool = False  # norms of each head's query and key come after their rotation
+    inline_norms: bool = False  # they come with their own products, the value's product behind them
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryChoices:
+    """Rotary positions and their tables."""
+
+    fused_rotary: bool = False  # one kernel that saves nothing but its tables
+    wide_rotary: bool = False  # the tables are fp32, and so is the rotation
+    narrow_tables: bool = False  # the rotation is fp32, and the tables are not
+    paired_rotary: bool = False  # the tables have one column for two elements of a head
+    complex_rotary: bool = False  # cosines and sines are one complex fp32 table, of one column for two elements
+    batched_rotary: bool = False  # the tables are made for each sequence of a batch
+    spread_rotary: bool = False  # each block repeats the columns of the tables for itself
+    rotary_apiece: bool = False  # and does so for queries and keys apart, once each
+    looked_up_rotary: bool = False  # an fp32 buffer of both, of which packed documents look up rows by position
+    rotary_by_window: bool = False  # layers with a window have tables of their own
+    wide_positions: bool = False  # the factor of scaled queries is fp32
+    joined_rotary: bool = False  # it ends by joining rotated and unrotated parts, which leaves heads outermost
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertChoices:
+    """Mixtures of experts and their routers."""
+
     combine: Combine = Combine.ADDED
     dispatcher: Dispatcher = Dispatcher.ALLTOALL
-    every_token: bool = False
-    looped_experts: bool = False
-    sequential_experts: bool = False
-    deterministic: bool = False
-    router_float32: bool = False
-    narrow_routers: bool = False
-    wide_routers: bool = False
-    weights_float32: bool = True
-    softmax_float32: bool = False
-    learned_zeros: bool = False
+    deterministic: bool = False  # ``index_add_`` adds expert outputs, and keeps them: ``--deterministic-mode``
+    every_token: bool = False  # each expert gets all tokens, those it was not chosen for weighted by 0, unless ep > 1
+    looped_experts: bool = False  # a loop with gate and up apart, which keeps outputs and rows' places, unless ep > 1
+    sequential_experts: bool = False  # one expert after the other, with products of its own
+    routers_apart: bool = False  # a router's product is out of autocast's reach
+    router_float32: bool = False  # a router's input and weight are cast to fp32 for its product
+    narrow_routers: bool = False  # scores are worked out in the dtype of activations; otherwise in fp32
+    wide_routers: bool = False  # a router's weight is held in fp32 whatever the others are
+    weights_float32: bool = True  # the weights of a token's experts stay fp32; otherwise they are cast back
+    softmax_float32: bool = False  # that cast back, after an fp32 softmax, is to the dtype of tokens, not of logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossChoices:
+    """Logits and their loss."""
+
+    loss: Loss = Loss.UPCAST
+    loss_chunks: int = 8
+    loss_float32: bool = True  # logits are cast up
+    shifted_labels: bool = False  # the model itself moves labels by one position, after padding them
+    biased_logits: bool = False  # an fp32 buffer is added to logits; what their product returned goes then
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameworkChoices:
+    """What a framework's code does around layers, and what it has at all."""
+
+    model_code: bool = False  # the model's own modules, as its family's file describes them, whose frames hold values
+    forward_names: bool = False  # and whose forward makes masks and rotary tables for all layers, and names embeddings
+    declared: tuple[str, ...] = ()
+    """How names of a layer's weights begin, in the order in which its code declares them; the longest that fits counts,
+    and what none fits is behind. Empty: in the order of the forward."""
+    builds_mtp: bool = False  # layers for multi-token prediction
+    module_lists: bool = False  # recomputes and offloads lists of modules
+    shares_scans: bool = False  # tensor parallelism shares the heads of fused scans, whose norm and product stand apart
+    global_buffer: bool = False  # gathered inputs have a buffer for good
+    upfront_gradients: bool = False  # gradients are one buffer from the start
+    te_products: bool = False  # narrow products are TransformerEngine's; otherwise torchao's
+    stacks: bool = False  # hardware files tell its software stacks apart
+    not_compiled: str = ""  # why nobody compiles its layers, and what to give
+    undescribed: str = ""  # of a set that is described for some families: what to give for another, ``{kinds}`` those
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels(AttentionChoices, NormChoices, RotaryChoices, ExpertChoices, LossChoices, FrameworkChoices):
+    """A set of choices: PyTorch's own fused operators where it has them, the rest written out, unless it says more."""
+
+    name: str = "pytorch"
     scans: Scans = Scans.WRITTEN
     device: Device = Device.CUDA
-    declared: tuple[str, ...] = ()
-
-    @property
-    def of_transformers(self) -> bool:
-        """Is it transformers' code, whatever kernels are in it?"""
-        return self.name in ("huggingface", "liger")
+    batch_first: bool = True  # activations are b x s x h; otherwise s x b x h
+    byte_masks: bool = True  # a dropout mask takes one byte an element; otherwise it has the dtype of what it masks
+    biases_apart: bool = False  # a product's result gets its bias by a sum, in the wider dtype of both
+    widened_down: bool = False  # what a feed-forward block's last product reads is cast to its weight's dtype before
+    fused_gate: bool = False  # activation and product of a gated block are one kernel that saves both halves
+    fused_gelu: bool = False  # GPT-2's written GELU is one kernel (``megatron/core/fusions/fused_bias_gelu.py``)
+    gelu_function: bool = False  # GELU saves its input; five tensors of its size in backward (``bloom_gelu_back``)
+    named_attention: bool = False  # a layer has a name for what its attention returned until it is over
+    named_blocks: bool = False  # a block's result and what it is added to have names until the norm behind is over
+    named_embeddings: bool = False  # the model names the rows of its tables until its layers are through
+    batched_positions: bool = False  # ids of positions and segments are made for each sequence of a batch
+    stored_positions: bool = False  # position ids are a buffer of the model
 
     def with_attention(self, word: str | None) -> Kernels:
         """The same with another attention; None leaves it. "flash-attn" is the library, with what it copies; "flex" is
@@ -283,101 +248,118 @@ class Kernels:
 _DOCUMENTS: Final = MappingProxyType(
     {"eager": Documents.MASK, "sdpa": Documents.MASK, "flash-attn": Documents.VARLEN, "flex": Documents.BLOCKS}
 )
-MEGATRON: Final = Kernels(
-    name="megatron",
-    attention=AttentionKernel.FLASH,
-    loss=Loss.VOCAB_PARALLEL,
-    scores_float32=False,
-    fused_softmax=True,
-    fused_projections=True,
-    fused_rotary=True,
-    fused_gate=True,
-    fused_gelu=True,
-    context_exchange=ContextExchange.P2P,
-    batch_first=False,
-    combine=Combine.ACTIVATION,
-    scans=Scans.FUSED,
-)
-"""Fused scale-mask-softmax (16-bit result), norms, rotation and SwiGLU; the form that arXiv 2205.05198 counts."""
-PYTORCH: Final = Kernels(name="pytorch", attention=AttentionKernel.FLASH)
-"""PyTorch's own fused operators where it has them, the rest written out, as torchtitan's models are."""
-PYTORCH_2_8: Final = replace(PYTORCH, name="pytorch-2.8", fused_norm=False, repeat_kv=True, always_repeat_kv=True)
-"""The same before PyTorch's pull request 153666 of July 2025: ``rms_norm`` is a sum of other ops, which autograd sees.
-torchtitan's ``norm_type`` of that time chooses between it and a Triton kernel of its own (``fused_rmsnorm``), and its
-models copy keys and values for every head (``repeat_kv``, until ff0829c of January 2026).
-"""
-_NORMS_LAST: Final = (
-    "attention.",
-    "attention.query_norm.",
-    "attention.key_norm.",
-    "mixer.convolution.",
-    "mixer.",
-    "mlp.",
-)
-HUGGINGFACE: Final = Kernels(
-    name="huggingface",
-    declared=_NORMS_LAST,
-    attention=AttentionKernel.FLASH,
-    documents=Documents.MASK,
-    tensor_masks=True,
-    fused_norm=False,
-    repeat_kv=True,
-    shifted_labels=True,
-    combine=Combine.SORTED,
-)
-"""The code of transformers: norms in fp32 op by op (LayerNorm is fused there too), rotation written out."""
-
-TORCHTUNE: Final = Kernels(
-    name="torchtune",
-    attention=AttentionKernel.FLASH,
-    documents=Documents.BLOCKS,
-    fused_norm=False,
-    wide_rotary=True,
-    looked_up_rotary=True,
-    repeat_kv=True,
-    always_repeat_kv=True,
-)
-"""The code of torchtune 0.4, in ``torchtune/modules/``: ``rms_norm.py`` (``x.float()``, and back before the weight),
-``attention.py`` (``k.expand(...)`` and ``reshape`` to as many heads as queries have, whatever kernel follows),
-``position_embeddings.py`` (``self.cache[input_pos]``), ``transformer.py`` (``self.output(h).float()``), and
-FlexAttention over packed documents (``attention_utils.py``).
-"""
-
-LIGER: Final = replace(HUGGINGFACE, name="liger", loss=Loss.FUSED, fused_norm=True, fused_rotary=True, fused_gate=True)
-"""transformers' code with Liger-Kernel's Triton kernels in it, as a Trainer's ``use_liger_kernel=True`` puts them there
-(ead96b6, ``src/liger_kernel/transformers/monkey_patch.py``, ``apply_liger_kernel_to_llama`` and its like).
-``ops/rms_norm.py`` saves its input and an fp32 number a row, ``ops/rope.py`` writes over queries and keys and saves the
-tables alone, ``ops/swiglu.py`` and ``ops/geglu.py`` save both halves and compute the activation again; head and loss
-are one (``ops/fused_linear_cross_entropy.py``). NeMo AutoModel patches so by default, all but the loss: ``--loss
-upcast``. Read, not run: they need a GPU.
-"""
-
-NANOTRON: Final = replace(
-    PYTORCH,
-    name="nanotron",
-    loss=Loss.SHARDED,
-    fused_projections=True,
-    fused_rotary=True,
-    packed_heads=True,
-    split_projections=True,
-    batch_first=False,
-)
-"""The code of nanotron, ``src/nanotron/models/llama.py`` (9055c66): norms are flash-attn's Triton kernel
-(``nn/layer_norm.py``), and SwiGLU is written out (until the second half of 2024 it was compiled, which keeps one tensor
-less). ``sharded_cross_entropy`` in ``parallel/tensor_parallel/functional.py`` is its loss.
-"""
-
-KERNELS: Final = MappingProxyType(
-    {k.name: k for k in (MEGATRON, PYTORCH, HUGGINGFACE, TORCHTUNE, LIGER, NANOTRON, PYTORCH_2_8)}
+_TYPES: Final = MappingProxyType(
+    {
+        "attention": AttentionKernel,
+        "loss": Loss,
+        "documents": Documents,
+        "context_exchange": ContextExchange,
+        "combine": Combine,
+        "scans": Scans,
+        "declared": tuple,
+    }
 )
 
 
+def typed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `Kernels` as TOML has them, with enum members and tuples in the place of strings and lists."""
+    return {key: _TYPES[key](value) if key in _TYPES else value for key, value in fields.items()}
+
+
+def kernel_names() -> tuple[str, ...]:
+    """Names of all sets."""
+    return tuple(named("kernels"))
+
+
+@cache
 def kernels(name: str) -> Kernels:
     """A set by name.
 
     Raises:
         UsageError: no such set.
     """
-    if name not in KERNELS:
-        raise UsageError(f"got the kernels {name!r}; expected one of {', '.join(KERNELS)}")
-    return KERNELS[name]
+    sets = named("kernels")
+    if name not in sets:
+        raise UsageError(f"got the kernels {name!r}; expected one of {', '.join(sets)}")
+    fields = dict(sets[name])
+    base = kernels(fields.pop("like")) if "like" in fields else Kernels()
+    for key in ("order", "folder"):
+        fields.pop(key)
+    return replace(base, name=name, **typed(fields))
+
+
+# workspaces -----------------------------------------------------------------------------------------------------------
+#
+# What libraries of matrix products set aside for themselves. They are tensors, and count as allocated
+# NOTE [ Workspaces ]
+# torch gives cuBLAS one for each handle and stream (``aten/src/ATen/cuda/CublasHandlePool.cpp``,
+# ``getChosenWorkspaceSize``): 32 MiB on Hopper, 8.125 MiB elsewhere, or what ``CUBLAS_WORKSPACE_CONFIG`` says; 32 MiB
+# on Blackwell as well from pull request 175344 on, of February 2026 (NVIDIA's containers from 26.04 on). Handles belong
+# to threads, and autograd's backward has a thread of its own: two, the second from the first backward on.
+# TransformerEngine has one for all its products (``get_cublas_workspace_size_bytes``): 32 MiB and 1 KiB on Hopper and
+# later, 4 MiB before; and one for each of four streams of its grouped products (``get_cublas_workspace`` with
+# ``grouped_gemm``), where there are experts; and three in one for products whose transfers run beside them (``ub``
+# there, ``_NUM_MAX_UB_STREAMS``; Megatron's ``--tp-comm-overlap``).
+
+
+GROUPED_STREAMS: Final = 4
+OVERLAP_STREAMS: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workspaces:
+    """Bytes that are set aside.
+
+    Args:
+        router_bytes: by the library, where torch has the layers' products and Megatron gives it a router's:
+            ``megatron/core/transformer/moe/moe_utils.py``, ``RouterGatingLinearFunction`` with ``te_general_gemm``.
+    """
+
+    name: str
+    torch_bytes: int = 0  # by torch for a thread's products
+    library_bytes: int = 0  # by the library that has the layers' products; 0: torch has them
+    router_bytes: int = 0
+
+    @property
+    def grouped_bytes(self) -> int:
+        """Of the library's grouped products."""
+        return GROUPED_STREAMS * self.library_bytes
+
+    @property
+    def overlap_bytes(self) -> int:
+        """Of the library's products that transfers run beside."""
+        return OVERLAP_STREAMS * self.library_bytes
+
+    def with_torch(self, nbytes: int) -> Workspaces:
+        """As ``CUBLAS_WORKSPACE_CONFIG`` changes it: :4096:8 is 32 MiB."""
+        return replace(self, torch_bytes=nbytes)
+
+
+_OLDER, _HOPPER = 8 * MIB + 128 * KIB, 32 * MIB
+_TE_OLDER, _TE_HOPPER = 4 * MIB, 32 * MIB + KIB
+WORKSPACES: Final = MappingProxyType(
+    {
+        w.name: w
+        for w in (
+            Workspaces(name="none"),
+            Workspaces(name="torch-ampere", torch_bytes=_OLDER, router_bytes=_TE_OLDER),
+            Workspaces(name="torch-hopper", torch_bytes=_HOPPER, router_bytes=_TE_HOPPER),
+            Workspaces(name="torch-blackwell", torch_bytes=_OLDER, router_bytes=_TE_HOPPER),
+            Workspaces(name="te-ampere", torch_bytes=_OLDER, library_bytes=_TE_OLDER),
+            Workspaces(name="te-hopper", torch_bytes=_HOPPER, library_bytes=_TE_HOPPER),
+            Workspaces(name="te-blackwell", torch_bytes=_OLDER, library_bytes=_TE_HOPPER),
+        )
+    }
+)
+"""By whose products they are and on which GPU; Hopper's are those of Blackwell as well under a torch of this year."""
+
+
+def workspaces(name: str) -> Workspaces:
+    """By name.
+
+    Raises:
+        UsageError: no such set.
+    """
+    if name not in WORKSPACES:
+        raise UsageError(f"got --workspaces {name!r}; expected one of {', '.join(WORKSPACES)}")
+    return WORKSPACES[name]

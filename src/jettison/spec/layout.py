@@ -6,16 +6,17 @@ shards along s over the axis "tp" what tensor parallelism leaves whole (arXiv 22
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import product
+from reprlib import repr as short
+from typing import Final
 
 from jettison.core.errors import UsageError
 from jettison.core.objects import non_defaults
-from jettison.spec.mixers import Mamba2, Scan
-from jettison.spec.model import Attention, LatentAttention, ModelSpec, Moe, RecordedLayer
-from jettison.spec.recorded import uncut
-from jettison.spec.stage_layers import check_stage_layers
+from jettison.spec.model import Attention, LatentAttention, Layer, Mamba2, Mlp, ModelSpec, Moe, RecordedLayer, Scan
 
 
 class Schedule(StrEnum):
@@ -326,7 +327,7 @@ class Layout:
         self.layers_per_chunk(model.depth)
         ways = self.cp * (self.tp if self.sp else 1)
         if not model.words and ways > 1:
-            flag, reads = f"--cp {self.cp}" if self.cp > 1 else "--sp", "hears sound" if model.waves else "reads images"
+            flag, reads = f"--cp {self.cp}" if self.cp > 1 else "--sp", "hears sound" if model.audio else "reads images"
             raise UsageError(f"got {flag}, which cuts a sequence; {model.name} {reads}: leave it away")
         cut = f"--cp {self.cp}" if self.cp > 1 else f"--pp {self.pp}" if self.pp > 1 else "--sp" if ways > 1 else ""
         if model.two_stacks and cut and (cut != "--sp" or model.pair):
@@ -420,3 +421,238 @@ def exchange_misfit(layout: Layout, model: ModelSpec) -> str:
                     "heads of a rank; give a smaller --cp, or --context-exchange p2p"
                 )
     return ""
+
+
+# Layers of each pipeline stage where they are not spread evenly, as they are typed ------------------------------------
+
+
+EXPECTED = (
+    "layers of each stage (5,4,4,3), of the first and the last (first:3,last:5), Megatron's Et*5|t*4|t*4|t*3L, or "
+    "nanotron"
+)
+BY_COST = "nanotron"
+_LETTERS = "EtmL"
+_MOST_ITEMS = 1 << 16
+"""Letters of a layout string once its repetitions are written out: more are no model's."""
+
+
+def cut_of(text: str, model: ModelSpec, *, pp: int, virtual: int) -> tuple[int, ...]:
+    """Layers of each stage of each device of this model, as typed, or by nanotron's rule.
+
+    Raises:
+        UsageError: `stage_layers` or `stages_by_cost` refuses it, or nanotron has no such model or pipeline.
+    """
+    layers = model.depth - model.further
+    if text != BY_COST:
+        return stage_layers(text, layers=layers, chunks=pp * virtual, further=model.further)
+    first = model.layers[0]
+    if not (isinstance(first, Layer) and isinstance(first.attention, Attention) and isinstance(first.mlp, Mlp)):
+        raise UsageError(f"got --stage-layers {BY_COST}; its rule has costs of dense Llamas, and {model.name} is none")
+    if virtual > 1:
+        raise UsageError(f"got --stage-layers {BY_COST} with --virtual-stages {virtual}, which {BY_COST} has not")
+    h, heads = model.hidden, first.attention.heads
+    layer_cost = 4 * heads * (h // heads) * h + 3 * first.mlp.ffn * h
+    return stages_by_cost(layers=layers, layer_cost=layer_cost, head_cost=model.vocab * h, stages=pp)
+
+
+def stage_layers(text: str, *, layers: int, chunks: int, further: int = 0) -> tuple[int, ...]:
+    """Layers of each stage of each device, in the order of the model.
+
+    Args:
+        text: ``5,4,4,3``; ``first:3``, ``last:5`` or both, what is left being spread evenly (Megatron's
+            ``--decoder-first-pipeline-num-layers`` and its like); or a string as of Megatron's
+            ``--pipeline-model-parallel-layout``: E embeds, t is a layer, m one for further tokens, L the head, ``|``
+            ends a stage, ``(t|)*3`` repeats.
+        layers: of the model.
+        chunks: pp x virtual stages.
+        further: layers for further tokens, which a layout string has as m, or leaves to the last stage.
+
+    Raises:
+        UsageError: it is none of these, or does not add up.
+    """
+    if re.fullmatch(r"\d+(,\d+)*", text):
+        found = tuple(map(int, text.split(",")))
+    elif re.fullmatch(r"(first:\d+)?,?(last:\d+)?", text) and ":" in text:
+        found = _ends(text, layers, chunks)
+    elif re.fullmatch(rf"[{_LETTERS}|()*\d,]+", text):
+        found = _pattern(text, further)
+    else:
+        raise UsageError(f"got --stage-layers {text!r}; expected {EXPECTED}")
+    check_stage_layers(found, layers=layers, chunks=chunks)
+    return found
+
+
+def stages_by_cost(*, layers: int, layer_cost: int, head_cost: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage as nanotron spreads them: by what blocks compute.
+
+    ``nanotron/models/base.py``, ``build_model``: a stage takes blocks up to and with the first that brings the sum of
+    all costs so far above the stage's share of the whole. Only layers and the head have a cost
+    (``models/llama.py``, ``get_block_compute_costs``).
+
+    Args:
+        layers: of the model.
+        layer_cost: of one layer: 4 a d h + 3 f h, whatever its key-value heads.
+        head_cost: V h.
+        stages: of the pipeline.
+
+    Raises:
+        UsageError: the head falls before the last stage, where nanotron puts the loss alone.
+    """
+    whole = layers * layer_cost + head_cost
+    counts, stage, done = [0] * stages, 0, 0
+    for _ in range(layers):
+        counts[stage] += 1
+        done += layer_cost
+        if done > whole * ((stage + 1) / stages):
+            stage += 1
+    if stage != stages - 1:
+        raise UsageError(
+            f"--stage-layers {BY_COST} puts the head on stage {stage} of 0 to {stages - 1} and the loss on the next, "
+            "which no description has: say layers of each stage, or give fewer stages"
+        )
+    return tuple(counts)
+
+
+def check_stage_layers(counts: tuple[int, ...], *, layers: int, chunks: int) -> None:
+    """Do they add up?
+
+    Raises:
+        UsageError: no.
+    """
+    typed = ",".join(map(str, counts))
+    if len(counts) != chunks:
+        raise UsageError(
+            f"--stage-layers {typed} has {len(counts)} stages; expected pp x virtual stages, {chunks}, in the order of "
+            "the model"
+        )
+    if sum(counts) != layers:
+        raise UsageError(f"--stage-layers {typed} makes {sum(counts)} layers; the model has {layers}")
+
+
+def uneven_cuts(layers: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """Ways to cut a model that are not even: the ends have up to two layers more or less than a share; the rest is
+    spread as evenly as it can be, larger shares in the middle. No two stages are more than two layers apart.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    share = layers / stages
+    near = [n for n in range(max(0, int(share) - 1), int(share) + 3) if abs(n - share) < 2]
+    for first, last in product(near, near):
+        left, inner = layers - first - last, stages - 2
+        if left < 0 or (inner == 0 and left):
+            continue
+        cut = (first, *_spread(left, inner), last)
+        if 0 < max(cut) - min(cut) <= 2:
+            found[cut] = None
+    return tuple(found)
+
+
+def _spread(layers: int, stages: int) -> tuple[int, ...]:
+    """As evenly as can be; one more in the middle."""
+    if not stages:
+        return ()
+    each, rest = divmod(layers, stages)
+    before = (stages - rest) // 2
+    return tuple(each + (before <= i < before + rest) for i in range(stages))
+
+
+def _ends(text: str, layers: int, chunks: int) -> tuple[int, ...]:
+    ends = {name: int(count) for name, count in (part.split(":") for part in text.split(",") if part)}
+    inner = chunks - len(ends)
+    left = layers - sum(ends.values())
+    if inner < 1 or left < 0 or left % inner:
+        raise UsageError(
+            f"--stage-layers {text} leaves {left} layers for {inner} other stages; expected a number that divides"
+        )
+    middle = (left // inner,) * inner
+    return (*((ends["first"],) if "first" in ends else ()), *middle, *((ends["last"],) if "last" in ends else ()))
+
+
+def _pattern(text: str, further: int) -> tuple[int, ...]:
+    """Repetitions are written out, innermost first."""
+    flat, before = text.replace(",", ""), ""
+    while flat != before:
+        before = flat
+        for one in re.finditer(rf"(\([{_LETTERS}|]*\)|[{_LETTERS}|])\*(\d+)", flat):
+            if len(one[2]) > 6 or len(flat) + len(one[1]) * int(one[2]) > _MOST_ITEMS:
+                raise UsageError(
+                    f"--stage-layers {short(text)} has {short(one[0])}; expected at most {_MOST_ITEMS} items"
+                )
+        flat = re.sub(rf"(?:\(([{_LETTERS}|]*)\)|([{_LETTERS}|]))\*(\d+)", _repeated, flat)
+        flat = re.sub(rf"\(([{_LETTERS}|]*)\)(?!\*)", r"\1", flat)
+    if not re.fullmatch(r"E?[t|]*m*L?", flat):
+        raise UsageError(
+            f"--stage-layers {text} means {flat}; expected the embedding E first, then layers t and stages |, then "
+            "layers m for further tokens, with the head L on the last stage"
+        )
+    told = flat.count("m")
+    if told and told != further:
+        raise UsageError(
+            f"--stage-layers {text} has {told} x m, layers for further tokens, and --mtp-num-layers is {further}; give "
+            "the same number"
+        )
+    return tuple(stage.count("t") for stage in flat.split("|"))
+
+
+def _repeated(found: re.Match[str]) -> str:
+    return (found[1] if found[1] is not None else found[2]) * int(found[3])
+
+
+# recorded -------------------------------------------------------------------------------------------------------------
+#
+# What cannot be asked of a model whose blocks were recorded, in words: in one place, for all who refuse it
+
+
+AS_BUILT: Final = frozenset(
+    {
+        "dropout",
+        "kernels",
+        "loss",
+        "capacity_factor",
+        "expert_imbalance",
+        "dispatcher",
+        "sequential_experts",
+        "deterministic",
+        "gathered_inputs",
+        "tp_comm_overlap",
+        "context_exchange",
+        "scans",
+        "expert_tp",
+        "positions",
+        "source_seq",
+        "like",
+        "lora",
+        "base",
+        "input_gradients",
+        "packed",
+        "reference",
+        "reward",
+        "mtp_num_layers",
+        "recompute_modules",
+        "offload_modules",
+    }
+)
+"""What a described model is told, and a recorded one has as it is built."""
+
+
+def uncut(model: ModelSpec) -> str:
+    """Why nothing may cut its blocks, and what may be asked instead."""
+    recorder = model.recorder
+    assert recorder is not None, "a described model is cut as its description says"
+    return (
+        f"the blocks of {recorder.words} are recorded as they are built, and nothing says how ranks would share one. "
+        "--dp, --zero, --pp, --recompute, --offload and --budget apply"
+    )
+
+
+def refuse_as_built(model: ModelSpec, given: tuple[str, ...]) -> None:
+    """Is something asked that the recording has already?
+
+    Raises:
+        UsageError: yes.
+    """
+    for name in given:
+        if model.recorder is not None and name in AS_BUILT:
+            raise UsageError(
+                f"--{name.replace('_', '-')} does not apply to {model.name}: the blocks of {model.recorder.words} are "
+                "recorded as they are built. Leave it away"
+            )

@@ -7,21 +7,16 @@ All sizes are the whole model's; a parallel layout divides them elsewhere.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
+from typing import Final
 
 from jettison.core.errors import UsageError
 from jettison.core.objects import summary
-from jettison.spec.inputs import Patches, Source
-from jettison.spec.mixers import Scan
-from jettison.spec.sizes import positive
-
-if TYPE_CHECKING:
-    from jettison.spec.products import Rule
-    from jettison.spec.waves import Waves
+from jettison.spec.fp8 import Rule
 
 
 class NormKind(StrEnum):
@@ -88,6 +83,13 @@ class Biases(StrEnum):
     def made(self) -> bool:
         """Are there any?"""
         return self is not Biases.NONE
+
+
+def positive(who: str, **sizes: object) -> None:
+    """Refuse sizes that are no whole numbers of 1 or more, by their names."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"{who}: got {name} {value!r}; expected a whole number of 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +216,133 @@ class Moe:
             raise UsageError(f"top_k {self.top_k} is more than the {self.experts} experts")
 
 
+# layers that carry a state along the sequence: state-space (SSM), linear attention ------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scan:
+    """Whatever carries a state along the sequence. No description says how ranks would share one.
+
+    Raises:
+        UsageError: a size below one.
+    """
+
+    def __post_init__(self) -> None:
+        sizes = {each.name: getattr(self, each.name) for each in fields(self)}
+        positive(self.words, **{name: size for name, size in sizes.items() if not isinstance(size, bool)})
+
+    @property
+    def words(self) -> str:
+        """Its name in a message."""
+        return type(self).__name__
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDelta(Scan):
+    """The gated delta rule (arXiv 2412.06464): each head has a matrix of ``key_dim`` x ``value_dim``, which decays and
+    is corrected by each token.
+
+    Args:
+        grouped: query, key, value and gate come out of one product, head by head, and both rates out of another:
+            Qwen3-Next. Otherwise the gate and either rate have products of their own: Qwen3.5.
+
+    Raises:
+        UsageError: a size below one, or value heads that do not share key heads evenly.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4  # tokens that the convolution before it reads
+    chunk: int = 64  # tokens that are worked out together
+    grouped: bool = False
+
+    def __post_init__(self) -> None:
+        Scan.__post_init__(self)
+        if self.value_heads % self.key_heads:
+            raise UsageError(f"{self.value_heads} value heads cannot share {self.key_heads} key heads evenly")
+
+    @property
+    def words(self) -> str:
+        return "gated delta rule"
+
+    @property
+    def keys(self) -> int:
+        """Of all heads together."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Of all heads together."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2(Scan):
+    """State space duality (arXiv 2405.21060): each head has a matrix of ``head_dim`` x ``state``, which decays by a
+    number a token.
+
+    Args:
+        bias: of the projections; ``convolution_bias``: of the convolution.
+
+    Raises:
+        UsageError: a size below one, or heads that do not share groups evenly.
+    """
+
+    heads: int
+    head_dim: int
+    state: int
+    groups: int  # of heads that share what is written and what is asked, and of channels that are normalised together
+    taps: int  # tokens that the convolution before it reads
+    chunk: int  # tokens that are worked out together
+    bias: bool = False
+    convolution_bias: bool = True
+
+    def __post_init__(self) -> None:
+        Scan.__post_init__(self)
+        if self.heads % self.groups:
+            raise UsageError(f"{self.heads} heads cannot share {self.groups} groups evenly")
+
+    @property
+    def words(self) -> str:
+        return "state-space scan"
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Channels that pass the convolution."""
+        return self.inner + 2 * self.groups * self.state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba1(Scan):
+    """A selective state space (arXiv 2312.00752): each channel has ``state`` numbers, which decay at their own rates.
+
+    Args:
+        bias: of the projections; ``convolution_bias``: of the convolution.
+    """
+
+    inner: int  # channels
+    state: int
+    rank: int  # of the product that makes their time steps
+    taps: int  # tokens that the convolution before it reads
+    bias: bool = False
+    convolution_bias: bool = True
+    normed: bool = False  # time steps, what is written and what is asked are normalised: Jamba
+
+    @property
+    def words(self) -> str:
+        return "state-space scan"
+
+
+# layers ---------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
     """One layer: what mixes tokens, what works on each of them, or one of both alone. Equal layers are equal objects:
@@ -288,7 +417,7 @@ class Layer:
                 return 0
 
 
-class Recorder(ABC):
+class BlockRecorder(ABC):
     """Whoever can record the blocks of a model that nobody has described. Equal ones record the same."""
 
     @property
@@ -302,19 +431,15 @@ class RecordedLayer:
     """A block as a trace has it: its record is complete, and nothing in it says how ranks would share it.
 
     Args:
-        call: which of the calls of a forward it stands for: the first of those that are alike.
-        kind: its class, for people.
-        attended_width: of all heads together; 0 where there are none.
-        fused: its attention is one kernel.
         chained: each block reads the one before it and no other, so that a pipeline can be cut between any two.
     """
 
-    recorder: Recorder
-    call: int
-    kind: str
+    recorder: BlockRecorder
+    call: int  # which of the calls of a forward it stands for: the first of those that are alike
+    kind: str  # its class, for people
     causal: bool = True
-    attended_width: int = 0
-    fused: bool = True
+    attended_width: int = 0  # of all heads together; 0 where there are none
+    fused: bool = True  # its attention is one kernel
     chained: bool = True
 
     @property
@@ -373,6 +498,142 @@ class Head:
     pooling: Pooling = Pooling.NONE
 
 
+# what a sequence is made of where it is not words alone ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patches:
+    """An image as a sequence: its squares, each a token, and perhaps one more to be classified (arXiv 2010.11929).
+
+    Raises:
+        UsageError: a size below one, or patches that are larger than the image.
+    """
+
+    height: int
+    width: int
+    patch: int
+    channels: int
+    bias: bool = True  # of the product that makes tokens
+    class_token: bool = True
+
+    def __post_init__(self) -> None:
+        positive("image", height=self.height, width=self.width, patch=self.patch, channels=self.channels)
+        if self.patch > min(self.height, self.width):
+            raise UsageError(f"a patch of {self.patch} pixels does not fit an image of {self.height} x {self.width}")
+
+    @property
+    def count(self) -> int:
+        """Of an image; pixels that fill none are not seen."""
+        return (self.height // self.patch) * (self.width // self.patch)
+
+    @property
+    def tokens(self) -> int:
+        """s."""
+        return self.count + self.class_token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderInput:
+    """What an encoder reads beside a decoder. Words share the decoder's table."""
+
+    max_positions: int  # the longest source where there is a table; with ``sound`` every one is that long
+    position_rows: int = 0  # of a learned table; 0: there is none, and positions have no end
+    trained_positions: bool = True  # otherwise they are sines that were written into it
+    sound: int = 0  # rows of a spectrum, which two convolutions make tokens of, the second one for each two frames
+
+    def __post_init__(self) -> None:
+        positive("encoder", max_positions=self.max_positions)
+
+    def longest(self, seq: int) -> int:
+        """What it can read beside a decoder of so many tokens, if they are to be equally long."""
+        return self.max_positions if self.sound else min(seq, self.max_positions) if self.position_rows else seq
+
+
+SECOND: Final = 16_000
+"""Samples of a second, as these models take it."""
+CHARACTERS: Final = 16
+"""Labels of a second of speech: its text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Audio:
+    """From samples to tokens, and from tokens to a loss.
+
+    Args:
+        channels, kernels, strides: of the convolutions, one after the other.
+        masked_time, masked_features: a learned vector is written over some tokens, and zeros over some features.
+        position_kernel, position_groups: of the convolution that says where a token is, whose weight is normalised.
+
+    Raises:
+        UsageError: lists of other lengths, or sizes below one.
+    """
+
+    channels: tuple[int, ...]
+    kernels: tuple[int, ...]
+    strides: tuple[int, ...]
+    bias: bool
+    group_norm: bool  # after the first of them stands a norm of each channel; otherwise after each a LayerNorm
+    activation: Activation
+    projection_norm: bool = True
+    masked_time: bool = False
+    masked_features: bool = False
+    mask: bool = False  # that vector is there, used or not
+    position_kernel: int = 128
+    position_groups: int = 16
+    mean_loss: bool = False  # of a sequence's loss by its number of labels; otherwise the sum
+    zero_infinity: bool = False  # losses without end count nothing
+
+    def lengths(self, samples: int) -> Iterator[int]:
+        """After each convolution."""
+        for kernel, stride in zip(self.kernels, self.strides, strict=True):
+            samples = (samples - kernel) // stride + 1
+            yield samples
+
+    def frames(self, samples: int) -> int:
+        """s: tokens of so many samples."""
+        *_, last = self.lengths(samples)
+        return max(0, last)
+
+    def tokens(self, name: str, samples: int) -> int:
+        """The same of what is asked for.
+
+        Raises:
+            UsageError: they are too few for one.
+        """
+        if samples < (least := self.samples(1)):
+            raise UsageError(f"got --source-seq {samples}; {name} needs {least} samples or more for a token")
+        return self.frames(samples)
+
+    def samples(self, frames: int) -> int:
+        """The fewest that make so many tokens."""
+        for kernel, stride in zip(reversed(self.kernels), reversed(self.strides), strict=True):
+            frames = (frames - 1) * stride + kernel
+        return frames
+
+    def heard(self, samples: int, frames: int) -> int:
+        """Samples of a sequence: as many as are asked for, or the fewest that make its tokens."""
+        return samples or self.samples(frames)
+
+    def labels(self, samples: int) -> int:
+        """Of a sequence; the text of speech."""
+        return max(1, samples * CHARACTERS // SECOND)
+
+    def check(self, name: str, *, seq: int, samples: int) -> None:
+        """Do samples make so many tokens?
+
+        Raises:
+            UsageError: no.
+        """
+        if samples and self.frames(samples) != seq:
+            raise UsageError(
+                f"got --source-seq {samples} and --seq {seq}; {name} makes {self.frames(samples)} tokens of so many "
+                "samples: leave one of them away"
+            )
+
+
+# models ---------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A whole model.
@@ -383,7 +644,7 @@ class ModelSpec:
         max_positions: rows of learned positions, or the longest sequence that rotary positions were made for.
         max_sequence: None where positions have no end.
         patches: what its sequences are made of, where it reads images and no words.
-        waves: how it makes tokens of sound.
+        audio: how it makes tokens of sound.
         pair: images that its texts are held against.
         source: what its encoder reads. The encoder's layers come first, and each layer of the decoder asks its result.
 
@@ -401,9 +662,9 @@ class ModelSpec:
     learned_positions: bool = False
     position_rows: int = 0  # of the learned table, where it has more than max_positions
     patches: Patches | None = None
-    waves: Waves | None = None
+    audio: Audio | None = None
     pair: Pair | None = None
-    source: Source | None = None
+    source: EncoderInput | None = None
     token_types: int = 0  # BERT's segment embedding
     embedding_norm: Norm | None = None
     embedding_scale: bool = False  # Gemma multiplies by sqrt(h)
@@ -459,7 +720,7 @@ class ModelSpec:
         return sum(layer.ahead > 0 for layer in self.layers)
 
     @cached_property
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> BlockRecorder | None:
         """Who has its blocks, where they are not described."""
         first = self.layers[0]
         return first.recorder if isinstance(first, RecordedLayer) else None
@@ -472,7 +733,7 @@ class ModelSpec:
     @property
     def words(self) -> bool:
         """Does it read words, which ranks can share, and neither images nor sound alone?"""
-        return self.patches is None and self.waves is None
+        return self.patches is None and self.audio is None
 
     @property
     def two_stacks(self) -> str:

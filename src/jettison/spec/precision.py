@@ -43,14 +43,8 @@ class Precision:
     """Dtypes of a training run.
 
     Args:
-        compute: of activations.
-        parameter: of the weights that forward and backward read.
-        gradient: of what backward leaves at each parameter.
         accumulator: of a second gradient buffer that micro-batches are added up in; None: there is none.
         apart: the accumulator is there for good, and gradients go when they have been added to it: `Gradients.ADDED`.
-        master: of the copy that the optimizer updates; None: it updates the weights themselves.
-        product: of the inputs of matrix products, where they are quantised for them.
-        moment: of what the optimizer remembers of gradients; None: of what it updates.
         optimizer_gradient: of the copy of gradients that the optimizer makes for its masters, and that stays until
             gradients are let go of for the next step; None: it reads them as they are.
         recipe: how they are quantised, by which library; None: it is not said, and copies of weights and scales are
@@ -59,13 +53,13 @@ class Precision:
     """
 
     name: str
-    compute: str
-    parameter: str
-    gradient: str
+    compute: str  # of activations
+    parameter: str  # of the weights that forward and backward read
+    gradient: str  # of what backward leaves at each parameter
     accumulator: str | None = None
-    master: str | None = None
-    product: str | None = None
-    moment: str | None = None
+    master: str | None = None  # of the copy that the optimizer updates; None: it updates the weights themselves
+    product: str | None = None  # of the inputs of matrix products, where they are quantised for them
+    moment: str | None = None  # of what the optimizer remembers of gradients; None: of what it updates
     optimizer_gradient: str | None = None
     recipe: Fp8Recipe | None = None
     casts: str | None = None
@@ -117,21 +111,13 @@ class Adding(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GradientRule:
-    """What there is of weight gradients during a backward. `gradient_rule` makes one of each kind: a key of caches.
+    """What there is of weight gradients during a backward. `gradient_rule` makes one of each kind: a key of caches."""
 
-    Args:
-        kept: dtype of what stays until the optimizer.
-        added: of a contribution to what is there already, while both live.
-        fused: products have no contribution of their own.
-        dummies: not even the head's, which is torch's: it is given the library's empty gradient as well.
-        update_bytes: of an element, while a weight is updated within backward.
-    """
-
-    kept: str
-    added: str
-    fused: bool = False
-    dummies: bool = False
-    update_bytes: int = 0
+    kept: str  # dtype of what stays until the optimizer
+    added: str  # of a contribution to what is there already, while both live
+    fused: bool = False  # products have no contribution of their own
+    dummies: bool = False  # not even the head's, which is torch's: it is given the library's empty gradient as well
+    update_bytes: int = 0  # of an element, while a weight is updated within backward
 
 
 @lru_cache(maxsize=256)
@@ -149,39 +135,20 @@ def gradient_rule(precision: Precision, adding: Adding, update_bytes: int = 0, *
     return GradientRule(kept=precision.gradient, added=added, fused=fused, dummies=dummies, update_bytes=update_bytes)
 
 
-def _aware(name: str, *, gradient: str, master: str, copies: str | None = None) -> Precision:
-    """Moments in bf16: NOTE [ Precision-aware optimizers ]."""
-    half = "bfloat16"
-    return Precision(
-        name=name,
-        compute=half,
-        parameter=half,
-        gradient=gradient,
-        master=master,
-        moment=half,
-        optimizer_gradient=copies,
-    )
-
-
+_FULL: Final = Precision(name="fp32", compute="float32", parameter="float32", gradient="float32")
+_PURE: Final = Precision(name="bf16-pure", compute="bfloat16", parameter="bfloat16", gradient="bfloat16")
+_MIXED: Final = replace(_PURE, name="bf16", master="float32")
+_AWARE: Final = replace(_PURE, name="bf16-aware", master="int16", moment="bfloat16")
+"""Moments in bf16: NOTE [ Precision-aware optimizers ]."""
 PRECISIONS: Final = MappingProxyType(
     {
         p.name: p
         for p in (
-            Precision(name="fp32", compute="float32", parameter="float32", gradient="float32"),
-            Precision(
-                name="bf16", compute="bfloat16", parameter="bfloat16", gradient="bfloat16", master="float32"
-            ),  # 2 + 2 + 4 + 8 = 16 bytes a parameter with Adam
-            Precision(
-                name="bf16-grad32",
-                compute="bfloat16",
-                parameter="bfloat16",
-                gradient="bfloat16",
-                accumulator="float32",
-                master="float32",
-            ),  # 20 bytes
-            Precision(
-                name="bf16-main32", compute="bfloat16", parameter="bfloat16", gradient="float32", master="float32"
-            ),  # 18 bytes: Megatron adds bf16 gradients straight into an fp32 buffer
+            _FULL,
+            _MIXED,  # 2 + 2 + 4 + 8 = 16 bytes a parameter with Adam
+            replace(_MIXED, name="bf16-grad32", accumulator="float32"),  # 20 bytes
+            # 18 bytes: Megatron adds bf16 gradients straight into an fp32 buffer
+            replace(_MIXED, name="bf16-main32", gradient="float32"),
             Precision(
                 name="fp16-main32",
                 compute="float16",
@@ -190,24 +157,16 @@ PRECISIONS: Final = MappingProxyType(
                 master="float32",
                 optimizer_gradient="float32",
             ),  # Megatron's fp16: ``megatron/core/optimizer/optimizer.py``, ``_copy_model_grads_to_main_grads``
-            _aware("bf16-aware", gradient="bfloat16", master="int16"),  # 10 bytes
-            _aware("bf16-aware-grad32", gradient="float32", master="int16"),  # 12 bytes
-            _aware("bf16-bridge", gradient="bfloat16", master="float32", copies="float32"),  # 12 bytes, 16 in a step
-            Precision(name="bf16-pure", compute="bfloat16", parameter="bfloat16", gradient="bfloat16"),
-            Precision(
-                name="bf16-master16", compute="bfloat16", parameter="bfloat16", gradient="bfloat16", master="bfloat16"
-            ),  # 10 bytes: DeepSpeed's ``bf16_master_weights_and_grads`` with ``bf16_optimizer_states``
-            Precision(
-                name="bf16-autocast", compute="bfloat16", parameter="float32", gradient="float32"
-            ),  # fp32 weights, cast for each use: torch.autocast, FSDP's mixed precision
-            Precision(
-                name="fp8",
-                compute="bfloat16",
-                parameter="bfloat16",
-                gradient="bfloat16",
-                master="float32",
-                product=NARROW,
-            ),
+            _AWARE,  # 10 bytes
+            replace(_AWARE, name="bf16-aware-grad32", gradient="float32"),  # 12 bytes
+            # 12 bytes, 16 in a step
+            replace(_AWARE, name="bf16-bridge", master="float32", optimizer_gradient="float32"),
+            _PURE,
+            # 10 bytes: DeepSpeed's ``bf16_master_weights_and_grads`` with ``bf16_optimizer_states``
+            replace(_PURE, name="bf16-master16", master="bfloat16"),
+            # fp32 weights, cast for each use: torch.autocast, FSDP's mixed precision
+            replace(_FULL, name="bf16-autocast", compute="bfloat16"),
+            replace(_MIXED, name="fp8", product=NARROW),
         )
     }
 )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from reprlib import repr as short
 from typing import Final
 
 from jettison.core.errors import UsageError
 from jettison.core.objects import summary
-from jettison.spec.frozen_models import FrozenModel
-from jettison.spec.kernels import PYTORCH, Device, Kernels, Loss
-from jettison.spec.layout import Layout
-from jettison.spec.model import Attention, Biases, ModelSpec
+from jettison.spec.fp8 import Fp8Recipe, Library, Scales
+from jettison.spec.kernels import WORKSPACES, ContextExchange, Device, Documents, Kernels, Loss, Scans, Workspaces
+from jettison.spec.layout import Layout, exchange_misfit
+from jettison.spec.model import Attention, Biases, LatentAttention, Layer, Mamba1, Mlp, ModelSpec, Moe, Pooling
 from jettison.spec.precision import (
+    MUONS,
     PRECISIONS,
     Adding,
     GradientRule,
@@ -24,27 +25,16 @@ from jettison.spec.precision import (
     gradient_rule,
     under_autocast,
 )
-from jettison.spec.recompute import NOTHING_AGAIN, Mode, Recompute
-from jettison.spec.run_checks import check_run
-from jettison.spec.states_on_host import StatesOnHost
-from jettison.spec.tuning import Base, Tuning
-from jettison.spec.workspaces import WORKSPACES, Workspaces
+from jettison.spec.recompute import NOTHING_AGAIN, Mode, Recompute, check_parts
+from jettison.spec.states_on_host import NOT_MOVED, StatesOnHost
+from jettison.spec.tuning import Base, FrozenModel, Tuning
 
 UPDATE_BYTES: Final = 8
 """Of an element, while AdamW updates a parameter on a CPU: two tensors in fp32."""
 
 
-class Software(StrEnum):
-    """Whose software runs a step, where hardware files tell several apart."""
-
-    BASE = "base"  # the file's own figures
-    MEGATRON = "megatron"  # Megatron-LM with TransformerEngine as they are installed
-    NEMO = "nemo"  # NVIDIA's NeMo containers from 25.09 on, tuned for each device
-    NEMO_26_06 = "nemo-26.06"  # from 26.06 on: experts' products, activations and quantising in few kernels
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scene:
+class RegionSignature:
     """What decides the tensors of one region, and nothing else: runs that share it share their layers' ledgers.
 
     ``again``: modules that are computed again, where narrow products keep others of their inputs then.
@@ -106,7 +96,7 @@ class Run:
     layout: Layout = field(default_factory=Layout)
     precision: Precision = PRECISIONS["bf16"]
     optimizer: Optimizer = Optimizer.ADAMW
-    kernels: Kernels = PYTORCH
+    kernels: Kernels = field(default_factory=Kernels)
     recompute: Recompute = NOTHING_AGAIN
     gradients: Gradients = Gradients.ONE_BY_ONE
     dropout: float = 0.0
@@ -116,7 +106,7 @@ class Run:
     tp_comm_overlap: bool = False
     ep_comm_overlap: bool = False
     cuda_graphs: bool = False
-    stack: Software | None = None
+    stack: str | None = None
     adding: Adding = Adding.WHOLE
     workspaces: Workspaces = WORKSPACES["none"]
     loader_masks: bool = False
@@ -126,7 +116,7 @@ class Run:
     tuning: Tuning | None = None
     source_seq: int = 0
     frozen: tuple[FrozenModel, ...] = ()
-    states_on_host: StatesOnHost = StatesOnHost.NONE
+    states_on_host: StatesOnHost = NOT_MOVED
     compiled: bool = False
 
     def __repr__(self) -> str:
@@ -150,14 +140,14 @@ class Run:
     def gradients_come_whole(self) -> bool:
         """Does each backward make them anew, whole and as its products have them, and shards of them stay?"""
         widened = self.precision.gradient != self.precision.compute
-        if self.states_on_host is not StatesOnHost.NONE and self.states_on_host.moves_parameters:
+        if self.states_on_host.moves_parameters:
             return True
         return self.layout.brings_whole_gradients(widened=widened)
 
     @property
     def gathers_parameters(self) -> bool:
         """Are they whole on a device only while they are needed? One rank alone gets them from its host."""
-        if self.states_on_host is not StatesOnHost.NONE and self.states_on_host.moves_parameters:
+        if self.states_on_host.moves_parameters:
             return True
         return self.layout.shards_parameters
 
@@ -199,10 +189,10 @@ class Run:
         return replace(found, learned_zeros=True) if asked and handed_on else found
 
     @cached_property
-    def scene(self) -> Scene:
+    def scene(self) -> RegionSignature:
         """What its regions depend on."""
         layout = self.layout
-        return Scene(
+        return RegionSignature(
             model=self.model,
             seq=self.seq,
             micro_batch=self.micro_batch,
@@ -228,3 +218,349 @@ def expect_run(value: object) -> None:
     """
     if not isinstance(value, Run):
         raise UsageError(f"got {short(value)}; expected a run, such as jettison.run_of('llama3-8b') makes of a name")
+
+
+# Is a run one that somebody's code does, and that is described here? --------------------------------------------------
+#
+# Each rule yields what it refuses, in words, with what to give instead; the first refusal is the one that is raised.
+
+
+def check_run(run: Run) -> None:
+    """Refuse what nobody does, and what no description has.
+
+    Raises:
+        UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide, or
+            flags that contradict each other; it says which, and what to give.
+    """
+    for rule in _RULES:
+        for why in rule(run):
+            raise UsageError(why)
+    run.layout.check(run.model, seq=run.seq, source_seq=run.source_seq)
+    for beside in run.frozen:
+        for why in _beside(run, beside):
+            raise UsageError(why)
+
+
+def _sizes(run: Run) -> Iterator[str]:
+    for name in ("seq", "micro_batch", "micro_batches"):
+        value = getattr(run, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            yield f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more"
+    if not 0 <= run.dropout < 1:
+        yield f"got --dropout {run.dropout}; expected a probability of at least 0 and below 1"
+    if run.capacity_factor is not None and run.capacity_factor <= 0:
+        yield f"got a capacity factor of {run.capacity_factor}; expected more than 0"
+    if not 1 <= run.imbalance <= max(1, run.layout.ep):
+        yield (
+            f"got --expert-imbalance {run.imbalance:g}; expected 1, which is even, to the {run.layout.ep} ranks "
+            "of --ep, one of which may be sent everything"
+        )
+    run.precision.check(run.optimizer, on_host=run.states_on_host.moves)
+
+
+def _pairs(run: Run) -> Iterator[str]:
+    """A micro-batch of DPO is pairs of sequences, on ranks that do not share a head."""
+    if run.kernels.loss is not Loss.DPO:
+        return
+    if run.micro_batch % 2:
+        yield (
+            f"got --loss dpo with --micro-batch {run.micro_batch}; a pair is two sequences, the chosen and the "
+            "rejected one: give an even number"
+        )
+    if run.layout.tp * run.layout.cp > 1:
+        ways = f"--tp {run.layout.tp}" if run.layout.tp > 1 else f"--cp {run.layout.cp}"
+        yield f"got --loss dpo with {ways}; TRL's head is whole on each rank: give another --loss"
+
+
+def _packed(run: Run) -> Iterator[str]:
+    """Documents are packed in a way that somebody's code has."""
+    if not run.packed:
+        return
+    if not 1 <= run.packed <= run.seq:
+        yield f"got --packed {run.packed}; expected tokens of a document, 1 to --seq {run.seq}"
+    scans = [layer.scan.words for layer in run.model.described if layer.scan is not None]
+    if scans:
+        yield (
+            f"got --packed; layers of {run.model.name} have a {scans[0]}, which as transformers writes it carries "
+            "its state from one document to the next: leave it away"
+        )
+    if run.layout.cp > 1:
+        yield f"got --packed with --cp {run.layout.cp}; documents that ranks share are not described"
+    if run.kernels.model_code and run.kernels.documents is Documents.VARLEN and run.micro_batch > 1:
+        yield (
+            f"got --packed with --micro-batch {run.micro_batch}; with flash-attn transformers packs one row alone "
+            "(modeling_flash_attention_utils.py, _is_packed_sequence): --micro-batch 1 and a longer --seq"
+        )
+
+
+def _source(run: Run) -> Iterator[str]:
+    """Two lengths where there are two stacks, and one where there is one."""
+    source, name = run.model.source, run.model.name
+    beside = [run.model, *(one.model for one in run.frozen if one.model is not None)]
+    kinds = [one.name for one in beside if one.two_stacks or not one.words]
+    for flag, given in (("--packed", run.packed), ("a frozen model", run.frozen), ("--mtp", run.model.further)):
+        if kinds and given:
+            yield f"got {flag} with {kinds[0]}, which is no decoder of words alone: leave it away"
+    if run.model.audio is not None:
+        run.model.audio.check(name, seq=run.seq, samples=run.source_seq)
+    if run.tuning is not None and (run.model.audio or run.model.two_stacks):
+        what = "hears sound" if run.model.audio else f"is {run.model.two_stacks}"
+        yield f"got --lora; {name} {what}, for which no description has it: leave it away"
+    got = f"got --source-seq {run.source_seq}"
+    if run.model.pair is not None:
+        if run.source_seq != (tokens := run.model.pair.tokens):
+            yield f"{got}; an image of {name} has {tokens} tokens: leave it away"
+    elif source is None:
+        if run.source_seq and run.model.audio is None:
+            yield f"{got}; {name} has no encoder beside a decoder"
+    else:
+        least = source.max_positions if source.sound else 1
+        most = source.max_positions if source.position_rows else run.source_seq
+        if not least <= run.source_seq <= most:
+            expected = f"{least} to {most}" if least < most else f"sound of {least}" if source.sound else "1 or more"
+            yield f"{got}; {name} reads {expected} tokens"
+
+
+def _sequence(run: Run) -> Iterator[str]:
+    """A sequence is as long as an image is, or as positions go."""
+    model = run.model
+    if run.kernels.context_exchange is ContextExchange.A2A and (why := exchange_misfit(run.layout, model)):
+        yield why
+    if model.patches is not None and run.seq != model.patches.tokens:
+        yield f"got --seq {run.seq}; an image of {model.name} has {model.patches.tokens} tokens: leave it away"
+    if model.learned_positions and (run.packed or run.seq) > model.max_positions:
+        yield f"got --seq {run.seq}; {model.name} has {model.max_positions} positions"
+    if run.recompute.whole and run.layout.pp == 1:
+        yield (
+            "got --whole-micro-batches without a pipeline, where no other micro-batch is in flight; give --pp 2 or more"
+        )
+
+
+def _narrow_base(run: Run) -> Iterator[str]:
+    """Frozen matrices of TransformerEngine keep their copies, and its products no inputs; adapters are layers of
+    Megatron's own (Megatron-Bridge, ``peft/utils.py``, ``ParallelLinearAdapter``), as wide as activations. Narrow
+    products of other libraries over frozen matrices nobody has described.
+    """
+    recipe, tuning = run.precision.recipe, run.tuning
+    if tuning is None or run.precision.product is None:
+        return
+    if recipe is None or recipe.library is not Library.TE:
+        yield (
+            f"got --lora with --precision {run.precision.name}; TransformerEngine's products alone are described "
+            "with both: give --kernels megatron and --fp8-recipe, or --precision bf16"
+        )
+    elif tuning.base is not Base.PLAIN or run.layout.zero == 3:
+        what = f"--base {tuning.base}" if tuning.base is not Base.PLAIN else "--zero 3"
+        yield f"got {what} with --lora and --fp8-recipe {recipe.name}; no description has all of them"
+
+
+def _parts(run: Run) -> Iterator[str]:
+    """What is cut out of layers is there: heads of scans, modules, parts."""
+    model = run.model
+    scans = [layer.scan.words for layer in model.described if layer.scan is not None]
+    if scans and run.layout.tp > 1 and not (run.kernels.shares_scans and run.kernels.scans is Scans.FUSED):
+        yield (
+            f"got --tp {run.layout.tp}; layers of {model.name} have a {scans[0]}, whose heads "
+            "Megatron-Core alone shares: give --kernels megatron with --scans fused, or leave it away"
+        )
+    if names := (*run.recompute.modules, *run.recompute.sent):
+        check_parts(model, run.kernels, names, own_norms=bool(run.workspaces.library_bytes))
+    if run.tuning is not None and run.tuning.base is Base.INT8 and run.recompute.mode is not Mode.NONE:
+        yield (
+            f"got --base int8 with --recompute {run.recompute}; bitsandbytes holds what its products read where "
+            "no checkpoint lets go of them: give --recompute none, or --base nf4"
+        )
+
+
+def _output(run: Run) -> Iterator[str]:
+    """There are logits that a loop could have a name for."""
+    model, loss, why = run.model, run.kernels.loss, ""
+    if not run.holds_output:
+        return
+    if run.layout.pp > 1:
+        why = f"--pp {run.layout.pp}, whose schedule calls the model; --stage-buffers says what it holds"
+    elif model.recorder is not None or model.audio is not None or model.pair is not None:
+        why = f"{model.name}, of which no description says what it returns"
+    elif model.head.pooling is not Pooling.NONE:
+        why = f"{model.name}, which returns one prediction a sequence"
+    elif loss in (Loss.FUSED, Loss.CHUNKED, Loss.DPO):
+        why = f"--loss {loss}, for which the model makes no logits"
+    elif loss is Loss.LISTED:
+        why = f"--loss {loss}, whose logits stay anyway"
+    elif loss is Loss.ROWS:
+        why = f"--loss {loss}, which writes over logits that nobody else has: give --loss upcast"
+    if why:
+        yield f"got --holds-output with {why}; leave it away"
+
+
+COMPILED_MODES: Final = ("none", "full", "every", "block", "interval", "selective-op", "selective-op-alternate")
+"""Recompute modes that say nothing about single tensors of a layer, or that torch's partitioner is told of."""
+
+
+def _compiled(run: Run) -> Iterator[str]:
+    """It is known what a compiled layer keeps: NOTE [ What torch's partitioner keeps ] in `solve.compiled`."""
+    model, mode, why = run.model, run.recompute.mode, ""
+    if mode is Mode.PARTS and model.recorder is not None:
+        yield f"got --recompute parts; {model.name}'s blocks are recorded as one: give full"
+    if not run.compiled:
+        return
+    if run.kernels.not_compiled:
+        why = run.kernels.not_compiled
+    elif model.recorder is not None:
+        why = f"and {model.name}, whose blocks are recorded as they are built"
+    elif any(layer.scan is not None for layer in model.described):
+        why = f"and {model.name}, of whose scans no compiled form was looked at"
+    elif any(layer.experts for layer in model.kinds):
+        why = f"and {model.name}, whose experts' layers are more than one graph"
+    elif run.tuning is not None:
+        why = "with --lora; no compiled adapters were looked at"
+    elif mode not in COMPILED_MODES:
+        modes = ", ".join(COMPILED_MODES)
+        why = f"with --recompute {mode}, which decides within a layer as the compiler does; give one of {modes}"
+    if why:
+        yield f"got --compile {why}"
+
+
+def _recipe(run: Run) -> Iterator[str]:
+    """It is known what this recipe keeps here."""
+    recipe = run.precision.recipe
+    if recipe is None:
+        return
+    lists = frozenset((*run.recompute.modules, *run.recompute.sent))
+    names = lists & ({"layernorm"} if recipe.keeps_original else {"layernorm", "moe_act"})
+    if run.compiled and recipe.inputs is Scales.MX:
+        why = "with --compile; what torch's partitioner keeps of MX tensors was not looked at"
+    elif recipe.library is Library.TE and run.layout.zero == 3:
+        why = "with --zero 3; what FSDP gathers of TransformerEngine's weights is not described: give --zero 1"
+    elif recipe.library is Library.TORCHAO and any(layer.experts for layer in run.model.kinds):
+        why = f"and {run.model.name}, whose experts torchao's linear layers are not; give --kernels megatron"
+    elif names:
+        why = f"with the module {min(names)}, under which Megatron keeps other inputs; leave it away"
+    else:
+        misfit = recipe_misfit(recipe, run.model, run.layout, seq=run.seq, micro_batch=run.micro_batch)
+        why = f"where {misfit}" if misfit else ""
+    if why:
+        yield f"got --fp8-recipe {recipe.name} {why}"
+
+
+def recipe_misfit(recipe: Fp8Recipe, model: ModelSpec, layout: Layout, *, seq: int, micro_batch: int) -> str:
+    """Which size a library's narrow products do not take, in words; empty: they take all."""
+    if recipe.library is not Library.TE:
+        return ""
+    rows = seq * micro_batch // layout.cp
+    sizes = [("tokens of a rank", rows // layout.tp if layout.sp else rows), ("the hidden size", model.hidden)]
+    for layer in model.described:
+        sizes += _widths(layer, layout)
+    odd = ((words, size) for words, size in sizes if size % recipe.multiple)
+    return next((f"{words}, {size}, should be a multiple of {recipe.multiple}" for words, size in odd), "")
+
+
+def _widths(layer: Layer, layout: Layout) -> Iterator[tuple[str, int]]:
+    """Local sizes of a layer's products, and what they are."""
+    tp = layout.tp
+    match layer.attention:
+        case Attention() as a:
+            yield "what attention returns on a rank", a.heads * a.head_dim // tp
+            yield "queries, keys and values of a rank", (a.heads + 2 * max(a.kv_heads, tp)) * a.head_dim // tp
+        case LatentAttention() as a:
+            yield "the rank of keys and values", a.kv_rank
+            yield "what attention returns on a rank", a.heads * a.value_dim // tp
+    match layer.mlp:
+        case Mlp() as m:
+            yield "the feed-forward width of a rank", m.ffn // tp
+        case Moe() as m:
+            yield "an expert's width", m.ffn // (layout.expert_tp or tp)
+            if m.shared_ffn:
+                yield "the shared experts' width", m.shared_ffn // tp
+
+
+def _in_backward(run: Run) -> Iterator[str]:
+    """A step within backward sees one micro-batch's gradients, on ranks that reduce each by itself."""
+    layout, why = run.layout, ""
+    if run.optimizer in MUONS[1:] and layout.zero != 1 and (layout.dp > 1 or layout.zero):
+        yield f"got --optimizer {run.optimizer} with --zero {layout.zero}; expected --zero 1"
+    if run.gradients is not Gradients.IN_BACKWARD:
+        return
+    if run.micro_batches > 1:
+        why = f"--micro-batches {run.micro_batches}: each backward would be a step of its own"
+    elif layout.pp > 1:
+        why = f"--pp {layout.pp}, which needs micro-batches to fill"
+    elif layout.dp * layout.cp > 1 and layout.zero < 2:
+        why = f"--zero {layout.zero}, whose replicas reduce buckets of gradients; --zero 2 or 3 reduces each"
+    elif run.adding is not Adding.WHOLE or run.precision.accumulator or run.precision.optimizer_gradient:
+        why = "gradients that are gathered up in another buffer"
+    elif run.optimizer in (Optimizer.ADAMW_FOREACH, Optimizer.ADAMW_DEEPSPEED, *MUONS):
+        why = f"--optimizer {run.optimizer}, which steps for many parameters at once"
+    if why:
+        yield f"got --gradients in-backward with {why}"
+
+
+def _host(run: Run) -> Iterator[str]:
+    """The framework whose rule it is keeps states on the host like this."""
+    rule, why = run.states_on_host, ""
+    if not rule.moves:
+        return
+    own = run.precision.master is None
+    ours = (Optimizer.ADAMW, Optimizer.ADAMW_DEEPSPEED)
+    kinds = ours if rule.steps_there else (Optimizer.ADAMW, Optimizer.ADAM8BIT)
+    quantised = run.precision.recipe is not None or (run.tuning is not None and run.tuning.base.packed)
+    if rule.moves_parameters and quantised:
+        why = "weights in fewer than 16 bits; what is gathered of them from a host was not read"
+    elif rule.moves_masters and own:
+        why = f"--precision {run.precision.name}; {rule.framework} updates fp32 copies: --precision bf16"
+    elif not rule.moves_masters and not own:
+        why = f"--precision {run.precision.name}; it updates parameters themselves: bf16-pure, bf16-autocast or fp32"
+    elif run.optimizer not in kinds:
+        why = f"--optimizer {run.optimizer}; expected {' or '.join(kinds)}"
+    elif rule.one_micro_batch and run.micro_batches > 1:
+        why = f"--micro-batches {run.micro_batches}; each gradient goes as it is made: 1, or torchao"
+    elif rule.steps_there and run.gradients is not Gradients.ONE_BY_ONE:
+        why = f"gradients {run.gradients}; give --gradients one-by-one"
+    if why:
+        yield f"got --states-on-host {rule} with {why}"
+
+
+_RULES: Final = (
+    _sizes,
+    _pairs,
+    _packed,
+    _source,
+    _sequence,
+    _narrow_base,
+    _parts,
+    _output,
+    _compiled,
+    _recipe,
+    _in_backward,
+    _host,
+)
+
+
+def _beside(run: Run, beside: FrozenModel) -> Iterator[str]:
+    """A frozen model can stand beside it."""
+    if run.layout.pp > 1:
+        yield (
+            f"got --{beside.role} with --pp {run.layout.pp}; no rule says which stage would run its forward when: "
+            "give --pp 1, and --zero 3 or --tp instead"
+        )
+    model = beside.model
+    if model is None:
+        return
+    if model.learned_positions and run.seq > model.max_positions:
+        yield f"got --seq {run.seq}; the {beside.role} {model.name} has {model.max_positions} positions"
+    run.layout.check(model, seq=run.seq)
+
+
+def check_scans(model: ModelSpec, kernels: Kernels) -> None:
+    """Refuse --scans where the model has none, or none that are described so.
+
+    Raises:
+        UsageError: it has not.
+    """
+    scans = [layer.scan for layer in model.described if layer.scan is not None]
+    if not scans:
+        raise UsageError(f"got --scans {kernels.scans}; no layer of {model.name} carries a state: leave it away")
+    if kernels.scans is Scans.FUSED and any(isinstance(scan, Mamba1) for scan in scans):
+        raise UsageError(
+            f"got --scans fused; what mamba-ssm keeps of the selective scan of {model.name} is not described: written"
+        )

@@ -17,8 +17,7 @@ from jettison.capture.tracer import trace_model
 from jettison.core.errors import Infeasible, TraceError, UsageError
 from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import Progress
-from jettison.cost.flops import PASSES, forward_flops
-from jettison.cost.utilisation import utilisation
+from jettison.cost.flops import PASSES, forward_flops, utilisation
 from jettison.dryrun.step import DryStep
 from jettison.models.pretrained import HubForm, hub_form
 from jettison.parallel.styles import can_split_backward

@@ -27,8 +27,7 @@ from jettison.frameworks.policy import (
 )
 from jettison.solve.modules import SMALLEST_OFFLOADED, computed_again, is_fused, parts_of, saved_by, sent
 from jettison.spec.layout import Layout, Schedule
-from jettison.spec.modules import CORE_ATTENTION, OFFLOADED, RECOMPUTED
-from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.recompute import CORE_ATTENTION, OFFLOADED, RECOMPUTED, Mode, Recompute
 from jettison.spec.run import Run
 
 COULD = "the same modules in all layers, computed again or offloaded, or the same number of layers on every stage"

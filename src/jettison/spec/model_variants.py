@@ -1,4 +1,4 @@
-"""Products that are done otherwise than a recipe says: layers in 16 bits, and products by name.
+"""The same model with layers for multi-token prediction (MTP), or with products by other recipes.
 
 NOTE [ Other products ]
 Megatron-Core runs the first and last layers without a recipe (``first_last_layers_bf16``,
@@ -13,25 +13,67 @@ single modules one of their own by globs, of which the first that fits counts
 from __future__ import annotations
 
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Final
 
 from jettison.core.errors import UsageError
-from jettison.spec.fp8 import RECIPES, Fp8Recipe, Library
-from jettison.spec.model import AnyLayer, Layer, ModelSpec
+from jettison.spec.fp8 import RECIPES, WIDE, Fp8Recipe, Library, Rule
+from jettison.spec.kernels import Kernels, Loss
+from jettison.spec.model import AnyLayer, Arrangement, Attention, Layer, ModelSpec
 
-Rule = tuple[str, Fp8Recipe]
-"""A glob, and what products that it fits are done by."""
-WIDE: Final = Fp8Recipe(name="bf16", bits=16)
-"""Of a product that stays in 16 bits."""
 ALL: Final = "*"
 _ENDS: Final = ("first", "last")
 _MTP: Final = "mtp"
+MTP_LEFT_OUT: Final = "further tokens left out"
+_WITHOUT_LOGITS: Final = (Loss.FUSED, Loss.CHUNKED, Loss.LISTED)
 
 
-def rule_for(rules: tuple[Rule, ...], path: str) -> Fp8Recipe | None:
-    """The recipe of the first glob that a product's path fits; None: the run's."""
-    return next((recipe for glob, recipe in rules if fnmatchcase(path, glob) or fnmatchcase(path, f"*.{glob}")), None)
+def with_mtp(model: ModelSpec, depths: int, kernels: Kernels, *, repeated: bool = False) -> ModelSpec:
+    """The same with so many of them, each like the model's last layer (``get_gpt_mtp_block_spec``). Where layers are
+    one block alone, each is attention and experts (``mtp_hybrid_override_pattern`` of Nemotron 3: ``*E``), which is
+    what a layer of both is.
+
+    Args:
+        repeated: one layer's weights serve all depths (``mtp_use_repeated_layer``: in
+            megatron/core/transformer/multi_token_prediction.py one layer is built, and called for each).
+
+    Raises:
+        UsageError: nobody builds them so.
+    """
+    if depths < 0:
+        raise UsageError(f"got --mtp-num-layers {depths}; expected a whole number of 0 or more")
+    if not depths:
+        return model
+    last = _pattern(model) or model.layers[-1]
+    why = ""
+    if not kernels.builds_mtp:
+        why = f"with --kernels {kernels.name}; Megatron-Core alone builds them: give --kernels megatron"
+    elif kernels.loss in _WITHOUT_LOGITS:
+        why = f"with --loss {kernels.loss}, which Megatron-Core has not; give vocab-parallel, native or te"
+    elif not isinstance(last, Layer) or last.arrangement is not Arrangement.PRE or model.final_norm is None:
+        why = f"and {model.name}, whose layers do not end in a sum and a norm behind all of them"
+    elif last.lone or (last.scan is not None) or (not _pattern(model) and any(map(_mixes, model.described))):
+        why = f"and {model.name}, whose layers are not all attention with a feed-forward block"
+    elif model.learned_positions:
+        why = f"and {model.name}, which has learned positions"
+    if why:
+        raise UsageError(f"got --mtp-num-layers {depths} {why}")
+    assert isinstance(last, Layer)
+    further = tuple(replace(last, ahead=ahead, repeats=repeated and ahead > 1) for ahead in range(1, depths + 1))
+    stays = tuple(remark for remark in model.left_out if MTP_LEFT_OUT not in remark)
+    return replace(model, layers=(*model.layers, *further), left_out=stays)
+
+
+def _mixes(layer: Layer) -> bool:
+    return layer.lone or layer.scan is not None
+
+
+def _pattern(model: ModelSpec) -> Layer | None:
+    """Attention and experts of a model whose layers are one of both alone, as one layer; None of any other."""
+    if not all(layer.lone for layer in model.described):
+        return None
+    attention = [layer.attention for layer in model.described if isinstance(layer.attention, Attention)]
+    experts = [layer for layer in model.described if layer.experts is not None]
+    return replace(experts[-1], attention=attention[-1]) if attention and experts else None
 
 
 def with_products(model: ModelSpec, text: str, recipe: Fp8Recipe) -> ModelSpec:

@@ -1,0 +1,757 @@
+"""What scans keep where they are one kernel: flash-linear-attention's and mamba-ssm's, as transformers calls them.
+
+Read in flash-linear-attention bc3b101d (``fla/ops/gated_delta_rule/chunk.py``, ``ChunkGatedDeltaRuleFunction``),
+mamba e9594ce1 (``mamba_ssm/ops/triton/ssd_combined.py``, ``MambaSplitConv1dScanCombinedFn``) and causal-conv1d
+(``CausalConv1dFn``: input and weights). Each names what it keeps in ``ctx.save_for_backward``; the rest its backward
+works out again, of which the largest are counted: states and their gradients, and what is made of keys and values or
+what the convolution returned. FLOPs are those of the mathematics; seconds are those of the bytes that go in and out,
+or of the FLOPs at what scans reach (`Reached.scan`), if a device's file says that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from jettison.core.dtypes import DTYPE_BYTES
+from jettison.formula.basic import (
+    WEIGHT_COPY,
+    add,
+    batched_product,
+    cast,
+    convolution,
+    copy,
+    enter,
+    leave,
+    linear,
+    multiply,
+    scale,
+    weigh,
+    weight_copies,
+)
+from jettison.formula.mlp import activation
+from jettison.formula.norm import norm, root_mean_square
+from jettison.formula.tape import Saved, Value, Weight, Writer
+from jettison.ledger.record import EACH_ROUND
+from jettison.spec.kernels import Scans
+from jettison.spec.model import Activation, GatedDelta, Mamba1, Mamba2, Norm, NormKind
+
+WIDE = "float32"
+DELTA = "flash-linear-attention, ChunkGatedDeltaRuleFunction"
+SPLIT = "mamba-ssm, MambaSplitConv1dScanCombinedFn"
+
+
+def fused_convolution(w: Writer, x: Value, channels: int, taps: int) -> Value:
+    """b × s × C, with its activation."""
+    b, s = w.run.micro_batch, w.run.seq
+    with w.tape.scope("convolution"):
+        return w.tape.op(
+            "causal_conv1d",
+            [x],
+            (b, s, channels),
+            saves=[Saved(x, "convolution input")],
+            weights=[w.parameter("weight", channels, 1, taps)],
+            contracted=taps,
+        )
+
+
+def fused_delta(w: Writer, mixed: Value, strength: Value, rate: Value, spec: GatedDelta) -> Value:
+    """b × s × a × dv. Queries and keys are normalised within, not repeated; what is not contiguous is copied first."""
+    b, s = w.run.micro_batch, w.run.seq
+    keys, values = (b, s, spec.key_heads, spec.key_dim), (b, s, spec.value_heads, spec.value_dim)
+    q, k = (copy(w, mixed, keys) for _ in range(2))
+    v = copy(w, mixed, values)
+    dtype = mixed.dtype
+    out = w.tape.empty(values, dtype, grad=True)
+    units = [w.tape.empty(keys, dtype) for _ in range(2)]
+    roots = [w.tape.empty(keys[:-1], WIDE) for _ in range(2)]
+    sums = w.tape.empty(values[:-1], WIDE)
+    system = w.tape.empty((*values[:-1], spec.chunk), dtype)
+    kept = [Saved(unit, "scan operand", DELTA) for unit in units]
+    kept += [Saved(root, "norm statistics", DELTA) for root in roots]
+    kept += [Saved(v, "scan operand", DELTA), Saved(sums, "decay", DELTA), Saved(strength, "write strength", DELTA)]
+    kept += [Saved(system, "triangular system", DELTA)]
+    within = spec.chunk * (3 * spec.key_dim + 2 * spec.value_dim)  # of each token with its chunk
+    again = prod(values[:-1]) * (spec.key_dim + 2 * spec.value_dim)
+    across = 3 * spec.key_dim * spec.value_dim  # and with the state
+    w.tape.record(
+        "fused_scan",
+        [q, k, v, rate, strength],
+        [out, *units, *roots, sums, system],
+        saves=kept,
+        flops=2 * prod(values[:-1]) * (within + across),
+        workspace=DTYPE_BYTES[dtype] * (2 * _states(w, spec.chunk, across // 3 * spec.value_heads) + again),
+    )
+    return out
+
+
+def fused_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
+    """Convolution, scan, norm and the product behind them, whose input is worked out again in backward."""
+    b, s, hidden = w.run.micro_batch, w.run.seq, w.run.model.hidden
+    weights = [w.parameter("dt_bias", spec.heads), w.parameter("D", spec.heads), *_convolution(w, spec)]
+    with w.tape.scope("norm"):
+        weights.append(w.parameter("weight", spec.inner))
+    normal = w.tape.empty(w.shape(spec.inner), joint.dtype, grad=True)
+    scanned = w.tape.empty((b, s, spec.heads, spec.head_dim), joint.dtype)
+    roots = w.tape.empty((spec.groups, b * s), WIDE)
+    flops, workspace = _dual(w, joint, spec)
+    w.tape.record(
+        "fused_scan",
+        [joint, rate],
+        [normal, scanned, roots],
+        saves=[
+            Saved(joint, "scan input", SPLIT),
+            Saved(rate, "decay rate", SPLIT),
+            Saved(scanned, "scan output", SPLIT),
+            Saved(roots, "norm statistics", SPLIT),
+        ],
+        weights=weights,
+        flops=flops,
+        workspace=workspace,
+    )
+    with w.tape.scope("out_proj"):
+        weights = [w.parameter("weight", hidden, spec.inner, product=True)]
+        weights += [w.parameter("bias", hidden)] if spec.bias else []
+        name = "aten.addmm.default" if spec.bias else "aten.mm.default"
+        copies = weight_copies(w, weights)  # of its own: the kernel casts what it is given
+        return w.tape.op(
+            name,
+            [normal, *copies],
+            w.shape(hidden),
+            saves=[Saved(each, WEIGHT_COPY) for each in copies[:1]],
+            weights=weights,
+            contracted=spec.inner,
+            copied=bool(copies),
+        )
+
+
+def shared_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
+    """Convolution, scan and gate; the norm and the product behind it are operators of their own.
+
+    Megatron-Core, ``ssm/mamba_mixer.py``, ``_ssm_training``: ``rmsnorm_weight`` and ``outproj_weight`` are not given,
+    so that the kernel returns what it gated beside what it keeps (``out_x``), and ``RMSNormGated`` keeps the first,
+    ``TERowParallelLinear`` the normalised. Megatron has sequences innermost, and copies them there and back
+    (``rearrange(...).contiguous()``), which for one sequence does nothing. Channels, heads and groups are shared over
+    tp.
+    """
+    b, s = w.run.micro_batch, w.run.seq
+    weights = [w.parameter("dt_bias", spec.heads, split=0), w.parameter("D", spec.heads, split=0, wide=True)]
+    weights += _convolution(w, spec)
+    places = w.on_tp(2)
+    turned = copy(w, joint, (b, s, joint.shape[-1]), places) if b > 1 else joint
+    gated = w.tape.empty((b, s, spec.inner), joint.dtype, places, grad=True)
+    scanned = w.tape.empty((b, s, spec.heads, spec.head_dim), joint.dtype, places)
+    flops, workspace = _dual(w, joint, spec)
+    w.tape.record(
+        "fused_scan",
+        [turned, rate],
+        [gated, scanned],
+        saves=[
+            Saved(turned, "scan input", SPLIT),
+            Saved(rate, "decay rate", SPLIT),
+            Saved(scanned, "scan output", SPLIT),
+        ],
+        weights=weights,
+        flops=flops,
+        workspace=workspace,
+    )
+    gated = copy(w, gated, w.shape(spec.inner), places) if b > 1 else w.tape.view(gated, w.shape(spec.inner))
+    normal = w.tape.empty(gated.shape, joint.dtype, places, grad=True)
+    roots = w.tape.empty((spec.groups, b * s), WIDE, (("tp", 0),) if w.tp > 1 else ())
+    with w.tape.scope("norm"):
+        w.tape.record(
+            "aten._fused_rms_norm.default",
+            [gated],
+            [normal, roots],
+            saves=[Saved(gated, "norm input"), Saved(roots, "norm statistics")],
+            weights=[w.parameter("weight", spec.inner, split=0)],
+        )
+    return leave(w, linear(w, normal, w.run.model.hidden, "out_proj", bias=spec.bias, split="row"))
+
+
+def _convolution(w: Writer, spec: Mamba2) -> list[Weight]:
+    """Of the channels that pass it, which ranks of tp share."""
+    with w.tape.scope("convolution"):
+        weights = [w.parameter("weight", spec.convolved, 1, spec.taps, split=0)]
+        return weights + ([w.parameter("bias", spec.convolved, split=0)] if spec.convolution_bias else [])
+
+
+def _dual(w: Writer, joint: Value, spec: Mamba2) -> tuple[int, int]:
+    """FLOPs of a rank's convolution and scan, and what only their backward has: states with their gradients, and what
+    the convolution returned.
+    """
+    tokens = w.run.micro_batch * w.run.seq
+    each = spec.heads * (spec.chunk * (spec.state + spec.head_dim) + 2 * spec.head_dim * spec.state)
+    states = 4 * 2 * _states(w, spec.chunk, spec.inner * spec.state)
+    workspace = states + DTYPE_BYTES[joint.dtype] * tokens * spec.convolved
+    return 2 * tokens * (each + spec.convolved * spec.taps) // w.tp, workspace // w.tp
+
+
+def _states(w: Writer, chunk: int, each: int) -> int:
+    """Numbers of the states before all chunks."""
+    return w.run.micro_batch * -(-w.run.seq // chunk) * each
+
+
+# short convolution ----------------------------------------------------------------------------------------------------
+#
+# What stands before a scan: a convolution over the last few tokens, each channel by itself; and what padding is
+# b sequences · s tokens · C channels.
+
+
+def short_convolution(w: Writer, x: Value, channels: int, taps: int, *, bias: bool, kind: Activation) -> Value:
+    """b × s × C. ``causal_conv1d_fn`` of transformers: padding on both sides, of which the end is cut off again, so
+    that what the activation keeps is longer than the sequence.
+    """
+    b, s = w.run.micro_batch, w.run.seq
+    with w.tape.scope("convolution"):
+        weights = [w.parameter("weight", channels, 1, taps)]
+        weights += [w.parameter("bias", channels)] if bias else []
+        held = cast(w, w.tape.view(x, (b, channels, s)), w.held(frozen=weights[0].frozen))
+        rows = convolution(w, held, (b, channels, s + taps - 1), weights, taps)
+        out = activation(w, w.tape.view(rows, (b, channels, s)), kind)
+        return w.tape.view(cast(w, out, x.dtype), (b, s, channels))
+
+
+def without_padding(w: Writer, x: Value) -> Value:
+    """Tokens that fill a sequence up are 0 before anything is carried on. The batch's own mask stays for that."""
+    if not w.run.padding:
+        return x
+    mask = w.table("token mask", (*x.shape[:2], 1), "int64")
+    return w.tape.op("aten.mul.Tensor", [x, mask], saves=[Saved(mask, "token mask")])
+
+
+# delta rule -----------------------------------------------------------------------------------------------------------
+#
+# The gated delta rule as transformers writes it where no kernel of flash-linear-attention is installed
+# b sequences · s tokens, S of them once chunks are full · n chunks of c tokens · k heads of keys, a of values, whose
+# widths are dk and dv. Source: ``models/qwen3_next/modeling_qwen3_next.py``, ``Qwen3NextGatedDeltaNet`` and
+# ``torch_chunk_gated_delta_rule``; ``models/qwen3_5`` has the same with projections of its own.
+#
+# NOTE [ A loop is one op ]
+# Chunks follow one another: each reads the state that the one before it left. The tape has that loop as one op, and
+# what its rounds keep as one tensor of n: as many bytes, whatever the length. `ledger.compare` pairs it with the n of a
+# trace. What the last round would hand on is asked for and let go of, as nothing reads it: a trace counts it, a real
+# forward does not hold it, and neither does this. With one chunk that is the whole of the decayed keys.
+#
+# NOTE [ Heads apart ]
+# In 16 bits all five inputs become fp32 copies with heads outermost, and a batched product takes them as they are. In
+# fp32 they are views with tokens outermost. Where no padding makes copies of them, each product copies its operands,
+# and the loop copies a chunk of queries and of keys in each round. Queries and keys of which no head shares another's
+# are views of what the convolution made, with tokens innermost: a chunk of those is taken as it is.
+
+
+RULE = "arXiv 2412.06464 §3.3, chunkwise form"
+OPERAND, DECAY = "scan operand", "decay"
+DELTA_STATE, NEW, SLICE = (f"{EACH_ROUND}{what}" for what in ("state", "value", "operand"))
+KERNELS_OF_A_CHUNK = 9
+"""Three slices' products with the state or with what is written, the update's, sums, and the write into the result."""
+
+
+def gated_delta(w: Writer, x: Value, spec: GatedDelta) -> Value:
+    """The whole block, from the normed residual stream to what is added to it."""
+    with w.tape.scope("mixer"):
+        qkv, z, beta, rate = _delta_project(w, without_padding(w, x), spec)
+        channels = 2 * spec.keys + spec.values
+        strength = w.tape.op("aten.sigmoid.default", [beta], keeps="write strength", reference=RULE)
+        if w.kernels.scans is Scans.FUSED:
+            mixed = fused_convolution(w, qkv, channels, spec.taps)
+            out = fused_delta(w, mixed, strength, _decay(w, rate, spec.value_heads), spec)
+        else:
+            mixed = short_convolution(w, qkv, channels, spec.taps, bias=False, kind=Activation.SILU)
+            out = _delta_written(w, mixed, strength, _decay(w, rate, spec.value_heads), spec)
+        out = _delta_gated(w, out, z)
+        return linear(w, w.tape.view(out, w.shape(spec.values)), w.run.model.hidden, "out_proj", bias=False)
+
+
+def _delta_written(w: Writer, mixed: Value, strength: Value, rate: Value, spec: GatedDelta) -> Value:
+    """The rule op by op: b × s × a × dv."""
+    b, s = w.run.micro_batch, w.run.seq
+    q, k = (_heads_spread(w, w.tape.view(mixed, (b, s, spec.key_heads, spec.key_dim)), spec) for _ in range(2))
+    v = w.tape.view(mixed, (b, s, spec.value_heads, spec.value_dim))
+    return _DeltaRule(w, spec).chunks(q, k, v, strength, rate)
+
+
+def _delta_project(w: Writer, x: Value, spec: GatedDelta) -> tuple[Value, Value, Value, Value]:
+    """Query, key and value together; the gate of the output; how strongly a token is written, and what decays. All but
+    the first b × s × a, in whatever order a code has its activations otherwise.
+    """
+    b, s, joint = w.run.micro_batch, w.run.seq, 2 * spec.keys + spec.values
+    each, per_head = (b, s, spec.value_heads), (b, s, spec.value_heads, spec.value_dim)
+    if not spec.grouped:
+        widths = {"in_qkv": joint, "in_z": spec.values, "in_b": spec.value_heads, "in_a": spec.value_heads}
+        qkv, z, beta, rate = (linear(w, x, width, name, bias=False) for name, width in widths.items())
+        return qkv, w.tape.view(z, per_head), w.tape.view(beta, each), w.tape.view(rate, each)
+    both = linear(w, x, joint + spec.values, "in_qkvz", bias=False)
+    rates = linear(w, x, 2 * spec.value_heads, "in_ba", bias=False)
+    z = w.tape.view(both, per_head)
+    if 1 < spec.key_heads < spec.value_heads:  # heads of one group lie side by side, groups do not
+        z = copy(w, z)
+    beta, rate = (w.tape.view(rates, each) for _ in range(2))
+    return w.tape.op("aten.cat.default", [both], w.shape(joint)), z, beta, rate
+
+
+def _heads_spread(w: Writer, x: Value, spec: GatedDelta) -> Value:
+    """Queries or keys, once for each head of values."""
+    if spec.key_heads == spec.value_heads:
+        return x
+    return w.tape.op("aten.repeat_interleave.self_int", [x], (*x.shape[:2], spec.value_heads, spec.key_dim))
+
+
+def _decay(w: Writer, rate: Value, heads: int) -> Value:
+    """-exp(A_log) softplus(rate + dt_bias): b × s × a, of what a state keeps the logarithm."""
+    bias = w.parameter("dt_bias", heads)
+    wide = w.tape.op("aten.add.Tensor", [cast(w, rate, WIDE)], weights=[bias])
+    step = w.tape.op("aten.softplus.default", [wide], saves=[Saved(wide, "time step input")])
+    return multiply(w, step, negative_rate(w, heads), ("time step", "decay rate"))
+
+
+def negative_rate(w: Writer, *shape: int) -> Value:
+    """-exp(A_log), made anew by each call."""
+    weight = w.parameter("A_log", *shape, split=0)
+    held = w.read(weight, "A_log")
+    rate = w.tape.empty(shape, WIDE, weight.places, grad=held.grad)
+    wide = cast(w, held, WIDE)
+    w.tape.record("aten.exp.default", [wide], [rate], saves=[Saved(rate, "decay rate")], weights=[weight])
+    return w.tape.op("aten.neg.default", [rate])
+
+
+def _delta_gated(w: Writer, out: Value, z: Value) -> Value:
+    """Each head normalised, and weighted by the gate in fp32: ``Qwen3NextRMSNormGated``."""
+    normal = norm(w, out, Norm(kind=NormKind.RMS), "norm")
+    gate = activation(w, cast(w, z, WIDE), Activation.SILU)
+    return cast(w, multiply(w, normal, gate, ("normalised output", "gate"), WIDE), out.dtype)
+
+
+def _column(w: Writer, x: Value) -> Value:
+    return w.tape.view(x, (*x.shape, 1))
+
+
+def _exp(w: Writer, x: Value, reference: str, *, kept: bool = True) -> Value:
+    grad = x.grad and kept
+    return w.tape.op("aten.exp.default", [x], None, WIDE, (), keeps=DECAY, reference=reference, grad=grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _DeltaRule:
+    """The rule over chunks, all of it in fp32."""
+
+    w: Writer
+    spec: GatedDelta
+
+    @property
+    def count(self) -> int:
+        """n."""
+        return -(-self.w.run.seq // self.spec.chunk)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """b × a, of which products are batches."""
+        return self.w.run.micro_batch, self.spec.value_heads
+
+    @property
+    def slices_copied(self) -> bool:
+        """See NOTE [ Heads apart ]."""
+        return self._tokens_outermost and self._spread and all(size > 1 for size in self.heads)
+
+    @property
+    def operands_copied(self) -> bool:
+        """See NOTE [ Heads apart ]."""
+        batch, heads = self.heads
+        several = (heads > 1 and (batch > 1 or self.count > 1)) if self._spread else self.count > 1 < batch * heads
+        return self._tokens_outermost and several
+
+    @property
+    def _tokens_outermost(self) -> bool:
+        return self.w.products == WIDE and self.w.run.seq % self.spec.chunk == 0
+
+    @property
+    def _spread(self) -> bool:
+        """Do heads share keys, of which each has a copy?"""
+        return self.spec.key_heads < self.spec.value_heads
+
+    def chunks(self, q: Value, k: Value, v: Value, strength: Value, rate: Value) -> Value:
+        """b × s × a × dv. ``Args`` as they come, with tokens before heads."""
+        w, tape, (b, a) = self.w, self.w.tape, self.heads
+        q, k, v, strength, rate = (self._heads_first(each) for each in (q, k, v, strength, rate))
+        q, k = scale(w, self._unit(q)), self._unit(k)
+        q, k, v, strength, rate = (self._filled(each) for each in (q, k, v, strength, rate))
+        written, kept = (multiply(w, x, _column(w, strength), (OPERAND, "write strength")) for x in (v, k))
+        q, k, written, kept = (self._chunked(x) for x in (q, k, written, kept))
+        sums = tape.op("aten.cumsum.default", [self._chunked(rate)])
+        pairs = self._pairs(sums)
+        system = multiply(w, self._scores(kept, k), pairs, ("key scores", DECAY))
+        within = multiply(w, self._scores(q, k), pairs, ("query scores", DECAY))
+        corrected = self._solved(system, written)
+        read = self._solved(system, multiply(w, kept, _column(w, _exp(w, sums, RULE)), (OPERAND, DECAY)))
+        asked = multiply(w, q, _column(w, _exp(w, sums, RULE)), (OPERAND, DECAY))
+        states, new = self._states(corrected, read, k, sums)
+        kept_of_asked = self._slices(asked)
+        shape, last = (self.count, *self.heads, self.spec.chunk, self.spec.value_dim), self.count == 1
+        before = tape.op(
+            "aten.bmm.default",
+            [asked, states],
+            shape,
+            w.products,
+            saves=[Saved(states, DELTA_STATE), *([] if last else [Saved(*kept_of_asked, RULE)])],
+            contracted=self.spec.key_dim,
+        )
+        within, role = self._for_rounds(within, self.count, "query scores")
+        here = batched_product(w, within, new, shape, (), self.spec.chunk, (role, NEW), RULE, WIDE)
+        out = tape.view(add(w, before, here), (*self.heads, self.count * self.spec.chunk, self.spec.value_dim))
+        return tape.op("aten._to_copy.default", [out], (b, w.run.seq, a, self.spec.value_dim), w.products)
+
+    def _states(self, corrected: Value, read: Value, k: Value, sums: Value) -> tuple[Value, Value]:
+        """The state before each chunk, and what the chunk writes: NOTE [ A loop is one op ]."""
+        w, n, (b, a), spec = self.w, self.count, self.heads, self.spec
+        several = n > 1
+        left = w.tape.op("aten.sub.Tensor", [sums])  # from each token to the end of its chunk
+        fade = _column(w, _exp(w, left, RULE, kept=several))
+        faded = w.tape.op("aten.mul.Tensor", [k, fade], grad=several, saves=[Saved(k, OPERAND), Saved(fade, DECAY)])
+        ends = _exp(w, w.tape.view(sums, (b, a, n)), RULE, kept=several)
+        states = w.tape.empty((n, b, a, spec.key_dim, spec.value_dim), WIDE, grad=several)
+        new = w.tape.empty((n, b, a, spec.chunk, spec.value_dim), WIDE, grad=True)
+        read, role = self._for_rounds(read, n - 1, OPERAND)
+        slices = self._slices(faded)
+        kept = [Saved(states, DELTA_STATE), Saved(new, NEW)]
+        kept += [Saved(read, role), Saved(*slices, RULE), Saved(ends, DECAY)] if several else []
+        flops = 2 * 2 * n * b * a * spec.chunk * spec.key_dim * spec.value_dim
+        inputs, results, rounds = [corrected, read, faded, ends], (states, new), n * KERNELS_OF_A_CHUNK
+        if w.run.precision.casts:
+            results = self._copied(states, n), self._copied(new, n)
+            made = [copy_read := self._copied(states, n), *results]
+            kept[:2] = [Saved(copy_read, DELTA_STATE)]
+            if several:  # what the last round would hand on is let go of
+                states, again = w.tape.empty((n - 1, *states.shape[1:]), WIDE, grad=True), self._copied(new, n - 1)
+                made += [states, again]
+                kept += [Saved(states, DELTA_STATE), Saved(again, NEW)]
+            w.tape.record("scan.chunks", inputs, [new, *made], saves=kept, flops=flops, rounds=rounds)
+            return results
+        w.tape.record("scan.chunks", inputs, [new, states], saves=kept, flops=flops, rounds=rounds)
+        return results
+
+    def _copied(self, x: Value, rounds: int) -> Value:
+        """What one product of so many rounds reads of the state, or of what is written: copies of autocast's."""
+        return self.w.tape.empty((rounds, *x.shape[1:]), self.w.products, grad=x.grad)
+
+    def _for_rounds(self, x: Value, rounds: int, role: str) -> tuple[Value, str]:
+        """An operand as products of so many rounds read it: under autocast they copy a chunk each."""
+        w = self.w
+        if not w.run.precision.casts or not rounds:
+            return x, role
+        shape = (rounds, *self.heads, *x.shape[-2:])
+        return w.tape.op("aten._to_copy.default", [x], shape, w.products), SLICE
+
+    def _slices(self, x: Value) -> tuple[Value, str]:
+        """Chunks of an operand as the loop's products take them; the last round's, or the first's, is not held."""
+        if not self.slices_copied or self.count == 1:
+            return self._for_rounds(x, self.count - 1, OPERAND)
+        return copy(self.w, x, (self.count - 1, *self.heads, *x.shape[-2:])), SLICE
+
+    # one op each ------------------------------------------------------------------------------------------------------
+
+    def _heads_first(self, x: Value) -> Value:
+        """b × heads × s × width. NOTE [ Heads apart ]."""
+        b, s, heads, *width = x.shape
+        if self.w.products == WIDE:
+            return self.w.tape.view(x, (b, heads, s, *width))
+        return self.w.tape.op("aten._to_copy.default", [x], (b, heads, s, *width), WIDE)
+
+    def _unit(self, x: Value) -> Value:
+        """Each row as long as 1."""
+        w, rows = self.w, (*x.shape[:-1], 1)
+        total = w.tape.op("aten.sum.dim_IntList", [multiply(w, x, x, (OPERAND, OPERAND))], rows)
+        total = w.tape.op("aten.add.Tensor", [total], passes=True)
+        root = w.tape.empty(rows, WIDE, grad=x.grad)
+        w.tape.record("aten.rsqrt.default", [total], [root], saves=[Saved(root, "norm statistics")])
+        return multiply(w, x, root, (OPERAND, "norm statistics"))
+
+    def _filled(self, x: Value) -> Value:
+        """Up to whole chunks: a copy whether something is missing or not."""
+        b, heads, _, *width = x.shape
+        return self.w.tape.op("aten.constant_pad_nd.default", [x], (b, heads, self.count * self.spec.chunk, *width))
+
+    def _chunked(self, x: Value) -> Value:
+        b, heads, _, *width = x.shape
+        return self.w.tape.view(x, (b, heads, self.count, self.spec.chunk, *width))
+
+    def _pairs(self, sums: Value) -> Value:
+        """What is left of a token at each later one of its chunk: b × a × n × c × c."""
+        w, chunk = self.w, self.spec.chunk
+        later = w.tape.empty((chunk, chunk), "bool")
+        w.tape.record("aten.triu.default", [], [later])
+        between = w.tape.op("aten.sub.Tensor", [sums, sums], (*sums.shape, chunk))
+        left = w.tape.op("aten.masked_fill.Scalar", [between, later], saves=[Saved(later, "chunk mask")])
+        return _exp(w, left, RULE)
+
+    def _scores(self, rows: Value, keys: Value) -> Value:
+        """Rows times keys within each chunk."""
+        w = self.w
+        if self.operands_copied:
+            rows, keys = copy(w, rows), copy(w, keys)
+        shape = (*rows.shape[:-1], self.spec.chunk)
+        return batched_product(w, rows, keys, shape, (), self.spec.key_dim, (OPERAND, OPERAND), RULE, WIDE)
+
+    def _solved(self, system: Value, right: Value) -> Value:
+        """The triangular system of each chunk, which takes the place of updates one after the other."""
+        out = self.w.tape.empty(right.shape, WIDE, grad=True)
+        kept = [Saved(system, "triangular system", RULE), Saved(out, OPERAND, RULE)]
+        self.w.tape.record("aten.linalg_solve_triangular.default", [system, right], [out], saves=kept)
+        return out
+
+
+# Mamba 1 as transformers writes it where no kernel of mamba-ssm is installed: a loop over tokens ----------------------
+#
+# b sequences · s tokens · I channels · N numbers of state for each · r rank of time steps. Source:
+# ``models/jamba/modeling_jamba.py``, ``JambaMambaMixer`` and ``mamba_selective_scan``; ``models/mamba`` has the same
+# without norms. The loop is one op: NOTE [ A loop is one op ] . The state is fp32 from the first token
+# on; in 16 bits each token's is kept a second time, as the product with what is asked takes it. The first state, which
+# is 0, has the dtype of activations.
+
+
+SELECTIVE = "arXiv 2312.00752 §3.2, Algorithm 2"
+TOKEN_STATE, NARROW = (f"{EACH_ROUND}{what}" for what in ("state", "state, narrow"))
+KERNELS_OF_A_TOKEN = 4
+"""A product, a sum, a cast, and the product with what is asked."""
+
+
+def mamba1(w: Writer, x: Value, spec: Mamba1, norm_spec: Norm) -> Value:
+    """The whole block, from the normed residual stream to what is added to it."""
+    b, s = w.run.micro_batch, w.run.seq
+    channels = (b, s, spec.inner)
+    with w.tape.scope("mixer"):
+        joint = linear(w, without_padding(w, x), 2 * spec.inner, "in_proj", bias=spec.bias)
+        rate = negative_rate(w, spec.inner, spec.state)
+        mixed = short_convolution(
+            w, w.tape.view(joint, channels), spec.inner, spec.taps, bias=spec.convolution_bias, kind=Activation.SILU
+        )
+        mixed = without_padding(w, mixed)
+        step, write, ask = _selected(w, mixed, spec, norm_spec)
+        out = _selective(w, mixed, step, rate, write, ask)
+        out = add(w, _skipped(w, mixed), out)
+        gate = activation(w, w.tape.view(joint, channels), Activation.SILU)
+        out = multiply(w, out, gate, ("scan output", "gate"))
+        out = w.tape.view(cast(w, out, w.compute), w.shape(spec.inner))
+        return linear(w, out, w.run.model.hidden, "out_proj", bias=spec.bias)
+
+
+def _selected(w: Writer, mixed: Value, spec: Mamba1, norm_spec: Norm) -> tuple[Value, Value, Value]:
+    """Time steps, b × s × I, what is written and what is asked, b × s × N: all made of what is scanned."""
+    b, s, _ = mixed.shape
+    rows = copy(w, mixed) if b > 1 and s > 1 else mixed  # tokens are innermost in it
+    joint = linear(w, rows, spec.rank + 2 * spec.state, "x_proj", bias=False)
+    widths = {"dt_norm": spec.rank, "b_norm": spec.state, "c_norm": spec.state}
+    parts = [w.tape.view(joint, (b, s, width)) for width in widths.values()]
+    if spec.normed:
+        parts = [norm(w, part, norm_spec, name) for part, name in zip(parts, widths, strict=True)]
+    low, write, ask = parts
+    step = linear(w, low, spec.inner, "dt_proj", bias=False)
+    bias = w.parameter("dt_bias", spec.inner)
+    step = w.tape.op("aten.add.Tensor", [step], weights=[bias])
+    step = cast(w, step, WIDE) if w.listed else step
+    return w.tape.op("aten.softplus.default", [step], saves=[Saved(step, "time step input")]), write, ask
+
+
+def _selective(w: Writer, x: Value, step: Value, rate: Value, write: Value, ask: Value) -> Value:
+    """b × s × I: what is asked of each token's state."""
+    b, s, channels = x.shape
+    state = rate.shape[-1]
+    each = (b, channels, s, state)
+    column = w.tape.view(step, (*step.shape, 1))
+    decay = w.tape.empty(each, WIDE, grad=True)
+    logs = _outer(w, rate, column, each, ("decay rate", STEP))
+    w.tape.record("aten.exp.default", [logs], [decay], saves=[Saved(decay, "decay", SELECTIVE)])
+    written = _outer(w, column, cast(w, write, WIDE), each, (STEP, OPERAND))
+    written = _outer(w, written, cast(w, x, WIDE), each, (OPERAND, "scan input"))
+    narrow = x.dtype != WIDE
+    first = w.tape.empty((b, channels, state), x.dtype)
+    states = w.tape.empty((max(1, s - 1) if narrow else s, b, channels, state), WIDE, grad=True)
+    kept = [Saved(first, OPERAND)]
+    kept += [Saved(decay, "decay", SELECTIVE)] if s > 1 else []
+    kept += [Saved(states, TOKEN_STATE, SELECTIVE)] if s > 1 or not narrow else []
+    w.tape.record(
+        "scan.tokens",
+        [decay, written],
+        [states, first],
+        saves=kept,
+        workspace=decay.nbytes,  # each round's share of a gradient is as large as the whole, and is added to it
+        rounds=s * KERNELS_OF_A_TOKEN,
+    )
+    asked = w.tape.op("aten._to_copy.default", [states], (s, b, channels, state), x.dtype) if narrow else states
+    asks = Saved(ask, OPERAND)
+    if ask.dtype != asked.dtype:  # under autocast, made by a norm
+        ask = w.tape.op("aten._to_copy.default", [ask], (s, b, state, 1), w.products)
+        asks = Saved(ask, SLICE)
+    return w.tape.op(
+        "aten.bmm.default",
+        [asked, ask],
+        (b, s, channels),
+        w.products,
+        saves=[Saved(asked, NARROW if narrow else TOKEN_STATE, SELECTIVE), asks],
+        contracted=state,
+    )
+
+
+def _outer(w: Writer, a: Value, b: Value, shape: tuple[int, ...], roles: tuple[str, str]) -> Value:
+    """a * b in fp32, each spread over what it lacks."""
+    kept = [Saved(b, roles[1], SELECTIVE)] if a.grad else []
+    kept += [Saved(a, roles[0], SELECTIVE)] if b.grad else []
+    return w.tape.op("aten.mul.Tensor", [a, b], shape, WIDE, saves=kept, gradients=(a.nbytes, b.nbytes))
+
+
+def _skipped(w: Writer, x: Value) -> Value:
+    """x times D in fp32, of which a copy stays where it is held in fewer bits."""
+    weight = w.parameter("D", x.shape[-1])
+    dtype = w.held(frozen=weight.frozen)
+    held = w.tape.source("D", weight.shape, dtype, weight.places, grad=not weight.frozen, free=True)
+    if dtype == WIDE:
+        kept = [] if weight.frozen else [Saved(x, "scan input")]
+        return w.tape.op("aten.mul.Tensor", [x], dtype=WIDE, saves=kept, weights=[weight])
+    wide = w.tape.op("aten._to_copy.default", [held], dtype=WIDE, weights=[weight])
+    return multiply(w, x, wide, ("scan input", "skip weight"), WIDE)
+
+
+# Mamba 2 as transformers writes it where no kernel of mamba-ssm is installed ------------------------------------------
+#
+# b sequences · s tokens, S of them once chunks are full · n chunks of c tokens · H heads of width p · N state. Source:
+# ``models/mamba2/modeling_mamba2.py``, ``Mamba2Mixer`` and ``mamba2_chunk_scan``, of which ``models/nemotron_h`` and
+# others have copies.
+#
+# NOTE [ Operands as they lie ]
+# ``einsum`` makes batches of sequences, chunks and heads, and copies an operand in which one stride does not lead from
+# each matrix to the next. What is written and asked lies token by token, and is copied unless there is one head, or one
+# chunk of one sequence. What is scanned comes out of a convolution with tokens innermost, and stays so: it is copied
+# where there are several chunks.
+
+
+DUAL = "arXiv 2405.21060 §6, block decomposition"
+STEP, CARRIED = "time step", "carried state"
+
+
+def mamba2(w: Writer, x: Value, spec: Mamba2) -> Value:
+    """The whole block, from the normed residual stream to what is added to it."""
+    b, s = w.run.micro_batch, w.run.seq
+    with w.tape.scope("mixer"):
+        width = spec.inner + spec.convolved + spec.heads
+        whole, kept = enter(w, without_padding(w, x))
+        joint = linear(w, whole, width, "in_proj", bias=spec.bias, split="column", keeps=kept)
+        rate = negative_rate(w, spec.heads)
+        if w.kernels.scans is Scans.FUSED:
+            return (shared_split if w.kernels.shares_scans else fused_split)(w, joint, rate, spec)
+        channels = w.tape.view(joint, (b, s, spec.convolved))
+        mixed = short_convolution(
+            w, channels, spec.convolved, spec.taps, bias=spec.convolution_bias, kind=Activation.SILU
+        )
+        mixed = without_padding(w, mixed)
+        out = _DualScan(w, spec).run(mixed, _time_step(w, w.tape.view(joint, (b, s, spec.heads))), rate)
+        out = _normed(w, out, w.tape.view(joint, (b, s, spec.inner)), spec.groups)
+        out = w.tape.view(cast(w, out, w.compute), w.shape(spec.inner))
+        return linear(w, out, w.run.model.hidden, "out_proj", bias=spec.bias)
+
+
+def _time_step(w: Writer, x: Value) -> Value:
+    """clamp(softplus(x + dt_bias)): b × s × H."""
+    bias = w.parameter("dt_bias", x.shape[-1])
+    x = w.tape.op("aten.add.Tensor", [x], weights=[bias])
+    x = cast(w, x, WIDE) if w.listed else x
+    step = w.tape.op("aten.softplus.default", [x], saves=[Saved(x, "time step input")])
+    return w.tape.op("aten.clamp.default", [step], saves=[Saved(step, STEP)])
+
+
+def _normed(w: Writer, x: Value, gate: Value, groups: int) -> Value:
+    """Weighted by the gate, then normalised within groups of channels, in fp32: ``MambaRMSNormGated``."""
+    with w.tape.scope("norm"):
+        opened = activation(w, cast(w, gate, WIDE), Activation.SILU)
+        x = multiply(w, x, opened, ("scan output", "gate"))
+        rows = w.tape.view(x, (*x.shape[:-1], groups, x.shape[-1] // groups))
+        normal = w.tape.view(root_mean_square(w, rows), x.shape)
+        return weigh(w, normal, w.parameter("weight", x.shape[-1]), "normalised output")
+
+
+@dataclass(frozen=True, slots=True)
+class _DualScan:
+    """The scan over chunks, all of it in fp32."""
+
+    w: Writer
+    spec: Mamba2
+
+    @property
+    def count(self) -> int:
+        """n."""
+        return -(-self.w.run.seq // self.spec.chunk)
+
+    def run(self, mixed: Value, step: Value, rate: Value) -> Value:
+        """b × s × H p, of the tokens that are there.
+
+        Args:
+            mixed: what is scanned, what is written and what is asked, side by side. step: b × s × H.
+            rate: what a state loses, for each head.
+        """
+        w, tape, spec = self.w, self.w.tape, self.spec
+        b, s, _ = mixed.shape
+        n, c, heads, wide = self.count, spec.chunk, spec.heads, (spec.head_dim, spec.state)
+        x = cast(w, tape.view(mixed, (b, s, heads, spec.head_dim)), WIDE)
+        write, ask = (self._spread(cast(w, tape.view(mixed, (b, s, spec.groups, spec.state)), WIDE)) for _ in range(2))
+        skipped = weigh(w, self._filled(x), w.parameter("D", heads), "scan input")
+        x = multiply(w, x, _column(w, cast(w, step, WIDE)), ("scan input", STEP))
+        lost = multiply(w, cast(w, step, WIDE), rate, (STEP, "decay rate"))
+        x, lost, write, ask = (self._filled(each) for each in (x, lost, write, ask))
+        logs = tape.view(lost, (b, heads, n, c))
+        sums = tape.op("aten.cumsum.default", [logs])
+        scores = self._product(self._batch(ask), self._batch(write), (b, n, heads, c, c), spec.state)
+        scores = multiply(w, scores, self._between(logs, c), ("scores", DECAY))
+        here = self._product(scores, self._scanned(x), (b, n, heads, c, spec.head_dim), c)
+        left = _exp(w, tape.op("aten.sub.Tensor", [sums]), DUAL)
+        faded = self._batch(multiply(w, write, _column(w, left), (OPERAND, DECAY)))
+        made = self._product(faded, self._scanned(x), (b, n, heads, *wide), c)
+        before = self._before(made, tape.view(sums, (b, heads, n)))
+        before = self._product(self._batch(ask), before, (b, n, heads, c, spec.head_dim), spec.state)
+        before = multiply(w, before, _column(w, _exp(w, sums, DUAL)), (CARRIED, DECAY))
+        out = copy(w, add(w, here, before), skipped.shape)
+        return tape.view(add(w, out, skipped), (b, s, spec.inner))
+
+    def _before(self, made: Value, ends: Value) -> Value:
+        """The state before each chunk: what all earlier ones made, as far as it is left. b × n × H × p × N."""
+        w, (b, n, heads, *wide) = self.w, made.shape
+        shape = (b, heads, n + 1, *wide)
+        made = copy(w, w.tape.op("aten.cat.default", [made], (b, n + 1, heads, *wide)), shape)
+        ends = w.tape.op("aten.constant_pad_nd.default", [ends], (b, heads, n + 1))
+        carried = self._product(self._between(ends, n + 1), made, shape, n + 1)
+        last_cut_off = (b, n, heads, *wide)
+        in_place = n == 1 or b * heads == 1
+        return w.tape.view(carried, last_cut_off) if in_place else copy(w, carried, last_cut_off)
+
+    # one op each ------------------------------------------------------------------------------------------------------
+
+    def _batch(self, x: Value) -> Value:
+        """See NOTE [ Operands as they lie ]."""
+        several = self.spec.heads > 1 and (x.shape[0] > 1 or self.count > 1)
+        return copy(self.w, x) if several else x
+
+    def _scanned(self, x: Value) -> Value:
+        """See NOTE [ Operands as they lie ]."""
+        return copy(self.w, x) if self.count > 1 < x.shape[0] * self.spec.heads else x
+
+    def _spread(self, x: Value) -> Value:
+        """Of groups, once for each head."""
+        shape = (*x.shape[:2], self.spec.heads, self.spec.state)
+        return self.w.tape.op("aten.repeat_interleave.self_int", [x], shape)
+
+    def _filled(self, x: Value) -> Value:
+        """Up to whole chunks: a copy whether something is missing or not."""
+        shape = (x.shape[0], self.count * self.spec.chunk, *x.shape[2:])
+        return self.w.tape.op("aten.constant_pad_nd.default", [x], shape)
+
+    def _between(self, logs: Value, length: int) -> Value:
+        """What is left of each place at each later one: ``segment_sum``, and its exponential."""
+        tape, shape = self.w.tape, (*logs.shape, length)
+        filled = logs
+        for number in range(2):
+            mask = tape.empty((length, length), "bool")
+            tape.record("aten.bitwise_not.default", [], [mask])
+            kept = [Saved(mask, "chunk mask")]
+            filled = tape.op("aten.masked_fill.Scalar", [filled, mask], shape, saves=kept)
+            filled = tape.op("aten.cumsum.default", [filled]) if number == 0 else filled
+        return _exp(self.w, filled, DUAL)
+
+    def _product(self, one: Value, other: Value, shape: tuple[int, ...], contracted: int) -> Value:
+        return batched_product(self.w, one, other, shape, (), contracted, (OPERAND, OPERAND), DUAL, WIDE)
