@@ -20,8 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jettison.core.units import format_bytes
+from jettison.spec.frameworks import BASE_STACK
 from jettison.spec.hardware import Hardware
-from jettison.spec.run import Run, Software
+from jettison.spec.run import Run
 
 Item = TypeVar("Item", bound=Any)
 MOST_RUNS = 4
@@ -108,7 +109,7 @@ def device_notes(hardware: Hardware, run: Run) -> Iterator[str]:
     """Rates of a hardware that were not measured, and those that its file lacks for a run."""
     if hardware.reached_source.startswith("estimated"):
         yield f"how much of its peaks {hardware.name} reaches is estimated, not measured"
-    if run.stack not in (None, Software.BASE) and hardware.under(str(run.stack)) is hardware:
+    if run.stack not in (None, BASE_STACK) and hardware.under(str(run.stack)) is hardware:
         yield f"{hardware.name} has no figures of the stack {run.stack}: its file's own are taken"
     yield from rate_note(hardware, run)
 
