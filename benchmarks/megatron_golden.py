@@ -55,7 +55,7 @@ DATES = _FOLDER / "megatron_golden_dates.csv"
 NEW_TORCH = "2026-05-07"
 """``docker/.ngc_version.dev`` became 26.04."""
 KEPT = ("2026-05-21", "2026-07-08")
-"""Between these `jettison.predict.set_aside.kept_batches` was Megatron's way."""
+"""Between these batches were kept (`frameworks/megatron/buffers.toml`), which was Megatron's way."""
 Facts = Mapping[str, str]
 
 

@@ -28,7 +28,6 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("cost",),
     ("solve",),
     ("predict", "runtime"),
-    ("traces",),
     ("diagnose",),
     ("search", "parallel"),
     ("dryrun", "models"),
@@ -56,7 +55,6 @@ WITHOUT_TORCH = (
     "search",
     "frameworks",
     "diagnose",
-    "traces",
     "report",
     "cli",
 )

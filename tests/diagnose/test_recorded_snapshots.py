@@ -12,7 +12,7 @@ from jettison.diagnose.finding import FindingKind
 from jettison.diagnose.growth import grown_bytes
 from jettison.diagnose.memory import diagnose_memory
 from jettison.diagnose.snapshot import DeviceSnapshot, facts_of_snapshot, read_snapshot, snapshot_of
-from jettison.traces.timeline import by_module_and_role
+from jettison.report.snapshot import by_module_and_role
 from support.recorded_snapshots import (
     BLOCK,
     CALL,

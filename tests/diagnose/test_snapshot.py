@@ -16,14 +16,8 @@ from jettison.core.errors import UsageError
 from jettison.diagnose import snapshot as reader
 from jettison.diagnose.snapshot import read_snapshot, snapshot_of
 from jettison.diagnose.snapshot_file import GRANULARITY_BYTES, snapshot_content, write_snapshot
-from jettison.traces.timeline import (
-    Label,
-    MemoryTimeline,
-    TimelineWriter,
-    by_module_and_role,
-    by_role,
-    compare_timelines,
-)
+from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
+from jettison.report.snapshot import by_module_and_role, by_role, compare_timelines
 from support.snapshot_cases import ENGINE, event, random_timeline, small_snapshot
 
 

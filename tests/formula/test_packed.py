@@ -19,7 +19,7 @@ from jettison.ledger import compare
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
-from jettison.predict.set_aside import packed_batch
+from jettison.predict.stage_buffers import packed_batch
 from jettison.predict.time import estimate
 from jettison.search.request import SearchRequest
 from jettison.search.space import Space

@@ -7,7 +7,7 @@ from operator import mul
 
 import pytest
 
-from jettison.memory.actions import Occupancy, Walk, Weights, device_order
+from jettison.memory.actions import Occupancy, OrderOptions, Weights, device_order
 from jettison.memory.schedule import ScheduledPass, Work, order
 from jettison.spec.layout import Schedule
 from support.orders import device, fullest
@@ -17,7 +17,7 @@ PLAIN = Schedule.ONE_F_ONE_B
 
 def test_a_chunk_is_reduced_while_another_works() -> None:
     """Two micro-batches through two chunks: F0 F0 F1 F1 B1 B1, reduce 1, B0 B0, reduce 0."""
-    walk = Walk(learning=True, reducing=True)
+    walk = OrderOptions(learning=True, reducing=True)
     order = device_order(PLAIN, stage=0, stages=2, micro_batches=2, virtual_stages=2, walk=walk)
     actions = [(str(action.work), action.chunk) for action, _ in order.actions()]
     assert actions[4:] == [("B", 1), ("B", 1), ("REDUCE_GRAD", 1), ("B", 0), ("B", 0), ("REDUCE_GRAD", 0)]
@@ -28,13 +28,13 @@ def test_a_chunk_is_reduced_while_another_works() -> None:
 def test_weights_are_whole_behind_a_backward() -> None:
     """One stage of 1F1B, F B F B: only the second forward finds them."""
     steps = order(PLAIN, stage=1, stages=2, micro_batches=2)
-    found = [(s.step.work, s.whole) for s in _all(steps, Walk(weights=Weights.GATHERED))]
+    found = [(s.step.work, s.whole) for s in _all(steps, OrderOptions(weights=Weights.GATHERED))]
     assert found == [(Work.FORWARD, (0,)), (Work.BACKWARD, (0,)), (Work.FORWARD, (1,)), (Work.BACKWARD, (0,))]
 
 
 def test_a_schedule_fetches_three_chunks_ahead() -> None:
     steps = order(PLAIN, stage=0, stages=2, micro_batches=2, virtual_stages=4)
-    states = _all(steps, Walk(weights=Weights.FETCHED))
+    states = _all(steps, OrderOptions(weights=Weights.FETCHED))
     assert states[0].whole == (1, 1, 1, 0)
     assert states[2].whole == (0, 1, 1, 1)  # its forwards are over, and its turn is far
 
@@ -44,7 +44,7 @@ def test_a_schedule_fetches_three_chunks_ahead() -> None:
 def test_the_states_that_are_left_have_the_dearest(weights: Weights, micro_batches: int) -> None:
     draw = random.Random(micro_batches)
     steps = order(PLAIN, stage=0, stages=2, micro_batches=micro_batches, virtual_stages=2)
-    walk = Walk(learning=True, reducing=True, weights=weights)
+    walk = OrderOptions(learning=True, reducing=True, weights=weights)
     few, every = fullest(steps, walk), _all(steps, walk)
     for _ in range(50):
         prices = [draw.randrange(9) for _ in range(8)]
@@ -60,5 +60,5 @@ def test_the_states_that_are_left_have_the_dearest(weights: Weights, micro_batch
         assert max(map(price, every)) == max(map(price, few))
 
 
-def _all(steps: tuple[ScheduledPass, ...], walk: Walk) -> list[Occupancy]:
+def _all(steps: tuple[ScheduledPass, ...], walk: OrderOptions) -> list[Occupancy]:
     return [state for _, state in device(steps, walk).actions() if state is not None]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from jettison.core.errors import UsageError
-from jettison.memory.actions import Occupancy, Walk, device_order
+from jettison.memory.actions import Occupancy, OrderOptions, device_order
 from jettison.memory.schedule import ScheduledPass, Work, order, orders
 from jettison.spec.layout import Schedule
 from support.orders import fullest, most_in_flight, peak_in_flight
@@ -284,7 +284,7 @@ def test_the_dearest_occupancy_is_the_dearest_moment(
             + above(step, step.chunk in learned, learning)
             for whole, half, step, learned in moments(steps)
         )
-        assert max(price(state, learning) for state in fullest(steps, Walk(learning=bool(learning)))) == brute
+        assert max(price(state, learning) for state in fullest(steps, OrderOptions(learning=bool(learning)))) == brute
 
 
 @given(cases())
@@ -301,7 +301,7 @@ def test_occupancies_are_few_and_happen(case: Case) -> None:
             )
             for whole, half, step, learned in found
         }
-        states = fullest(steps, Walk(learning=True))
+        states = fullest(steps, OrderOptions(learning=True))
         assert {(state.forward, state.weight, state.step, state.learned) for state in states} <= happened
         assert len(set(states)) == len(states) <= (14 if case[0].splits else 9) * len(chunks)
         times = [steps.index(state.step) for state in states]
@@ -315,7 +315,7 @@ def test_occupancies_are_few_and_happen(case: Case) -> None:
 def test_devices_learn_from_their_last_chunk_on() -> None:
     """4 stages of 2 chunks, 8 micro-batches: 11 chunks are in flight when backwards begin, and no gradients are there;
     they are of the last chunk alone when those of the first begin."""
-    walk = Walk(learning=True)
+    walk = OrderOptions(learning=True)
     states = device_order(ONE_F_ONE_B, stage=0, stages=4, micro_batches=8, virtual_stages=2, walk=walk).fullest.values()
     backwards = [s for s in states if s.step.work is Work.BACKWARD]
     first = {chunk: next(s for s in backwards if s.step.chunk == chunk) for chunk in (0, 1)}
@@ -326,7 +326,7 @@ def test_devices_learn_from_their_last_chunk_on() -> None:
 def assert_truncation_changes_nothing(case: Case) -> None:
     schedule, stages, micro_batches, virtual_stages = case
     for (stage, steps), learning in product(enumerate(orders_of(case)), (False, True)):
-        every = fullest(steps, Walk(learning=learning))
+        every = fullest(steps, OrderOptions(learning=learning))
         few = tuple(
             device_order(
                 schedule,
@@ -334,7 +334,7 @@ def assert_truncation_changes_nothing(case: Case) -> None:
                 stages=stages,
                 micro_batches=micro_batches,
                 virtual_stages=virtual_stages,
-                walk=Walk(learning=learning),
+                walk=OrderOptions(learning=learning),
             ).fullest.values()
         )
         if schedule.splits and virtual_stages > 1:  # of weight steps that are left to the end the last are shown

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jettison.memory.actions import Walk, device_order
+from jettison.memory.actions import OrderOptions, device_order
 from jettison.memory.span import Phase, Span, levels, peaks
 from jettison.memory.step import Event, Lifetime, StageLoad, moments, peak, peak_bytes
 from jettison.memory.unit import Unit
@@ -66,7 +66,7 @@ def stage(
             stages=stages,
             micro_batches=micro_batches,
             virtual_stages=len(chunks),
-            walk=Walk(learning=gradients is not Gradients.UPFRONT),
+            walk=OrderOptions(learning=gradients is not Gradients.UPFRONT),
         ),
         micro_batches=micro_batches,
         fixed=40,

@@ -10,11 +10,12 @@ from benchmarks import blind_page
 
 from jettison.core.errors import UsageError
 from jettison.memory.span import Phase
-from jettison.predict.forecast import SUB_GROUP, Forecast, forecast
-from jettison.predict.played import play
+from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.optimizer_state import SUB_GROUP
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
 from jettison.predict.time import estimate
+from jettison.report.chrome_trace import step_trace
 from jettison.spec.hardware import hardware
 from jettison.spec.precision import Gradients
 
@@ -61,8 +62,8 @@ def test_backwards_end_has_all_of_them() -> None:
 def test_the_played_step_is_the_ledgers(words: dict[str, int]) -> None:
     run = run_of("llama-1b-mha", RunRequest(seq=1024, like="nanotron", **words))  # type: ignore[arg-type]
     answer = forecast(run)
-    stages = play(answer, estimate(run, hardware("h100-80gb")))
-    assert max(stage.peak.nbytes for stage in stages) == answer.peak_bytes
+    trace = step_trace("", answer, estimate(run, hardware("h100-80gb")))
+    assert max(stage.peak_bytes for stage in trace.memory) == answer.peak_bytes
 
 
 def test_there_has_to_be_a_buffer() -> None:

@@ -22,10 +22,10 @@ from jettison.memory.span import Phase
 from jettison.predict.auto_recompute import choose, smallest_budget
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.played import play
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
+from jettison.report.chrome_trace import step_trace
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.recompute import Recompute
@@ -237,8 +237,8 @@ def test_what_cannot_be_is_refused(asked: dict[str, object], message: str) -> No
 )
 def test_the_timeline_the_clock_and_the_short_way_have_one_peak(asked: dict[str, object]) -> None:
     found = forecast_of(**asked)
-    (played,) = play(found, estimate(found.run, hardware("h100-80gb")))
-    assert found.worst.peak.nbytes == played.peak.nbytes == found.peak_bytes
+    (played,) = step_trace("", found, estimate(found.run, hardware("h100-80gb"))).memory
+    assert found.worst.peak.nbytes == played.peak_bytes == found.peak_bytes
 
 
 def test_a_plan_counts_what_stands_beside_it() -> None:

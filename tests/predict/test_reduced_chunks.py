@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jettison.families.presets import preset
-from jettison.predict.gathered import freed, reducing
+from jettison.predict.fsdp2 import freed, reducing
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.stages import outline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,12 @@ from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.formula.static import static
 from jettison.formula.tape import Tape, Weight
 from jettison.predict.forecast import forecast
-from jettison.predict.stage_buffers import logits_returned
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import run_of
+from jettison.predict.stage_buffers import buffers_of
 from jettison.predict.stages import outline
+from jettison.predict.units import logits_returned
+from jettison.spec.frameworks import FOLDER
 from jettison.spec.kernels import ContextExchange, Loss
 from jettison.spec.layout import Layout
 from jettison.spec.precision import PRECISIONS, Gradients, Optimizer
@@ -132,3 +137,18 @@ def test_ends_of_a_model_are_as_before() -> None:
     alone = run()
     assert not embedding_region(alone.scene).collectives
     assert not head_region(alone.scene).collectives
+
+
+def test_buffers_of_frameworks_name_their_source() -> None:
+    """Each row of ``frameworks/NAME/buffers.toml`` says where it was read, and is there in some run."""
+    rows = [row for file in FOLDER.glob("*/buffers.toml") for row in tomllib.loads(file.read_text())["buffer"]]
+    assert all(row.keys() == {"name", "when", "bytes", "from", "until", "source"} for row in rows)
+    asked = {"pp": 4, "micro_batches": 8, "kernels": "megatron", "tp": 2}
+    runs = (
+        {"keep_received": True, "keep_batches": True, "loader_masks": True, "deferred_head": 2},
+        {"stage_buffers": True},
+        {"stage_buffers": True, "schedule": "zero-bubble"},
+    )
+    described = [run_of("gpt-22b", RunRequest(**asked, **more)) for more in runs]
+    found = {row.name for run in described for stage in range(4) for row, nbytes in buffers_of(run, stage) if nbytes}
+    assert found == {row["name"] for row in rows}

@@ -12,9 +12,9 @@ from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
 from jettison.predict.largest import fit
+from jettison.predict.optimizer_state import WholeTensor, in_shards, muon_step_bytes, ping_pong, tensors_of
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
-from jettison.predict.whole_tensors import Tensor, in_shards, muon_step_bytes, ping_pong, tensors_of
 from jettison.report.explain import explain
 from jettison.search.request import SearchRequest
 from jettison.spec.hardware import hardware
@@ -24,9 +24,9 @@ H, FFN, QKV, VOCAB = 4096, 14336, 6144, 128256
 """Of Llama 3 8B."""
 
 
-def tensor(rows: int, columns: int, *, matrix: bool = True) -> Tensor:
+def tensor(rows: int, columns: int, *, matrix: bool = True) -> WholeTensor:
     numel = rows * columns
-    return Tensor(
+    return WholeTensor(
         rows=rows,
         columns=columns,
         matrix=matrix,
@@ -123,7 +123,7 @@ def test_a_step_of_torchs_muon(dtype: str, sizes: tuple[int, int]) -> None:
     import torch
 
     from jettison.dryrun.counter import AllocationCounter
-    from jettison.predict.whole_tensors import torch_bytes
+    from jettison.predict.optimizer_state import torch_bytes
 
     weight = torch.nn.Parameter(torch.randn(sizes, dtype=getattr(torch, dtype)))
     optimizer = torch.optim.Muon([weight])

@@ -16,12 +16,12 @@ import pytest
 
 from jettison.cli.main import run
 from jettison.core.units import GIB
+from jettison.predict.clock import step_slices
 from jettison.predict.forecast import forecast
-from jettison.predict.played import play
 from jettison.report import explorer_steps
 from jettison.report.explorer_models import answered, run_of, usual_layout
 from jettison.report.explorer_plans import budgets, fit_data, front_data, offload_data, segments_data
-from jettison.report.explorer_steps import ITERATIONS, LAYOUTS, MODEL, step_data, time_data
+from jettison.report.explorer_steps import ITERATIONS, LAYOUTS, MODEL, PlayedStage, step_data, time_data
 from jettison.spec.hardware import hardware
 from support.patience import PATIENCE
 
@@ -111,9 +111,11 @@ def test_a_step_is_what_estimate_answers(index: int, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("index", range(len(LAYOUTS)))
 def test_what_is_held_at_the_peak_is_the_sum_of_its_roles(index: int) -> None:
     device = hardware("h100-80gb")
-    played = play(*answered(run_of(MODEL, **LAYOUTS[index][1]), device))
-    for stage, own in zip(played, steps()[index]["stages"], strict=True):
-        assert sum(nbytes for _, nbytes in own["roles"]) == stage.peak.held
+    memory, time = answered(run_of(MODEL, **LAYOUTS[index][1]), device)
+    slices = step_slices(memory, time)
+    for stage, own in zip(memory.stages, steps()[index]["stages"], strict=True):
+        peak = PlayedStage(memory, stage, slices[stage.index]).peak
+        assert sum(nbytes for _, nbytes in own["roles"]) == peak.held
         assert all(nbytes > 0 for _, nbytes in own["roles"])
         names = [name for name, _ in own["roles"]]
         assert "outputs sent on" not in names, "no bytes are left over for it"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from jettison.core.units import format_bytes, format_seconds
-from jettison.predict.played import PlayedStage, play
+from jettison.predict.clock import step_slices
 from jettison.report.explorer_models import answered, run_of
 from jettison.report.explorer_plans import fit_data, front_data, offload_data, segments_data
-from jettison.report.explorer_steps import LAYOUTS, MODEL, step_data, time_data
+from jettison.report.explorer_steps import LAYOUTS, MODEL, PlayedStage, step_data, time_data
 from jettison.report.page import json_for_html, page
 from jettison.spec.hardware import hardware
 from support.browser import (
@@ -90,7 +90,9 @@ def test_every_panel_draws_whatever_is_chosen(file: Path, open_page: Open) -> No
 
 @cache
 def played(index: int) -> tuple[PlayedStage, ...]:
-    return play(*answered(run_of(MODEL, **LAYOUTS[index][1]), hardware("h100-80gb")))
+    memory, time = answered(run_of(MODEL, **LAYOUTS[index][1]), hardware("h100-80gb"))
+    slices = step_slices(memory, time)
+    return tuple(PlayedStage(memory, stage, slices[stage.index]) for stage in memory.stages)
 
 
 def test_the_steps_bytes_are_pythons_to_the_byte(file: Path, open_page: Open) -> None:
@@ -103,11 +105,10 @@ def test_the_steps_bytes_are_pythons_to_the_byte(file: Path, open_page: Open) ->
     for stage, (first, later) in pairs:
         assert len(later) == len(stage.instants)
         for mine, theirs, before in zip(stage.instants, later, first, strict=True):
-            parts = [mine.fixed, mine.state, mine.gradients, mine.held, mine.transient]
-            assert theirs[2:] == parts
-            assert theirs[:2] == pytest.approx([mine.start, mine.end], abs=1e-5)
-            gone = mine.state if mine.phase.value != "optimizer" else 0
-            assert sum(before[2:]) == mine.nbytes - gone
+            fixed, state = stage.load.fixed, stage.load.state
+            assert theirs[2:] == [fixed, state, mine.gradients, mine.held, mine.transient]
+            assert theirs[0] <= theirs[1]
+            assert sum(before[2:]) == fixed + mine.nbytes + (state if mine.one is None else 0)
 
 
 def test_the_peak_is_taken_apart(file: Path, open_page: Open) -> None:
@@ -115,9 +116,10 @@ def test_the_peak_is_taken_apart(file: Path, open_page: Open) -> None:
     opened.page.click("#step details summary")
     worst = max(played(0), key=lambda stage: stage.peak.nbytes)
     text = opened.page.inner_text("#step table")
-    for nbytes in (worst.peak.nbytes, worst.fixed, worst.state, worst.peak.transient):
+    total = worst.load.fixed + worst.load.state + worst.peak.nbytes
+    for nbytes in (total, worst.load.fixed, worst.load.state, worst.peak.transient):
         assert f"({nbytes}B)" in text
-    assert f"{format_bytes(worst.peak.nbytes)}, taken apart" in opened.page.inner_text("#step .drawing")
+    assert f"{format_bytes(total)}, taken apart" in opened.page.inner_text("#step .drawing")
 
 
 def test_a_budget_shows_its_plan(file: Path, open_page: Open) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jettison.memory.actions import PLAIN, DeviceOrder, Occupancy, Walk
+from jettison.memory.actions import PLAIN, DeviceOrder, Occupancy, OrderOptions
 from jettison.memory.schedule import ScheduledPass
 
 
-def device(steps: Sequence[ScheduledPass], walk: Walk = PLAIN) -> DeviceOrder:
+def device(steps: Sequence[ScheduledPass], walk: OrderOptions = PLAIN) -> DeviceOrder:
     """An order of chunks that are all of the device's own."""
     chunks = 1 + max(step.chunk for step in steps)
     return DeviceOrder(steps=tuple(steps), own=chunks, chunks=chunks, walk=walk)
 
 
-def fullest(steps: Sequence[ScheduledPass], walk: Walk = PLAIN) -> tuple[Occupancy, ...]:
+def fullest(steps: Sequence[ScheduledPass], walk: OrderOptions = PLAIN) -> tuple[Occupancy, ...]:
     """Its states that hold most."""
     return tuple(device(steps, walk).fullest.values())
 

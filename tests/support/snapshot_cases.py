@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from jettison.traces.timeline import Label, MemoryTimeline, TimelineWriter
+from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 
 FORWARD = [
     {"name": "at::empty_cuda", "filename": "??", "line": 0},

@@ -17,8 +17,8 @@ from jettison.ledger.compare import compare, in_step
 from jettison.ledger.ledger import Ledger
 from jettison.models.described import described_model
 from jettison.models.model_types import require_known_file
+from jettison.predict.allowance import limit_of
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.limit import limit_of
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import TRACED, Resolved, is_live, refuse_for_trace, resolve
 from jettison.predict.whole_micro_batches import settled

@@ -20,6 +20,7 @@ from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES
 from jettison.dryrun.step import OneBatch, dry_run_batch, dry_run_events
 from jettison.families.config import of_another_model
 from jettison.ledger.program import Program
+from jettison.memory.timeline import MemoryTimeline
 from jettison.models.request import Loaded, ModelRequest, load, optimizer_for
 from jettison.planner import plan as plan_trace
 from jettison.planner.apply import policies_of
@@ -32,7 +33,6 @@ from jettison.report.schemas import PhaseRow, StageBytes
 from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.spec.hardware import Hardware
-from jettison.traces.timeline import MemoryTimeline
 from jettison.verify.side_by_side import allocation_timeline
 from jettison.verify.timing import environment
 

@@ -31,7 +31,7 @@ from jettison.core.units import format_bytes
 from jettison.families.presets import PRESETS
 from jettison.models.described import described_model
 from jettison.models.model_types import require_known_file
-from jettison.predict.limit import Limit, limit_of
+from jettison.predict.allowance import Limit, limit_of
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import TRACED, flag_of, is_live, refuse_for_trace, resolve
 from jettison.report.console import hint, json_text, progress

@@ -11,10 +11,10 @@ from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
 from jettison.diagnose.snapshot import read_snapshot
 from jettison.diagnose.snapshot_file import write_snapshot
+from jettison.memory.timeline import MemoryTimeline
+from jettison.report.chrome_trace import chrome_json, step_trace, timelines_json
 from jettison.report.estimate import EstimateReport
 from jettison.report.snapshot import SnapshotReport
-from jettison.traces.chrome import chrome_json, step_trace, timelines_json
-from jettison.traces.timeline import MemoryTimeline
 
 _JSON_BEGINS: Final = b'{["-0123456789tfn \t\r\n\xef'
 

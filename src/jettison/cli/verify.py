@@ -36,8 +36,8 @@ from jettison.solve.plan import SCHEMA as PLAN_SCHEMA
 from jettison.solve.plan import Plan
 
 if TYPE_CHECKING:
+    from jettison.memory.timeline import MemoryTimeline
     from jettison.models.request import ModelRequest
-    from jettison.traces.timeline import MemoryTimeline
     from jettison.verify.side_by_side import Side
 
 

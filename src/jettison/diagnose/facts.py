@@ -16,7 +16,7 @@ CPU_ALLOCATOR: Final = "the CPU's allocator"
 
 
 class StepPhase(StrEnum):
-    """Phases of a training step, by the words that stacks give (traces/frames.py)."""
+    """Phases of a training step, by the words that stacks give (`diagnose.frames`)."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

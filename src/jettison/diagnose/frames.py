@@ -14,7 +14,7 @@ from functools import cache
 from typing import Final
 
 from jettison.diagnose.finding import table
-from jettison.traces.timeline import Label
+from jettison.memory.timeline import Label
 
 Frame = tuple[str, str, int]
 """Function, file, line; the innermost first."""

@@ -35,7 +35,7 @@ from jettison.diagnose.frames import (
 )
 from jettison.diagnose.growth import FEWEST_STEPS, FIRST_STEPS, SHARE_OF_STEPS, never_falls
 from jettison.diagnose.plain_pickle import load_plain
-from jettison.traces.timeline import Label, MemoryTimeline, TimelineWriter
+from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 
 LEAST_TO_GROW: Final = 6
 """After the first ones, before a place is said to hold more and more: of fewer, sizes of batches rise by chance."""

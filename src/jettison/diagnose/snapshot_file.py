@@ -17,7 +17,7 @@ import numpy as np
 
 from jettison.core.files import whole_file
 from jettison.diagnose.frames import frames_of_label
-from jettison.traces.timeline import MemoryTimeline
+from jettison.memory.timeline import MemoryTimeline
 
 GRANULARITY_BYTES: Final = 512
 SMALL_BYTES: Final = 1 << 20

@@ -31,7 +31,7 @@ ACTIVE: Final = 3
 """``torch/distributed/pipelining/schedules.py``, ``_add_unshard_reshard``: ``max_active_stages``."""
 
 
-class Action(NamedTuple):
+class DeviceAction(NamedTuple):
     """One kind of action of a device.
 
     Args:
@@ -77,7 +77,7 @@ class Occupancy:
         return tuple(map(add, self.forward, self.weight))
 
 
-class Walk(NamedTuple):
+class OrderOptions(NamedTuple):
     """What matters beside the micro-batches in flight.
 
     Args:
@@ -97,7 +97,7 @@ class Walk(NamedTuple):
     receiving: bool = False
 
 
-PLAIN: Final = Walk()
+PLAIN: Final = OrderOptions()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,7 +112,7 @@ class DeviceOrder:
     steps: tuple[ScheduledPass, ...]
     own: int
     chunks: int
-    walk: Walk = PLAIN
+    walk: OrderOptions = PLAIN
 
     @cached_property
     def micro_batches(self) -> int:
@@ -129,29 +129,28 @@ class DeviceOrder:
         """The pass with which a micro-batch leaves its chunk."""
         return Work.WEIGHT if self.splits else Work.BACKWARD
 
-    def compiled(self, alike: tuple[int, ...]) -> tuple[tuple[Action, ...], tuple[int, ...]]:
+    def compiled(self, alike: tuple[int, ...]) -> tuple[tuple[DeviceAction, ...], tuple[int, ...]]:
         """Return the different actions, and of each action in order its number among them.
 
         Args:
             alike: by chunk, the first one that it does not differ from.
         """
         if alike not in self._compiled:
-            numbers: dict[Action, int] = {}
+            numbers: dict[DeviceAction, int] = {}
             merged = (action._replace(chunk=alike[action.chunk]) for action, _ in self._all)
             sequence = tuple(numbers.setdefault(action, len(numbers)) for action in merged)
             self._compiled[alike] = tuple(numbers), sequence
         return self._compiled[alike]
 
     @cached_property
-    def _compiled(self) -> dict[tuple[int, ...], tuple[tuple[Action, ...], tuple[int, ...]]]:
+    def _compiled(self) -> dict[tuple[int, ...], tuple[tuple[DeviceAction, ...], tuple[int, ...]]]:
         return {}
 
     @cached_property
-    def _all(self) -> tuple[tuple[Action, int], ...]:
-        """All actions, with their micro-batches."""
+    def _all(self) -> tuple[tuple[DeviceAction, int], ...]:
         return tuple((action, -1 if state is None else state.step.micro_batch) for action, state in self.actions())
 
-    def action(self, number: int) -> tuple[Action, int]:
+    def action(self, number: int) -> tuple[DeviceAction, int]:
         """Return an action and its micro-batch; -1 of one that is for none."""
         return self._all[number]
 
@@ -194,7 +193,7 @@ class DeviceOrder:
         """The numbers of these actions; then those of reductions."""
         return (*self.fullest, *(n for n, (action, _) in enumerate(self._all) if action.work is Work.REDUCE))
 
-    def actions(self) -> Iterator[tuple[Action, Occupancy | None]]:
+    def actions(self) -> Iterator[tuple[DeviceAction, Occupancy | None]]:
         """Yield the actions; passes with what is in flight before each."""
         steps, own, walk = self.steps, self.own, self.walk
         ending = self.ending
@@ -208,12 +207,12 @@ class DeviceOrder:
                 coming = _coming(steps, min(number, len(steps) - 1), own)
                 for chunk in sorted(active ^ coming):
                     if whole[chunk] != (chunk in coming):
-                        yield Action(Work.UNSHARD if chunk in coming else Work.RESHARD, chunk), None
+                        yield DeviceAction(Work.UNSHARD if chunk in coming else Work.RESHARD, chunk), None
                     whole[chunk] = int(chunk in coming)
                 active = coming
             before = steps[number - 1].chunk % own if number else 0
             if walk.reducing and number and ends[before] == number - 1:
-                yield Action(Work.REDUCE, before, whole=bool(whole[before])), None
+                yield DeviceAction(Work.REDUCE, before, whole=bool(whole[before])), None
                 reduced[before], whole[before] = 1, 0
             if number == len(steps):
                 return
@@ -230,7 +229,7 @@ class DeviceOrder:
                 tuple(whole) if gathers else (),
             )
             yield (
-                Action(
+                DeviceAction(
                     work,
                     step.chunk,
                     fresh=work is not Work.FORWARD and not learned[chunk],
@@ -263,7 +262,8 @@ def device_order(
     virtual_stages: int = 1,
     group: int = 0,
     whole: int = 0,
-    walk: Walk = PLAIN,
+    walk: OrderOptions = PLAIN,
+    every: bool = False,
 ) -> DeviceOrder:
     """Return the order of one device, without walking through thousands of micro-batches.
 
@@ -274,6 +274,7 @@ def device_order(
     Args:
         whole: where above 0, forwards without checkpointing, so many of each `window`, count as those of chunks of
             their own: chunk c of them is chunk v + c. Which they are repeats itself with the order and with the window.
+        every: walk through all micro-batches all the same.
 
     Raises:
         UsageError: see `order`.
@@ -287,7 +288,9 @@ def device_order(
         kept = min(whole, size)
         periods = lcm(size, turn * virtual_stages) // (turn * virtual_stages)
     count = min(micro_batches, (3 + periods) * turn + (micro_batches % turn if group else 0))
-    if schedule is Schedule.GPIPE:  # the same on every stage, and it holds all that there is
+    if every:
+        count = micro_batches
+    elif schedule is Schedule.GPIPE:  # the same on every stage, and it holds all that there is
         stage, count = 0, micro_batches
     return _device_order(schedule, stage, stages, count, virtual_stages, group, size, kept, walk)
 
@@ -302,7 +305,7 @@ def _device_order(
     group: int,
     size: int,
     kept: int,
-    walk: Walk,
+    walk: OrderOptions,
 ) -> DeviceOrder:
     steps = order(schedule, stage=stage, stages=stages, micro_batches=count, virtual_stages=virtual_stages, group=group)
     if kept:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from itertools import product, takewhile
+from typing import Final
 
 from jettison.core.errors import UsageError
 from jettison.spec.layout import Schedule
@@ -29,6 +30,9 @@ class Work(StrEnum):
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE = "REDUCE_GRAD"
+
+
+PASSES: Final = (Work.FORWARD, Work.BACKWARD, Work.WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,6 @@ def _in_a_v(stage: int, stages: int, micro_batches: int) -> Iterator[ScheduledPa
 
 @lru_cache(maxsize=8)  # stages of one schedule are asked for one after the other
 def _both_ways(group: int, micro_batches: int, virtual_stages: int) -> tuple[tuple[ScheduledPass, ...], ...]:
-    """All forwards of a device, and all backwards, each in their order: the same on every device."""
     forwards, backwards = [], []
     for first in range(0, micro_batches, group):
         for chunk, micro_batch in product(range(virtual_stages), range(first, min(first + group, micro_batches))):
@@ -125,7 +128,6 @@ def _both_ways(group: int, micro_batches: int, virtual_stages: int) -> tuple[tup
 
 
 def _warm_up(schedule: Schedule, stage: int, stages: int, micro_batches: int, virtual_stages: int, group: int) -> int:
-    """Forwards before the first pair of a forward and a backward."""
     everything = micro_batches * virtual_stages
     if schedule is Schedule.ZERO_BUBBLE_V:
         begin = takewhile(lambda step: step.work is Work.FORWARD, _in_a_v(stage, stages, micro_batches))

@@ -16,15 +16,16 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from operator import itemgetter, mul
+from operator import attrgetter, mul
+from typing import NamedTuple
 
-from jettison.memory.actions import Action, DeviceOrder, Occupancy, Weights
-from jettison.memory.schedule import Work
+from jettison.memory.actions import DeviceAction, DeviceOrder, Occupancy, Weights
+from jettison.memory.schedule import PASSES, Work
 from jettison.memory.span import Phase, Span, Where, levels, peaks
-from jettison.memory.unit import Pass, Piece, Unit, pieces, span
+from jettison.memory.unit import PassKind, PassPiece, Unit, pieces, span
 from jettison.spec.precision import Gradients
 
 Units = tuple[Unit, ...]
@@ -134,8 +135,7 @@ class StageLoad:
         return sum(len(unit.names) * unit.half for unit in self.chunks[chunk])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """Bytes allocated at the worst point of one phase of one unit."""
 
     phase: Phase
@@ -153,18 +153,42 @@ class ChunkSpans:
         self.half = sum(len(unit.names) * unit.half for unit in units)
         self.gradients = _gradients(units)
         self.weights = sum(len(unit.names) * unit.weights for unit in units)
-        self._spans: dict[Pass, Span] = {}
+        self._spans: dict[PassKind, Span] = {}
 
-    def span(self, how: Pass) -> Span:
+    def span(self, how: PassKind) -> Span:
         """Return the product of a pass's pieces."""
         if how not in self._spans:
             self._spans[how] = span(self.units, how)
         return self._spans[how]
 
 
+class StageAction(NamedTuple):
+    """An action of a step, with what is there before it.
+
+    Args:
+        level: bytes altogether; ``gradients``: of these, gradients.
+        units: of its chunk, as they are in it, and ``pieces``: the action as it comes to them; of passes alone.
+    """
+
+    kind: DeviceAction
+    micro_batch: int
+    level: int
+    gradients: int = 0
+    units: Units = ()
+    pieces: tuple[PassPiece, ...] = ()
+
+
+class StepActions(NamedTuple):
+    """A step's actions; bytes behind the last one, while the optimizer steps but for its own, and after the step."""
+
+    actions: tuple[StageAction, ...]
+    behind: int
+    optimizer: int
+    after: int
+
+
 Known = dict[int, ChunkSpans]
 """By the object that a chunk's units are: chunks that are alike are one object."""
-_Row = tuple[Where, int, int]  # a label, the micro-batch, bytes: a `Moment` that is cheap to make
 
 
 def peak_bytes(load: StageLoad, *, first_step: bool = False, known: Known | None = None) -> int:
@@ -174,19 +198,19 @@ def peak_bytes(load: StageLoad, *, first_step: bool = False, known: Known | None
         first_step: step 0, before optimizer state exists; its optimizer phase makes it.
         known: chunks of other stages.
     """
-    step = _Step(load, first_step, {} if known is None else known)
-    return max(max(step.peaks()), *(nbytes for _, _, nbytes in step.ends()))
+    step = _StepSpans(load, first_step, {} if known is None else known)
+    return max(max(step.peaks()), *(moment.nbytes for moment in step.ends()))
 
 
 def peak(load: StageLoad, *, first_step: bool = False) -> Moment:
     """Return the first of the highest `moments`."""
-    step, order = _Step(load, first_step, {}), load.order
+    step, order = _StepSpans(load, first_step, {}), load.order
     found = list(step.peaks())
     at = max(order.shown, key=found.__getitem__)
     action, micro_batch = order.action(at)
     where = step.span(action).where or Where(Phase.BACKWARD)
     *before, optimizer, after = step.ends()
-    return _moment(max((*before, (where, micro_batch, found[at]), optimizer, after), key=itemgetter(2)))
+    return max((*before, Moment(*where, micro_batch, found[at]), optimizer, after), key=attrgetter("nbytes"))
 
 
 def moments(load: StageLoad, *, first_step: bool = False) -> Iterator[Moment]:
@@ -195,17 +219,19 @@ def moments(load: StageLoad, *, first_step: bool = False) -> Iterator[Moment]:
     Args:
         first_step: see `peak_bytes`.
     """
-    return map(_moment, _Step(load, first_step, {}).rows())
+    return _StepSpans(load, first_step, {}).rows()
 
 
-def _moment(row: _Row) -> Moment:
-    where, micro_batch, nbytes = row
-    return Moment(phase=where.phase, where=where.name, micro_batch=micro_batch, nbytes=nbytes)
+def actions(load: StageLoad, *, first_step: bool = False) -> StepActions:
+    """Return a step action by action; of an order that has all micro-batches, everything that happens."""
+    step = _StepSpans(load, first_step, {})
+    *found, behind = levels(step._of_kinds, step._sequence, step._level)
+    *_, optimizer, after = step.ends()
+    own = load.optimizer_transient
+    return StepActions(tuple(step.opened(found)), behind, optimizer.nbytes - own, after.nbytes)
 
 
-class _Step:
-    """A step that is being added up."""
-
+class _StepSpans:
     def __init__(self, load: StageLoad, first_step: bool, known: Known) -> None:
         self.load, self.first_step, self._known = load, first_step, known
         order = load.order
@@ -237,41 +263,40 @@ class _Step:
         """Bytes at the highest of each action."""
         return peaks(self._of_kinds, self._sequence, self._level)
 
-    def ends(self) -> Iterator[_Row]:
+    def ends(self) -> Iterator[Moment]:
         """Before the first pass; the first micro-batch's forward through each chunk; the optimizer; and after it."""
         load = self.load
         there = 0 if self.first_step else load.idle() + load.there(Event.STEP)
-        yield Where(Phase.BEFORE), 0, self._base - self._late + there
+        yield Moment(Phase.BEFORE, "", 0, self._base - self._late + there)
         for chunk in sorted(set(self._alike)):
             if not self._enters(chunk):
                 continue
-            found = self._chunks[chunk].span(Pass(Work.FORWARD))
-            yield found.where or Where(Phase.FORWARD), 0, self._enter(chunk) + found.peak
+            found = self._chunks[chunk].span(PassKind(Work.FORWARD))
+            yield Moment(*(found.where or Where(Phase.FORWARD)), 0, self._enter(chunk) + found.peak)
         there = load.fixed + load.state + load.there(Event.OPTIMIZER) + load.idle()
         gradients = load.shards or self._gradients
-        yield Where(Phase.OPTIMIZER), -1, there + gradients + load.optimizer_transient
-        yield Where(Phase.AFTER), -1, there + (gradients if self._upfront else 0)
+        yield Moment(Phase.OPTIMIZER, "", -1, there + gradients + load.optimizer_transient)
+        yield Moment(Phase.AFTER, "", -1, there + (gradients if self._upfront else 0))
 
     def _enters(self, chunk: int) -> bool:
         return self.load.order.entered[chunk] and bool(self._chunks[chunk].units)
 
     def _enter(self, chunk: int) -> int:
-        """Bytes as the first micro-batch comes to a chunk, if it were alone on the device."""
         return self._base - self._late + (0 if self.first_step else self.load.idle(chunk % self.load.order.own))
 
-    def _pass(self, kind: Action) -> tuple[ChunkSpans, Pass]:
+    def _pass(self, kind: DeviceAction) -> tuple[ChunkSpans, PassKind]:
         load, forward = self.load, kind.work is Work.FORWARD
         gathers = self._gathers and not forward and not kind.whole
         late = 0 if kind.begun and load.micro_batches > 1 else self._late
         fresh = not forward and (self._added or (kind.fresh and not self._upfront))
         spans = self._spans(load.whole_chunks[kind.chunk]) if kind.whole else self._chunks[kind.chunk]
-        return spans, Pass(kind.work, fresh, gathers, forward and kind.whole, late)
+        return spans, PassKind(kind.work, fresh, gathers, forward and kind.whole, late)
 
-    def _received(self, kind: Action) -> int:
+    def _received(self, kind: DeviceAction) -> int:
         """What comes before a pass, in place of what its chunk holds of the last micro-batch; and goes after it."""
         return self.load.received if kind.alone and kind.chunk % self.load.order.own >= self.load.receives else 0
 
-    def span(self, kind: Action) -> Span:
+    def span(self, kind: DeviceAction) -> Span:
         """An action, with what is allocated and freed between it and the next one."""
         load, order, work = self.load, self.load.order, kind.work
         place, chunk = kind.chunk % order.own, self._chunks[kind.chunk]
@@ -295,29 +320,45 @@ class _Step:
             net += 0 if kind.begun else load.there(Event.BACKWARD) - load.there(Event.FORWARD)
         return Span(net, found.peak, found.where)
 
-    def rows(self) -> Iterator[_Row]:
+    def rows(self) -> Iterator[Moment]:
         """The step's fullest moments."""
         order = self.load.order
         before, *ends = self.ends()
         yield before
         for chunk in filter(self._enters, range(order.chunks)):
-            yield from _expanded(pieces(self._chunks[chunk].units, Pass(Work.FORWARD)), self._enter(chunk), 0)
-        found = list(levels(self._of_kinds, self._sequence, self._level))
-        for number in order.shown:
-            kind, micro_batch = order.action(number)
-            if kind.work is Work.REDUCE:
-                yield Where(Phase.BACKWARD), micro_batch, found[number] + self.load.reducing[kind.chunk]
-                continue
-            spans, how = self._pass(kind)
-            above = self._received(kind) if kind.work is Work.FORWARD else 0
-            yield from _expanded(pieces(spans.units, how), found[number] - above, micro_batch)
+            yield from _expanded(pieces(self._chunks[chunk].units, PassKind(Work.FORWARD)), self._enter(chunk), 0)
+        shown = dict.fromkeys(order.shown)
+        opened = self.opened(levels(self._of_kinds, self._sequence, self._level), shown)
+        found = dict(zip(sorted(shown), opened, strict=True))
+        for one in map(found.__getitem__, shown):
+            if one.kind.work is Work.REDUCE:
+                yield Moment(Phase.BACKWARD, "", one.micro_batch, one.level + self.load.reducing[one.kind.chunk])
+            yield from _expanded(one.pieces, one.level, one.micro_batch)
         yield from ends[-2:]
 
+    def opened(self, found: Iterable[int], only: Container[int] | None = None) -> Iterator[StageAction]:
+        """The actions with these levels before them, as passes come to their units; ``only`` some, by number."""
+        load, order, gradients = self.load, self.load.order, self._gradients if self._upfront else 0
+        for number, level in zip(range(len(self._sequence)), found, strict=False):
+            kind, micro_batch = order.action(number)
+            if only is None or number in only:
+                if kind.work in PASSES:
+                    level -= self._received(kind) if kind.work is Work.FORWARD else 0
+                    spans, how = self._pass(kind)
+                    found_pieces = tuple(pieces(spans.units, how))
+                    yield StageAction(kind, micro_batch, level, gradients, spans.units, found_pieces)
+                else:
+                    yield StageAction(kind, micro_batch, level, gradients)
+            if kind.work is Work.REDUCE:
+                gradients -= load.freed[kind.chunk]
+            elif kind.fresh and kind.work is order.ending and not (self._upfront or self._added):
+                gradients += self._chunks[kind.chunk % order.own].gradients
 
-def _expanded(found: Iterable[Piece], level: int, micro_batch: int) -> Iterator[_Row]:
+
+def _expanded(found: Iterable[PassPiece], level: int, micro_batch: int) -> Iterator[Moment]:
     for piece in found:
         for number, name in enumerate(piece.names):
-            yield Where(piece.phase, name), micro_batch, level + number * piece.net + piece.peak
+            yield Moment(piece.phase, name, micro_batch, level + number * piece.net + piece.peak)
         level += len(piece.names) * piece.net
 
 

@@ -6,7 +6,7 @@ A backward may be split: gradients of inputs first, those of weights when the sc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import NamedTuple
@@ -66,6 +66,7 @@ class Unit:
     one's backward. ``cached``: what autocast's cache has beside it until the forward is over. ``whole``: of what is
     resident, weights that stay all-gathered. ``weights``: those that a chunk's passes all-gather and shard again.
     ``halves``: of a backward that is split; None: it is not, or each half is taken for the full backward.
+    ``regions``: of each one, 1 but for segments.
     """
 
     names: tuple[str, ...]
@@ -81,6 +82,7 @@ class Unit:
     whole: int = 0
     weights: int = 0
     halves: Halves | None = None
+    regions: int = 1
 
     @property
     def half(self) -> int:
@@ -105,25 +107,52 @@ class Unit:
             whole=self.whole,
             weights=self.weights,
             halves=self.halves,
+            regions=self.regions,
+        )
+
+    def beside(self, *, resident: int = 0, forward: int = 0, backward: int = 0) -> Unit:
+        """Return it with buffers beside it: until its backward is over, and above what is held in either pass."""
+        if not (resident or forward or backward):
+            return self
+        return replace(
+            self,
+            resident=self.resident + resident,
+            forward_peak=self.forward_peak + forward,
+            backward_peak=self.backward_peak + backward,
+            adding_peak=self.adding_peak + backward,
         )
 
 
-class Piece(NamedTuple):
-    """Units that are alike, in one pass; names in the order in which the pass comes to them, bytes of each one."""
+class PassPiece(NamedTuple):
+    """Units that are alike, in one pass; names in the order in which the pass comes to them, bytes of each one.
+
+    Args:
+        kept: more after it than before of what is saved for backward.
+        gradients: the same of gradients; ``passing``: what goes when the pass is over; ``weights``: unsharded ones.
+    """
 
     names: tuple[str, ...]
     phase: Phase
-    net: int
     peak: int
+    kept: int = 0
+    gradients: int = 0
+    passing: int = 0
+    weights: int = 0
+
+    @property
+    def net(self) -> int:
+        """Bytes more after each one than before."""
+        return self.kept + self.gradients + self.passing + self.weights
 
     @property
     def span(self) -> Span:
         """All of them. Of equally high ones a forward's last has the label, as does a backward's first."""
-        last = self.net > 0 or (self.net == 0 and self.phase is Phase.FORWARD)
-        return Span(self.net, self.peak, Where(self.phase, self.names[-1 if last else 0])).times(len(self.names))
+        net = self.net
+        last = net > 0 or (net == 0 and self.phase is Phase.FORWARD)
+        return Span(net, self.peak, Where(self.phase, self.names[-1 if last else 0])).times(len(self.names))
 
 
-class Pass(NamedTuple):
+class PassKind(NamedTuple):
     """What a pass through a chunk does, beside which chunk it is.
 
     Args:
@@ -139,7 +168,7 @@ class Pass(NamedTuple):
     late: int = 0
 
 
-def pieces(units: Sequence[Unit], how: Pass) -> Iterator[Piece]:
+def pieces(units: Sequence[Unit], how: PassKind) -> Iterator[PassPiece]:
     """Yield a pass unit by unit."""
     if how.work is Work.FORWARD:
         return _forward(units, how)
@@ -148,37 +177,37 @@ def pieces(units: Sequence[Unit], how: Pass) -> Iterator[Piece]:
     return _weight_half(units, how) if how.work is Work.WEIGHT else _input_half(units, how)
 
 
-def span(units: Sequence[Unit], how: Pass) -> Span:
+def span(units: Sequence[Unit], how: PassKind) -> Span:
     """Return the product of a pass's pieces; ``net`` is what is there when the last one is over."""
     return reduce(add, [piece.span for piece in pieces(units, how)] or [Span(0, 0)])
 
 
-def _forward(units: Sequence[Unit], how: Pass) -> Iterator[Piece]:
+def _forward(units: Sequence[Unit], how: PassKind) -> Iterator[PassPiece]:
     for unit in units:
         phase = Phase.LOSS if unit.is_loss else Phase.FORWARD
         if unit.frozen and unit.frozen == unit.forward_peak and not unit.is_loss:
             phase = Phase.FROZEN
-        net = unit.resident + unit.cached - (unit.weights if how.reshards else 0)
-        yield Piece(unit.names, phase, net, unit.forward_peak - how.late)
+        weights = -unit.weights if how.reshards else 0
+        yield PassPiece(unit.names, phase, unit.forward_peak - how.late, unit.resident, 0, unit.cached, weights)
 
 
-def _backward(units: Sequence[Unit], how: Pass) -> Iterator[Piece]:
+def _backward(units: Sequence[Unit], how: PassKind) -> Iterator[PassPiece]:
     for unit in reversed(units):
         peak = (unit.backward_peak if how.fresh else unit.adding_peak) - (how.late if unit.is_loss else 0)
         phase = Phase.FROZEN if unit.is_loss and unit.frozen and unit.frozen == peak else Phase.BACKWARD
-        net = (unit.gradient if how.fresh else unit.pending) - unit.resident + (unit.weights if how.gathers else 0)
-        yield Piece(unit.names[::-1], phase, net, peak)
+        made = (unit.gradient, 0) if how.fresh else (0, unit.pending)
+        yield PassPiece(unit.names[::-1], phase, peak, -unit.resident, *made, unit.weights if how.gathers else 0)
 
 
-def _input_half(units: Sequence[Unit], how: Pass) -> Iterator[Piece]:
+def _input_half(units: Sequence[Unit], how: PassKind) -> Iterator[PassPiece]:
     """Nothing that was resident is freed before the half is over, and gradients stay beside it."""
     for unit in reversed(units):
         assert unit.halves is not None
         late = how.late if unit.is_loss else 0
-        yield Piece(unit.names[::-1], Phase.BACKWARD, unit.halves.waiting, unit.halves.input_peak - late)
+        yield PassPiece(unit.names[::-1], Phase.BACKWARD, unit.halves.input_peak - late, unit.halves.waiting)
 
 
-def _weight_half(units: Sequence[Unit], how: Pass) -> Iterator[Piece]:
+def _weight_half(units: Sequence[Unit], how: PassKind) -> Iterator[PassPiece]:
     """A step's gradients are referenced until the next step has made its own.
 
     ``torch/distributed/pipelining/_backward.py``, ``stage_backward_weight``: ``dweights``.
@@ -189,6 +218,6 @@ def _weight_half(units: Sequence[Unit], how: Pass) -> Iterator[Piece]:
         for name in unit.names:
             for step in unit.halves.steps:
                 made = step.made if how.fresh else step.added
-                net = step.change + (made if how.fresh else 0)
-                yield Piece((name,), Phase.BACKWARD, net, step.rise + made + named)
-                named = 0 if how.fresh else made
+                gradients = made if how.fresh else 0
+                yield PassPiece((name,), Phase.BACKWARD, step.rise + made + named, step.change, gradients)
+                named = made - gradients

@@ -1,4 +1,4 @@
-"""What a device holds beside what the allocator hands out: an allowance, stated and not measured.
+"""What a device holds beside the allocator's tensors, an allowance that is stated and not measured; and limits.
 
 A forecast counts tensors. A process needs more, which nobody asks the allocator for and no formula knows. Each part is
 given as low, expected and high; the bounds are judgement, between what these sources report of one machine:
@@ -24,13 +24,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from jettison.core.units import GIB, MIB
-from jettison.spec.hardware import Hardware
+from jettison.core.parse_units import parse_bytes
+from jettison.core.units import GIB, MIB, format_bytes
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout
 from jettison.spec.run import Run
+
+if TYPE_CHECKING:
+    from jettison.spec.hardware import Hardware
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,3 +106,46 @@ def _fitting(usable_bytes: int, talking: int, experts: bool, device: Device, mar
     room = usable_bytes - fixed.expected - margin * (fixed.high - fixed.expected)
     _, expected, high = (Fraction(0),) * 3 if device is Device.CPU else FRAGMENTS
     return max(0, int(room / (1 + expected + margin * (high - expected))))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """Bytes of allocations on one rank.
+
+    Args:
+        gpu: the accelerator whose they are; empty for a budget.
+        usable_bytes: what a process can allocate there altogether; None for a budget.
+    """
+
+    nbytes: int
+    gpu: str = ""
+    usable_bytes: int | None = None
+
+    @property
+    def words(self) -> str:
+        """Whose bytes they are."""
+        if self.usable_bytes is None:
+            return "the budget"
+        if self.usable_bytes == self.nbytes:
+            return f"what {self.gpu} offers"
+        usable = format_bytes(self.usable_bytes)
+        return f"what {self.gpu} leaves for tensors ({usable} less contexts, communicators and fragments)"
+
+
+def limit_of(*, budget: str | None, gpu: str | None, run: Run | None = None) -> Limit | None:
+    """The smaller of a budget and of what a GPU leaves; None without either.
+
+    Args:
+        run: what the GPU's allowance is for; without it, nothing is set aside.
+
+    Raises:
+        UsageError: the budget has no unit, or there is no such GPU.
+    """
+    limits = [] if budget is None else [Limit(nbytes=parse_bytes(budget))]
+    if gpu is not None:
+        from jettison.spec.hardware import hardware  # most ledgers are of no GPU
+
+        device = hardware(gpu)
+        left = device.usable_bytes if run is None else available_bytes(device, run)
+        limits.append(Limit(nbytes=left, gpu=device.name, usable_bytes=device.usable_bytes))
+    return min(limits, key=lambda limit: limit.nbytes, default=None)

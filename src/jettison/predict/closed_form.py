@@ -2,15 +2,29 @@
 
 The walk over a layer is run on sizes that remember how they were made (NOTE [ A formula is what the walk did ]), and
 the recompute policies decide on its program as they do on any. What comes out is a `Table` for one set of guards; a
-`Form` has the tables of all choices. Nothing in here knows a formula.
+`ClosedForm` has the tables of all choices. Nothing in here knows a formula.
+
+NOTE [ The document ]
+Compact enough for a page: every factor, sum, word and entry is there once.
+
+{"schema": "jettison.closed-form/1", "modes": [...], "words": [...],
+ "factors": ["s", ["ceil", SUM, SUM], ...],    a size by name, or a division of two sums, rounded up ("floor": down)
+ "sums": [[[n, FACTOR, ...], ...], ...],       n times the product of the factors, added up; [] is 0
+ "entries": [[role, path, op, split, part, SUM, modes, reference], ...],    words by number; modes are bits, first is 1
+ "tables": [{"guards": [[SUM, zero, held], ...], "parts": [WORD, ...], "entries": [ENTRY, ...],
+              "transfers": [[kind, part, backward, SUM, wire SUM], ...], "held": [SUM by mode],
+             "forward": SUM, "attention": SUM, "again": [SUM by mode], "rerun": [SUM by mode], "parameters": SUM}, ...],
+ "forms": [{"megatron eager bf16 dropout sp": [TABLE, ...], ...}, ...]}
+
+A table holds for sizes at which every guard's sum is equal to 0 (zero), or above 0, exactly if ``held`` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.cost.collective import ring_bytes
@@ -20,7 +34,7 @@ from jettison.families.family import kernels_for
 from jettison.formula.layer import layer as write_layer
 from jettison.formula.named import Choices, layer_sizes, model_sizes, resized, structure, traced_scene
 from jettison.formula.region import HELD, Region
-from jettison.formula.sums import GuardBook, SizeGuard, Sum, sum_of
+from jettison.formula.sums import Factor, GuardBook, SizeGuard, Sum, sum_of
 from jettison.formula.tape import TapeOp, Value, Writer
 from jettison.ledger.program import Source
 from jettison.predict.stages import kept_by
@@ -90,7 +104,7 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class ClosedForm:
     """The tables of all layers of one structure, by `Choices.key`; of one key as many as have other guards."""
 
     structure: str
@@ -158,40 +172,33 @@ def sizes_of(model: ModelSpec, layer: Layer, *, s: int, b: int, t: int = 1, **ra
     return model_sizes(model) | layer_sizes(layer) | {"s": s, "b": b, "t": t} | ranks
 
 
-def form_of(model: ModelSpec, layer: Layer, choices: Iterable[Choices], sizes: Iterable[Mapping[str, int]]) -> Form:
-    """The tables of a structure that any of these sizes needs; walked only where no table holds yet."""
-    points = [(point, _Decided(point)) for point in sizes]
+def form_of(
+    model: ModelSpec, layer: Layer, choices: Iterable[Choices], sizes: Iterable[Mapping[str, int]]
+) -> ClosedForm:
+    """Return the tables of a structure that any of these sizes needs; walked only where no table holds yet."""
+    points = [(point, dict[SizeGuard, bool]()) for point in sizes]  # what guards say, which many tables share
     tables: dict[str, list[Table]] = {}
     for choice in choices:
         found = tables.setdefault(choice.key, [])
-        for point, decided in points:
-            if (point["t"] > 1) == choice.parallel and not any(decided.all_of(table) for table in found):
+        for point, known in points:
+            if (point["t"] > 1) == choice.parallel and not any(_holds(table, point, known) for table in found):
                 found.append(table_of(*resized(model, layer, point), choice, point))
-    return Form(structure=structure(model, layer), tables={key: tuple(found) for key, found in tables.items()})
+    return ClosedForm(structure=structure(model, layer), tables={key: tuple(found) for key, found in tables.items()})
 
 
-class _Decided:
-    """Guards at some sizes, each looked at once: tables of many choices have the same ones."""
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self.sizes = sizes
-        self.known: dict[SizeGuard, bool] = {}
-
-    def all_of(self, table: Table) -> bool:
-        """`Table.holds`."""
-        return all(self._same(guard) for guard in table.guards)
-
-    def _same(self, guard: SizeGuard) -> bool:
-        if guard not in self.known:
-            self.known[guard] = guard.same(self.sizes)
-        return self.known[guard]
+def _holds(table: Table, sizes: Mapping[str, int], known: dict[SizeGuard, bool]) -> bool:
+    for guard in table.guards:
+        if guard not in known:
+            known[guard] = guard.same(sizes)
+        if not known[guard]:
+            return False
+    return True
 
 
 # parts of a layer -----------------------------------------------------------------------------------------------------
 
 
 def _cuts(region: Region) -> list[int]:
-    """Steps before which tensor-parallel ranks meet, in order."""
     return sorted({c.step for c in region.collectives if c.axis == "tp" and 0 < c.step < len(region.tape.steps)})
 
 
@@ -200,7 +207,6 @@ def _part(cuts: list[int], step: int) -> int:
 
 
 def _named_part(steps: list[TapeOp]) -> str:
-    """What a part of a layer is made of, in order, each once."""
     words: dict[str, None] = {}
     for step in steps:
         if not step.name.startswith("c10d."):
@@ -265,7 +271,6 @@ def _entries(region: Region, kept: Mapping[str, frozenset[int]], cuts: list[int]
 
 
 def _split(value: Value) -> str:
-    """Which of a tensor's dims tensor-parallel ranks share."""
     dim = next((dim for axis, dim in value.places if axis == "tp"), None)
     if dim is None:
         return WHOLE
@@ -279,3 +284,76 @@ def _flops(steps: list[TapeOp], chosen: Iterable[int]) -> Sum:
 
 def _total(sums: Iterable[Sum]) -> Sum:
     return sum(sums, Sum(()))
+
+
+# the document ---------------------------------------------------------------------------------------------------------
+
+SCHEMA: Final = "jettison.closed-form/1"
+
+
+class _Once(dict[Hashable, int]):
+    """Numbers of things by key, each of which is there once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items_in_order: list[Any] = []
+
+    def number(self, key: Hashable, item: Any) -> int:
+        if key not in self:
+            self[key] = len(self.items_in_order)
+            self.items_in_order.append(item)
+        return self[key]
+
+
+def closed_form_document(forms: Iterable[ClosedForm]) -> dict[str, Any]:
+    """Return all forms in one document, in order: NOTE [ The document ]."""
+    words, factors, sums, entries, tables = (_Once() for _ in range(5))
+
+    def word(text: str) -> int:
+        return words.number(text, text)
+
+    def factor(one: Factor) -> int:
+        if isinstance(one, str):
+            return factors.number(one, one)
+        parts = ["ceil" if one.up else "floor", total(one.above), total(one.below)]
+        return factors.number(tuple(parts), parts)
+
+    def total(one: Sum) -> int:
+        if one.text in sums:
+            return sums[one.text]
+        return sums.number(one.text, [[n, *map(factor, of)] for of, n in one.terms])
+
+    def entry(one: SumEntry) -> int:
+        bits = sum(1 << MODES.index(mode) for mode in one.modes)
+        named = map(word, (one.role, one.path, one.op, one.split))
+        packed = [*named, one.part, total(one.nbytes), bits, word(one.reference)]
+        return entries.number(tuple(packed), packed)
+
+    def table(one: Table) -> int:
+        packed = {
+            "guards": [[total(g.difference), int(g.zero), int(g.held)] for g in one.guards],
+            "parts": list(map(word, one.parts)),
+            "entries": list(map(entry, one.entries)),
+            "transfers": [
+                [word(t.kind), t.part, int(t.backward), total(t.nbytes), total(t.wire)] for t in one.transfers
+            ],
+            "held": [total(one.layer_bytes(mode)) for mode in MODES],
+            "forward": total(one.forward_flops),
+            "attention": total(one.attention_flops),
+            "again": [total(flops) for _, flops in one.again_flops],
+            "rerun": [total(flops) for _, flops in one.rerun_flops],
+            "parameters": total(one.parameters),
+        }
+        return tables.number(repr(packed), packed)
+
+    packed = [{key: list(map(table, of)) for key, of in form.tables.items()} for form in forms]
+    return {
+        "schema": SCHEMA,
+        "modes": list(MODES),
+        "words": words.items_in_order,
+        "factors": factors.items_in_order,
+        "sums": sums.items_in_order,
+        "entries": entries.items_in_order,
+        "tables": tables.items_in_order,
+        "forms": packed,
+    }

@@ -9,34 +9,34 @@ from itertools import zip_longest
 from operator import mul
 from typing import Any, Final
 
-from jettison.core.dtypes import DTYPE_BYTES
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes
 from jettison.formula.region import embedding_region, parameter_count
-from jettison.formula.static import Static, static
+from jettison.formula.static import Static
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import SavedTensor
-from jettison.memory.actions import Walk, Weights, device_order
+from jettison.memory.actions import DeviceOrder, OrderOptions, Weights, device_order
 from jettison.memory.step import Event, Known, Moment, StageLoad, lifetimes, moments, peak, peak_bytes
 from jettison.memory.unit import Unit
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.gathered import freed, reducing, whole_in_flight
-from jettison.predict.halves import left_bytes
-from jettison.predict.set_aside import deferred_head, kept_batches, loader_mask, packed_batch, set_aside
-from jettison.predict.stage_buffers import buffer_bytes, sending, sent_last, stream_bytes
+from jettison.predict.fsdp2 import freed, reducing, whole_in_flight
+from jettison.predict.optimizer_state import (
+    HostStates,
+    bucket_bytes,
+    host_buffer_bytes,
+    host_states,
+    stage_state,
+    step_bytes,
+)
+from jettison.predict.stage_buffers import buffers_of, packed_batch, sending, workspace_bytes
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
-from jettison.predict.states_on_host import HostStates, device_buffer, host_states
-from jettison.predict.timeline_units import units
-from jettison.predict.whole_parameters import with_whole_parameters
-from jettison.predict.whole_tensors import muon_step_bytes, with_whole_tensors
-from jettison.spec.kernels import Device
+from jettison.predict.units import stream_bytes, units
 from jettison.spec.layout import Reshard, Schedule
-from jettison.spec.precision import Gradients, Optimizer
+from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run, expect_run
 
 Units = tuple[Unit, ...]
-STEP, FORWARD, BACKWARD, OPTIMIZER = Event
 GRADIENT_COPIES: Final = "copies of gradients"
 
 
@@ -210,136 +210,103 @@ def _forecast(run: Run, walked: Sequence[tuple[Chunk, ...]], whole: Sequence[tup
     known: dict[object, Any] = {}
     passes: Known = {}
     stages = (
-        _stage(run, index, chunks, twins, known, passes)
-        for index, (chunks, twins) in enumerate(zip_longest(walked, whole, fillvalue=()))
+        _stage(run, index, chunks, copies, known, passes)
+        for index, (chunks, copies) in enumerate(zip_longest(walked, whole, fillvalue=()))
     )
     return Forecast(run=run, stages=tuple(stages))
 
 
 def _stage(
-    run: Run, index: int, chunks: tuple[Chunk, ...], twins: tuple[Chunk, ...], known: dict[object, Any], passes: Known
+    run: Run, index: int, chunks: tuple[Chunk, ...], whole: tuple[Chunk, ...], known: dict[object, Any], passes: Known
 ) -> Stage:
     """One stage.
 
     Args:
-        twins: its chunks with everything kept, where some micro-batches are.
+        whole: its chunks with everything kept, where some micro-batches are.
         known: units of chunks, and totals of stages, by the objects that they are of; ``passes``: those of all stages.
     """
     layout = run.layout
-    keys = []
-    for own, priced in ((chunks, run), (twins, plain(run) if twins else run)):
-        for chunk, beside in zip(own, layout.neighbours(index), strict=bool(own)):
-            keys.append((id(chunk), beside))
-            if keys[-1] not in known:
-                known[keys[-1]] = units(priced, chunk, beside)
+    made: tuple[Units, ...] = ()
+    for own, priced in ((chunks, run), (whole, plain(run))) if whole else ((chunks, run),):
+        for chunk, beside in zip(own, layout.neighbours(index), strict=True):
+            key = id(chunk), beside
+            if key not in known:
+                known[key] = units(priced, chunk, beside)
+            made += (known[key],)
     alike = tuple(map(id, chunks))
     if alike not in known:
-        even = sum((g.part.static.times(len(g.names)) for chunk in chunks for g in chunk), Static())
-        known[alike] = with_whole_parameters(run, chunks, with_whole_tensors(run, chunks, even))
+        known[alike] = stage_state(run, chunks)
     total: Static = known[alike]
-    gathered = sum(whole_in_flight(run, chunk) for chunk in chunks) if layout.resharding_differs else 0
-    before, late = set_aside(run, chunks)
-    aside = before + late + buffer_bytes(run, index)
-    sends, last = sending(run, index), sent_last(run, index) if layout.stage_buffers else 0
-    places, last_place = layout.places(index), layout.pp * layout.virtual_stages - 1
-    ends = 0 in places or last_place in places
-    mask = loader_mask(run) if run.loader_masks and ends else 0
-    kept = kept_batches(run) if run.keep_batches and ends else 0
-    kept_head = deferred_head(run) if layout.deferred_head and last_place in places else 0
-    whole = layout.stage_buffers and layout.keeps_whole_gradients
-    made: tuple[Units, ...] = tuple(known[key] for key in keys)
-    weights = Weights.RESIDENT
-    if layout.regathers:  # interleaved and split schedules are run by ``_PipelineScheduleRuntime``
-        weights = Weights.FETCHED if layout.virtual_stages > 1 or layout.schedule.splits else Weights.GATHERED
-    learning = run.gradients is not Gradients.UPFRONT or (layout.keeps_received and layout.virtual_stages > 1)
-    received = _received(run) if layout.keeps_received and layout.pp > 1 else 0
+    reduces_once = layout.stage_buffers and layout.keeps_whole_gradients
+    buffers, order = list(buffers_of(run, index)), stage_order(run, index)
+    before, late = workspace_bytes(run, chunks)
+    aside = before + late + sum(nbytes for row, nbytes in buffers if row.until is None)
+    # a chunk is sent the residual stream and its gradient, which stay (megatron/core/transformer/transformer_block.py,
+    # ``set_input_tensor``; megatron/core/pipeline_parallel/schedules.py has the gradient retained there)
+    received = 2 * stream_bytes(run) if layout.keeps_received and layout.pp > 1 else 0
+    outputs = layout.keeps_stage_outputs and not layout.stage_buffers and index < layout.pp - 1
     load = StageLoad(
         chunks=made,
-        order=device_order(
-            layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
-            stage=index,
-            stages=layout.pp,
-            micro_batches=run.micro_batches,
-            virtual_stages=layout.virtual_stages,
-            group=layout.micro_batch_group,
-            whole=run.recompute.whole,
-            walk=Walk(sends, learning or whole, whole, weights, received > 0),
-        ),
+        order=order,
         micro_batches=run.micro_batches,
-        fixed=total.parameters + aside + device_buffer(run, chunks) + _frozen(run) + _buckets(run, total, chunks),
+        fixed=total.parameters
+        + aside
+        + host_buffer_bytes(run, chunks)
+        + (sum(found.parameters for found in frozen_bytes(run)) if run.frozen else 0)
+        + bucket_bytes(run, total, chunks),
         state=total.state,
         gradients=run.gradients,
-        optimizer_transient=_transient(run, total, chunks),
-        sent=_output_bytes(run, chunks[0]) if _keeps_outputs(run) and index < layout.pp - 1 else 0,
+        optimizer_transient=step_bytes(run, total, chunks),
+        sent=_output_bytes(run, chunks[0]) if outputs else 0,
         master=total.state if run.gradients is Gradients.IN_BACKWARD else total.master,  # made in the first backward
         aside=aside,
         late=late,
         lifetimes=lifetimes(
-            ("document mask", mask, FORWARD, OPTIMIZER),
-            ("packed batch", packed_batch(run, chunks), FORWARD, OPTIMIZER),
-            ("last sends", last, FORWARD, OPTIMIZER),
-            ("all-gathered weights", gathered, FORWARD, OPTIMIZER),
-            ("deferred head", kept_head, FORWARD, OPTIMIZER),
-            ("batches before", (run.micro_batches - 1) * kept, FORWARD, OPTIMIZER),
-            ("all batches", run.micro_batches * kept, OPTIMIZER, STEP),
-            ("schedule's variables", _variables(run, index), BACKWARD, OPTIMIZER),
-            (GRADIENT_COPIES, total.copies, OPTIMIZER, STEP),
-            ("gradients of inputs", left_bytes(run, index), OPTIMIZER, FORWARD),
+            ("packed batch", packed_batch(run, chunks), Event.FORWARD, Event.OPTIMIZER),
+            ("all-gathered weights", _in_flight(run, chunks), Event.FORWARD, Event.OPTIMIZER),
+            (GRADIENT_COPIES, total.copies, Event.OPTIMIZER, Event.STEP),
+            *((row.name, nbytes, row.begin, row.until) for row, nbytes in buffers if row.until is not None),
         ),
         received=received,
         receives=1 if index == 0 else 0,
-        transfers=tuple(stream_bytes(run) * count for count in sends),
-        shards=total.gradients if whole else 0,
-        reducing=tuple(reducing(run, chunk) for chunk in chunks) if whole else (),
-        freed=tuple(freed(run, chunk) for chunk in chunks) if whole else (),
-        whole_chunks=tuple(_while_whole(run, index, (*chunks, *twins), made)) if layout.regathers else (),
+        transfers=tuple(stream_bytes(run) * count for count in order.walk.sending),
+        shards=total.gradients if reduces_once else 0,
+        reducing=tuple(reducing(run, chunk) for chunk in chunks) if reduces_once else (),
+        freed=tuple(freed(run, chunk) for chunk in chunks) if reduces_once else (),
+        whole_chunks=tuple(_while_whole(run, index, (*chunks, *whole), made)) if layout.regathers else (),
     )
     return Stage(index=index, groups=chunks, load=load, static=total, known=passes)
 
 
-def _while_whole(run: Run, index: int, groups: Sequence[Chunk], made: Sequence[Sequence[Unit]]) -> Iterator[Units]:
-    """Units of chunks while weights are whole, with what each of them shards again."""
-    stays = replace(run, layout=replace(run.layout, reshard=Reshard.NEVER, reshard_ranks=0))
-    beside = (*run.layout.neighbours(index),) * 2  # of twins the same
-    for chunk, gathering, near in zip(groups, made, beside, strict=False):
-        weights = {name: unit.weights for unit in gathering for name in unit.names}
-        yield tuple(replace(unit, weights=weights[unit.names[0]]) for unit in units(stays, chunk, near))
-
-
-def _frozen(run: Run) -> int:
-    """Weights of models beside the trained one."""
-    return sum(found.parameters for found in frozen_bytes(run))
-
-
-def _buckets(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
-    """DistributedDataParallel's: a place for each gradient, beside which it comes.
-
-    ``torch/csrc/distributed/c10d/reducer.cpp``, ``mark_variable_ready_dense``: what autograd made is copied into its
-    bucket, and the mean is copied back (``finalize_bucket_dense``). With ``gradient_as_bucket_view`` a gradient becomes
-    its place, but those of micro-batches under ``no_sync`` come beside it after ``zero_grad(set_to_none=True)``.
-    Experts that are spread over ranks have none: a mean over all ranks would mix different ones
-    (``_set_params_and_buffers_to_ignore_for_model``).
-    """
-    if run.gradients is not Gradients.BUCKETS:
-        return 0
-    parts = [(group.part, len(group.names)) for chunk in chunks for group in chunk] if run.layout.ep > 1 else []
-    apart = sum(
-        count
-        * static(
-            [w for w in part.region.weights if w.expert],
-            precision=run.precision,
-            optimizer=run.optimizer,
-            layout=run.layout,
-            in_layer=part.is_layer,
-        ).gradients
-        for part, count in parts
+def stage_order(run: Run, index: int, *, every: bool = False) -> DeviceOrder:
+    """Return the order of a stage's passes. ``every``: of all micro-batches, however many there are."""
+    layout = run.layout
+    weights = Weights.RESIDENT
+    if layout.regathers:  # interleaved and split schedules are run by ``_PipelineScheduleRuntime``
+        weights = Weights.FETCHED if layout.virtual_stages > 1 or layout.schedule.splits else Weights.GATHERED
+    reduces_once = layout.stage_buffers and layout.keeps_whole_gradients
+    receiving = layout.keeps_received and layout.pp > 1
+    learning = run.gradients is not Gradients.UPFRONT or reduces_once or (receiving and layout.virtual_stages > 1)
+    return device_order(
+        layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
+        stage=index,
+        stages=layout.pp,
+        micro_batches=run.micro_batches,
+        virtual_stages=layout.virtual_stages,
+        group=layout.micro_batch_group,
+        whole=run.recompute.whole,
+        walk=OrderOptions(sending(run, index), learning, reduces_once, weights, receiving),
+        every=every,
     )
-    return total.gradients - apart
 
 
-def _keeps_outputs(run: Run) -> bool:
-    """Beside buffers, which count what a stage returns as well."""
-    return run.layout.keeps_stage_outputs and not run.layout.stage_buffers
+def played_load(run: Run, stage: Stage) -> StageLoad:
+    """Return a stage's load with the order of all micro-batches, which `memory.step.actions` may walk through."""
+    return replace(stage.load, order=stage_order(run, stage.index, every=True))
+
+
+def _in_flight(run: Run, chunks: tuple[Chunk, ...]) -> int:
+    return sum(whole_in_flight(run, chunk) for chunk in chunks) if run.layout.resharding_differs else 0
 
 
 def _output_bytes(run: Run, chunk: Chunk) -> int:
@@ -347,69 +314,10 @@ def _output_bytes(run: Run, chunk: Chunk) -> int:
     return (chunk[-1].part.region if chunk else embedding_region(run.scene)).output.nbytes
 
 
-def _received(run: Run) -> int:
-    """The residual stream that a chunk is sent, and its gradient.
-
-    ``megatron/core/transformer/transformer_block.py``: ``set_input_tensor`` leaves the received tensor at the module,
-    and ``megatron/core/pipeline_parallel/schedules.py`` has its gradient retained there, until the next one comes.
-    """
-    return 2 * stream_bytes(run)
-
-
-def _variables(run: Run, index: int) -> int:
-    """What a schedule's own variables hold of the passes before, from the first backward on.
-
-    ``megatron/core/pipeline_parallel/schedules.py``: ``input_tensor_grad``, which was sent back, until the next
-    backward has returned one; with virtual stages ``output_tensor`` of the forward before a backward, too, since both
-    are sent when both have run.
-    """
-    layout = run.layout
-    if not layout.keeps_received or layout.pp == 1 or run.micro_batches == 1:
-        return 0
-    each = _received(run) // 2
-    if layout.virtual_stages > 1:
-        return 2 * each
-    return each if index else 0
-
-
-SUB_GROUP: Final = 10**9
-"""Elements: ``sub_group_size`` of DeepSpeed, ``deepspeed/runtime/zero/config.py``."""
-
-
-def _copied_gradients(run: Run, total: Static) -> int:
-    """What DeepSpeed's step makes of a rank's gradients: one flat copy, and another in the dtype of the master.
-
-    ``deepspeed/runtime/zero/stage3.py``, ``_prepare_fp32_grad_for_sub_group``: ``self.flatten(...).to(dtype)`` of a
-    sub-group, which is closed by the parameter that makes it a billion elements or more; ``stage_1_and_2.py``,
-    ``step``, the same of the whole partition. The gradients themselves stay until then.
-    """
-    held = run.precision
-    if run.layout.zero == 0 or held.master is None:
-        return 0
-    wide = DTYPE_BYTES[held.master]
-    elements = total.master // wide
-    elements = min(elements, SUB_GROUP) if run.layout.zero == 3 else elements
-    return elements * (DTYPE_BYTES[held.gradient] + (wide if held.master != held.gradient else 0))
-
-
-def _transient(run: Run, total: Static, chunks: tuple[Chunk, ...]) -> int:
-    """What an optimizer step allocates for its own arithmetic.
-
-    On the CPU PyTorch walks through the parameters one by one: NOTE [ A loop's names ] in `formula.static`; fused
-    kernels, which training on accelerators uses, need nothing. torch's default on CUDA is neither:
-    ``torch/optim/adam.py``, ``_multi_tensor_adam``, makes the roots of all second moments at once (``_foreach_sqrt``).
-    """
-    if run.gradients is Gradients.IN_BACKWARD:
-        return 0  # it is among a backward's
-    if run.states_on_host.steps_there:
-        return 0
-    if run.optimizer is Optimizer.ADAMW_FOREACH:
-        return (total.state - total.master) // 2
-    if run.optimizer is Optimizer.ADAMW_DEEPSPEED:
-        return _copied_gradients(run, total)
-    if muon := muon_step_bytes(run, chunks):
-        return muon
-    adaptive = run.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
-    if run.kernels.device is not Device.CPU or not adaptive:
-        return 0
-    return total.stepping if run.optimizer is Optimizer.ADAMW else 2 * total.largest
+def _while_whole(run: Run, index: int, groups: Sequence[Chunk], made: Sequence[Units]) -> Iterator[Units]:
+    """Units of chunks while weights are unsharded, with what each of them shards again."""
+    stays = replace(run, layout=replace(run.layout, reshard=Reshard.NEVER, reshard_ranks=0))
+    beside = (*run.layout.neighbours(index),) * 2  # the same with everything kept
+    for chunk, gathering, near in zip(groups, made, beside, strict=False):
+        weights = {name: unit.weights for unit in gathering for name in unit.names}
+        yield tuple(replace(unit, weights=weights[unit.names[0]]) for unit in units(stays, chunk, near))

@@ -6,7 +6,7 @@ are all frozen, no dropout (TRL's ``disable_dropout_in_model``) and the policy's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -15,7 +15,8 @@ from jettison.formula.liveness import forward_height
 from jettison.formula.region import Region, score_region
 from jettison.formula.static import Static, static
 from jettison.ledger.program import Source
-from jettison.predict.fsdp_groups import Grouped
+from jettison.predict.fsdp2 import FsdpGroups
+from jettison.predict.passes import held_over
 from jettison.predict.stages import RegionGroup, outline
 from jettison.spec.kernels import WORKSPACES, Kernels, Loss
 from jettison.spec.layout import Reshard
@@ -41,7 +42,7 @@ class FrozenBytes:
 
 def frozen_bytes(run: Run) -> tuple[FrozenBytes, ...]:
     """Of all frozen models of a run, in the order in which they were given."""
-    return tuple(_bytes(run, beside) for beside in run.frozen)
+    return tuple(_bytes(_told_apart(run), beside) for beside in run.frozen)
 
 
 def highest_forward(run: Run, when: When) -> int:
@@ -50,8 +51,13 @@ def highest_forward(run: Run, when: When) -> int:
 
 
 def frozen_run(run: Run, beside: FrozenModel) -> Run:
-    """The run whose forward it is."""
-    return _frozen_run(replace(run, recompute=Recompute(), gradients=Gradients.ONE_BY_ONE), beside)
+    """Return the run whose forward it is."""
+    return _frozen_run(_told_apart(run), beside)
+
+
+def _told_apart(run: Run) -> Run:
+    """What of a run decides a frozen model's bytes."""
+    return replace(run, recompute=Recompute(), gradients=Gradients.ONE_BY_ONE)
 
 
 @lru_cache(maxsize=256)
@@ -76,7 +82,6 @@ def _frozen_run(run: Run, beside: FrozenModel) -> Run:
 
 
 def _held(run: Run, beside: FrozenModel) -> tuple[str, Base]:
-    """Dtype of its products, and how its matrices lie."""
     precision = run.precision
     if not beside.dtype and run.tuning is not None:
         return precision.compute, run.tuning.base
@@ -109,17 +114,13 @@ def frozen_groups(run: Run, beside: FrozenModel) -> tuple[RegionGroup, ...]:
     return (*groups[:-1], replace(last, part=replace(last.part, region=region, static=held)))
 
 
-def _bytes(run: Run, beside: FrozenModel) -> FrozenBytes:
-    return _known_bytes(replace(run, recompute=Recompute(), gradients=Gradients.ONE_BY_ONE), beside)
-
-
 @lru_cache(maxsize=256)
-def _known_bytes(run: Run, beside: FrozenModel) -> FrozenBytes:
+def _bytes(run: Run, beside: FrozenModel) -> FrozenBytes:
     groups = frozen_groups(run, beside)
     own = frozen_run(run, beside)
     total = sum((group.part.static.times(len(group.names)) for group in groups), Static())
-    tables = sum(_held_over(groups[0].part.region))
-    embedded = groups[0].part.region.output.nbytes if own.kernels.forward_names else 0  # its ``inputs_embeds``
+    tables, huggingface = held_over(groups[0].part.region), own.kernels.forward_names
+    embedded = groups[0].part.region.output.nbytes if huggingface else 0  # its ``inputs_embeds``
     heights = {group.part.region: _height(group.part.region, own.kernels.named_attention) for group in groups}
     whole, forward = _gathered(own, groups, heights, tables + embedded, embedded)
     own_bytes = 0 if beside.model is None else total.parameters + whole
@@ -131,14 +132,14 @@ def _gathered(
 ) -> tuple[int, int]:
     """Weights that stay whole for good, since no backward comes; and the height, with what is gathered.
 
-    See NOTE [ What FSDP2 holds ] in `gathered`.
+    See NOTE [ What FSDP2 holds ] in `fsdp2`.
 
     Args:
         heights: by region, while it reads weights and behind that.
         beside: what there is beside layers.
         embedded: of it, what the embedding returned.
     """
-    chunk = Grouped.of(run, [group.part for group in groups for _ in group.names])
+    chunk = FsdpGroups.of(run, [group.part for group in groups for _ in group.names])
     outer = chunk.outer if run.layout.reshard is Reshard.ALWAYS else 0  # the outermost group's, sharded at the end
     highest, left = 2 * outer, 0
     for part in chunk.parts:
@@ -147,13 +148,6 @@ def _gathered(
         highest = max(highest, reading + there, left + there, behind)
         left = gathered + part.region.output.nbytes - (0 if part.is_layer else embedded)
     return sum(map(chunk.left, chunk.parts)) - outer, highest
-
-
-def _held_over(embedding: Region) -> Iterator[int]:
-    """What the embedding makes for all layers, such as rotary tables."""
-    for step in embedding.tape.steps:
-        if step.name == "hold":
-            yield from (embedding.tape.sizes[s.value.storage] for s in step.saved)
 
 
 def _height(region: Region, named: bool) -> tuple[int, int]:

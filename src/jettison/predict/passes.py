@@ -80,3 +80,9 @@ def tied_table(region: Region, each: int) -> tuple[int, int]:
     tables = [w for w in learned if w.name == TOKENS] or learned
     table = max((w.numel for w in tables), default=0)
     return table * each, (sum(w.numel for w in learned) - table) * each
+
+
+def held_over(embedding: Region) -> int:
+    """Return the bytes that an embedding makes for all layers, such as rotary tables."""
+    steps = (step for step in embedding.tape.steps if step.name == "hold")
+    return sum(embedding.tape.sizes[storage] for storage in {s.value.storage for step in steps for s in step.saved})

@@ -9,29 +9,32 @@ a pipeline gets as many micro-batches as it has stages, the fewest that fill it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from math import isfinite
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
 
 from jettison.core.errors import UsageError
 from jettison.families.config import read_config
 from jettison.families.family import kernels_for
 from jettison.families.presets import PRESETS, hub_config, is_hub_id, preset, unknown_preset
 from jettison.formula.region import refuse_idle
-from jettison.predict.fine_tuning_request import frozen_of, packed_of, states_of, tuning_of
-from jettison.predict.precision_request import precision_of, with_own_products
-from jettison.predict.request_words import given_or, word
 from jettison.predict.run_fields import RunRequest
+from jettison.spec.fp8 import Fp8Recipe, fp8_recipe
 from jettison.spec.frameworks import rule, software
 from jettison.spec.kernels import ContextExchange, Dispatcher, Kernels, Loss, Scans, workspaces
 from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import Layout, Reshard, Schedule, cut_of, refuse_as_built
 from jettison.spec.model import SECOND, Layer, ModelSpec, Pooling, RecordedLayer
-from jettison.spec.model_variants import with_mtp
-from jettison.spec.precision import Adding, Gradients, Precision, optimizer
+from jettison.spec.model_variants import with_mtp, with_products
+from jettison.spec.precision import Adding, Gradients, Precision, optimizer, precision
 from jettison.spec.recompute import MOST, Mode, Recompute, listed
 from jettison.spec.run import Run, check_scans
+from jettison.spec.states_on_host import StatesOnHost, states_on_host
+from jettison.spec.tuning import BASE, SAME, Base, FrozenModel, FrozenWords, Role, Tuning, When
 
 PAPER: Final = "paper"
 """The family of arXiv 2205.05198's GPTs."""
@@ -54,6 +57,23 @@ class Resolved:
     run: Run
     assumed: frozenset[str]
     like: str = ""
+
+
+_T = TypeVar("_T")
+_Word = TypeVar("_Word", bound=StrEnum)
+
+
+def given_or(value: _T | None, default: _T) -> _T:
+    """Return what was given, or else the default."""
+    return default if value is None else value
+
+
+def _word(kind: type[_Word], text: str | None, name: str, default: _Word) -> _Word:
+    if text is None:
+        return default
+    if text not in set(kind):
+        raise UsageError(f"got --{name} {text!r}; expected one of {', '.join(kind)}")
+    return kind(text)
 
 
 def is_live(model: str) -> bool:
@@ -121,13 +141,15 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         return _resolve_like(model, request, request.like)
     if request.capacity_factor is not None and not isfinite(request.capacity_factor):
         raise UsageError(f"got --capacity-factor {request.capacity_factor}; expected a number above 0")
+    if request.packed is not None and request.packed < 1:
+        raise UsageError(f"got --packed {request.packed}; expected tokens of a document, 1 or more")
     if request.positions is not None:
         model = _with_positions(model, request.positions)
     kernels = _kernels(model, request)
-    tuning, frozen = tuning_of(request), tuple(frozen_of(model, request, model_spec))
+    tuning, frozen = _tuning(request), tuple(_frozen(model, request))
     repeated = given_or(request.mtp_use_repeated_layer, False)
     model = with_mtp(model, given_or(request.mtp_num_layers, 0), kernels, repeated=repeated)
-    model = with_own_products(model, request, kernels)
+    model = _with_products(model, request, kernels)
     layout = _layout(request, model)
     if layout.deferred_head and kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.DPO):
         raise UsageError(
@@ -139,8 +161,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         model = replace(model, layers=(replace(first, detached=True), *model.layers[1:]))
     if tuning is not None:
         refuse_idle(model, tuning)
-    upfront = Gradients.UPFRONT if kernels.upfront_gradients else Gradients.ONE_BY_ONE
-    gradients = upfront if request.gradients is None else _gradients(request.gradients)
+    gradients = _gradients(request.gradients, kernels)
     longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens
     seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, longest)
     if model.audio is not None:
@@ -151,7 +172,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         micro_batch=given_or(request.micro_batch, 2 if kernels.loss is Loss.DPO else 1),
         micro_batches=given_or(request.micro_batches, layout.pp),
         layout=layout,
-        precision=_apart(precision_of(request, kernels, tuned=tuning is not None), gradients),
+        precision=_precision(request, kernels, gradients, tuned=tuning is not None),
         optimizer=optimizer(given_or(request.optimizer, "adamw")),
         kernels=kernels,
         recompute=_recompute(request, model.depth),
@@ -159,20 +180,14 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         dropout=given_or(request.dropout, model.dropout),
         capacity_factor=request.capacity_factor,
         imbalance=given_or(request.expert_imbalance, 1.0),
-        tp_comm_overlap=given_or(request.tp_comm_overlap, False),
-        ep_comm_overlap=given_or(request.ep_comm_overlap, False),
-        cuda_graphs=given_or(request.cuda_graphs, False),
+        **_given(request, _OF_A_RUN),
         source_seq=_source_length(model, request, given_or(request.seq, seq)),
         stack=None if request.stack is None else software(request.stack),
-        adding=Adding.WHOLE if request.accumulation is None else word(Adding, request.accumulation, "accumulation"),
+        adding=_word(Adding, request.accumulation, "accumulation", Adding.WHOLE),
         workspaces=workspaces(given_or(request.workspaces, "none")),
-        loader_masks=given_or(request.loader_masks, False),
-        keep_batches=given_or(request.keep_batches, False),
-        holds_output=given_or(request.holds_output, False),
-        packed=packed_of(request),
         tuning=tuning,
         frozen=frozen,
-        states_on_host=states_of(request),
+        states_on_host=_states_on_host(request),
     )
     return Resolved(run=run, assumed=frozenset(f.name for f in fields(request)) - set(request.given()))
 
@@ -228,7 +243,6 @@ def _source_length(model: ModelSpec, request: RunRequest, seq: int) -> int:
 
 
 def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
-    """The same model made for longer or shorter sequences."""
     if not model.learned_positions or model.patches is not None:
         raise UsageError(f"got --positions {positions}; {model.name} has no learned positions: leave it away")
     extra = model.position_rows - model.max_positions if model.position_rows else 0
@@ -236,35 +250,35 @@ def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
 
 
 def _layout(request: RunRequest, model: ModelSpec) -> Layout:
-    tp, pp, virtual = given_or(request.tp, 1), given_or(request.pp, 1), given_or(request.virtual_stages, 1)
-    cut = request.stage_layers
-    uneven = () if cut is None else cut_of(cut, model, pp=pp, virtual=virtual)
-    reshard = given_or(request.reshard_after_forward, str(Reshard.ALWAYS))
+    found = _given(request, _OF_A_LAYOUT)
+    tp, pp, cut = found.get("tp", 1), found.get("pp", 1), request.stage_layers
+    reshard = request.reshard_after_forward
+    ranks = int(reshard) if reshard is not None and reshard.isdecimal() else None
     return Layout(
-        tp=tp,
+        **found,
         sp=given_or(request.sp, tp > 1 and model.words and not model.two_stacks),
-        cp=given_or(request.cp, 1),
-        ep=given_or(request.ep, 1),
-        expert_tp=given_or(request.expert_tp, 0),
-        pp=pp,
-        virtual_stages=virtual,
-        micro_batch_group=given_or(request.micro_batch_group, 0),
-        deferred_head=given_or(request.deferred_head, 0),
-        stage_layers=uneven,
+        stage_layers=() if cut is None else cut_of(cut, model, pp=pp, virtual=found.get("virtual_stages", 1)),
         further=model.further,
-        schedule=Schedule.ONE_F_ONE_B if request.schedule is None else word(Schedule, request.schedule, "schedule"),
-        dp=given_or(request.dp, 1),
-        zero=given_or(request.zero, 0),
-        zero_replicas=given_or(request.zero_replicas, 1),
-        zero_whole=given_or(request.zero_whole, False),
-        gathered_inputs=given_or(request.gathered_inputs, False),
+        schedule=_word(Schedule, request.schedule, "schedule", Schedule.ONE_F_ONE_B),
         keeps_stage_outputs=given_or(request.keep_stage_outputs, False),
         keeps_received=given_or(request.keep_received, False),
-        stage_buffers=given_or(request.stage_buffers, False),
-        reshard=Reshard.ALWAYS if reshard.isdecimal() else word(Reshard, reshard, "reshard-after-forward"),
-        reshard_ranks=int(reshard) if reshard.isdecimal() else 0,
-        outer_ends=given_or(request.outer_ends, False),
+        reshard=_word(Reshard, reshard if ranks is None else None, "reshard-after-forward", Reshard.ALWAYS),
+        reshard_ranks=ranks or 0,
     )
+
+
+_OF_A_RUN: Final = (
+    *("tp_comm_overlap", "ep_comm_overlap", "cuda_graphs", "loader_masks", "keep_batches", "holds_output", "packed"),
+)
+_OF_A_LAYOUT: Final = (
+    *("tp", "pp", "cp", "ep", "dp", "expert_tp", "virtual_stages", "micro_batch_group", "deferred_head", "zero"),
+    *("zero_replicas", "zero_whole", "gathered_inputs", "stage_buffers", "outer_ends"),
+)
+
+
+def _given(request: RunRequest, names: Sequence[str]) -> dict[str, Any]:
+    """What was given of fields that are called alike where they go."""
+    return {name: value for name in names if (value := getattr(request, name)) is not None}
 
 
 def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
@@ -275,16 +289,15 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
     paper = model.family == PAPER
     kernels = kernels_for(model, given_or(request.kernels, "megatron" if paper else "pytorch"))
     kernels = kernels.with_attention(given_or(request.attention, "eager") if paper else request.attention)
-    if request.dispatcher is not None:
-        kernels = replace(kernels, dispatcher=word(Dispatcher, request.dispatcher, "dispatcher"))
-    for name in ("sequential_experts", "deterministic"):
-        if getattr(request, name) is not None:
-            kernels = replace(kernels, **{name: getattr(request, name)})
-    if request.context_exchange is not None:
-        exchange = word(ContextExchange, request.context_exchange, "context-exchange")
-        kernels = replace(kernels, context_exchange=exchange)
+    kernels = replace(
+        kernels,
+        dispatcher=_word(Dispatcher, request.dispatcher, "dispatcher", kernels.dispatcher),
+        context_exchange=_word(ContextExchange, request.context_exchange, "context-exchange", kernels.context_exchange),
+        scans=_word(Scans, request.scans, "scans", kernels.scans),
+        sequential_experts=given_or(request.sequential_experts, kernels.sequential_experts),
+        deterministic=given_or(request.deterministic, kernels.deterministic),
+    )
     if request.scans is not None:
-        kernels = replace(kernels, scans=word(Scans, request.scans, "scans"))
         check_scans(model, kernels)
     if request.loss is None:
         return kernels
@@ -293,7 +306,7 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
         raise UsageError(f"got --loss {request.loss}; {model.name} {does}: leave it away")
     if model.head.pooling is not Pooling.NONE:
         raise UsageError(f"got --loss {request.loss}; {model.name} has one prediction a sequence: leave it away")
-    return replace(kernels, loss=word(Loss, request.loss, "loss"))
+    return replace(kernels, loss=_word(Loss, request.loss, "loss", kernels.loss))
 
 
 def _recompute(request: RunRequest, layers: int) -> Recompute:
@@ -320,20 +333,110 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _apart(held: Precision, gradients: Gradients) -> Precision:
+_GRADIENTS: Final = MappingProxyType(
+    {
+        "one-by-one": Gradients.ONE_BY_ONE,
+        "upfront": Gradients.UPFRONT,
+        "buckets": Gradients.BUCKETS,
+        "added": Gradients.ADDED,
+        "in-backward": Gradients.IN_BACKWARD,
+    }
+)
+
+
+def _gradients(text: str | None, kernels: Kernels) -> Gradients:
+    if text is None:
+        return Gradients.UPFRONT if kernels.upfront_gradients else Gradients.ONE_BY_ONE
+    if text not in _GRADIENTS:
+        raise UsageError(f"got --gradients {text!r}; expected one of {', '.join(_GRADIENTS)}")
+    return _GRADIENTS[text]
+
+
+# adapters, frozen models, states on the host --------------------------------------------------------------------------
+
+
+def _tuning(request: RunRequest) -> Tuning | None:
+    if request.lora is None:
+        for name in ("base", "input_gradients"):
+            if getattr(request, name) is not None:
+                raise UsageError(
+                    f"got {flag_of(name)} without adapters, where nothing is frozen; give --lora r=16 as well"
+                )
+        return None
+    return Tuning.parse(
+        request.lora,
+        base=_word(Base, request.base, "base", Base.PLAIN),
+        inputs_need_gradients=given_or(request.input_gradients, given_or(request.recompute, "none") != "none"),
+    )
+
+
+def _frozen(policy: ModelSpec, request: RunRequest) -> Iterator[FrozenModel]:
+    for role in Role:
+        text: str | None = getattr(request, role)
+        if text is None:
+            continue
+        words = FrozenWords.parse(text, f"--{role}")
+        if words.model == BASE and (request.lora is None or role is Role.REWARD or words.dtype or words.sharded):
+            raise UsageError(
+                f"got --{role} {text}; base is the policy with its adapters switched off: --reference base, with --lora"
+            )
+        model = policy if words.model == SAME else None if words.model == BASE else model_spec(words.model)
+        if model is not None and model.recorder is not None:
+            raise UsageError(f"got --{role} {text}; the blocks of {model.name} are recorded, not described")
+        yield FrozenModel(
+            role=role,
+            model=model,
+            dtype=words.dtype,
+            sharded=given_or(words.sharded, True),
+            when=given_or(words.when, When.AFTER if role is Role.REFERENCE else When.BEFORE),
+        )
+
+
+def _states_on_host(request: RunRequest) -> StatesOnHost:
+    """Whose way of keeping states on the host; refused where the framework does not do it under this layout."""
+    rule = states_on_host(given_or(request.states_on_host, "none"))
+    zero, why = given_or(request.zero, 0), ""
+    if rule.keeps_buffer and zero < 2:
+        why = f"--zero {zero}; ZeRO-Offload is described for --zero 2 and 3"
+    elif rule.moves_parameters and zero < 3:
+        why = f"--zero {zero}; shards of parameters are there under --zero 3"
+    elif rule.steps_there and zero in (1, 2) and not rule.keeps_buffer:
+        why = f"--zero {zero}; give --zero 3, or one device"
+    elif rule.frees_gradients and given_or(request.pp, 1) > 1:
+        why = f"--pp {request.pp}; no rule says when a stage's gradients go"
+    if why:
+        raise UsageError(f"got --states-on-host {rule} with {why}")
+    return rule
+
+
+# precision ------------------------------------------------------------------------------------------------------------
+
+
+def _precision(request: RunRequest, kernels: Kernels, gradients: Gradients, *, tuned: bool) -> Precision:
+    found = precision(given_or(request.precision, "bf16-autocast" if tuned else "bf16"))
+    if (recipe := _recipe(request, kernels)) is not None:
+        found = found.with_recipe(recipe)
+    elif request.fp8_param_gather:
+        raise UsageError("got --fp8-param-gather without a recipe; give --fp8-recipe as well, such as mxfp8")
     if gradients is not Gradients.ADDED:
-        return held
-    if held.accumulator is None:
+        return found
+    if found.accumulator is None:
         raise UsageError(
-            f"got --gradients added with --precision {held.name}, which has no second buffer that gradients are added "
+            f"got --gradients added with --precision {found.name}, which has no second buffer that gradients are added "
             "to: give --precision bf16-grad32"
         )
-    return replace(held, apart=True)
+    return replace(found, apart=True)
 
 
-def _gradients(text: str) -> Gradients:
-    words = {"one-by-one": Gradients.ONE_BY_ONE, "upfront": Gradients.UPFRONT, "buckets": Gradients.BUCKETS}
-    words |= {"added": Gradients.ADDED, "in-backward": Gradients.IN_BACKWARD}
-    if text not in words:
-        raise UsageError(f"got --gradients {text!r}; expected one of {', '.join(words)}")
-    return words[text]
+def _recipe(request: RunRequest, kernels: Kernels) -> Fp8Recipe | None:
+    if request.fp8_recipe is None:
+        return None
+    return fp8_recipe(request.fp8_recipe, kernels.name, parameters=given_or(request.fp8_param_gather, False))
+
+
+def _with_products(model: ModelSpec, request: RunRequest, kernels: Kernels) -> ModelSpec:
+    if request.products is None:
+        return model
+    if (recipe := _recipe(request, kernels)) is None:
+        raise UsageError(f"got --products {request.products!r} without a recipe; give --fp8-recipe as well")
+    return with_products(model, request.products, recipe)

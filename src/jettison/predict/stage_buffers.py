@@ -1,242 +1,248 @@
-"""What a chunk of a pipeline holds of its ends: tables that it makes for itself, and torch's receive buffers.
+"""Buffers of a pipeline stage: what libraries, frameworks and schedules allocate beside the tensors of the model.
+
+Most are data, ``frameworks/NAME/buffers.toml``. A row is there where its ``when`` holds, which begins with an option,
+from one `memory.step.Event` to another, or forever. Its expressions are Python's, of the letters of docs/symbols.md, of
+a run's options by the names of their flags, and of these: ``stage``; ``first``, ``last``: it has an end of the model;
+``stream``: bytes that one stage sends another for one micro-batch; ``transfers``: what its chunks are sent for a
+micro-batch, outputs and gradients; ``inputs``: chunks that are sent an input from another device; ``compute``: bytes of
+an element.
 
 NOTE [ Buffers of torch.distributed.pipelining ]
-``torch/distributed/pipelining/stage.py``, of 2.13. ``_setup_forward_recv_info`` and ``_create_grad_recv_info`` make a
-tensor for each micro-batch of a step, for what a chunk is sent and for the gradient that comes back, when a schedule
-runs first; they stay. So an input in flight is one of them, and so is the gradient with which a backward starts. A
-chunk's output is in ``fwd_cache`` from its forward to the end of its backward (``backward_one_chunk``), on the last
-stage as well, where it is the logits. The gradient of the input that ``get_bwd_send_ops`` sends is held by the ops
-until the next is sent (``Schedule1F1B``); ``_PipelineScheduleRuntime``, which runs interleaved schedules, and
-``ScheduleGPipe`` hold the works of all that was sent until the step ends, and with them the tensors (gloo; NCCL of
-2.7 and later keeps what a work sends on a shelf until somebody waits for it). Between two chunks of one device nothing
-is sent: an output takes the place of the other's buffer (``set_local_fwd_input``), and so does the gradient that comes
-back (``set_local_bwd_input``), until the same micro-batch's of the next step.
+``torch/distributed/pipelining/stage.py``, of 2.13. An input in flight is a receive buffer, and so is the gradient with
+which a backward starts. A chunk's output is in ``fwd_cache`` from its forward to the end of its backward
+(``backward_one_chunk``), on the last stage as well, where it is the logits. The gradient of the input that
+``get_bwd_send_ops`` sends is held by the ops until the next is sent (``Schedule1F1B``); ``_PipelineScheduleRuntime``,
+which runs interleaved schedules, and ``ScheduleGPipe`` hold the works of all that was sent until the step ends, and
+with them the tensors (gloo; NCCL of 2.7 and later keeps what a work sends on a shelf until somebody waits for it).
+Between two chunks of one device nothing is sent: an output takes the place of the other's buffer
+(``set_local_fwd_input``), and so does the gradient that comes back (``set_local_bwd_input``), until the same
+micro-batch's of the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
-from typing import TypeGuard
+import tomllib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from math import prod
+from types import CodeType
+from typing import Any, Final, NamedTuple
 
 from jettison.core.dtypes import DTYPE_BYTES
-from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region
-from jettison.formula.tape import GATHER
-from jettison.memory.unit import Unit
-from jettison.predict.stages import RegionGroup, StageRegion
-from jettison.spec.kernels import AttentionKernel
-from jettison.spec.layout import Layout, Schedule
-from jettison.spec.model import Attention, Layer, ModelSpec
+from jettison.formula.attention import MASK
+from jettison.formula.region import HEAD
+from jettison.ledger.program import Program
+from jettison.memory.step import Event
+from jettison.predict.stages import Chunk, StageRegion, local_shape
+from jettison.predict.units import stream_bytes
+from jettison.spec.frameworks import FOLDER
+from jettison.spec.kernels import AttentionKernel, Dispatcher, Documents
+from jettison.spec.layout import Schedule
+from jettison.spec.model import Layer, Scan
+from jettison.spec.precision import Adding
 from jettison.spec.recompute import Mode
-from jettison.spec.run import RegionSignature, Run
+from jettison.spec.run import Run
 
-LOGITS = "logits"
-GATHERED, JOINED = f"c10d.{GATHER}", "aten.cat.default"
-CHECKPOINTS = frozenset(Mode) - {Mode.NONE, Mode.SELECTIVE, Mode.MODULES, Mode.AUTO}
-"""Modes under which ``torch.utils.checkpoint`` is given a layer's inputs."""
+# buffers of frameworks ------------------------------------------------------------------------------------------------
 
 
-def stream_bytes(run: Run) -> int:
-    """What one stage sends another for one micro-batch."""
-    return embedding_region(run.scene).output.nbytes
+class FrameworkBuffer(NamedTuple):
+    """A row of a framework's table; ``until`` is None of a buffer that stays forever."""
+
+    name: str
+    when: CodeType
+    nbytes: CodeType
+    begin: Event
+    until: Event | None
 
 
-def buffer_bytes(run: Run, index: int) -> int:
-    """Buffers of a stage. See NOTE [ Buffers of torch.distributed.pipelining ]."""
+@cache
+def framework_buffers() -> tuple[FrameworkBuffer, ...]:
+    """Return the rows of all frameworks' tables."""
+    tables = [tomllib.loads(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*/buffers.toml"))]
+    return tuple(
+        FrameworkBuffer(
+            name=row["name"],
+            when=compile(row["when"], row["name"], "eval"),
+            nbytes=compile(row["bytes"], row["name"], "eval"),
+            begin=Event[row["from"].upper()],
+            until=None if row["until"] == "forever" else Event[row["until"].upper()],
+        )
+        for table in tables
+        for row in table["buffer"]
+    )
+
+
+def buffers_of(run: Run, index: int) -> Iterator[tuple[FrameworkBuffer, int]]:
+    """Yield the buffers of a stage, with their bytes."""
+    layout, model = run.layout, run.model
+    letters: dict[str, Any] = {
+        "loader_masks": run.loader_masks,
+        "keep_batches": run.keep_batches,
+        "deferred_head": layout.deferred_head,
+        "keep_received": layout.keeps_received,
+        "stage_buffers": layout.stage_buffers,
+    }
+    rows = [row for row in framework_buffers() if letters[row.when.co_names[0]]]  # a ``when`` begins with an option
+    if not rows:
+        return
+    places, neighbours = layout.places(index), layout.neighbours(index)
+    letters |= {
+        "b": run.micro_batch,
+        "s": run.seq,
+        "h": model.hidden,
+        "V": model.vocab,
+        "t": layout.tp,
+        "sp": layout.sp,
+        "cp": layout.cp,
+        "p": layout.pp,
+        "micro_batches": run.micro_batches,
+        "virtual_stages": layout.virtual_stages,
+        "schedule": layout.schedule,
+        "stage": index,
+        "first": 0 in places,
+        "last": layout.pp * layout.virtual_stages - 1 in places,
+        "splits": layout.schedule.splits,
+        "transfers": sum(_transfers(run, index)),
+        "inputs": sum(place > 0 and not before for place, (before, _) in zip(places, neighbours, strict=True)),
+        "stream": stream_bytes(run),
+        "compute": DTYPE_BYTES[run.precision.compute],
+        "min": min,
+    }
+    for row in rows:
+        if eval(row.when, {"__builtins__": {}}, letters):  # of files of this package
+            yield row, eval(row.nbytes, {"__builtins__": {}}, letters)
+
+
+def _transfers(run: Run, index: int) -> tuple[int, ...]:
+    """Of each chunk, what it is sent for a micro-batch, which is as much as it sends: an output and a gradient."""
     layout = run.layout
-    if not layout.stage_buffers or layout.pp == 1:
-        return 0
-    return stream_bytes(run) * run.micro_batches * sum(_transfers(layout, index))
+    last = layout.pp * layout.virtual_stages - 1
+    return tuple((place > 0) + (place < last) for place in layout.places(index))
 
 
 def sending(run: Run, index: int) -> tuple[int, ...]:
-    """Transfers of each chunk for a micro-batch, where a schedule holds what it has sent until the step ends."""
+    """Return the transfers of each chunk for a micro-batch, where what is sent stays until the step ends."""
     layout = run.layout
-    if not layout.stage_buffers or layout.pp == 1 or _waits(layout):
+    waits = layout.schedule is Schedule.ONE_F_ONE_B and layout.virtual_stages == 1
+    if not layout.stage_buffers or layout.pp == 1 or waits:
         return ()
-    both = zip(_transfers(layout, index), layout.neighbours(index), strict=True)
-    return tuple(count - sum(beside) for count, beside in both)
+    return tuple(n - sum(near) for n, near in zip(_transfers(run, index), layout.neighbours(index), strict=True))
 
 
-def sent_last(run: Run, index: int) -> int:
-    """What ``Schedule1F1B`` holds of what it sent.
+# workspaces -----------------------------------------------------------------------------------------------------------
 
-    ``bwd_sends``, the gradient of the last backward's input; and ``send_work``, of the last but one of the forwards
-    before the first backward, which nobody waits for until forwards are over.
+
+def workspace_bytes(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
+    """Return the bytes from the first forward on, and from the first backward on.
+
+    See NOTE [ Workspaces ] in `spec.workspaces`.
     """
-    layout, count = run.layout, run.micro_batches
-    if layout.pp == 1 or not _waits(layout) or count == 1:
+    spaces, dummies = run.workspaces, run.adding is Adding.DUMMY
+    if not spaces.torch_bytes and not dummies:
+        return 0, 0
+    parts = [group.part for chunk in chunks for group in chunk]
+    experts = any(part.layer is not None and part.layer.experts for part in parts)
+    library = spaces.library_bytes + (spaces.grouped_bytes if experts and not run.kernels.sequential_experts else 0)
+    if run.tp_comm_overlap and run.layout.tp > 1:
+        library += spaces.overlap_bytes
+    if run.kernels.global_buffer and spaces.torch_bytes:
+        library += _shared_buffer(run, parts, experts) + (spaces.router_bytes if experts else 0)
+    # where a library has the layers' matmuls, the head's, a router's and eager attention's are still torch's
+    eager = run.kernels.attention is AttentionKernel.EAGER
+    torchs = not spaces.library_bytes or experts or eager or any(part.name == HEAD for part in parts)
+    own = spaces.torch_bytes if torchs else 0
+    return own + library, own + (_dummy_gradients(run, parts) if dummies else 0)
+
+
+def _shared_buffer(run: Run, parts: Sequence[StageRegion], experts: bool) -> int:
+    """Megatron's buffer of the name "mpu" (``GlobalMemoryBuffer.get_tensor``), for good: the largest of what is in it.
+
+    Inputs gathered over ranks: the head's under sequence parallelism, and those of layers whose matmuls are Megatron's
+    own, in ``megatron/core/tensor_parallel/layers.py``, ``LinearWithGradAccumulationAndAsyncCommunication``; tokens of
+    all ranks that share experts, in ``megatron/core/transformer/moe/token_dispatcher.py``,
+    ``MoEAllGatherTokenDispatcher``, with ``use_global_buffer=True``. Rows are taken from it and kept; it is not.
+    And what the scores' product of Megatron's own attention is given to add to, times 0, in
+    ``megatron/core/transformer/dot_product_attention.py``. Counted where workspaces are.
+    """
+    layout, own, each = run.layout, not run.workspaces.library_bytes, run.micro_batch * run.seq // run.layout.cp
+    tokens = 0
+    if layout.tp > 1 and layout.sp and any(part.name == HEAD or (own and part.layer is not None) for part in parts):
+        tokens = each
+    if experts and run.kernels.dispatcher is Dispatcher.ALLGATHER and layout.tp * layout.ep > 1:
+        tokens = each * layout.ep
+    scores = max((_scores(run, part.layer) for part in parts), default=0) if own else 0
+    return max(tokens * run.model.hidden, scores) * DTYPE_BYTES[run.precision.compute]
+
+
+def _scores(run: Run, layer: object) -> int:
+    """Of one layer's eager attention on one rank: b x a/t x s x s; of two stacks, the longer's."""
+    if not isinstance(layer, Layer) or run.kernels.attention is not AttentionKernel.EAGER:
         return 0
-    ahead = layout.pp - index
-    held = (index > 0) + (1 < ahead <= (count + 1) // 2)
-    return held * stream_bytes(run)
-
-
-def _waits(layout: Layout) -> bool:
-    return layout.schedule is Schedule.ONE_F_ONE_B and layout.virtual_stages == 1
-
-
-def _transfers(layout: Layout, index: int) -> tuple[int, ...]:
-    """Of each chunk, what it is sent for a micro-batch, which is as much as it sends: an output and a gradient."""
-    return tuple((place > 0) + (place < layout.pp * layout.virtual_stages - 1) for place in layout.places(index))
-
-
-def with_ends(
-    run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *, handed_on: bool = False
-) -> Iterator[Unit]:
-    """Units of a chunk with what it holds of its ends; the first and the last are alone then.
-
-    Args:
-        handed_on: the chunk behind it is on the same device, and what this one returns becomes that one's buffer.
-    """
-    first, last = groups[0].part, groups[-1].part
-    own = 0 if first.name == EMBEDDING or not first.is_layer else tables_bytes(run.scene) + mask_bytes(run)
-    if not run.layout.stage_buffers:
-        yield from made if not own else _with_tables(made, own)
-        return
-    given = 0 if first.name == EMBEDDING else input_kept(first)
-    returned = logits_returned(last) if last.name == HEAD else 0 if handed_on else stream_bytes(run)
-    arriving = 0 if last.name == HEAD else stream_bytes(run)
-    units = list(_apart(made))
-    for number, unit in enumerate(units):
-        at_end = number == len(units) - 1
-        more = -arriving if at_end else returned
-        yield replace(
-            unit,
-            resident=unit.resident + (own - given if number == 0 else 0) + (returned if at_end else 0),
-            forward_peak=unit.forward_peak + (own - given if number == 0 else 0),
-            backward_peak=unit.backward_peak + more,
-            adding_peak=unit.adding_peak + more,
-        )
-
-
-def _with_tables(made: Sequence[Unit], own: int) -> Iterator[Unit]:
-    head, *rest = _apart(made)
-    yield replace(head, resident=head.resident + own, forward_peak=head.forward_peak + own)
-    yield from rest
-
-
-def _apart(made: Sequence[Unit]) -> Iterator[Unit]:
-    """The first and the last by themselves."""
-    for number, unit in enumerate(made):
-        names = unit.names
-        begin = 1 if number == 0 and len(names) > 1 else 0
-        end = len(names) - (1 if number == len(made) - 1 and len(names) - begin > 1 else 0)
-        for part in (names[:begin], names[begin:end], names[end:]):
-            if part:
-                yield replace(unit, names=part)
-
-
-@lru_cache(maxsize=1024)
-def tables_bytes(scene: RegionSignature) -> int:
-    """Rotary tables that each stage makes in its forward; the embedding's region has those of the first.
-
-    ``transformers/models/llama/modeling_llama.py``, ``LlamaModel.forward``: ``self.rotary_emb(hidden_states, ...)``.
-    Other code has one table for good.
-    """
-    if not scene.kernels.forward_names:
+    if layer.attention is None or isinstance(layer.attention, Scan):
         return 0
-    region = embedding_region(scene)
-    held = {s.value.storage for step in region.tape.steps if step.name == "hold" for s in step.saved}
-    return sum(region.tape.sizes[storage] for storage in held)
+    seq = max(run.seq, run.source_seq)
+    return run.micro_batch * layer.attention.heads // run.layout.tp * seq * seq // run.layout.cp
 
 
-def mask_bytes(run: Run) -> int:
-    """What layers are given of who sees whom, where they are checkpoints; of each kind of layer its own.
+def _dummy_gradients(run: Run, parts: Sequence[StageRegion]) -> int:
+    """One tensor for each shape of a layer's matrices, in the dtype of parameters.
 
-    ``transformers/masking_utils.py``: made once for all layers, for eager attention what it adds to scores, b × 1 × s ×
-    s (``eager_mask``), for a fused kernel booleans, 1 × 1 × s × s without padding (``sdpa_mask``), and none where
-    causality says it all (``_ignore_causal_mask_sdpa``). Autograd has no use for it, but each checkpoint holds what it
-    was given. Packed documents' stands elsewhere. A plan's blocks are not asked: a described one leaves it out.
+    ``transformer_engine/pytorch/module/base.py``, ``get_dummy_wgrad`` (from version 2.3 on, of grouped products from
+    2.10): where the product has added to ``main_grad``, autograd is still given a tensor of the weight's shape, one for
+    each shape and dtype, which is kept for the next. The head's product, Megatron's own, takes it from there as well.
     """
-    return sum(_masks(run).values()) if run.kernels.forward_names else 0
+    weights = (w for part in parts for w in part.region.weights if w.product and not w.frozen)
+    shapes = {local_shape(run, weight)[weight.expert :] for weight in weights}  # of experts one
+    return sum(map(prod, shapes)) * DTYPE_BYTES[run.precision.compute]
 
 
-def _masks(run: Run) -> dict[bool, int]:
-    """In transformers' code by kind, with a window (False) or without (True), the bytes of its mask, if it has one."""
-    model, kernels = run.model, run.kernels
-    if run.packed or run.recompute.mode not in CHECKPOINTS:
-        return {}
-    eager = kernels.attention is AttentionKernel.EAGER
-    if kernels.filled_masks or (kernels.made_masks and not eager) or model.pair or model.audio:
-        return {}  # encoders mask padding alone
-    each = run.seq * run.seq // run.layout.cp
-    if eager:
-        return dict.fromkeys(_masked(run.model), run.micro_batch * each * DTYPE_BYTES[run.scene.precision.compute])
-    return {
-        kind: (run.micro_batch if run.padding else 1) * each for kind in _masked(run.model) if _as_tensor(run, kind)
-    }
+# packed documents -----------------------------------------------------------------------------------------------------
+
+BLOCK: Final = 128
+"""Of FlexAttention's masks: torch, ``flex_attention.py``, ``_DEFAULT_SPARSE_BLOCK_SIZE``."""
 
 
-def _as_tensor(run: Run, whole: bool) -> bool:
-    """Is a fused kernel given a mask by layers without a window (``whole``), or by those with one?"""
-    windows = [a.window for layer in run.model.described if _adds_mask(a := layer.attention) and a.window is not None]
-    windowed = not whole and any(window <= run.seq for window in windows)
-    return run.kernels.tensor_masks and (windowed or run.padding)
+def packed_batch(run: Run, chunks: Sequence[Chunk]) -> int:
+    """Return what comes with packed documents while a micro-batch is at work: positions, and where documents end.
 
-
-@lru_cache(maxsize=1024)
-def _masked(model: ModelSpec) -> Mapping[bool, int]:
-    """By kind of mask, without a window or with one, the first layer that is given it."""
-    found: dict[bool, int] = {}
-    for number, layer in enumerate(model.kinds):
-        if isinstance(layer, Layer) and _adds_mask(layer.attention):
-            first = model.kind_numbers.index(number)
-            kind = layer.attention.window is None
-            found[kind] = min(first, found.get(kind, first))
-    return found
-
-
-def _tables_of_a_kind(run: Run) -> int:
-    """Rotary tables of layers with a window, where those have their own, or of those without."""
-    return tables_bytes(run.scene) // 2 if run.kernels.rotary_by_window else 0
-
-
-def without_masks(run: Run, made: Sequence[Unit]) -> Sequence[Unit]:
-    """Units of a model on one stage: masks and rotary tables go with the first layer that has them, and are not there
-    behind it.
-
-    The model's own dicts of them (``causal_mask_mapping``, ``position_embeddings``) went when its forward returned.
+    FlexAttention's ``BlockMask`` has two int32 for each pair of blocks and each row of them, for whole and for partial
+    blocks, by queries and by keys.
     """
-    if not run.kernels.forward_names or len(firsts := _masked(run.model)) < 2:
-        return made
-    later = max(firsts, key=firsts.__getitem__)
-    gone = _masks(run).get(later, 0) + _tables_of_a_kind(run)
-    if not gone:
-        return made
-    earlier = {EMBEDDING, *run.model.layer_names[: firsts[later]]}
-    return [
-        replace(unit, backward_peak=unit.backward_peak - gone, adding_peak=unit.adding_peak - gone)
-        if unit.names[-1].rpartition(" to ")[2] in earlier
-        else unit
-        for unit in made
-    ]
-
-
-def _adds_mask(attention: object) -> TypeGuard[Attention]:
-    return isinstance(attention, Attention) and attention.causal
-
-
-def input_kept(part: StageRegion) -> int:
-    """Of what a region is given, what stays of it until its backward."""
-    return part.region.program.kept_bytes(hidden(part.region) & part.kept)
-
-
-def hidden(region: Region) -> frozenset[int]:
-    """The residual stream's buffer: the first that a region is given."""
-    return frozenset({region.buffers[next(iter(region.tape.sources))]})
-
-
-def logits_returned(part: StageRegion) -> int:
-    """Logits that the loss does not keep anyway: what the stage returns."""
-    region = part.region
-    made = [v for step in region.tape.steps if step.path.startswith(LOGITS) for v in step.outputs]
-    if not made:
+    if not run.packed:
         return 0
-    gathered = [step.outputs[0] for step in region.tape.steps if made[-1] in step.inputs and step.name == GATHERED]
-    while gathered:  # of a sharded vocabulary, and put in order
-        made += gathered
-        gathered = [step.outputs[0] for step in region.tape.steps if made[-1] in step.inputs and step.name == JOINED]
-    storage = made[-1].storage
-    return 0 if region.buffers[storage] in part.kept else region.tape.sizes[storage]
+    batch, seq = run.micro_batch, run.seq
+    positions = 0 if run.model.learned_positions else 8 * batch * seq
+    match run.kernels.documents:
+        case Documents.MASK:
+            held = any(_holds_mask(run, group.part) for chunk in chunks for group in chunk)
+            return positions + (document_mask(run) if held else 0)
+        case Documents.BLOCKS:
+            blocks = -(-seq // BLOCK)
+            return positions + 4 * 4 * batch * (blocks + blocks * blocks)
+        case _:
+            return positions + 4 * (batch * -(-seq // run.packed) + 1)
+
+
+def document_mask(run: Run) -> int:
+    """Return the mask of packed documents where there is one, b × 1 × s × s, one for all layers.
+
+    ``transformers/masking_utils.py``: booleans, and numbers for eager attention. The forward lets go of it, unless
+    layers that are recomputed hold it.
+    """
+    if not run.packed or run.kernels.documents is not Documents.MASK:
+        return 0
+    eager = run.kernels.attention is AttentionKernel.EAGER
+    return (DTYPE_BYTES[run.precision.compute] if eager else 1) * run.micro_batch * run.seq * run.seq
+
+
+def reads_mask(program: Program, kept: frozenset[int]) -> bool:
+    """Does what is recomputed read the mask that all layers are given?"""
+    given = {buffer.index for buffer in program.buffers if buffer.free and buffer.name == MASK}
+    return any(not given.isdisjoint(program.ops[op].inputs) for op in program.recompute_set(kept))
+
+
+def _holds_mask(run: Run, part: StageRegion) -> bool:
+    if not part.is_layer or run.recompute.mode is Mode.NONE:
+        return False
+    return part.chosen is None or part.segment > 1 or reads_mask(part.region.program, part.kept)

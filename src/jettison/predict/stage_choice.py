@@ -33,12 +33,12 @@ from jettison.formula.region import HEAD, Region
 from jettison.memory.step import Event
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Stage, stage_sizes
-from jettison.predict.fsdp_groups import Grouped, Place
-from jettison.predict.set_aside import document_mask, reads_mask
+from jettison.predict.fsdp2 import FsdpGroups, GroupPlace
+from jettison.predict.stage_buffers import document_mask, reads_mask
 from jettison.predict.stage_segments import HELD, StageSegments
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import MIXED, RegionGroup, StageRegion, Staying
-from jettison.predict.timeline_units import unit_within
+from jettison.predict.units import unit_within
 from jettison.solve.actions import ActionPoint, action_points, kept_points
 from jettison.solve.chain import choose as choose_options
 from jettison.solve.frontier import pareto_frontier, plain_point
@@ -358,10 +358,10 @@ class StageChoice:
         return unit_within(self.run, [RegionGroup(part=alone, names=(part.name,))], self._places[part.name])
 
     @cached_property
-    def _places(self) -> dict[str, Place]:
+    def _places(self) -> dict[str, GroupPlace]:
         """By region, where it is in its chunk."""
-        chunks = (Grouped.of(self.run, parts) for parts in self.stage.parts if parts)
-        return {part.name: Place.of(chunk, at, at + 1) for chunk in chunks for at, part in enumerate(chunk.parts)}
+        chunks = (FsdpGroups.of(self.run, parts) for parts in self.stage.parts if parts)
+        return {part.name: GroupPlace.of(chunk, at, at + 1) for chunk in chunks for at, part in enumerate(chunk.parts)}
 
     def _staying(self, choice: Choice) -> tuple[Staying | None, ...]:
         found: list[Staying | None] = []

@@ -22,10 +22,10 @@ from typing import Final
 from jettison.cost.flops import everything, repeated
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Stage, stage_sizes
-from jettison.predict.fsdp_groups import Grouped, Place
+from jettison.predict.fsdp2 import FsdpGroups, GroupPlace
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, MIXED, RegionGroup, StageRegion, Staying, kept_by
-from jettison.predict.timeline_units import unit_within
+from jettison.predict.units import unit_within
 from jettison.solve.problem import SegmentOption, StepProblem
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
@@ -141,11 +141,11 @@ class StageSegments:
         return found
 
     @cached_property
-    def _chunks(self) -> list[tuple[int, Grouped]]:
+    def _chunks(self) -> list[tuple[int, FsdpGroups]]:
         """By region's place in the stage, where its chunk begins, and the regions of that."""
         begins = accumulate((len(parts) for parts in self.stage.parts), initial=0)
         chunks = zip(begins, self.stage.parts, strict=False)
-        found = ((begin, Grouped.of(self.run, parts)) for begin, parts in chunks if parts)
+        found = ((begin, FsdpGroups.of(self.run, parts)) for begin, parts in chunks if parts)
         return [(begin, chunk) for begin, chunk in found for _ in chunk.parts]
 
     @property
@@ -188,9 +188,9 @@ class StageSegments:
         ]
         return unit_within(self.run, groups, self._place(start, stop))
 
-    def _place(self, start: int, stop: int) -> Place:
+    def _place(self, start: int, stop: int) -> GroupPlace:
         begin, chunk = self._chunks[start]
-        return Place.of(chunk, start - begin, stop - begin)
+        return GroupPlace.of(chunk, start - begin, stop - begin)
 
     def _sent(self, start: int) -> int:
         region = self._parts[start].region

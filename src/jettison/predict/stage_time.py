@@ -5,34 +5,40 @@ See NOTE [ A step ] in `predict.time`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import groupby, pairwise
 
+from jettison.core.dtypes import DTYPE_BYTES
 from jettison.cost.collective import group, host_seconds, point_seconds, transfer_seconds
 from jettison.cost.execution import Execution
-from jettison.cost.flops import everything, repeated, to_the_end
+from jettison.cost.flops import everything, recompute_flops, repeated, to_the_end, visible_share
 from jettison.cost.layer import NOTHING, PassSeconds, PriceModel, RegionSeconds
 from jettison.cost.matmul import memory_seconds
 from jettison.formula.region import Region, embedding_region
 from jettison.formula.split_backward import computing_groups
-from jettison.formula.static import Static, static
+from jettison.formula.static import Static, state_bytes, static
 from jettison.predict.frozen_models import frozen_groups, frozen_run
-from jettison.predict.halves import by_torch, splits
-from jettison.predict.stage_items import Item, computed_share_of, in_segments, price_model, several
+from jettison.predict.optimizer_state import host_states
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, again_by, kept_by
-from jettison.predict.states_on_host import host_states
-from jettison.predict.timeline_units import moved_bytes
-from jettison.predict.weight_work import adding_seconds, pending_share, quantised_bytes
+from jettison.predict.units import by_torch, moved_bytes, splits
+from jettison.spec.fp8 import WIDE, Library
 from jettison.spec.hardware import Hardware
+from jettison.spec.kernels import Documents
+from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer
+from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 
 OPTIMIZER_PASSES = 3
 """What an AdamW that is not one kernel moves, in units of what a fused one does: its operations read and write 80 bytes
 of fp32 a parameter one by one, a fused kernel 28."""
+GRADIENT_PASSES = 3
+"""Over gradients before the optimizer: read for their norm, read and written to be clipped."""
+BUCKET_BYTES = 25 << 20
+"""Gradients are reduced in buckets of this size: PyTorch's DistributedDataParallel, bucket_cap_mb."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +52,8 @@ class StageSeconds:
         hideable: of it, what a longer last backward could hide.
         optimizer: of its step, clipping included.
         recomputed_flops: of one micro-batch on one rank.
-        repeated: by chunk, what the second half of a split backward computes again; empty: nothing.
-        late: by chunk, does the second half do it all? Empty: none does.
+        repeated: by chunk, what the second half of a split backward recomputes.
+        late: by chunk, does the second half do it all?
     """
 
     chunks: tuple[RegionSeconds, ...]
@@ -56,8 +62,8 @@ class StageSeconds:
     hideable: float
     optimizer: float
     recomputed_flops: float
-    repeated: tuple[PassSeconds, ...] = ()
-    late: tuple[bool, ...] = ()
+    repeated: tuple[PassSeconds, ...]
+    late: tuple[bool, ...]
 
     @cached_property
     def forward(self) -> list[float]:
@@ -66,15 +72,13 @@ class StageSeconds:
 
     @cached_property
     def backward(self) -> list[float]:
-        """By chunk, both halves, and what is computed again."""
-        plain = [c.backward_seconds + s for c, (_, s) in zip(self.chunks, self.sent, strict=True)]
-        return [b + r.seconds for b, r in zip(plain, self.repeated, strict=True)] if self.repeated else plain
+        """By chunk, both halves, and what is recomputed."""
+        every = zip(self.chunks, self.sent, self.repeated, strict=True)
+        return [c.backward_seconds + s + r.seconds for c, (_, s), r in every]
 
     @cached_property
     def weights(self) -> list[float]:
         """By chunk, of the backward the half for weights."""
-        if not self.late:
-            return [c.weights.seconds for c in self.chunks]
         halves = zip(self.chunks, self.repeated, self.backward, self.late, strict=True)
         return [b if late else c.weights.seconds + r.seconds for c, r, b, late in halves]
 
@@ -85,9 +89,7 @@ class StageSeconds:
 
     @cached_property
     def again(self) -> list[PassSeconds]:
-        """By chunk, all that is computed again."""
-        if not self.repeated:
-            return [c.again for c in self.chunks]
+        """By chunk, all that is recomputed."""
         return [c.again + r for c, r in zip(self.chunks, self.repeated, strict=True)]
 
     @property
@@ -102,6 +104,99 @@ def total_of(parts: Sequence[RegionSeconds]) -> RegionSeconds:
     for part in parts[1:]:
         total = total + part
     return total
+
+
+# regions --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """So many neighbouring regions that are alike; seconds and FLOPs are of one.
+
+    Args:
+        gathered: bringing ZeRO 3's shards together.
+        reduced: of the region's gradients over the ranks that share its weights.
+        offloaded: of what stays of it, to the host, one way.
+        optimizer_bytes: read and written at the end of a step.
+        prices: whose seconds they are.
+        segment: items, from this one on, that a planner has put into one segment.
+        groups: of weights, in whose second half torch's checkpoint computes everything again; 0: none does.
+    """
+
+    count: int
+    region: Region
+    seconds: RegionSeconds
+    gathered: float
+    reduced: float
+    recomputed_flops: float
+    optimizer_bytes: float
+    in_layer: bool
+    prices: PriceModel
+    offloaded: float = 0.0
+    segment: int = 1
+    groups: int = 0
+
+
+def in_segments(items: Sequence[Item], size: int) -> Iterator[Item]:
+    """Layer by layer: of those that are alike, `Timing.items` has all but the last ones of segments before these."""
+    for _, same in groupby(items, key=lambda item: id(item.region)):
+        own = list(same)
+        for place in range(sum(item.count for item in own)):
+            yield own[-1] if size > 1 and place % size == size - 1 else own[0]
+
+
+@lru_cache(maxsize=4096)
+def _price_model(
+    hardware: Hardware, execution: Execution, precision: Precision, layout: Layout, visible: float
+) -> PriceModel:
+    return PriceModel(hardware=hardware, execution=execution, precision=precision, layout=layout, visible=visible)
+
+
+@lru_cache(maxsize=65536)
+def _one(
+    prices: PriceModel,
+    region: Region,
+    again: frozenset[int],
+    planned: bool,
+    adds: bool,
+    sharding: Layout,
+    optimizer: Optimizer,
+    in_layer: bool,
+) -> Item:
+    """One region of which nothing is offloaded.
+
+    Args:
+        adds: other micro-batches' weight gradients are there already.
+    """
+    precision, hardware = prices.precision, prices.hardware
+    seconds = prices.seconds(region, again, planned=planned)
+    if adds:
+        adding = _adding_seconds(region, sharding, precision, prices.execution, hardware)
+        seconds = replace(seconds, weights=seconds.weights + PassSeconds(compute=adding))
+    gathered, reduced = _shared_seconds(region, replace(sharding, tp=prices.layout.tp), precision, hardware)
+    return Item(
+        count=1,
+        region=region,
+        seconds=seconds,
+        gathered=gathered,
+        reduced=reduced,
+        recomputed_flops=recompute_flops(region, again),
+        optimizer_bytes=_optimizer_bytes(region, sharding, precision, optimizer, in_layer),
+        in_layer=in_layer,
+        prices=prices,
+    )
+
+
+def _computed_share(run: Run, layer: AnyLayer) -> float:
+    if run.packed and run.kernels.documents is Documents.MASK:
+        return 1.0
+    seq, masked = run.packed or run.seq, run.kernels.tensor_masks and not run.packed
+    if masked and layer.window is not None and layer.window <= seq:
+        return 1.0  # the mask is a tensor, and nothing is skipped
+    return _visible_share(layer, seq)
+
+
+_visible_share = lru_cache(maxsize=4096)(visible_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +218,8 @@ class Timing:
     def prices(self, layer: AnyLayer | None = None) -> PriceModel:
         """Of a layer's kernels, or of the embedding's and the head's."""
         run = self.run
-        visible = 1.0 if layer is None else computed_share_of(run, layer)
-        return price_model(self.hardware, self.execution, run.precision, run.layout.within_stage, visible)
+        visible = 1.0 if layer is None else _computed_share(run, layer)
+        return _price_model(self.hardware, self.execution, run.precision, run.layout.within_stage, visible)
 
     # regions ----------------------------------------------------------------------------------------------------------
 
@@ -148,8 +243,7 @@ class Timing:
 
     def _item(self, part: StageRegion, count: int, again: frozenset[int], moved: int) -> Item:
         run = self.run
-        found = several(
-            count,
+        found = _one(
             self.prices(part.layer),
             part.region,
             again,
@@ -159,6 +253,7 @@ class Timing:
             run.optimizer,
             part.is_layer,
         )
+        found = replace(found, count=count)
         if run.states_on_host.moves_parameters:  # a shard comes from the host before it is gathered
             fetched = host_seconds(self._static(found).host_parameters, self.hardware)
             found = replace(found, gathered=found.gathered + fetched)
@@ -167,7 +262,6 @@ class Timing:
         return replace(found, offloaded=host_seconds(moved, self.hardware)) if moved else found
 
     def _again(self, part: StageRegion) -> frozenset[int]:
-        """Steps that a region's backward runs again."""
         if part.chosen is not None:
             return repeated(part.region, part.chosen.buffers)
         if part.policy == NONE:
@@ -207,8 +301,8 @@ class Timing:
         blocks = 0.0 if self.execution.hides_stages else sends
         every = [item for items in chunks for item in items]
         end, hideable = self._end(every)
-        late = [place == 0 for place, _ in both] if splits(self.run) else []
-        repeated = [self._repeated([] if first else items) for first, items in zip(late, chunks, strict=False)]
+        late = [place == 0 and splits(self.run) for place, _ in both]
+        repeated = [self._repeated([] if first else items) for first, items in zip(late, chunks, strict=True)]
         return StageSeconds(
             chunks=tuple(seconds),
             sent=tuple(
@@ -243,7 +337,6 @@ class Timing:
 
     @property
     def _frozen(self) -> RegionSeconds:
-        """The forwards of frozen models, in a micro-batch of the one stage that there is."""
         total = NOTHING
         for beside in self.run.frozen:
             own = Timing(run=frozen_run(self.run, beside), hardware=self.hardware, execution=self.execution)
@@ -347,7 +440,7 @@ class Timing:
         now = done = 0.0
         for item in reversed(items):
             took, reduced = item.seconds.backward_seconds, item.reduced
-            pending = took * pending_share(item.region)
+            pending = took * _pending_share(item.region)
             for _ in range(item.count):
                 now += took
                 done = max(done, now - pending) + reduced
@@ -366,7 +459,7 @@ class Timing:
         run = self.run
         if run.micro_batches == 1:
             return 0.0
-        return adding_seconds(region, run.layout.sharding, run.precision, self.execution, self.hardware)
+        return _adding_seconds(region, run.layout.sharding, run.precision, self.execution, self.hardware)
 
     def optimizer(self, items: Sequence[Item], *, least: bool = False) -> float:
         """Bytes of gradients, parameters and state, over the memory bandwidth; of a step on the host, its copies.
@@ -380,7 +473,7 @@ class Timing:
         nbytes = sum(item.count * item.optimizer_bytes for item in items)
         passes = 1 if self.execution.fused_optimizer else OPTIMIZER_PASSES
         how = self.execution
-        again = sum(item.count * quantised_bytes(item.region, precision, how) for item in items if item.in_layer)
+        again = sum(item.count * _quantised_bytes(item.region, precision, how) for item in items if item.in_layer)
         return memory_seconds(nbytes * passes + again, self.hardware) + self._host_copies(items)
 
     def _host_copies(self, items: Sequence[Item], *, least: bool = False) -> float:
@@ -414,3 +507,90 @@ class Timing:
             in_layer=item.in_layer,
             on_host=run.states_on_host,
         )
+
+
+# weights --------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _pending_share(region: Region) -> float:
+    """Share of a region's backward that is still to come when its first bucket of gradients is full."""
+    gradients = sum(w.numel for w in region.weights if not w.tied and not w.frozen) * 4
+    return max(0.0, 1 - BUCKET_BYTES / gradients) if gradients else 0.0
+
+
+def _shared_seconds(region: Region, layout: Layout, precision: Precision, hardware: Hardware) -> tuple[float, float]:
+    """Seconds to gather a region's weights, and to reduce its gradients, over the ranks that share them."""
+    gathered = reduced = 0.0
+    kind = "all_reduce" if layout.zero == 0 else "reduce_scatter_tensor"
+    for expert in (False, True):
+        shared = [w for w in region.weights if w.expert is expert and not w.tied]
+        elements = sum(w.numel for w in shared if not w.frozen)
+        frozen = sum(w.packed_bytes or w.numel * DTYPE_BYTES[precision.compute] for w in shared if w.frozen)
+        ranks = group(layout, "experts" if expert else "shards", hardware.node)
+        weights, gradients = (elements * DTYPE_BYTES[dtype] for dtype in (precision.compute, precision.gradient))
+        gathered += transfer_seconds("all_gather_into_tensor", weights + frozen, ranks, hardware)
+        reduced += transfer_seconds(kind, gradients, ranks, hardware)
+    return gathered, reduced
+
+
+def _adding_seconds(
+    region: Region, layout: Layout, precision: Precision, execution: Execution, hardware: Hardware
+) -> float:
+    """Seconds to add a micro-batch's weight gradients to those that are there, if the product does not."""
+    nbytes = 0
+    gradient = DTYPE_BYTES[precision.gradient]
+    into = DTYPE_BYTES[precision.accumulator or precision.gradient]
+    for weight in region.weights:
+        if not weight.tied and not weight.frozen:
+            sharded = layout.zero >= 2 and execution.reduces_each
+            ranks = layout.expert_shards if weight.expert else layout.shards
+            elements = -(-weight.numel // ranks) if sharded else weight.numel
+            nbytes += elements * (into if execution.adds_in_product else gradient + 2 * into)
+    return memory_seconds(nbytes, hardware)
+
+
+@lru_cache(maxsize=16384)
+def _quantised_bytes(region: Region, precision: Precision, execution: Execution) -> int:
+    """Read and written to have a layer's matrices as products read them, where that is done once a step."""
+    recipe = precision.recipe or execution.recipe
+    if precision.product is None or not (execution.delayed_scaling if recipe is None else recipe.library is Library.TE):
+        return 0
+    each = DTYPE_BYTES[precision.parameter]
+    if recipe is None:
+        each += DTYPE_BYTES[precision.product]
+        return sum(weight.numel * each for weight in region.weights if len(weight.shape) >= 2)
+    total = 0
+    for w in region.weights:
+        own = w.recipe or recipe
+        if w.product and not w.head and not w.frozen and not w.tied and own != WIDE:
+            copies = 1 if own.either_way else 2
+            total += each * (1 + own.looks) * w.numel + (w.narrow_bytes or copies * w.numel * own.bits // 8)
+    return total
+
+
+def _optimizer_bytes(
+    region: Region, layout: Layout, precision: Precision, optimizer: Optimizer, in_layer: bool
+) -> float:
+    """Read and written on one rank: gradients for their norm and to be clipped, then all that an update needs. Where an
+    optimizer is sharded its gradients have been reduced to the shards, and these alone are looked at (Megatron-Core,
+    ``DistributedOptimizer._copy_model_grads_to_main_grads`` and ``MegatronOptimizer.get_main_grads_for_grad_norm``).
+
+    Where a master copy has another dtype than gradients, they are copied to its dtype first.
+    """
+    if optimizer is Optimizer.NONE:
+        return 0.0
+    total = 0.0
+    given = DTYPE_BYTES[precision.accumulator or precision.gradient]
+    gradient = max(given, DTYPE_BYTES[precision.master or precision.gradient])
+    copied = given + gradient if gradient != given else 0
+    parameter = DTYPE_BYTES[precision.parameter] * (1 if precision.master else 2)
+    for weight in region.weights:
+        if weight.tied or weight.frozen:
+            continue
+        ranks = layout.expert_shards if weight.expert else layout.shards
+        owned = -(-weight.numel // ranks) if layout.zero >= 1 else weight.numel
+        state = state_bytes(weight, owned, precision, optimizer, in_layer=in_layer)
+        state += owned * (DTYPE_BYTES[precision.master] if precision.master else 0)
+        total += owned * (copied + GRADIENT_PASSES * gradient + gradient + parameter) + 2 * state
+    return total

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby
+from math import prod
 
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, head_region, layer_region
 from jettison.formula.static import Static, declared, static
+from jettison.formula.tape import Weight
 from jettison.solve.compiled import NARROW, Compiled
 from jettison.solve.compiled import WORD as COMPILED
 from jettison.solve.modules import OWN, Again, computed_again, predicts_further, sent
@@ -36,7 +38,7 @@ class Staying:
     """Buffers of a layer that a planner lets stay between its passes; those that are ``moved`` are on the host.
 
     In a segment of several ``layers`` only those of the first one, at ``place`` 0, stay: NOTE [ Segments ] in
-    `timeline_units`.
+    `units`.
     """
 
     buffers: frozenset[int]
@@ -156,20 +158,33 @@ def names_of(run: Run, modules: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def walk(run: Run, chosen: Chosen | None = None) -> tuple[tuple[Chunk, ...], ...]:
-    """By stage and by virtual stage, the regions that a rank runs.
+    """Return by stage and by virtual stage the regions that a rank runs.
 
     Raises:
         UsageError: layers do not divide over the stages.
     """
-    parts: dict[Kind, StageRegion] = {}
+    starts = [0, *accumulate(run.layout.layers_per_chunk(run.model.depth))]
     return tuple(
-        tuple(_chunk(run, place, kinds, parts) for place, kinds in _places(run, index, chosen))
-        for index in range(run.layout.pp)
+        tuple(_named(run, chunk, starts[place]) for place, chunk in zip(run.layout.places(index), chunks, strict=True))
+        for index, chunks in enumerate(outline(run, chosen))
     )
 
 
+def _named(run: Run, chunk: Chunk, at: int) -> Chunk:
+    """A chunk whose first layer is number ``at`` of the model."""
+    if all(group.part.layer is None or group.names[0] == run.model.layer_names[at] for group in chunk[:2]):
+        return chunk
+    found = []
+    for group in chunk:
+        if group.part.layer is not None:
+            stop = at + len(group.names)
+            group, at = RegionGroup(part=group.part, names=run.model.layer_names[at:stop]), stop
+        found.append(group)
+    return tuple(found)
+
+
 def outline(run: Run, chosen: Chosen | None = None, *, only: int | None = None) -> tuple[tuple[Chunk, ...], ...]:
-    """The same for who asks for bytes and seconds alone: chunks that are alike are one object, named after the first.
+    """Return the same for who needs no names: chunks that are alike are one object, named after the first.
 
     Args:
         only: of one stage.
@@ -177,27 +192,29 @@ def outline(run: Run, chosen: Chosen | None = None, *, only: int | None = None) 
     Raises:
         UsageError: layers do not divide over the stages.
     """
-    layout = run.layout
-    if chosen is None and run.recompute.mode not in _BY_POSITION:
-        own = tuple(layout.places(index) for index in range(layout.pp))
-        same, stages = _same_places(run.model, layout.layers_per_chunk(run.model.depth), own)
-        uniform = _policy(run, 0)
-        made = []
-        for place, stretches in same:
-            members = [((number, uniform, None), range(first, stop)) for number, first, stop in stretches]
-            made.append(_chunk(run, place, members, {}))
-        return tuple(tuple(made[i] for i in stage) for stage in (stages if only is None else (stages[only],)))
+    layout, sizes = run.layout, run.layout.layers_per_chunk(run.model.depth)
+    wanted = range(layout.pp) if only is None else (only,)
     parts: dict[Kind, StageRegion] = {}
+    if chosen is None and run.recompute.mode not in _BY_POSITION:
+        same, stages = _same_places(run.model, sizes, tuple(layout.places(index) for index in range(layout.pp)))
+        uniform = _policy(run, 0)
+        made = [
+            _chunk(run, place, [((number, uniform, None), range(first, stop)) for number, first, stop in own], parts)
+            for place, own in same
+        ]
+        return tuple(tuple(made[i] for i in stages[index]) for index in wanted)
     known: dict[object, Chunk] = {}
-    last = layout.pp * layout.virtual_stages - 1
+    starts, last = [0, *accumulate(sizes)], len(sizes) - 1
     found = []
-    for index in range(layout.pp) if only is None else (only,):
-        chunks = []
-        for place, kinds in _places(run, index, chosen):
+    for index in wanted:
+        chunks, position = [], 0
+        for place in layout.places(index):
+            kinds = list(_alike(run, starts[place], starts[place + 1], position, chosen))
             alike = place == 0, place == last, tuple((kind, len(members)) for kind, members in kinds)
             if alike not in known:
                 known[alike] = _chunk(run, place, kinds, parts)
             chunks.append(known[alike])
+            position += sizes[place]
         found.append(tuple(chunks))
     return tuple(found)
 
@@ -208,7 +225,6 @@ Stretch = tuple[int, int, int]
 
 @lru_cache(maxsize=65536)
 def _stretches(model: ModelSpec, start: int, stop: int) -> tuple[Stretch, ...]:
-    """Of layers ``start .. stop - 1``."""
     if start == stop:  # a stage without layers
         return ()
     return tuple(
@@ -243,16 +259,6 @@ Kind = tuple[int, str, Staying | None]
 """Of a layer: its kind's number in the model, the policy, what a planner lets stay."""
 
 
-def _places(run: Run, index: int, chosen: Chosen | None) -> Iterator[tuple[int, list[tuple[Kind, range]]]]:
-    """A stage's chunks: the place of each in the model, and its runs of layers that are treated alike."""
-    layout, sizes = run.layout, run.layout.layers_per_chunk(run.model.depth)
-    starts = [0, *accumulate(sizes)]
-    position = 0
-    for place in layout.places(index):
-        yield place, list(_alike(run, starts[place], starts[place + 1], position, chosen))
-        position += sizes[place]
-
-
 def _chunk(run: Run, place: int, kinds: Sequence[tuple[Kind, range]], parts: dict[Kind, StageRegion]) -> Chunk:
     """The regions of one place.
 
@@ -267,6 +273,14 @@ def _chunk(run: Run, place: int, kinds: Sequence[tuple[Kind, range]], parts: dic
     if place == run.layout.pp * run.layout.virtual_stages - 1:
         groups.append(RegionGroup(part=_end(run, HEAD), names=(HEAD,)))
     return tuple(groups)
+
+
+def local_shape(run: Run, weight: Weight) -> tuple[int, ...]:
+    """Return a weight's sizes on one rank of tensor parallelism; sizes that do not divide are rounded up."""
+    sizes = run.layout.mesh_sizes
+    return tuple(
+        -(-size // prod(sizes[axis] for axis, dim in weight.places if dim == i)) for i, size in enumerate(weight.shape)
+    )
 
 
 def _policy(run: Run, position: int) -> str:
@@ -298,11 +312,6 @@ def _alike(run: Run, start: int, stop: int, position: int, chosen: Chosen | None
     Args:
         position: of the first of them in its stage.
     """
-    if chosen is None and run.recompute.mode not in _BY_POSITION:
-        policy = _policy(run, position)
-        for number, first, last in _stretches(run.model, start, stop):
-            yield (number, policy, None), range(first, last)
-        return
     numbers = run.model.kind_numbers
 
     def key(index: int) -> Kind:

@@ -29,8 +29,7 @@ from jettison.cost.layer import RegionSeconds
 from jettison.cost.matmul import rate
 from jettison.cost.pipeline import Replay, schedule_seconds
 from jettison.memory.schedule import recomputing_share
-from jettison.predict.stage_items import Item
-from jettison.predict.stage_time import StageSeconds, Timing
+from jettison.predict.stage_time import Item, StageSeconds, Timing
 from jettison.predict.stages import Chosen, Chunk, outline
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Run, expect_run
@@ -207,7 +206,6 @@ def recomputing(run: Run, stage: int) -> float:
 def _stages(
     timing: Timing, chunks: Sequence[Sequence[list[Item]]], shares: Sequence[float]
 ) -> tuple[StageSeconds, ...]:
-    """Every stage; equal ones are worked out once."""
     known: dict[object, StageSeconds] = {}
     passes: dict[object, RegionSeconds] = {}
     stages = []

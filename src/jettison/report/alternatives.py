@@ -23,8 +23,7 @@ from jettison.cost.layer import Class, PriceModel
 from jettison.formula.region import HELD, Region, layer_region
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import forecast
-from jettison.predict.stage_items import Item
-from jettison.predict.stage_time import Timing
+from jettison.predict.stage_time import Item, Timing
 from jettison.predict.stages import RegionGroup, StageRegion, walk
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.hardware import Hardware

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.formula.named import Choices, has_names, structure
-from jettison.predict.closed_form import Form, form_of, sizes_of
-from jettison.predict.closed_form_document import closed_form_document
+from jettison.predict.closed_form import ClosedForm, closed_form_document, form_of, sizes_of
 from jettison.report.explorer_models import PageModel, page_models
 from jettison.report.tables import runs_of
 from jettison.spec.layout import Layout
@@ -85,7 +84,7 @@ def _divides(model: ModelSpec, t: int) -> bool:
     return True
 
 
-def _form(kinds: Sequence[tuple[PageModel, Layer]]) -> Form:
+def _form(kinds: Sequence[tuple[PageModel, Layer]]) -> ClosedForm:
     """The tables that any position of the page's controls needs for these layers, which are alike but for sizes."""
     points: list[dict[str, int]] = []
     for subject, layer in kinds:

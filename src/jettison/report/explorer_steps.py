@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Final, NamedTuple
 
 from jettison.core.errors import Infeasible
-from jettison.memory.schedule import Work
+from jettison.memory.actions import DeviceAction
+from jettison.memory.schedule import PASSES, Work
+from jettison.memory.step import StageAction, actions
 from jettison.predict.allowance import available_bytes
-from jettison.predict.forecast import Forecast, Stage
-from jettison.predict.played import BACKWARD, PlayedStage, copies, play
+from jettison.predict.clock import PassSlices, SliceKind, host_copies, step_slices
+from jettison.predict.forecast import Forecast, Stage, played_load
 from jettison.predict.residuals import sure_of
+from jettison.predict.units import sent_to_host
 from jettison.report.explain import region_roles
 from jettison.report.explorer_models import answered, flags_text, line, rounded, run_of, usual_layout
 from jettison.spec.hardware import Hardware, hardware
@@ -46,6 +52,7 @@ def step_data(models: Sequence[str] = ()) -> dict[str, Any]:
 def _layout(name: str, model: str, flags: dict[str, Any]) -> dict[str, Any]:
     device = hardware(GPU)
     memory, time = answered(run_of(model, **flags), device)
+    slices = step_slices(memory, time)
     return {
         "name": name,
         "gpu": GPU,
@@ -54,74 +61,137 @@ def _layout(name: str, model: str, flags: dict[str, Any]) -> dict[str, Any]:
         "step_seconds": rounded(time.step_seconds),
         "peak_bytes": memory.peak_bytes,
         "command": line("estimate", model, {"gpu": GPU} | flags),
-        "stages": [
-            _stage(memory, stage, played, device)
-            for stage, played in zip(memory.stages, play(memory, time), strict=True)
-        ],
+        "stages": [PlayedStage(memory, stage, slices[stage.index]).document(device) for stage in memory.stages],
     }
 
 
-def _stage(memory: Forecast, stage: Stage, played: PlayedStage, device: Hardware) -> dict[str, Any]:
-    return {
-        "fixed": played.fixed,
-        "state": played.state,
-        "gradients": played.gradient_bytes,
-        "transient": played.optimizer_transient,
-        "optimizer": [rounded(seconds) for seconds in played.optimizer],
-        "ledger_peak": stage.peak.nbytes,
-        "profiles": [
-            {
-                "again": round(profile.again, 6),
-                "units": [
-                    [u.where, round(u.share, 6), u.held, u.gradients, u.transient, u.moved] for u in profile.units
-                ],
-            }
-            for profile in played.profiles
-        ],
-        "passes": [
-            [
-                int(each.timed.step.work is not Work.FORWARD),
-                each.timed.step.micro_batch,
-                each.timed.step.chunk,
-                rounded(each.timed.start),
-                rounded(each.timed.end),
-                each.profile,
-                each.held,
-                each.gradients,
-            ]
-            for each in played.passes
-        ],
-        "copies": [
-            [int(c.to_host), c.where, c.micro_batch, rounded(c.start), rounded(c.end), c.nbytes]
-            for c in copies(played, device)
-        ],
-        "roles": _held_roles(memory, stage, played),
-    }
+class Instant(NamedTuple):
+    """Bytes of one unit's worst moment, beside parameters and state; without an action: of the optimizer."""
+
+    one: StageAction | None
+    where: str
+    gradients: int
+    held: int
+    transient: int
+
+    @property
+    def nbytes(self) -> int:
+        """Altogether."""
+        return self.gradients + self.held + self.transient
 
 
-def _held_roles(memory: Forecast, stage: Stage, played: PlayedStage) -> list[tuple[str, int]]:
+class PlayedStage:
+    """One stage over a step: its passes on the clock, each with the bytes of its units.
+
+    Args:
+        passes: as `predict.clock.step_slices` has them.
+    """
+
+    def __init__(self, memory: Forecast, stage: Stage, passes: Sequence[PassSlices]) -> None:
+        self.memory, self.stage, self.all_slices = memory, stage, passes
+        self.load = played_load(memory.run, stage)
+        self.actions = [one for one in actions(self.load).actions if one.kind.work in PASSES]
+        self.passes = list(zip(self.actions, (own for own in passes if own.step is not None), strict=True))
+        self.sent = [sent_to_host(memory.run, chunk) for chunk in stage.groups]
+
+    def held(self, one: StageAction) -> int:
+        """Return what is there before a pass beside parameters, state and gradients."""
+        return one.level - self.load.fixed - self.load.state - one.gradients
+
+    @cached_property
+    def instants(self) -> tuple[Instant, ...]:
+        """Every unit of every pass, and the optimizer."""
+        optimizer = Instant(None, "", self.load.gradient_bytes, 0, self.load.optimizer_transient)
+        rows = ((one, *row) for one in self.actions for row in _unit_rows(one))
+        found = (
+            Instant(one, name, one.gradients + made, self.held(one) + h, rise) for one, name, h, made, rise in rows
+        )
+        return (*found, optimizer)
+
+    @cached_property
+    def peak(self) -> Instant:
+        """The first of the highest, from the second step on."""
+        return max(self.instants, key=lambda instant: instant.nbytes)
+
+    def document(self, device: Hardware) -> dict[str, Any]:
+        """Return what a page draws."""
+        load = self.load
+        optimizer = next(s for s in reversed(self.all_slices[-1].slices) if s.kind is SliceKind.OPTIMIZER)
+        kinds: dict[DeviceAction, int] = {}
+        profiles: list[dict[str, Any]] = []
+        passes: list[list[Any]] = []
+        for one, own in self.passes:
+            kind = one.kind
+            if kind not in kinds:
+                kinds[kind] = len(profiles)
+                profiles.append(self._profile(one, own))
+            when = [rounded(ns / 1e9) for ns in (own.begin_ns, own.end_ns)]
+            back = int(kind.work is not Work.FORWARD)
+            chunk = kind.chunk % load.order.own
+            passes.append([back, one.micro_batch, chunk, *when, kinds[kind], self.held(one), one.gradients])
+        return {
+            "fixed": load.fixed,
+            "state": load.state,
+            "gradients": load.gradient_bytes,
+            "transient": load.optimizer_transient,
+            "optimizer": [rounded(ns / 1e9) for ns in (optimizer.begin_ns, optimizer.end_ns)],
+            "ledger_peak": self.stage.peak.nbytes,
+            "profiles": profiles,
+            "passes": passes,
+            "copies": [
+                [int(c.to_host), c.name, c.micro_batch, rounded(c.begin_ns / 1e9), rounded(c.end_ns / 1e9), c.nbytes]
+                for c in host_copies(self.stage, self.all_slices, self.sent, device)
+            ],
+            "roles": _held_roles(self),
+        }
+
+    def _profile(self, one: StageAction, own: PassSlices) -> dict[str, Any]:
+        """What every pass of one kind does: the share that recomputes, and its units."""
+        length, times = own.end_ns - own.begin_ns, own.times(one.units)
+        last = max(end for _, end in times.values())
+        again = sum(s.end_ns - s.begin_ns for s in own.slices if s.kind is SliceKind.RECOMPUTE)
+        sent = {} if one.kind.work is Work.WEIGHT else self.sent[one.kind.chunk % self.load.order.own]
+        units = [
+            [where, round((times[where][1] - own.begin_ns) / (last - own.begin_ns), 6), *rest, sent.get(where, 0)]
+            for where, *rest in _unit_rows(one)
+        ]
+        return {"again": round(again / length, 6), "units": units}
+
+
+def _unit_rows(one: StageAction) -> Iterator[tuple[str, int, int, int]]:
+    """By unit of a pass, what more is held when it comes to it, what gradients more, and how high it rises above."""
+    held = made = 0
+    for where, own in groupby(((name, piece) for piece in one.pieces for name in piece.names), itemgetter(0)):
+        before, rise = (held, made), 0
+        for _, piece in own:  # steps of a second half: the highest
+            rise = max(rise, held + made - sum(before) + piece.peak)
+            held += piece.net - piece.gradients
+            made += piece.gradients
+        yield where, *before, rise
+
+
+def _held_roles(played: PlayedStage) -> list[tuple[str, int]]:
     """Bytes held for backward at the peak, by role, largest first.
 
     What other micro-batches hold is whole; of the one at work, the regions up to the one at work: a forward has made
     what regions before it keep, a backward has let go of those after it. Segments hold the input of their first layer,
     by whatever name it has there.
     """
-    at = played.peak
-    current = next(p for p in played.passes if p.timed.start <= at.start < p.timed.end)
-    alive: Counter[int] = Counter()
-    for each in played.passes:
-        if each is current:
+    memory, stage, at, own = played.memory, played.stage, played.peak, played.load.order.own
+    alive, total = Counter[int](), Counter[str]()
+    for one in played.actions:
+        if one is at.one:
             break
-        alive[each.timed.step.chunk] += -1 if each.timed.step.work is Work.BACKWARD else 1
-    total: Counter[str] = Counter()
+        alive[one.kind.chunk % own] += {Work.FORWARD: 1, Work.WEIGHT: 0}.get(one.kind.work, -1)
     for chunk, count in alive.items():
         for _, roles in _unit_roles(memory, stage, chunk):
             total.update({role: count * nbytes for role, nbytes in roles.items()})
-    units = _unit_roles(memory, stage, current.timed.step.chunk)
-    place = [name for name, _ in units].index(at.where)
-    forward = current.profile % (BACKWARD + 1) == 0
-    for _, roles in units[:place] if forward else units[place + 1 :]:
-        (total.update if forward else total.subtract)(roles)
+    if at.one is not None:
+        units = _unit_roles(memory, stage, at.one.kind.chunk % own)
+        place = [name for name, _ in units].index(at.where)
+        forward = at.one.kind.work is Work.FORWARD
+        for _, roles in units[:place] if forward else units[place + 1 :]:
+            (total.update if forward else total.subtract)(roles)
     rest = at.held - sum(total.values())
     if rest:
         total["outputs sent on"] += rest

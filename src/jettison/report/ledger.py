@@ -12,12 +12,11 @@ from jettison.core.units import format_bytes
 from jettison.ledger.compare import Difference
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import ENTRY_FIELDS, SavedTensor
-from jettison.predict.allowance import Allowance, allowance
+from jettison.predict.allowance import Allowance, Limit, allowance
 from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.limit import Limit
+from jettison.predict.optimizer_state import HostStates
 from jettison.predict.run_request import Resolved, flag_of
-from jettison.predict.states_on_host import HostStates
 from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, document, part
 from jettison.spec.kernels import AttentionKernel
 from jettison.spec.precision import Gradients

@@ -14,8 +14,8 @@ from jettison.core.units import format_bytes, format_count, format_percent, form
 from jettison.formula.region import parameter_count, trained_parameter_count
 from jettison.ledger.compare import describe
 from jettison.predict.frozen_models import frozen_bytes
+from jettison.predict.optimizer_state import HostStates
 from jettison.predict.run_request import Resolved
-from jettison.predict.states_on_host import HostStates
 from jettison.report.ledger import ComparedLedger, LedgerReport
 from jettison.report.schemas import LayerRow, PhaseRow, StageBytes
 from jettison.report.tables import FittedTable, exact, facts, grid, span

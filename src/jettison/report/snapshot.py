@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,10 +13,10 @@ from rich.console import Group, RenderableType
 
 from jettison.core.units import format_bytes, format_percent
 from jettison.diagnose.snapshot import DeviceSnapshot, Snapshot
+from jettison.memory.timeline import Ints, LabelBytes, MemoryTimeline
 from jettison.report.page import page
 from jettison.report.schemas import document, part
 from jettison.report.tables import exact, facts, grid, signed
-from jettison.traces.timeline import Difference, Ints, MemoryTimeline, by_module_and_role, by_role, compare_timelines
 
 MOST_ROWS: Final = 25
 PANELS: Final = (
@@ -33,7 +35,7 @@ class SnapshotReport:
     other: Snapshot | None = None
 
     @property
-    def difference(self) -> Difference | None:
+    def difference(self) -> PeakDifference | None:
         """From the first to the second."""
         if self.other is None:
             return None
@@ -67,7 +69,7 @@ class SnapshotReport:
         )
 
 
-def compare_snapshots(before: Snapshot, after: Snapshot) -> Difference:
+def compare_snapshots(before: Snapshot, after: Snapshot) -> PeakDifference:
     """Difference of the busiest devices' peaks, by module and role."""
     return compare_timelines(before.busiest.timeline, after.busiest.timeline)
 
@@ -80,7 +82,7 @@ def snapshot_page(snapshot: Snapshot, other: Snapshot | None = None) -> str:
 def timelines_page(
     title: str,
     timelines: list[tuple[str, MemoryTimeline]],
-    difference: Difference | None = None,
+    difference: PeakDifference | None = None,
     *,
     names: tuple[str, ...] = (),
 ) -> str:
@@ -159,7 +161,7 @@ def _device(device: DeviceSnapshot) -> dict[str, Any]:
     )
 
 
-def _difference_table(difference: Difference, before: str, after: str) -> RenderableType:
+def _difference_table(difference: PeakDifference, before: str, after: str) -> RenderableType:
     change = difference.after_peak_bytes - difference.before_peak_bytes
     peaks = [
         (f"peak of {before}", exact(difference.before_peak_bytes)),
@@ -264,4 +266,94 @@ def _in_order(timeline: MemoryTimeline) -> MemoryTimeline:
         is_birth=timeline.is_birth,
         time_ns=timeline.time_ns,
         marks=timeline.marks,
+    )
+
+
+# peaks of two timelines -----------------------------------------------------------------------------------------------
+
+
+def by_module_and_role(shares: Sequence[LabelBytes]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(module, role) to bytes and count: sites together, the largest first."""
+    found: defaultdict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for share in shares:
+        key = share.label.module, share.label.role
+        nbytes, count = found[key]
+        found[key] = nbytes + share.nbytes, count + share.count
+    return dict(sorted(found.items(), key=lambda item: (-item[1][0], item[0])))
+
+
+def by_role(shares: Sequence[LabelBytes]) -> dict[str, int]:
+    """Role to bytes, the largest first."""
+    found: defaultdict[str, int] = defaultdict(int)
+    for share in shares:
+        found[share.label.role] += share.nbytes
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeakChange:
+    """Bytes and allocations of one module and role at the peaks of both."""
+
+    module: str
+    role: str
+    before_bytes: int
+    after_bytes: int
+    before_count: int
+    after_count: int
+
+    @property
+    def change_bytes(self) -> int:
+        """Growth in bytes; below 0 for a decrease."""
+        return self.after_bytes - self.before_bytes
+
+    @property
+    def verdict(self) -> str:
+        """In one word."""
+        if not self.before_count:
+            return "appeared"
+        if not self.after_count:
+            return "vanished"
+        if self.change_bytes:
+            return "grew" if self.change_bytes > 0 else "shrank"
+        return "same" if self.before_count == self.after_count else "cut otherwise"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakDifference:
+    """``changes``: the largest change first; all of them, those that are the same too."""
+
+    before_peak_bytes: int
+    after_peak_bytes: int
+    changes: tuple[PeakChange, ...]
+
+    def by_role(self) -> dict[str, tuple[int, int]]:
+        """Bytes before and after of each role, the largest change first."""
+        found: dict[str, tuple[int, int]] = {}
+        for change in self.changes:
+            before, after = found.get(change.role, (0, 0))
+            found[change.role] = before + change.before_bytes, after + change.after_bytes
+        return dict(sorted(found.items(), key=lambda item: (-abs(item[1][1] - item[1][0]), -item[1][1], item[0])))
+
+
+def compare_timelines(before: MemoryTimeline, after: MemoryTimeline) -> PeakDifference:
+    """Compare what is allocated at the peak of each."""
+    old = by_module_and_role(before.shares(before.peak_event))
+    new = by_module_and_role(after.shares(after.peak_event))
+    changes = []
+    for key in {**old, **new}:
+        before_bytes, before_count = old.get(key, (0, 0))
+        after_bytes, after_count = new.get(key, (0, 0))
+        changes.append(
+            PeakChange(
+                module=key[0],
+                role=key[1],
+                before_bytes=before_bytes,
+                after_bytes=after_bytes,
+                before_count=before_count,
+                after_count=after_count,
+            )
+        )
+    changes.sort(key=lambda change: (-abs(change.change_bytes), -change.after_bytes, change.module, change.role))
+    return PeakDifference(
+        before_peak_bytes=before.peak_bytes, after_peak_bytes=after.peak_bytes, changes=tuple(changes)
     )

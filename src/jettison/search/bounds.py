@@ -37,8 +37,8 @@ from functools import lru_cache
 from typing import Final
 
 from jettison.cost.execution import execution_of
-from jettison.predict.expert_groups import own_experts
 from jettison.predict.forecast import Forecast, Stage
+from jettison.predict.fsdp2 import own_experts
 from jettison.predict.passes import passes_of
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, Chunk, kept_by, outline
@@ -264,7 +264,7 @@ def _least_gathered(run: Run, gathered: Sequence[int]) -> int:
     """Whole weights beside any layer's backward, at least: its own, and a neighbour's.
 
     Experts that are a group of their own are not whole all through it: NOTE [ Experts within a layer ] in
-    `predict.expert_groups`.
+    `predict.fsdp2`.
     """
     if not run.layout.resharded:
         return 0

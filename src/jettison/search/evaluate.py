@@ -28,7 +28,7 @@ from jettison.predict.auto_recompute import (
 )
 from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.time import Estimate, estimate
-from jettison.predict.timeline_units import sent_to_host
+from jettison.predict.units import sent_to_host
 from jettison.predict.whole_micro_batches import settled
 from jettison.search.bounds import Bounds, bound, least_seconds, static_bytes, whole_seconds, whole_static_bytes
 from jettison.search.figures import Figures, Seconds

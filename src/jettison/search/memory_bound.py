@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
 
-from jettison.memory.actions import Walk, device_order
+from jettison.memory.actions import OrderOptions, device_order
 from jettison.memory.schedule import Work
 from jettison.search.space import Setup
 from jettison.spec.layout import Schedule
@@ -120,7 +120,7 @@ def _in_flight(
         stages=stages,
         micro_batches=micro_batches,
         virtual_stages=virtual_stages,
-        walk=Walk(learning=not upfront),
+        walk=OrderOptions(learning=not upfront),
     )
     counts = [-(-n // segment) for n in layers]
     found: list[InFlight] = []

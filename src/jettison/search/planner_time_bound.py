@@ -40,7 +40,7 @@ from jettison.memory.schedule import ScheduledPass, Work, order
 from jettison.memory.step import StageLoad
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
-from jettison.predict.gathered import beside_last
+from jettison.predict.fsdp2 import beside_last
 from jettison.predict.passes import chosen_passes
 from jettison.predict.stage_choice import layer_points
 from jettison.predict.stage_time import StageSeconds, Timing

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from jettison.predict.stage_items import Item
-from jettison.predict.stage_time import Timing
+from jettison.predict.stage_time import Item, Timing
 from jettison.predict.stages import Chunk
 from jettison.spec.layout import Layout, Schedule
 

@@ -201,7 +201,7 @@ class Layout:
 
     @property
     def keeps_whole_gradients(self) -> bool:
-        """Are gradients whole until a stage's last backward? See NOTE [ What FSDP2 holds ] in `predict.gathered`."""
+        """Are gradients whole until a stage's last backward? See NOTE [ What FSDP2 holds ] in `predict.fsdp2`."""
         return self.stage_buffers and self.pp > 1 and self.shards_parameters
 
     @property

@@ -21,9 +21,9 @@ from jettison.core.progress import Progress
 from jettison.dryrun.counter import AllocationCounter, AllocationEvent, static_tensors, unique_bytes
 from jettison.dryrun.peak import PhaseMarks, measured_peak
 from jettison.ledger.levels import PhaseLevels, StepLevels
+from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 from jettison.report.proof import Proof
 from jettison.runtime.planned import PlannedForward
-from jettison.traces.timeline import Label, MemoryTimeline, TimelineWriter
 from jettison.verify.gradients import buffer_digest, compare_gradients, parameter_digest, rng_digest, same_bits
 from jettison.verify.timing import environment, interleaved
 

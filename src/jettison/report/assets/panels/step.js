@@ -79,7 +79,7 @@
     };
     for (const [back, batch, chunk, start, end, profile] of stage.passes) {
       const again = stage.profiles[profile].again, middle = start + again * (end - start);
-      const of = `stage ${s}, micro-batch ${batch}${stage.profiles.length > 3 ? `, virtual stage ${chunk}` : ""}`;
+      const of = `stage ${s}, micro-batch ${batch}${stage.passes.some((pass) => pass[2]) ? `, virtual stage ${chunk}` : ""}`;
       const span = (a, b) => `${J.format.seconds(b - a)}, from ${J.format.seconds(a)}`;
       if (again > 0 && back) slice(start, middle, "var(--again)", "vertical", `${of}: computed again (drawn together; layers take turns)\n${span(start, middle)}`);
       slice(back ? middle : start, end, J.color(back ? 2 : 0), back ? "back" : "solid", `${of}: ${back ? "backward" : "forward"}\n${span(back ? middle : start, end)}`, String(batch));

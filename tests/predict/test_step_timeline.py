@@ -9,11 +9,23 @@ import pytest
 
 from jettison.cli.estimate import EstimateFlags, estimate
 from jettison.core.errors import UsageError
+from jettison.memory.step import Event, actions
+from jettison.predict.clock import SliceKind, host_copies, nanoseconds, step_slices
+from jettison.predict.forecast import played_load
 from jettison.predict.run_fields import RunRequest
+from jettison.predict.step_timeline import stage_memory
+from jettison.predict.units import sent_to_host
+from jettison.report.chrome_trace import (
+    ALLOCATED,
+    DEVICE,
+    FROM_HOST,
+    ROLES,
+    TO_HOST,
+    chrome_events,
+    chrome_json,
+    step_trace,
+)
 from jettison.report.estimate import EstimateReport
-from jettison.traces.chrome import ALLOCATED, DEVICE, FROM_HOST, ROLES, TO_HOST, chrome_events, chrome_json, step_trace
-from jettison.traces.pipeline_seconds import Kind, nanoseconds, step_slices
-from jettison.traces.step_memory import stage_memory
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("gpt-22b", {"tp": 8}),
@@ -49,6 +61,28 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "added": ("llama-1b-mha", {"like": "nanotron", "seq": 1024, "pp": 2, "micro_batches": 3}),
     "added in halves": ("llama3-8b", {"like": "nanotron", "pp": 2, "micro_batches": 4, "schedule": "zero-bubble"}),
     "copied gradients": ("llama3-8b", {"like": "deepspeed", "dp": 8, "zero": 3, "micro_batches": 2}),
+    "tied in fp32": ("gpt2-xl", {"micro_batches": 3, "precision": "fp32"}),
+    "gpipe, buffers": ("llama3-8b", {"pp": 4, "micro_batches": 8, "schedule": "gpipe", "gradients": "upfront"}),
+    "zero bubble, buffers": (
+        "llama3-8b",
+        {"pp": 4, "micro_batches": 8, "schedule": "zero-bubble", "gradients": "upfront", "recompute": "full"},
+    ),
+    "zero bubble of torch, interleaved": (
+        "llama3-8b",
+        {"pp": 4, "micro_batches": 8, "schedule": "zero-bubble", "virtual_stages": 2, "stage_buffers": True},
+    ),
+    "received": ("gpt-175b", {"like": "megatron-0.19", "tp": 8, "pp": 8, "micro_batches": 16, "virtual_stages": 3}),
+    "reduced by chunk": (
+        "llama3-8b",
+        {
+            "like": "torchtitan",
+            "dp": 4,
+            "pp": 4,
+            "virtual_stages": 2,
+            "micro_batches": 8,
+            "reshard_after_forward": "always",
+        },
+    ),
     "auto": ("llama3-8b", {"dp": 8, "zero": 3, "recompute": "auto", "micro_batch": 4, "offload": True}),
 }
 
@@ -75,16 +109,16 @@ def test_slices_tile_the_step(name: str) -> None:
 def test_slices_add_up_to_the_estimate(name: str) -> None:
     report = made(name)
     found, index = report.found, report.found.busiest
-    spent: defaultdict[Kind, int] = defaultdict(int)
+    spent: defaultdict[SliceKind, int] = defaultdict(int)
     count = 0
     for one in (one for played in step_slices(report.memory, found)[index] for one in played.slices):
         spent[one.kind] += one.end_ns - one.begin_ns
         count += 1
     near = {"abs": 2e-9 * count}
-    busy = sum(spent[kind] for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.TRANSFER))
+    busy = sum(spent[kind] for kind in (SliceKind.FORWARD, SliceKind.RECOMPUTE, SliceKind.BACKWARD, SliceKind.TRANSFER))
     assert busy / 1e9 == pytest.approx(found.replay.busy[index], **near)
-    assert spent[Kind.RECOMPUTE] / 1e9 == pytest.approx(found.breakdown.recompute, **near)
-    assert spent[Kind.OPTIMIZER] / 1e9 == pytest.approx(found.stages[index].optimizer, **near)
+    assert spent[SliceKind.RECOMPUTE] / 1e9 == pytest.approx(found.breakdown.recompute, **near)
+    assert spent[SliceKind.OPTIMIZER] / 1e9 == pytest.approx(found.stages[index].optimizer, **near)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -98,6 +132,35 @@ def test_the_highest_allocation_is_the_ledgers_peak(name: str) -> None:
         before = max(timeline.start_bytes, int(timeline.live_bytes[: optimizer.event].max()))
         rows = stage.timeline(first_step=True)
         assert before == max(m.nbytes for m in rows if m.phase not in ("optimizer", "after the step"))
+
+
+@pytest.mark.parametrize("name", ["offload", "auto"])
+def test_copies_move_what_is_sent(name: str) -> None:
+    report = made(name)
+    memory, passes = report.memory, step_slices(report.memory, report.found)
+    for stage in memory.stages:
+        sent = [sent_to_host(memory.run, chunk) for chunk in stage.groups]
+        moved = list(host_copies(stage, passes[stage.index], sent, report.found.hardware))
+        total = memory.run.micro_batches * sum(sum(names.values()) for names in sent)
+        gone = {(copy.name, copy.micro_batch): copy.end_ns for copy in moved if copy.to_host}
+        for way in (True, False):
+            own = [copy for copy in moved if copy.to_host is way]
+            assert sum(copy.nbytes for copy in own) == total > 0
+            assert all(a.end_ns <= b.begin_ns for a, b in pairwise(own)), "one link, one copy at a time"
+        for copy in moved:
+            assert copy.to_host or copy.begin_ns >= gone[copy.name, copy.micro_batch], "nothing returns before it left"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_leaves_gradients_alone(name: str) -> None:
+    report = made(name)
+    for stage in report.memory.stages:
+        load = played_load(report.memory.run, stage)
+        found = actions(load)
+        gradients = load.gradient_bytes - found.actions[0].gradients - sum(load.freed)
+        stays = load.there(Event.BACKWARD) - load.there(Event.FORWARD) + load.micro_batches * sum(load.transfers)
+        first = found.actions[0].level + (load.received if load.receives == 0 else 0)
+        assert found.behind == first + gradients + stays
 
 
 @pytest.mark.parametrize("name", ["1f1b", "offload", "auto"])

@@ -14,14 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from jettison.cost.collective import host_seconds
 from jettison.memory.schedule import ScheduledPass, Work
+from jettison.memory.timeline import MemoryTimeline
+from jettison.predict.clock import PassSlices, SliceKind, host_copies, nanoseconds, step_slices
 from jettison.predict.forecast import Forecast, Stage
+from jettison.predict.step_timeline import STEPS, stage_memory
 from jettison.predict.time import Estimate
-from jettison.predict.timeline_units import sent_to_host
-from jettison.traces.pipeline_seconds import Kind, PassSlices, nanoseconds, step_slices
-from jettison.traces.step_memory import STEPS, stage_memory
-from jettison.traces.timeline import MemoryTimeline
+from jettison.predict.units import sent_to_host
 
 DEVICE, TO_HOST, FROM_HOST = 1, 2, 3
 _TRACKS: Final = {DEVICE: "device", TO_HOST: "copies to the host", FROM_HOST: "copies from the host"}
@@ -86,13 +85,16 @@ def chrome_events(trace: StepTrace) -> Iterator[dict[str, Any]]:
     """All events."""
     for stage in trace.forecast.stages:
         yield from _names(stage)
-        own = trace.passes[stage.index]
+        own, sent = trace.passes[stage.index], [sent_to_host(trace.forecast.run, chunk) for chunk in stage.groups]
         for number in range(STEPS):
             offset = number * trace.step_ns
             yield _slice(stage.index, DEVICE, f"step {number}", "step", offset, offset + trace.step_ns, {})
             for played in own:
                 yield from _pass(stage.index, played, offset)
-            yield from _copies(trace, stage, own, offset)
+            for copy in host_copies(stage, own, sent, trace.estimate.hardware):
+                args = {"bytes": copy.nbytes, "micro-batch": copy.micro_batch}
+                track, begin, end = TO_HOST if copy.to_host else FROM_HOST, copy.begin_ns, copy.end_ns
+                yield _slice(stage.index, track, copy.name, "copy", offset + begin, offset + end, args)
         yield from counters(trace.memory[stage.index], stage.index)
     for number in range(STEPS):
         yield from _arrows(trace, number * trace.step_ns, number)
@@ -128,32 +130,7 @@ def _pass(pid: int, played: PassSlices, offset: int) -> Iterator[dict[str, Any]]
         yield _slice(pid, DEVICE, name, str(one.kind), offset + one.begin_ns, offset + one.end_ns, args)
 
 
-_OF_REGIONS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
-
-
-def _copies(trace: StepTrace, stage: Stage, passes: Sequence[PassSlices], offset: int) -> Iterator[dict[str, Any]]:
-    """What goes to the host from when its region's forward is over, and comes back beside the backward before its own.
-
-    The link is a queue: a copy begins when the one before has ended.
-    """
-    moved = [sent_to_host(trace.forecast.run, chunk) for chunk in stage.groups]
-    free = {TO_HOST: 0, FROM_HOST: 0}
-    for played in passes:
-        step = played.step
-        if step is None or not moved[step.chunk]:
-            continue
-        forward = step.work is Work.FORWARD
-        track = TO_HOST if forward else FROM_HOST
-        ready = played.begin_ns
-        for one in played.slices:
-            nbytes = moved[step.chunk].get(one.name, 0)
-            if one.kind in (Kind.FORWARD, Kind.BACKWARD) and nbytes:
-                begin = max(free[track], one.end_ns if forward else ready)
-                free[track] = begin + nanoseconds(host_seconds(nbytes, trace.estimate.hardware))
-                args = {"bytes": nbytes, "micro-batch": step.micro_batch}
-                yield _slice(stage.index, track, one.name, "copy", offset + begin, offset + free[track], args)
-            if one.kind is Kind.BACKWARD:
-                ready = one.begin_ns
+_OF_REGIONS = (SliceKind.FORWARD, SliceKind.RECOMPUTE, SliceKind.BACKWARD)
 
 
 def _arrows(trace: StepTrace, offset: int, number: int) -> Iterator[dict[str, Any]]:

@@ -6,8 +6,6 @@ death is there after the last. Bytes between two events are sums of integers, so
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,7 +31,7 @@ class Label:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class TimelineMark:
     """Something that happens before event ``event``: a phase begins, memory runs out."""
 
     event: int
@@ -41,7 +39,7 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class LabelBytes:
     """Bytes of one label at a moment."""
 
     label: Label
@@ -60,7 +58,7 @@ class MemoryTimeline:
     allocation: Ints
     is_birth: NDArray[np.bool_]
     time_ns: Ints
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[TimelineMark, ...] = ()
 
     @cached_property
     def born(self) -> Ints:
@@ -110,7 +108,7 @@ class MemoryTimeline:
         """Allocations that are there after an event."""
         return np.nonzero((self.born <= event) & (self.died > event))[0]
 
-    def shares(self, event: int) -> tuple[Share, ...]:
+    def shares(self, event: int) -> tuple[LabelBytes, ...]:
         """Return the live bytes after an event by label, the largest first."""
         found = self.alive(event)
         labels = self.label_of[found]
@@ -118,94 +116,10 @@ class MemoryTimeline:
         np.add.at(nbytes, labels, self.nbytes[found])
         counts = np.bincount(labels, minlength=len(self.labels))
         shares = [
-            Share(label=self.labels[at], nbytes=int(nbytes[at]), count=int(counts[at])) for at in np.nonzero(counts)[0]
+            LabelBytes(label=self.labels[at], nbytes=int(nbytes[at]), count=int(counts[at]))
+            for at in np.nonzero(counts)[0]
         ]
         return tuple(sorted(shares, key=lambda share: (-share.nbytes, share.label.module, share.label.role)))
-
-
-def by_module_and_role(shares: Sequence[Share]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(module, role) to bytes and count: sites together, the largest first."""
-    found: defaultdict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for share in shares:
-        key = share.label.module, share.label.role
-        nbytes, count = found[key]
-        found[key] = nbytes + share.nbytes, count + share.count
-    return dict(sorted(found.items(), key=lambda item: (-item[1][0], item[0])))
-
-
-def by_role(shares: Sequence[Share]) -> dict[str, int]:
-    """Role to bytes, the largest first."""
-    found: defaultdict[str, int] = defaultdict(int)
-    for share in shares:
-        found[share.label.role] += share.nbytes
-    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeakChange:
-    """Bytes and allocations of one module and role at the peaks of both."""
-
-    module: str
-    role: str
-    before_bytes: int
-    after_bytes: int
-    before_count: int
-    after_count: int
-
-    @property
-    def change_bytes(self) -> int:
-        """Growth in bytes; below 0 for a decrease."""
-        return self.after_bytes - self.before_bytes
-
-    @property
-    def verdict(self) -> str:
-        """In one word."""
-        if not self.before_count:
-            return "appeared"
-        if not self.after_count:
-            return "vanished"
-        if self.change_bytes:
-            return "grew" if self.change_bytes > 0 else "shrank"
-        return "same" if self.before_count == self.after_count else "cut otherwise"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """``changes``: the largest change first; all of them, those that are the same too."""
-
-    before_peak_bytes: int
-    after_peak_bytes: int
-    changes: tuple[PeakChange, ...]
-
-    def by_role(self) -> dict[str, tuple[int, int]]:
-        """Bytes before and after of each role, the largest change first."""
-        found: dict[str, tuple[int, int]] = {}
-        for change in self.changes:
-            before, after = found.get(change.role, (0, 0))
-            found[change.role] = before + change.before_bytes, after + change.after_bytes
-        return dict(sorted(found.items(), key=lambda item: (-abs(item[1][1] - item[1][0]), -item[1][1], item[0])))
-
-
-def compare_timelines(before: MemoryTimeline, after: MemoryTimeline) -> Difference:
-    """Compare what is allocated at the peak of each."""
-    old = by_module_and_role(before.shares(before.peak_event))
-    new = by_module_and_role(after.shares(after.peak_event))
-    changes = []
-    for key in {**old, **new}:
-        before_bytes, before_count = old.get(key, (0, 0))
-        after_bytes, after_count = new.get(key, (0, 0))
-        changes.append(
-            PeakChange(
-                module=key[0],
-                role=key[1],
-                before_bytes=before_bytes,
-                after_bytes=after_bytes,
-                before_count=before_count,
-                after_count=after_count,
-            )
-        )
-    changes.sort(key=lambda change: (-abs(change.change_bytes), -change.after_bytes, change.module, change.role))
-    return Difference(before_peak_bytes=before.peak_bytes, after_peak_bytes=after.peak_bytes, changes=tuple(changes))
 
 
 class TimelineWriter:
@@ -218,7 +132,7 @@ class TimelineWriter:
         self._label_of: list[int] = []
         self._events: list[int] = []  # an allocation; ~allocation where it dies
         self._times: list[int] = []
-        self._marks: list[Mark] = []
+        self._marks: list[TimelineMark] = []
 
     @property
     def events(self) -> int:
@@ -249,7 +163,7 @@ class TimelineWriter:
 
     def mark(self, text: str) -> None:
         """Before the next event."""
-        self._marks.append(Mark(event=len(self._events), text=text))
+        self._marks.append(TimelineMark(event=len(self._events), text=text))
 
     def timeline(self) -> MemoryTimeline:
         """Return the timeline."""

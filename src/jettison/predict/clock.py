@@ -1,0 +1,285 @@
+"""A described step on the clock: which device does what when.
+
+NOTE [ Slices ]
+Passes are the schedule's, at the seconds that `estimate` gives each stage. Within a pass come its regions in order
+(second halves in that of `memory.unit`), with what is recomputed before each backward, and at the end what the pass
+waits for beside them: a transfer to the next stage, ZeRO's gatherings, copies. Between passes a device waits for other
+stages. Behind the last, gradients are reduced, then the optimizer steps. All is cut in whole nanoseconds, so that the
+slices of a device tile the step. Where only some micro-batches recompute, each pass has their share of it, as in
+`estimate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from jettison.core.errors import UsageError
+from jettison.cost.collective import host_seconds
+from jettison.cost.layer import NOTHING
+from jettison.cost.pipeline import MOST_EVENTS, TimedPass, timed_passes
+from jettison.memory.schedule import ScheduledPass, Work
+from jettison.memory.unit import Unit
+from jettison.predict.forecast import Forecast, Stage
+from jettison.predict.stage_time import Item, StageSeconds, Timing
+from jettison.predict.stages import Chunk
+from jettison.predict.time import Estimate, recomputing, works
+from jettison.spec.hardware import Hardware
+from jettison.spec.layout import Schedule
+from jettison.spec.recompute import Mode
+from jettison.spec.run import Run
+
+
+class SliceKind(StrEnum):
+    """Kinds of a device's time slices."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    TRANSFER = "transfer"  # waited for, at the end of a pass
+    REDUCE = "reduction of gradients"
+    OPTIMIZER = "optimizer"
+    WAIT = "waiting for other stages"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A stretch of a device's time."""
+
+    kind: SliceKind
+    name: str
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSlices:
+    """One pass and the slices that tile it; ``step`` is None between passes and behind the last one of a step."""
+
+    step: ScheduledPass | None
+    begin_ns: int
+    end_ns: int
+    slices: tuple[Slice, ...]
+
+    def times(self, units: Sequence[Unit]) -> dict[str, tuple[int, int]]:
+        """Return when each unit of a chunk is at work: from the first slice of its regions to their last."""
+        slices = [one for one in self.slices if one.kind is not SliceKind.TRANSFER]
+        names = list(dict.fromkeys(one.name for one in slices))
+        work = None if self.step is None else self.step.work
+        if work is Work.BACKWARD or (work is Work.WEIGHT and not any(unit.halves for unit in units)):
+            names.reverse()
+        in_order = iter(names)
+        owner = {next(in_order): name for unit in units for name in unit.names for _ in range(unit.regions)}
+        found: dict[str, tuple[int, int]] = {}
+        for one in slices:
+            name = owner[one.name]
+            found[name] = found.get(name, (one.begin_ns, 0))[0], one.end_ns
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TimedRegion:
+    """Seconds of one region under its name; ``inputs`` and ``weights`` are the halves of its backward.
+
+    Args:
+        again: recomputed before the first half; ``repeated``: before the second one.
+        groups: as `Item` has them.
+    """
+
+    name: str
+    forward: float
+    again: float
+    inputs: float
+    weights: float
+    repeated: float = 0.0
+    groups: int = 0
+
+
+def nanoseconds(seconds: float) -> int:
+    """Return whole ones."""
+    return round(seconds * 1e9)
+
+
+def step_slices(memory: Forecast, found: Estimate) -> tuple[tuple[PassSlices, ...], ...]:
+    """Return by stage a step cut into passes and what comes after them. See NOTE [ Slices ].
+
+    Args:
+        memory, found: of the same run, under the same choice.
+
+    Raises:
+        UsageError: so many micro-batches that nobody could look at them.
+    """
+    run, layout = found.run, found.run.layout
+    if run.micro_batches * layout.virtual_stages * layout.pp * 3 > MOST_EVENTS:
+        raise UsageError(f"got {run.micro_batches} micro-batches on {layout.pp} stages; a timeline is of fewer: say 64")
+    planned = any(part.chosen is not None for part in memory.parts)
+    timing = Timing(run=run, hardware=found.hardware, execution=found.execution, planned=planned)
+    played = timed_passes(
+        layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
+        run.micro_batches,
+        *works(run, found.stages),
+        transfer=timing.sending() if timing.execution.hides_stages and layout.pp > 1 else 0.0,
+        group=layout.micro_batch_group,
+    )
+    over = max(own[-1].end + stage.end for own, stage in zip(played, found.stages, strict=True))
+    ends = nanoseconds(over), nanoseconds(found.step_seconds)
+    return tuple(
+        tuple(_device(run, timing, stage, found.stages[stage.index], played[stage.index], ends))
+        for stage in memory.stages
+    )
+
+
+def _device(
+    run: Run, timing: Timing, stage: Stage, seconds: StageSeconds, played: Sequence[TimedPass], ends: tuple[int, int]
+) -> Iterator[PassSlices]:
+    """One stage's passes and what follows them.
+
+    Args:
+        ends: of all reductions, and of the step.
+    """
+    share, size = recomputing(run, stage.index), run.recompute.number if run.recompute.mode is Mode.EVERY else 1
+    found = [list(_regions(timing, chunk, size, share)) for chunk in stage.groups]
+    both = zip(found, seconds.late, strict=True)
+    regions = [list(_late(own) if late else _repeating(own, size)) for own, late in both]
+    split = any(one.step.work is Work.WEIGHT for one in played)
+    halved = [any(unit.halves for unit in units) for units in stage.load.chunks]
+    now = 0
+    for one in played:
+        begin, end = max(now, nanoseconds(one.start)), nanoseconds(one.end)
+        if begin > now:
+            waited = _slice(SliceKind.WAIT, "waiting for other stages", now, begin)
+            yield PassSlices(step=None, begin_ns=now, end_ns=begin, slices=(waited,))
+        onwards = one.step.work is Work.FORWARD or (one.step.work is Work.WEIGHT and halved[one.step.chunk])
+        in_turn = regions[one.step.chunk] if onwards else regions[one.step.chunk][::-1]
+        slices = tuple(_pass(one.step.work, in_turn, split, begin, end))
+        yield PassSlices(step=one.step, begin_ns=begin, end_ns=end, slices=slices)
+        now = end
+    yield PassSlices(step=None, begin_ns=now, end_ns=ends[1], slices=tuple(_last(now, played[-1], seconds, ends)))
+
+
+def _last(now: int, played: TimedPass, seconds: StageSeconds, ends: tuple[int, int]) -> Iterator[Slice]:
+    over, end = ends
+    for kind, name, until in (
+        (SliceKind.REDUCE, "reduction of gradients", min(over, nanoseconds(played.end + seconds.end))),
+        (SliceKind.WAIT, "waiting for other stages", over),
+        (SliceKind.OPTIMIZER, "optimizer step", min(end, over + nanoseconds(seconds.optimizer))),
+        (SliceKind.WAIT, "waiting for other stages", end),
+    ):
+        if until > now or kind is SliceKind.OPTIMIZER:
+            yield _slice(kind, name, now, max(now, until))
+        now = max(now, until)
+
+
+def _slice(kind: SliceKind, name: str, begin: int, end: int) -> Slice:
+    return Slice(kind=kind, name=name, begin_ns=begin, end_ns=end)
+
+
+def _pass(work: Work, regions: Sequence[_TimedRegion], split: bool, begin: int, end: int) -> Iterator[Slice]:
+    at, elapsed = begin, 0.0
+    for kind, name, seconds in _works(work, regions, split):
+        elapsed += seconds
+        until = min(end, begin + nanoseconds(elapsed))
+        if until > at or kind is not SliceKind.RECOMPUTE:
+            yield _slice(kind, name, at, until)
+        at = until
+    if at < end:
+        yield _slice(SliceKind.TRANSFER, "transfers waited for", at, end)
+
+
+def _works(work: Work, regions: Sequence[_TimedRegion], split: bool) -> Iterator[tuple[SliceKind, str, float]]:
+    for region in regions:
+        if work is Work.FORWARD:
+            yield SliceKind.FORWARD, region.name, region.forward
+            continue
+        again, own = region.again, region.inputs + (0.0 if split else region.weights)
+        if work is Work.WEIGHT:
+            again, own = region.repeated, region.weights
+        if again:
+            yield SliceKind.RECOMPUTE, region.name, again
+        yield SliceKind.BACKWARD, region.name, own
+
+
+def _regions(timing: Timing, chunk: Chunk, segment: int, share: float) -> Iterator[_TimedRegion]:
+    for group in chunk:
+        items = timing.items((group,))
+        for position, name in enumerate(group.names):
+            item = _item_at(items, position, segment)
+            seconds = NOTHING if item is None else item.seconds
+            yield _TimedRegion(
+                name=name,
+                forward=seconds.forward.seconds,
+                again=seconds.again.seconds * share,
+                inputs=seconds.inputs.seconds,
+                weights=seconds.weights.seconds,
+                groups=0 if item is None else item.groups,
+            )
+
+
+def _item_at(items: Sequence[Item], position: int, segment: int) -> Item | None:
+    """Which of a group's items a position is of: of a segment, all but the last are recomputed whole."""
+    if len(items) < 2:
+        return items[0] if items else None
+    return items[position % segment == segment - 1]
+
+
+def _late(regions: Sequence[_TimedRegion]) -> Iterator[_TimedRegion]:
+    """Regions of a chunk whose first half does nothing: see `StageSeconds.late`."""
+    for one in regions:
+        yield replace(one, again=0.0, inputs=0.0, weights=one.inputs + one.weights, repeated=one.again)
+
+
+def _repeating(regions: Sequence[_TimedRegion], size: int) -> Iterator[_TimedRegion]:
+    """Add the recomputation of checkpoints over ``size`` layers, for each group of weights."""
+    layers = [one for one in regions if one.groups]
+    cut = [layers[at : at + size] for at in range(0, len(layers), size)]
+    again = {one.name: sum(each.again for each in own) for own in cut for one in own}
+    for one in regions:
+        yield replace(one, repeated=one.groups * again[one.name]) if one.groups else one
+
+
+# copies to the host ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostCopy:
+    """Bytes of one unit on their way to the host, or back."""
+
+    name: str
+    micro_batch: int
+    to_host: bool
+    begin_ns: int
+    end_ns: int
+    nbytes: int
+
+
+def host_copies(
+    stage: Stage, passes: Sequence[PassSlices], sent: Sequence[Mapping[str, int]], hardware: Hardware
+) -> Iterator[HostCopy]:
+    """Yield what a stage moves over a step; each way has a link of its own, and is a queue.
+
+    What a unit sends leaves when its forward is over, and comes back beside the backward before its own.
+
+    Args:
+        sent: by chunk, as `units.sent_to_host` has it.
+    """
+    free = {True: 0, False: 0}
+    for played in passes:
+        step = played.step
+        if step is None or step.work is Work.WEIGHT or not sent[step.chunk]:
+            continue
+        to_host = step.work is Work.FORWARD
+        ready = played.begin_ns
+        for name, (begin, end) in played.times(stage.load.chunks[step.chunk]).items():
+            if nbytes := sent[step.chunk].get(name, 0):
+                start = max(free[to_host], end if to_host else ready)
+                free[to_host] = start + nanoseconds(host_seconds(nbytes, hardware))
+                yield HostCopy(
+                    name=name,
+                    micro_batch=step.micro_batch,
+                    to_host=to_host,
+                    begin_ns=start,
+                    end_ns=free[to_host],
+                    nbytes=nbytes,
+                )
+            ready = begin

@@ -1,0 +1,541 @@
+"""FSDP2: unsharded weights and gradients beside each unit of a chunk, where ZeRO shards them.
+
+NOTE [ What FSDP2 holds ]
+``torch/distributed/fsdp/_fully_shard``, of 2.13: ``_fsdp_param_group.py``; of buffers, ``_fsdp_collectives.py``.
+A group is what one ``fully_shard`` was called on: here the embedding, each layer, and the final norm with the head. Its
+streams run ahead of each other, but what is allocated follows the host, which goes from group to group.
+
+Forward. ``wait_for_unshard`` copies a group's weights out of the all-gather's output, which stays until the next group
+has copied out its own (``AllGatherState``): twice the group's weights beside all of its forward, and before it those of
+the group before as well. ``reshard`` frees the weights behind it.
+
+Backward. ``pre_backward`` copies out, frees what was all-gathered, and all-gathers the group before
+(``_backward_prefetch``). Gradients come unsharded, in the weights' dtype; ``post_backward`` frees the weights, drops
+the buffer that the group behind was reduced from, and copies its own gradients into one (``reduce_scatter_input``, in
+the dtype that is reduced in), which stays until the next group has come so far. The gradients are freed then, but for
+the last one, which a loop of ``foreach_reduce`` has as a variable: small of a layer, and the table or the head of an
+end. Of a second micro-batch gradients come unsharded again, and what is reduced of them is added to the shards.
+
+A segment of several groups all-gathers each again when it is recomputed, and ``post_forward`` shards none of them then
+(``is_bw``): each is unsharded from there to its own backward. Its last was gathered by the group behind. What the other
+gathers returned is gone once it is copied: each group is the outermost of a forward of its own (``iter_forward_root``).
+Each group is reduced when its own backward is over, beside what the layers before it keep.
+
+Weights that stay unsharded after a forward (``reshard_after_forward=False``) are freed by ``post_backward`` all the
+same. Over fewer ranks (an ``int``) a larger shard is there from ``reshard`` until the weights have been copied out for
+backward. A pipeline's stage has weights that stay unsharded while any micro-batch is in flight. The loss is behind the
+model: where norm and head are sharded again, none of their weights is there while it is made and differentiated.
+
+In a pipeline of ``torch.distributed.pipelining`` (`Layout.keeps_whole_gradients`) nothing is reduced until a chunk's
+last backward (``stage.py``, ``backward_maybe_with_nosync``): gradients stay unsharded, in the dtype that is reduced in
+(``to_accumulated_grad_if_needed``, one parameter after the other), and are added to. Then group after group frees its
+weights, and its gradients once they are copied: the chunk has shards from there on (``schedules.py``,
+``_add_reduce_grad``). Nor are weights sharded again behind a backward there (``set_reshard_after_backward(False)``). Of
+stages that reshard after a forward (`Layout.regathers`) they are unsharded from a chunk's backward to its next forward,
+which gathers nothing and frees group after group. ``_PipelineScheduleRuntime`` gathers those of the next three chunks
+when they come up (``_add_unshard_reshard``), so that the first forward of each finds them unsharded, too.
+
+Where the ends of a model have no groups of their own (`has_outer_ends`) they belong to the model's: unsharded from
+before the first layer on, and in backward until the engine's last callback, as are the gradients of both. Nothing is
+gathered for the head, and for the embedding nothing ahead. Of a tied table the engine adds the gradients of both uses
+up before any hook has them, into a third tensor: the head's is a view, which it never adds to in place.
+
+NOTE [ Experts within a layer ]
+Experts that are spread over ranks are sharded over fewer ranks than the rest of their layer, and a group has one mesh:
+so they are a group within the layer's (torchtitan, ``apply_fsdp``: ``fully_shard`` of ``transformer_block.moe.experts``
+over the mesh "efsdp"). In backward the layer's own weights come first, with what was gathered for its experts; when
+gradients reach the experts, the group before is gathered, without its experts. Behind the experts' backward their
+weights are freed, and the buffer of the layer behind, which has no experts' gradients. Their gradients are copied and
+reduced beside what the layer before its experts still holds, and their buffer stays until the layer's own is filled. Of
+one rank nothing travels: no buffer is gathered, and the mean is another tensor (``reduce_scatter_input /
+gradient_divide_factor`` of ``foreach_reduce``), as gloo's copy is among several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from jettison.core.dtypes import DTYPE_BYTES
+from jettison.formula.liveness import Backward, begin
+from jettison.formula.region import EMBEDDING, HEAD, Region
+from jettison.formula.static import Static, static
+from jettison.memory.unit import Unit
+from jettison.predict.passes import named_frames, named_passes, passes_of, sums_apart
+from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
+from jettison.spec.kernels import Device
+from jettison.spec.layout import Reshard
+from jettison.spec.precision import GradientRule
+from jettison.spec.run import Run
+
+EXPERTS = "mlp.experts"
+NOTHING = Static()
+
+# groups ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FsdpGroups:
+    """The regions of a chunk, each with what its own group gathers and reduces.
+
+    Args:
+        kept: those whose weights stay unsharded after a forward.
+        ranks: over so many others are sharded again until their backward; 0: over all.
+        in_flight: weights are there with micro-batches anyway, see `whole_in_flight`.
+        outer: weights of the ends, which the outermost group has; 0: they have groups of their own.
+        late: unsharded gradients of the head, where they are there until the embedding's are; as shards,
+            ``late_shards``.
+        last: elements of the outermost group's last gradient.
+        tied: gradients of a tied table's two uses while they are added up, beside the head's, which is ``late``.
+    """
+
+    parts: tuple[StageRegion, ...]
+    kept: tuple[StageRegion, ...]
+    ranks: int = 0
+    in_flight: bool = False
+    outer: int = 0
+    late: int = 0
+    late_shards: int = 0
+    last: int = 0
+    tied: int = 0
+
+    @classmethod
+    def of(cls, run: Run, parts: Sequence[StageRegion]) -> FsdpGroups:
+        """Return the groups that the layout makes."""
+        layout = run.layout
+        if not has_outer_ends(run):
+            if layout.reshard is Reshard.ALWAYS:
+                return cls(parts=tuple(parts), kept=(), ranks=layout.reshard_ranks)
+            kept = parts if not layout.resharded else [part for part in parts[-1:] if part.name == HEAD]
+            return cls(parts=tuple(parts), kept=tuple(kept), in_flight=layout.pp > 1 and not layout.resharded)
+        late = layout.reshard is Reshard.TORCHTITAN
+        first, *layers, last = parts
+        ends = first.static + last.static
+        both = replace(first.static, gathered=ends.gathered, reduced=ends.reduced, gradients=ends.gradients)
+        first, end = replace(first, static=both), replace(last, static=replace(last.static, gathered=0, reduced=0))
+        tied = sum(w.numel for w in last.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[run.precision.compute]
+        if late:
+            layers[-1] = replace(layers[-1])  # not the others that are alike
+        return cls(
+            parts=(first, *layers, end),
+            kept=(first, *(layers if not layout.resharded else layers[-1:] if late else ())),
+            outer=ends.gathered,
+            late=_unsharded(run, last) + tied,
+            late_shards=last.static.gradients,
+            last=_last_gradient(run, last),
+            tied=2 * tied if sums_apart(run) else tied,
+        )
+
+    def named(self, run: Run, part: StageRegion) -> int:
+        """Return the elements of the gradient that a loop's variable has while a group's are reduced."""
+        return self.last if self.outer and not part.is_layer else _last_gradient(run, part)
+
+    def whole(self, part: StageRegion | None) -> int:
+        """Return the weights of a region that stay unsharded after its forward."""
+        return part.static.gathered if self.kept and part in self.kept and part is not None else 0
+
+    def left(self, part: StageRegion) -> int:
+        """Return what stays of a region's weights after its forward: all, or a larger shard than the one for good."""
+        return part.static.gathered // self.ranks if self.ranks else self.whole(part)
+
+    def again(self, part: StageRegion | None) -> int:
+        """Return the weights of a region that are gathered a second time, for its backward."""
+        if part is None or not self.kept:
+            return 0 if part is None else part.static.gathered
+        return part.static.gathered - self.whole(part)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlace:
+    """The regions of a unit, and their neighbours in the chunk."""
+
+    own: tuple[StageRegion, ...]
+    before: StageRegion | None
+    behind: StageRegion | None
+    chunk: FsdpGroups
+
+    @property
+    def shards(self) -> tuple[object, ...]:
+        """What of it decides what is there beside."""
+        whole, parts = self.chunk.whole, (self.before, *self.own, self.behind)
+        alone = (None if part is None else (part.static.gathered, part.static.reduced, whole(part)) for part in parts)
+        return (*alone, None if self.before is None else self.before.region.output.nbytes)
+
+    @classmethod
+    def of(cls, chunk: FsdpGroups, first: int, stop: int) -> GroupPlace:
+        """Return the place of parts ``first .. stop - 1`` of a chunk."""
+        parts = (None, *chunk.parts, None)
+        return cls(own=chunk.parts[first:stop], before=parts[first], behind=parts[stop + 1], chunk=chunk)
+
+
+def has_outer_ends(run: Run) -> bool:
+    """Has one group embedding, norm and head? A tied table is one parameter, which only one group can have."""
+    layout = run.layout
+    return layout.pp == 1 and (layout.outer_ends or run.model.tied_embeddings) and run.gathers_parameters
+
+
+def _last_gradient(run: Run, part: StageRegion) -> int:
+    """Elements of the last gradient of an end's own group; 0 of a layer's, which is small."""
+    twice = run.layout.pp > 1  # a stage has a tied table a second time
+    own = [] if part.is_layer else [w.numel for w in part.region.weights if not w.frozen and (twice or not w.tied)]
+    return own[-1] if own else 0
+
+
+def _unsharded(run: Run, part: StageRegion, apart: int = 0) -> int:
+    """A region's unsharded gradients, as its backward makes them, without those that are reduced ``apart``."""
+    precision = run.precision
+    return (part.static.reduced - apart) // DTYPE_BYTES[precision.gradient] * DTYPE_BYTES[precision.compute]
+
+
+# chunks ---------------------------------------------------------------------------------------------------------------
+
+
+def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> list[Unit]:
+    """Return a chunk's units with what is gathered and reduced beside them; the first and last of alike ones apart."""
+    layout = run.layout
+    if layout.zero < 2 or (layout.shards == 1 and layout.expert_shards == 1 and not run.gathers_parameters):
+        return list(made)
+    chunk = FsdpGroups.of(run, [group.part for group in groups for _ in group.names])
+    parts = (None, *chunk.parts, None)
+    known: dict[tuple[object, ...], Unit] = {}
+    found: list[Unit] = []
+    at = 0
+    for unit in made:
+        count, size = len(unit.names), unit.regions
+        begin = 0
+        before: tuple[object, ...] = ()
+        for end in (1, count - 1, count):  # the first and the last have other neighbours than those between
+            if end <= begin:
+                continue
+            first = at + begin * size
+            key = size, parts[first], parts[first + 1], parts[first + size], parts[first + size + 1]
+            if key not in known:
+                known[key] = beside(run, unit, GroupPlace.of(chunk, first, first + size))
+            names, own = unit.names[begin:end], known[key]
+            if key == before:
+                found[-1] = own.named((*found[-1].names, *names))
+            else:
+                found.append(own.named(names))
+            before, begin = key, end
+        at += count * size
+    return found
+
+
+def beside(run: Run, unit: Unit, place: GroupPlace, treated: StageRegion | None = None) -> Unit:
+    """Return a unit with what is there beside it. See NOTE [ What FSDP2 holds ].
+
+    Args:
+        treated: its region as it is treated, where that is otherwise than in its place.
+    """
+    if run.layout.zero < 3:
+        return unit.beside(backward=0 if place.behind is None else place.behind.static.reduced)
+    return _Sharded(run=run, unit=unit, place=place, treated=treated or place.own[0]).whole()
+
+
+def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
+    """Return what there is beside the backward of the last region of a group, at least."""
+    chunk = FsdpGroups.of(run, [group.part for group in groups for _ in group.names])
+    stop = sum(len(group.names) for group in groups[: at + 1])
+    place = GroupPlace.of(chunk, stop - 1, stop)
+    part, behind = place.own[0], 0 if place.behind is None else place.behind.static.reduced
+    shard = chunk.left(part) if chunk.ranks else 0
+    there, ahead = chunk.again(part), chunk.again(place.before)
+    own = own_experts(run, part)
+    if own.gathered:
+        ahead -= own_experts(run, place.before).gathered if ahead else 0
+        after = behind_experts(run, own) - own.gathered
+        return there + min(behind, ahead + behind, ahead + after) - shard
+    return behind - shard + there + ahead
+
+
+def whole_in_flight(run: Run, groups: Sequence[RegionGroup]) -> int:
+    """Return the weights of a pipeline's chunk that are unsharded while micro-batches are in flight."""
+    if run.layout.pp == 1 or run.layout.resharded:
+        return 0
+    return sum(group.part.static.gathered * len(group.names) for group in groups)
+
+
+def reducing(run: Run, chunk: Sequence[RegionGroup]) -> int:
+    """Return how far a chunk's reduction, behind its last backward, rises above its unsharded gradients and weights.
+
+    Group after group: a buffer, which gloo copies, and shards of those before.
+    """
+    there = highest = 0
+    for part in (group.part for group in chunk for _ in group.names):
+        own = part.static
+        named = _last_gradient(run, part) * DTYPE_BYTES[run.precision.gradient]
+        there -= own.gathered
+        highest = max(highest, there + own.reduced, there + named + own.gradients + _cloned(run, part))
+        there += own.gradients - own.reduced
+    return highest
+
+
+def freed(run: Run, chunk: Sequence[RegionGroup]) -> int:
+    """Return what of a chunk is gone once it is reduced: unsharded weights, and of its gradients all but the shards."""
+    parts = [group.part.static.times(len(group.names)) for group in chunk]
+    return whole_in_flight(run, chunk) + sum(part.reduced - part.gradients for part in parts)
+
+
+# units ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sharded:
+    run: Run
+    unit: Unit
+    place: GroupPlace
+    treated: StageRegion
+
+    def whole(self) -> Unit:
+        run, unit, own, chunk = self.run, self.unit, self.place.own, self.place.chunk
+        layout = run.layout
+        stays = sum(map(chunk.left, own)) if layout.pp == 1 and (chunk.kept or chunk.ranks) else 0
+        if len(own) > 1:
+            forward, backward, adding = self._segment()
+        else:
+            forward, backward = self._single(own[0])
+            adding = backward + unit.adding_peak - unit.backward_peak
+        found = Unit(  # `replace` would make dozens of calls
+            names=unit.names,
+            resident=unit.resident + stays,
+            whole=stays,
+            forward_peak=forward,
+            backward_peak=backward - (0 if own[0].name == HEAD else chunk.late_shards),
+            adding_peak=adding,
+            gradient=unit.gradient,
+            pending=unit.pending + self._reduced_again(),
+            is_loss=unit.is_loss,
+            frozen=unit.frozen,
+            weights=sum(part.static.gathered for part in own) if layout.regathers else 0,
+            regions=unit.regions,
+        )
+        return self._whole_gradients(found) if layout.stage_buffers and layout.keeps_whole_gradients else found
+
+    def _reduced_again(self) -> int:
+        """What replicas of shards have added up of another micro-batch, which each group holds to the backward's end.
+
+        ``_fsdp_param_group.py``, ``_all_reduce_state``. Of the first one it is the shards themselves, and so it is of a
+        pipeline, which reduces once; the outermost group's comes last.
+        """
+        layout, last = self.run.layout, bool(self.place.chunk.outer) and self.place.own[0].name == HEAD
+        return 0 if layout.zero_replicas == 1 or layout.keeps_whole_gradients or last else self.unit.gradient
+
+    def _whole_gradients(self, unit: Unit) -> Unit:
+        """With unsharded gradients: nothing is reduced beside them, and the first become as wide as they stay."""
+        run, own = self.run, self.place.own
+        before = unit if run.layout.regathers else self.unit
+        rise, wide = before.backward_peak, sum(part.static.reduced for part in own)
+        if run.precision.gradient == run.precision.compute:
+            return replace(unit, backward_peak=rise, adding_peak=before.adding_peak, gradient=wide)
+        last = min((w.numel for part in own for w in part.region.weights if not w.frozen), default=0)
+        turned = _given(self.place.before) + wide + last * DTYPE_BYTES[run.precision.compute] - unit.resident
+        return replace(unit, backward_peak=max(rise, turned), adding_peak=rise, gradient=wide)
+
+    def _single(self, part: StageRegion) -> tuple[int, int]:
+        run, unit, chunk = self.run, self.unit, self.place.chunk
+        before, behind = self.place.before, self.place.behind
+        head, layout = part.name == HEAD, run.layout
+        passes = passes_of(self.treated, run.gradient_rule)
+        # up to the last step that reads weights, and behind it; but for the head weights are there until it returns
+        (forward, loss), (backward, differentiated) = (passes.forward_peak, 0), (passes.backward_peak, 0)
+        if head:
+            (forward, loss), (backward, differentiated) = passes.around.forward, passes.around.backward
+        gathered = 0 if chunk.in_flight else part.static.gathered
+        after = 0 if chunk.in_flight else chunk.whole(part)
+        shard = chunk.left(part) if chunk.ranks else 0
+        there = gathered - after  # what stays is among residents in backward
+        outer = chunk.outer if head else 0  # weights of the ends that the outermost group has
+        lingering = before.static.gathered if outer and before is not None else 0
+        freed = outer if layout.reshard is Reshard.ALWAYS else 0
+        waiting = 0 if behind is None or layout.keeps_whole_gradients else behind.static.reduced
+        ahead, experts, twice = chunk.again(before), NOTHING, 2 * gathered
+        if layout.ep > 1:
+            waiting -= own_experts(run, behind).reduced
+            ahead -= own_experts(run, before).gathered if ahead else 0
+            experts = own_experts(run, part)
+        entering, fetched = 2 * gathered, 0
+        if part.static.host_parameters:
+            entering = max(entering, gathered + _on_its_way(run, part))
+            fetched = passes.opening + there + ahead + _on_its_way(run, before) if ahead else 0
+        if before is not None:  # what it returned, and what was gathered for it
+            entering += before.region.output.nbytes + (0 if chunk.in_flight else before.static.gathered)
+        late, at_end = 0 if head else chunk.late, bool(chunk.outer) and part.name == EMBEDDING
+        rise = max(
+            backward + there + ahead - shard,
+            passes.opening + 2 * there + freed if part.region.output.grad else 0,
+            differentiated - freed,
+            fetched,
+            there + chunk.tied if at_end else 0,
+        )
+        rise += waiting
+        if experts.gathered:
+            phases = phases_of(self.treated, run.gradient_rule)
+            rise = _rise_of_experts(run, experts, phases, there=there, ahead=ahead, waiting=waiting)
+            twice = gathered + max(gathered - experts.gathered, experts.gathered if layout.expert_shards > 1 else 0)
+        closing = 0  # where nothing is reduced
+        if not layout.keeps_whole_gradients:
+            staying = after + shard if layout.pp == 1 else 0
+            closing = self._closing(part, before) + ahead - unit.resident - staying
+        moved = unit.forward_peak - passes.forward_peak, unit.backward_peak - passes.backward_peak
+        return (
+            max(forward + twice + lingering, loss + after - freed, entering) + moved[0],
+            max(rise + late + moved[1], closing if at_end else closing + late),
+        )
+
+    def _closing(self, part: StageRegion, before: StageRegion | None) -> int:
+        """What there is while a group's gradients are copied and reduced, and the gradient of its input."""
+        run = self.run
+        apart = own_experts(run, part) if run.layout.ep > 1 else NOTHING
+        named = self.place.chunk.named(run, part) * DTYPE_BYTES[run.precision.compute]
+        shard = part.static.gradients
+        if run.states_on_host.copies_shards:  # reduced on the device, then copied
+            shard = part.static.reduced // run.layout.shards
+        copied = named + shard - apart.gradients + _cloned(run, part, apart.reduced)
+        most = max(_unsharded(run, part, apart.reduced), copied)
+        return _given(before) + apart.gradients + part.static.reduced - apart.reduced + most
+
+    def _segment(self) -> tuple[int, int, int]:
+        unit, own, chunk = self.unit, self.place.own, self.place.chunk
+        highest = 0 if chunk.in_flight else max(part.static.gathered for part in own)
+        earlier = 0 if chunk.in_flight else sum(map(chunk.left, own[:-1]))
+        entering = unit.resident + own[0].region.output.nbytes + 3 * highest
+        forward = max(unit.forward_peak + 2 * highest, entering) + earlier
+        backward, again = (self._segment_backward(stays=n) for n in (1, int(self._reduced_again() > 0)))
+        return forward, backward + chunk.late, again + chunk.late
+
+    def _segment_backward(self, *, stays: int) -> int:
+        """Forwards again, each with its own weights and those before it, and backwards, each group reduced behind its.
+
+        Args:
+            stays: 1: what they were reduced to.
+        """
+        run, place, chunk, own = self.run, self.place, self.place.chunk, self.place.own
+        plain = [named_passes(part.region, NONE, run.gradient_rule, False) for part in own]
+        first, there = own[0].region, not chunk.in_flight
+        level = -first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))
+        waiting = 0 if place.behind is None else place.behind.static.reduced
+        gathered = [there * part.static.gathered for part in own]
+        left = [there * chunk.left(part) for part in own]
+        fetched = there * chunk.again(own[-1])  # by the group behind
+        peak, before = 0, 0
+        for number, (part, passes) in enumerate(zip(own, plain, strict=True)):
+            weights = sum(gathered[: number + 1]) - sum(left[: number + 1])
+            weights += 0 if number == len(own) - 1 else fetched
+            rise = max(passes.forward_peak, before + there * chunk.again(part))
+            peak = max(peak, level + plain[-1].output + waiting + weights + rise)
+            level += passes.resident
+            before = part.region.output.nbytes
+        for number in reversed(range(len(own))):
+            ahead = 0 if number else there * chunk.again(place.before)
+            weights = sum(gathered[: number + 1]) - sum(left) + ahead
+            peak = max(peak, level + waiting + weights + plain[number].backward_peak)
+            level -= plain[number].resident
+            closing = self._closing(own[number], own[number - 1] if number else place.before)
+            peak = max(peak, level + weights - gathered[number] + closing)
+            waiting = own[number].static.reduced
+            level += stays * own[number].static.gradients
+        return peak
+
+
+def _given(before: StageRegion | None) -> int:
+    return 0 if before is None or not before.region.output.grad else before.region.output.nbytes
+
+
+def _on_its_way(run: Run, part: StageRegion | None) -> int:
+    """Copies of a group's shards that come from the host, until the buffer that is gathered has them.
+
+    See NOTE [ States on the host ]. Of segments of several groups they are not counted.
+    """
+    if part is None:
+        return 0
+    cast = run.precision.parameter != run.precision.compute
+    return part.static.host_parameters + (part.static.gathered // run.layout.shards if cast else 0)
+
+
+def _cloned(run: Run, part: StageRegion, apart: int = 0) -> int:
+    """gloo reduces a copy (``ProcessGroupGloo.cpp``, ``reduce_scatter_tensor_coalesced``: ``clone``)."""
+    return part.static.reduced - apart if run.kernels.device is Device.CPU else 0
+
+
+# experts within a layer -----------------------------------------------------------------------------------------------
+
+
+class Phases(NamedTuple):
+    """Peaks of a layer's backward: until gradients reach its experts, within them, behind them; and how high it is when
+    they are done, with their gradients.
+    """
+
+    until: int
+    within: int
+    behind: int
+    done: int
+
+
+def own_experts(run: Run, part: StageRegion | None) -> Static:
+    """Return what the group of a layer's experts has; nothing where there is none."""
+    layout = run.layout
+    if part is None or layout.ep == 1 or layout.shards == 1 or layout.zero < 3 or layout.keeps_whole_gradients:
+        return NOTHING
+    found = [weight for weight in part.region.weights if weight.expert]
+    return static(found, precision=run.precision, optimizer=run.optimizer, layout=layout, in_layer=part.is_layer)
+
+
+def phases_of(part: StageRegion, rule: GradientRule) -> Phases:
+    """Return the phases of a layer as it is treated."""
+    frames = () if part.held or part.chosen is not None else tuple(named_frames(part.region, part.policy))
+    return _phases(part.region, part.kept, rule, frames, part.held)
+
+
+@lru_cache(maxsize=4096)
+def _phases(
+    region: Region, kept: frozenset[int], rule: GradientRule, frames: Sequence[frozenset[int]], held: frozenset[int]
+) -> Phases:
+    again = frozenset(region.program.recompute_set(kept))
+    return begin(_Phased, region, kept, again, rule, frames=frames, held=held).phases()
+
+
+class _Phased(Backward):
+    def phases(self) -> Phases:
+        output, steps = self.region.output, self.region.tape.steps
+        own = [number for number, step in enumerate(steps) if step.path.startswith(EXPERTS)]
+        self._give(output.storage, output.nbytes)
+        until = within = done = 0
+        for number in reversed(range(len(steps))):
+            if number == own[-1]:
+                until, self.peak = self.peak, self.live
+            if self._runs(steps[number]):
+                self._visit(steps[number])
+            for b in self.leaving.get(number, ()):
+                self._release(b)
+            if number == own[0]:
+                within, done, self.peak = self.peak, self.live, self.live
+        return Phases(until=until, within=within, behind=self.peak, done=done)
+
+
+def behind_experts(run: Run, own: Static) -> int:
+    """Return what a reduction of experts' gradients leaves of them: its input, and shards in their place."""
+    precision = run.precision
+    gradients = own.reduced // DTYPE_BYTES[precision.gradient] * DTYPE_BYTES[precision.compute]
+    return own.reduced + own.gradients - gradients
+
+
+def _rise_of_experts(run: Run, own: Static, phases: Phases, *, there: int, ahead: int, waiting: int) -> int:
+    """How high a layer's backward rises, its own group's reduction aside.
+
+    Args:
+        own: of its experts.
+        there: unsharded weights of the layer that are not among residents.
+        ahead: of the group before; ``waiting``: the buffer of the layer behind.
+    """
+    # shards, as many as all where one rank has them
+    copied = own.reduced if run.kernels.device is Device.CPU or run.layout.expert_shards == 1 else 0
+    done, behind = phases.done + there - own.gathered + ahead, behind_experts(run, own)
+    return max(
+        phases.until + there + waiting,
+        phases.within + there + ahead + waiting,
+        done + own.reduced,
+        done + behind + copied,
+        phases.behind + there - own.gathered + ahead + behind,
+    )

@@ -1,0 +1,369 @@
+"""Parameters, gradients and optimizer state of a rank, and what a step of the optimizer allocates and moves.
+
+NOTE [ Whole tensors on ranks ]
+Megatron-LM d98e8a6, ``megatron/core/optimizer/layer_wise_optimizer.py``, ``LayerWiseDistributedOptimizer``, of
+``--optimizer muon --use-distributed-optimizer``. Newton-Schulz needs a matrix whole, so that masters and moments of a
+tensor are on one rank; parameters and gradients are whole on every rank, as without a distributed optimizer.
+
+- ``dist-muon``, the default: matrices of layers lie in a buffer of as many equal shards as there are ranks, none across
+  a boundary (``_compute_per_buffer_param_layout``): by work, max x min^2 of its sizes, each goes to the rank that has
+  least, while a shard stays within 1.3 of an even one. Shards are padded to the fullest, in the buffers of parameters
+  and of gradients alike. All other parameters are sharded as ever. One bucket is taken, as without
+  ``--overlap-grad-reduce``.
+- ``dist-muon-pingpong``, ``--no-use-layer-wise-param-layout``: every tensor, by its numbers, to ranks there and back
+  (``_shard_params_ping_pong``); what was updated is gathered into tensors of its own (``allgather_params``).
+
+Experts are tensors apart, over the ranks that have the same ones.
+
+torch's ZeroRedundancyOptimizer (``torch/distributed/optim/zero_redundancy_optimizer.py``, ``_partition_parameters``):
+parameters sorted by their numbers, the largest first, each to the rank that has the fewest so far. A step runs the
+optimizer over a rank's own, and ``_sync_params`` broadcasts them in place. Where experts are spread over ranks they
+have an optimizer of their own, of the ranks that have the same ones.
+
+NOTE [ Newton-Schulz ]
+NVIDIA-NeMo/Emerging-Optimizers, ``orthogonalized_optimizers/muon_utils.py``, ``newton_schulz``: the moment normalised
+in fp32, in bf16, two small squares and the next iterate, the last one in fp32. ``emerging_optimizers.py`` of Megatron,
+``scaled_orthogonalize_fn``, multiplies it twice while it is held: three fp32 tensors are the most, 12 bytes a number.
+Over tensor-parallel ranks (``newton_schulz_tp``, "duplicated") shards of all are gathered and joined first: 8 bytes a
+number of the whole, which stay. A joint product of queries, keys and values is split into copies, which is not counted:
+feed-forward matrices are larger. torch's own (``torch/optim/_muon.py``): the update in the dtype of moments
+(nesterov), an iterate and the next one in bf16, two squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import lcm, prod
+from typing import Final
+
+from jettison.core.dtypes import DTYPE_BYTES
+from jettison.formula.static import Static, state_bytes, static
+from jettison.formula.tape import Weight
+from jettison.predict.stages import Chunk, local_shape
+from jettison.spec.kernels import Device
+from jettison.spec.precision import Gradients, Optimizer
+from jettison.spec.run import Run
+from jettison.spec.states_on_host import element_bytes
+
+WHOLE_TENSORS = (Optimizer.DIST_MUON, Optimizer.DIST_MUON_PINGPONG)
+_ALIGNED = 64
+_SLACK = 1.3
+SUB_GROUP: Final = 10**9
+"""Elements: ``sub_group_size`` of DeepSpeed, ``deepspeed/runtime/zero/config.py``."""
+
+
+def stage_state(run: Run, chunks: Sequence[Chunk]) -> Static:
+    """Return what a stage's parameters, gradients and optimizer take on the rank that has most."""
+    even = sum((group.part.static.times(len(group.names)) for chunk in chunks for group in chunk), Static())
+    if run.optimizer in WHOLE_TENSORS:
+        even = _with_whole_tensors(run, chunks, even)
+    return _with_whole_parameters(run, chunks, even) if run.layout.zero_whole and run.layout.shards > 1 else even
+
+
+def _trained(run: Run, chunks: Sequence[Chunk]) -> Iterator[tuple[Weight, bool]]:
+    """Weights that are trained, in the order of the forward; is each one of a layer?"""
+    for group in (group for chunk in chunks for group in chunk):
+        for _ in group.names:
+            for weight in group.part.region.weights:
+                if not weight.frozen and not (weight.tied and run.layout.pp == 1):
+                    yield weight, group.part.is_layer
+
+
+# whole tensors --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeTensor:
+    """A parameter as Megatron has it, on one rank of tensor parallelism: of experts one.
+
+    Args:
+        matrix: Newton-Schulz runs on it.
+        rows, columns: of a matrix; 1 and all numbers of what is none.
+        whole: its sizes on all ranks of tensor parallelism together.
+    """
+
+    rows: int
+    columns: int
+    matrix: bool
+    expert: bool
+    whole: tuple[int, int]
+    state: int
+    master: int
+
+    @property
+    def numel(self) -> int:
+        """Numbers."""
+        return self.rows * self.columns
+
+    @property
+    def work(self) -> int:
+        """Work of Newton-Schulz, as Megatron estimates it."""
+        small, big = sorted((self.rows, self.columns))
+        return big * small * small if self.matrix else self.numel
+
+
+def tensors_of(run: Run, chunks: Sequence[Chunk]) -> Iterator[WholeTensor]:
+    """Yield all parameters of a stage that are trained, in the order of the forward."""
+    precision = run.precision
+    for weight, in_layer in _trained(run, chunks):
+        local = list(local_shape(run, weight))
+        count = local.pop(0) if weight.expert else 1
+        numel = prod(local)
+        matrix = len(local) == 2 and in_layer and not weight.tied
+        each = WholeTensor(
+            rows=local[0] if matrix else 1,
+            columns=local[1] if matrix else numel,
+            matrix=matrix,
+            expert=weight.expert,
+            whole=(weight.shape[-2], weight.shape[-1]) if matrix else (1, weight.total),
+            state=state_bytes(weight, numel, precision, run.optimizer, in_layer=matrix),
+            master=numel * DTYPE_BYTES[precision.master] if precision.master else 0,
+        )
+        yield from (each for _ in range(count))
+
+
+def _with_whole_tensors(run: Run, chunks: Sequence[Chunk], even: Static) -> Static:
+    found = list(tensors_of(run, chunks))
+    state = master = padding = 0
+    for expert in (False, True):
+        of, ranks = [t for t in found if t.expert is expert], _ranks(run, expert=expert)
+        shares, padded = _tensors_by_rank(run, of, ranks)
+        state_here, master_here = max((sum(t.state + t.master for t in s), sum(t.master for t in s)) for s in shares)
+        rest = [t for t in of if not t.matrix] if run.optimizer is Optimizer.DIST_MUON else []
+        state += state_here + sum(-(-(t.state + t.master) // ranks) for t in rest)
+        master += master_here + sum(-(-t.master // ranks) for t in rest)
+        padding += padded
+    precision = run.precision
+    return replace(
+        even,
+        state=state,
+        master=master,
+        parameters=even.parameters + padding * DTYPE_BYTES[precision.parameter],
+        gradients=even.gradients + padding * DTYPE_BYTES[precision.gradient],
+    )
+
+
+def _ranks(run: Run, *, expert: bool) -> int:
+    return (run.layout.expert_shards if expert else run.layout.shards) if run.layout.zero else 1
+
+
+def _tensors_by_rank(run: Run, tensors: Sequence[WholeTensor], ranks: int) -> tuple[list[list[WholeTensor]], int]:
+    if run.optimizer is Optimizer.DIST_MUON_PINGPONG:
+        return ping_pong(tensors, ranks), 0
+    matrices = [t for t in tensors if t.matrix]
+    return ([matrices], 0) if ranks == 1 else in_shards(matrices, ranks)
+
+
+def ping_pong(tensors: Sequence[WholeTensor], ranks: int) -> list[list[WholeTensor]]:
+    """``_shard_params_ping_pong``: the smallest first."""
+    turns = [*range(ranks), *reversed(range(ranks))]
+    shares: list[list[WholeTensor]] = [[] for _ in range(ranks)]
+    for number, tensor in enumerate(sorted(tensors, key=lambda t: t.numel)):
+        shares[turns[number % len(turns)]].append(tensor)
+    return shares
+
+
+def in_shards(tensors: Sequence[WholeTensor], ranks: int) -> tuple[list[list[WholeTensor]], int]:
+    """``_emit_bucket``, of one bucket; ``pad_param_start``, ``_shard_divisor``."""
+    shares: list[list[WholeTensor]] = [[] for _ in range(ranks)]
+    ends, work = [0] * ranks, [0] * ranks
+    total = sum(t.numel for t in tensors)
+    most = total / ranks * _SLACK
+    for tensor in sorted(tensors, key=lambda t: -t.work):
+        fits = [r for r in range(ranks) if _up(ends[r], _ALIGNED) + tensor.numel <= most]
+        rank = min(fits, key=lambda r: work[r]) if fits else min(range(ranks), key=lambda r: ends[r])
+        ends[rank] = _up(ends[rank], _ALIGNED) + tensor.numel
+        work[rank] += tensor.work
+        shares[rank].append(tensor)
+    shard = _up(max(ends), lcm(_ALIGNED, lcm(ranks, 128) // ranks))
+    return shares, ranks * shard - total
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+# whole parameters -----------------------------------------------------------------------------------------------------
+
+
+def _with_whole_parameters(run: Run, chunks: Sequence[Chunk], even: Static) -> Static:
+    """The states of the fullest rank of torch's ZeroRedundancyOptimizer, where ``even`` has an even share of all."""
+    layout, precision = run.layout, run.precision
+    shares = _parameters_by_rank(run, list(_trained(run, chunks)))
+
+    def state(own: Sequence[tuple[Weight, bool]]) -> int:
+        kinds = ((weight, inside and not weight.tied) for weight, inside in own)
+        return sum(state_bytes(w, w.numel, precision, run.optimizer, in_layer=inside) for w, inside in kinds)
+
+    most = max(shares, key=state)
+    master = sum(weight.numel for weight, _ in most) * (DTYPE_BYTES[precision.master] if precision.master else 0)
+    stepping = before = 0
+    moment = _moment_bytes(run)
+    for number, (weight, _) in enumerate(most):
+        if number and weight.expert and layout.ep > 1 and not most[number - 1][0].expert:
+            before = 0  # another optimizer's loop
+        size = moment * weight.numel
+        stepping, before = max(stepping, before + 2 * size), size
+    return replace(even, state=master + state(most), master=master, stepping=stepping)
+
+
+def _parameters_by_rank(run: Run, found: list[tuple[Weight, bool]]) -> list[list[tuple[Weight, bool]]]:
+    """What each data-parallel rank has; of ``ep`` beside each other the same places among experts' ranks."""
+    layout = run.layout
+    if layout.ep == 1:
+        return _shared_out(found, layout.shards)
+    common = _shared_out([pair for pair in found if not pair[0].expert], layout.shards)
+    experts = _shared_out([pair for pair in found if pair[0].expert], layout.expert_shards)
+    beside = layout.shards // layout.expert_shards
+    return [[*own, *experts[rank // beside]] for rank, own in enumerate(common)]
+
+
+def _shared_out(weights: Sequence[tuple[Weight, bool]], ranks: int) -> list[list[tuple[Weight, bool]]]:
+    shares: list[list[tuple[Weight, bool]]] = [[] for _ in range(ranks)]
+    sizes = [0] * ranks
+    for each in sorted(weights, key=lambda pair: pair[0].numel, reverse=True):
+        rank = sizes.index(min(sizes))
+        shares[rank].append(each)
+        sizes[rank] += each[0].numel
+    return shares
+
+
+# a step of the optimizer ----------------------------------------------------------------------------------------------
+
+
+def _moment_bytes(run: Run) -> int:
+    precision = run.precision
+    return DTYPE_BYTES[precision.moment or precision.master or precision.parameter]
+
+
+def step_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
+    """Return what an optimizer step allocates for its own arithmetic.
+
+    On the CPU PyTorch walks through the parameters one by one: NOTE [ A loop's names ] in `formula.static`; fused
+    kernels, which training on accelerators uses, need nothing. torch's default on CUDA is neither:
+    ``torch/optim/adam.py``, ``_multi_tensor_adam``, makes the roots of all second moments at once (``_foreach_sqrt``).
+    """
+    if run.gradients is Gradients.IN_BACKWARD or run.states_on_host.steps_there:
+        return 0  # it is among a backward's, or on the host
+    if run.optimizer is Optimizer.ADAMW_FOREACH:
+        return (total.state - total.master) // 2
+    if run.optimizer is Optimizer.ADAMW_DEEPSPEED:
+        return _copied_gradients(run, total)
+    if muon := muon_step_bytes(run, chunks):
+        return muon
+    if run.kernels.device is not Device.CPU or run.optimizer not in (Optimizer.ADAMW, Optimizer.MUON):
+        return 0
+    return total.stepping if run.optimizer is Optimizer.ADAMW else 2 * total.largest
+
+
+def _copied_gradients(run: Run, total: Static) -> int:
+    """What DeepSpeed's step makes of a rank's gradients: one flat copy, and another in the dtype of the master.
+
+    ``deepspeed/runtime/zero/stage3.py``, ``_prepare_fp32_grad_for_sub_group``: ``self.flatten(...).to(dtype)`` of a
+    sub-group, which is closed by the parameter that makes it a billion elements or more; ``stage_1_and_2.py``,
+    ``step``, the same of the whole partition. The gradients themselves stay until then.
+    """
+    held = run.precision
+    if run.layout.zero == 0 or held.master is None:
+        return 0
+    wide = DTYPE_BYTES[held.master]
+    elements = total.master // wide
+    elements = min(elements, SUB_GROUP) if run.layout.zero == 3 else elements
+    return elements * (DTYPE_BYTES[held.gradient] + (wide if held.master != held.gradient else 0))
+
+
+def muon_step_bytes(run: Run, chunks: Sequence[Chunk]) -> int:
+    """Return the most that a step of Muon allocates: NOTE [ Newton-Schulz ]; 0 where PyTorch runs it on a CPU."""
+    distributed = run.optimizer in WHOLE_TENSORS
+    if not distributed and (run.optimizer is not Optimizer.MUON or run.kernels.device is Device.CPU):
+        return 0
+    found, moment = list(tensors_of(run, chunks)), _moment_bytes(run)
+    each = (_megatron_bytes(t) if distributed else torch_bytes(t, moment) for t in found if t.matrix)
+    most = max(each, default=0)
+    if run.optimizer is not Optimizer.DIST_MUON_PINGPONG:
+        return most
+    gathered = [0, 0]
+    for tensor in found:
+        gathered[tensor.expert] += tensor.numel * DTYPE_BYTES[run.precision.parameter]
+    return max(most, *(nbytes for kind, nbytes in enumerate(gathered) if _ranks(run, expert=bool(kind)) > 1), 0)
+
+
+def _megatron_bytes(tensor: WholeTensor) -> int:
+    """Moments are fp32: ``newton_schulz`` takes nothing else."""
+    if tensor.whole == (tensor.rows, tensor.columns):
+        return 12 * tensor.numel
+    numel, small = prod(tensor.whole), min(tensor.whole)
+    return 8 * numel + max(6 * numel, 4 * (numel + small * small))
+
+
+def torch_bytes(tensor: WholeTensor, moment: int) -> int:
+    """Return what torch's Muon allocates for one matrix; ``moment``: bytes of a moment's element."""
+    small = min(tensor.rows, tensor.columns)
+    return (moment + 4) * tensor.numel + 4 * small * small
+
+
+def bucket_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
+    """Return DistributedDataParallel's buckets: a place for each gradient, beside which it comes.
+
+    ``torch/csrc/distributed/c10d/reducer.cpp``, ``mark_variable_ready_dense``: what autograd made is copied into its
+    bucket, and the mean is copied back (``finalize_bucket_dense``). With ``gradient_as_bucket_view`` a gradient becomes
+    its place, but those of micro-batches under ``no_sync`` come beside it after ``zero_grad(set_to_none=True)``.
+    Experts that are spread over ranks have none: a mean over all ranks would mix different ones
+    (``_set_params_and_buffers_to_ignore_for_model``).
+    """
+    if run.gradients is not Gradients.BUCKETS:
+        return 0
+    apart = 0
+    for group in (group for chunk in chunks for group in chunk if run.layout.ep > 1):
+        experts = [w for w in group.part.region.weights if w.expert]
+        inside = group.part.is_layer
+        own = static(experts, precision=run.precision, optimizer=run.optimizer, layout=run.layout, in_layer=inside)
+        apart += len(group.names) * own.gradients
+    return total.gradients - apart
+
+
+# states on the host ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostStates:
+    """What one rank has on the host for its optimizer, and moves over the link in a step: NOTE [ States on the host ].
+
+    Args:
+        gathered_bytes: of those to the device, parameters on their way to be gathered.
+    """
+
+    host_bytes: int
+    to_host_bytes: int
+    to_device_bytes: int
+    gathered_bytes: int = 0
+
+
+def host_states(run: Run, total: Static) -> HostStates:
+    """Return the states of a stage whose regions take ``total``."""
+    rule, precision = run.states_on_host, run.precision
+    each = element_bytes(
+        rule,
+        zero=run.layout.zero,
+        micro_batches=run.micro_batches,
+        parameter=DTYPE_BYTES[precision.parameter],
+        gradient=DTYPE_BYTES[precision.gradient],
+    )
+    paged = 0 if rule.steps_there else total.host_state
+    times, elements = run.micro_batches, total.host_elements
+    gathered = times * (1 + run.layout.resharded) * total.host_parameters
+    return HostStates(
+        host_bytes=total.host_state + elements * each.host + total.host_parameters,
+        to_host_bytes=paged + elements * (times * each.sent_each + each.sent),
+        to_device_bytes=paged + elements * (times * each.fetched_each + each.fetched) + gathered,
+        gathered_bytes=gathered,
+    )
+
+
+def host_buffer_bytes(run: Run, chunks: Sequence[Chunk]) -> int:
+    """Return what ZeRO-Offload keeps on the device for states on the host: a gradient of the largest parameter."""
+    if not run.states_on_host.keeps_buffer or run.layout.zero == 3:
+        return 0
+    weights = (w for chunk in chunks for group in chunk for w in group.part.region.weights if not w.frozen)
+    return max((w.numel for w in weights), default=0) * DTYPE_BYTES[run.precision.compute]
