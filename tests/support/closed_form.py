@@ -12,8 +12,8 @@ from jettison.cost.flops import repeated, to_the_end
 from jettison.families.presets import preset
 from jettison.formula.named import Choices, resized
 from jettison.formula.region import layer_region
-from jettison.predict.closed_form import MODES, closed_form_document, form_of, scene_of, sizes_of
 from jettison.predict.stages import kept_by
+from jettison.report.explorer_closed_form import MODES, closed_form_document, form_of, scene_of, sizes_of
 from jettison.spec.model import Layer, ModelSpec
 
 MODELS = (

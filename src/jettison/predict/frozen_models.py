@@ -119,8 +119,8 @@ def _bytes(run: Run, beside: FrozenModel) -> FrozenBytes:
     groups = frozen_groups(run, beside)
     own = frozen_run(run, beside)
     total = sum((group.part.static.times(len(group.names)) for group in groups), Static())
-    tables, huggingface = held_over(groups[0].part.region), own.kernels.forward_names
-    embedded = groups[0].part.region.output.nbytes if huggingface else 0  # its ``inputs_embeds``
+    tables, names = held_over(groups[0].part.region), own.kernels.forward_names
+    embedded = groups[0].part.region.output.nbytes if names else 0  # its ``inputs_embeds``
     heights = {group.part.region: _height(group.part.region, own.kernels.named_attention) for group in groups}
     whole, forward = _gathered(own, groups, heights, tables + embedded, embedded)
     own_bytes = 0 if beside.model is None else total.parameters + whole

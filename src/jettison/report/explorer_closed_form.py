@@ -1,26 +1,59 @@
-"""Data of the closed-form panels: the formulas of the page's layers, and the sizes to put into them."""
+"""Closed forms of a page's layers as data: what a layer saves, computes and sends, in formulas, and sizes for them.
+
+The walk over a layer is run on sizes that remember how they were made (NOTE [ A formula is what the walk did ]), and
+the recompute policies decide on its program as they do on any. What comes out is a `Table` for one set of guards; a
+`ClosedForm` has the tables of all choices. Nothing in here knows a formula.
+
+NOTE [ The document ]
+Compact enough for a page: every factor, sum, word and entry is there once.
+
+{"schema": "jettison.closed-form/1", "modes": [...], "words": [...],
+ "factors": ["s", ["ceil", SUM, SUM], ...],    a size by name, or a division of two sums, rounded up ("floor": down)
+ "sums": [[[n, FACTOR, ...], ...], ...],       n times the product of the factors, added up; [] is 0
+ "entries": [[role, path, op, split, part, SUM, modes, reference], ...],    words by number; modes are bits, first is 1
+ "tables": [{"guards": [[SUM, zero, held], ...], "parts": [WORD, ...], "entries": [ENTRY, ...],
+              "transfers": [[kind, part, backward, SUM, wire SUM], ...], "held": [SUM by mode],
+             "forward": SUM, "attention": SUM, "again": [SUM by mode], "rerun": [SUM by mode], "parameters": SUM}, ...],
+ "forms": [{"megatron eager bf16 dropout sp": [TABLE, ...], ...}, ...]}
+
+A table holds for sizes at which every guard's sum is equal to 0 (zero), or above 0, exactly if ``held`` says so.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
-from jettison.formula.named import Choices, has_names, structure
-from jettison.predict.closed_form import ClosedForm, closed_form_document, form_of, sizes_of
+from jettison.cost.collective import ring_bytes
+from jettison.cost.flops import to_the_end
+from jettison.cost.kernel import BATCHED, FLASH
+from jettison.families.family import kernels_for
+from jettison.formula.layer import layer as write_layer
+from jettison.formula.named import Choices, has_names, layer_sizes, model_sizes, resized, structure, traced_scene
+from jettison.formula.region import HELD, Region
+from jettison.formula.sums import Factor, GuardBook, SizeGuard, Sum, sum_of
+from jettison.formula.tape import TapeOp, Value, Writer
+from jettison.ledger.program import Source
+from jettison.predict.stages import kept_by
 from jettison.report.explorer_models import PageModel, page_models
 from jettison.report.tables import runs_of
 from jettison.spec.layout import Layout
 from jettison.spec.model import Layer, ModelSpec, Moe
+from jettison.spec.precision import PRECISIONS
+from jettison.spec.recompute import Mode
+from jettison.spec.run import RegionSignature
 
 SEQUENCES: Final = tuple(2**n for n in range(7, 21))
 """Tokens, from 128 to 1,048,576: what a slider of the page offers."""
 MICRO_BATCHES: Final = (1, 2, 4, 8, 16, 32)
 RANKS: Final = (1, 2, 4, 8, 16, 32, 64)
-PRECISIONS: Final = ("bf16", "fp32", "fp8")
+OFFERED: Final = ("bf16", "fp32", "fp8")
 _LAYOUTS: Final = ((False, False, False), (True, False, False), (True, True, False), (True, True, True))
 
 
@@ -47,7 +80,7 @@ def closed_forms(subjects: Sequence[PageModel]) -> dict[str, Any]:
         "sequences": list(SEQUENCES),
         "micro_batches": list(MICRO_BATCHES),
         "ranks": list(RANKS),
-        "precisions": list(PRECISIONS),
+        "precisions": list(OFFERED),
     }
 
 
@@ -56,7 +89,7 @@ def all_choices(model: ModelSpec) -> Iterator[Choices]:
     sites = model.dropout_sites
     drops = (True, False) if sites.attention or sites.residual else (False,)
     for kernels, attention, precision, dropout, (parallel, sp, gathered) in product(
-        ("megatron", "pytorch"), ("eager", "flash"), PRECISIONS, drops, _LAYOUTS
+        ("megatron", "pytorch"), ("eager", "flash"), OFFERED, drops, _LAYOUTS
     ):
         if gathered and kernels != "pytorch":
             continue  # Megatron saves shards
@@ -128,3 +161,323 @@ def _which(model: ModelSpec, layer: Layer) -> str:
     where = ", ".join(spans) if len(spans) <= 2 else f"{same[0]}, {same[1]}, ... {same[-1]}"
     mlp = "experts" if isinstance(layer.mlp, Moe) else "dense"
     return f", {mlp}{f', window {layer.window}' if layer.window is not None else ''} (layers {where})"
+
+
+# closed form ----------------------------------------------------------------------------------------------------------
+#
+# tables of a layer --------------------------------------------------------------------------------------------------
+
+
+MODES: Final = tuple(
+    str(m) for m in (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)
+)
+"""Recompute modes that a single layer can be under."""
+WHOLE: Final = "copy"
+"""Of what every tensor-parallel rank has all of."""
+_DIMS: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
+    {4: ("batch", "heads", "sequence", "head"), 2: ("rows", "width"), 1: ("rows",)}
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumEntry:
+    """A tensor that stays between a layer's passes under ``modes``. ``split``: the dim that ranks share."""
+
+    role: str
+    path: str
+    op: str
+    split: str
+    part: int  # which part of the layer saves it
+    nbytes: Sum  # on one rank
+    modes: tuple[str, ...]
+    reference: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumTransfer:
+    """A collective of the tensor-parallel ranks between two parts; ``wire``: bytes that each sends in a ring."""
+
+    kind: str
+    part: int  # the part that it leads into
+    backward: bool
+    nbytes: Sum
+    wire: Sum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """One walk over a layer, as sums. It holds where all guards come out as they did."""
+
+    guards: tuple[SizeGuard, ...]
+    parts: tuple[str, ...]  # stretches between the places where ranks meet
+    entries: tuple[SumEntry, ...]
+    transfers: tuple[SumTransfer, ...]
+    forward_flops: Sum
+    attention_flops: Sum
+    again_flops: tuple[tuple[str, Sum], ...]  # by mode: the least that backward needs
+    rerun_flops: tuple[tuple[str, Sum], ...]  # by mode: where a checkpointed part runs to its end
+    parameters: Sum  # on one rank
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Is it the table for these sizes?"""
+        return all(guard.same(sizes) for guard in self.guards)
+
+    def layer_bytes(self, mode: str) -> Sum:
+        """What one layer keeps on one rank."""
+        return _total(entry.nbytes for entry in self.entries if mode in entry.modes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedForm:
+    """The tables of all layers of one structure, by `Choices.key`; of one key as many as have other guards."""
+
+    structure: str
+    tables: Mapping[str, tuple[Table, ...]]
+
+    def table(self, key: str, sizes: Mapping[str, int]) -> Table:
+        """The one that holds for these sizes.
+
+        Raises:
+            UsageError: none does.
+        """
+        for table in self.tables.get(key, ()):
+            if table.holds(sizes):
+                return table
+        raise UsageError(f"no table of {key!r} holds for the sizes {dict(sizes)}; it was made for others")
+
+
+def scene_of(model: ModelSpec, choices: Choices, sizes: Mapping[str, int]) -> RegionSignature:
+    """A scene as a walk takes it. Sizes that do not divide are rounded up, as `Tape.local_shape` does."""
+    tp = sizes["t"] if choices.parallel else 1
+    cp, ep = sizes.get("cp", 1), sizes.get("ep", 1)
+    sites = model.dropout_sites
+    return RegionSignature(
+        model=model,
+        seq=sizes["s"],
+        micro_batch=sizes["b"],
+        layout=Layout(tp=tp, sp=choices.sp, cp=cp, ep=ep, dp=ep, gathered_inputs=choices.gathered_inputs),
+        precision=PRECISIONS[choices.precision],
+        kernels=kernels_for(model, choices.kernels).with_attention(choices.attention),
+        dropout=0.1 if choices.dropout and (sites.attention or sites.residual) else 0.0,
+        capacity_factor=None,
+        padding=False,
+        imbalance=1.0,
+    )
+
+
+def table_of(model: ModelSpec, layer: Layer, choices: Choices, sizes: Mapping[str, int]) -> Table:
+    """Walk over a layer at these sizes, for everywhere where the walk goes the same way."""
+    book = GuardBook()
+    scene, named = traced_scene(scene_of(model, choices, sizes), layer, book)
+    writer = Writer.of(scene)
+    region = Region(output=write_layer(writer, writer.hidden(), named), tape=writer.tape)
+    kept = {mode: kept_by(region, mode) for mode in MODES}
+    again = {mode: frozenset(region.program.recompute_set(kept[mode])) for mode in MODES}
+    rerun = {mode: to_the_end(region, kept[mode]) if mode == Mode.SELECTIVE else again[mode] for mode in MODES}
+    steps = region.tape.steps
+    cuts = _cuts(region)
+    return Table(
+        parts=tuple(
+            _named_part(steps[first:stop]) for first, stop in zip([0, *cuts], [*cuts, len(steps)], strict=True)
+        ),
+        entries=tuple(_entries(region, kept, cuts)),
+        transfers=tuple(_transfers(region, cuts)),
+        forward_flops=_flops(steps, range(len(steps))),
+        attention_flops=_flops(steps, [i for i, step in enumerate(steps) if step.name in (BATCHED, FLASH)]),
+        again_flops=tuple((mode, _flops(steps, again[mode])) for mode in MODES),
+        rerun_flops=tuple((mode, _flops(steps, rerun[mode])) for mode in MODES),
+        parameters=_total(sum_of(weight.numel) for weight in region.weights),
+        guards=tuple(book.guards),
+    )
+
+
+def sizes_of(model: ModelSpec, layer: Layer, *, s: int, b: int, t: int = 1, **ranks: int) -> dict[str, int]:
+    """All named sizes of a layer in a batch."""
+    return model_sizes(model) | layer_sizes(layer) | {"s": s, "b": b, "t": t} | ranks
+
+
+def form_of(
+    model: ModelSpec, layer: Layer, choices: Iterable[Choices], sizes: Iterable[Mapping[str, int]]
+) -> ClosedForm:
+    """Return the tables of a structure that any of these sizes needs; walked only where no table holds yet."""
+    points = [(point, dict[SizeGuard, bool]()) for point in sizes]  # what guards say, which many tables share
+    tables: dict[str, list[Table]] = {}
+    for choice in choices:
+        found = tables.setdefault(choice.key, [])
+        for point, known in points:
+            if (point["t"] > 1) == choice.parallel and not any(_holds(table, point, known) for table in found):
+                found.append(table_of(*resized(model, layer, point), choice, point))
+    return ClosedForm(structure=structure(model, layer), tables={key: tuple(found) for key, found in tables.items()})
+
+
+def _holds(table: Table, sizes: Mapping[str, int], known: dict[SizeGuard, bool]) -> bool:
+    for guard in table.guards:
+        if guard not in known:
+            known[guard] = guard.same(sizes)
+        if not known[guard]:
+            return False
+    return True
+
+
+# parts of a layer -----------------------------------------------------------------------------------------------------
+
+
+def _cuts(region: Region) -> list[int]:
+    return sorted({c.step for c in region.collectives if c.axis == "tp" and 0 < c.step < len(region.tape.steps)})
+
+
+def _part(cuts: list[int], step: int) -> int:
+    return sum(cut <= step for cut in cuts)
+
+
+def _named_part(steps: list[TapeOp]) -> str:
+    words: dict[str, None] = {}
+    for step in steps:
+        if not step.name.startswith("c10d."):
+            words[step.path.partition(".")[0].replace("_", " ") or _OPS.get(step.name, step.name)] = None
+    return ", ".join(words)
+
+
+_OPS: Final = MappingProxyType(
+    {
+        "aten.native_dropout.default": "dropout",
+        "aten.bernoulli.p": "dropout",
+        "aten.mul.Tensor": "dropout",
+        "aten.add.Tensor": "residual sum",
+    }
+)
+
+
+def _transfers(region: Region, cuts: list[int]) -> Iterator[SumTransfer]:
+    ranks = region.tape.mesh["tp"]
+    for c in region.collectives:
+        if c.axis == "tp":
+            yield SumTransfer(
+                kind=c.kind,
+                part=_part(cuts, c.step),
+                backward=c.backward,
+                nbytes=sum_of(c.nbytes),
+                wire=sum_of(ring_bytes(c.kind, c.nbytes, ranks)),
+            )
+
+
+# entries --------------------------------------------------------------------------------------------------------------
+
+
+def _entries(region: Region, kept: Mapping[str, frozenset[int]], cuts: list[int]) -> Iterator[SumEntry]:
+    """One for each buffer that any mode keeps, under the first name that it is saved by."""
+    program, of = region.program, region.buffers
+    names: dict[int, tuple[int, TapeOp, Value, str, str]] = {}
+    for index, step in enumerate(region.tape.steps):
+        for s in step.saved:
+            names.setdefault(of[s.value.storage], (index, step, s.value, s.role, s.reference))
+    storages = {buffer: storage for storage, buffer in of.items()}
+    for buffer in sorted(frozenset().union(*kept.values())):
+        made, modes = program.buffers[buffer], tuple(mode for mode in MODES if buffer in kept[mode])
+        if buffer in names:
+            index, step, value, role, reference = names[buffer]
+            path, op = step.path, step.name
+        else:
+            value = region.tape.values[storages[buffer]]
+            index = made.producer or 0
+            role = made.name if made.source in (Source.INPUT, Source.RANDOM) else HELD
+            path = op = reference = ""
+        yield SumEntry(
+            role=role,
+            path=path,
+            op=op,
+            split=_split(value),
+            part=_part(cuts, index),
+            nbytes=sum_of(made.nbytes),
+            modes=modes,
+            reference=reference,
+        )
+
+
+def _split(value: Value) -> str:
+    dim = next((dim for axis, dim in value.places if axis == "tp"), None)
+    if dim is None:
+        return WHOLE
+    rank = len(value.shape)
+    return _DIMS[rank][dim] if rank in _DIMS else ("width" if dim == rank - 1 else "sequence")
+
+
+def _flops(steps: list[TapeOp], chosen: Iterable[int]) -> Sum:
+    return _total(sum_of(steps[i].flops) for i in sorted(chosen))
+
+
+def _total(sums: Iterable[Sum]) -> Sum:
+    return sum(sums, Sum(()))
+
+
+# the document ---------------------------------------------------------------------------------------------------------
+
+SCHEMA: Final = "jettison.closed-form/1"
+
+
+class _Once(dict[Hashable, int]):
+    """Numbers of things by key, each of which is there once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items_in_order: list[Any] = []
+
+    def number(self, key: Hashable, item: Any) -> int:
+        if key not in self:
+            self[key] = len(self.items_in_order)
+            self.items_in_order.append(item)
+        return self[key]
+
+
+def closed_form_document(forms: Iterable[ClosedForm]) -> dict[str, Any]:
+    """Return all forms in one document, in order: NOTE [ The document ]."""
+    words, factors, sums, entries, tables = (_Once() for _ in range(5))
+
+    def word(text: str) -> int:
+        return words.number(text, text)
+
+    def factor(one: Factor) -> int:
+        if isinstance(one, str):
+            return factors.number(one, one)
+        parts = ["ceil" if one.up else "floor", total(one.above), total(one.below)]
+        return factors.number(tuple(parts), parts)
+
+    def total(one: Sum) -> int:
+        if one.text in sums:
+            return sums[one.text]
+        return sums.number(one.text, [[n, *map(factor, of)] for of, n in one.terms])
+
+    def entry(one: SumEntry) -> int:
+        bits = sum(1 << MODES.index(mode) for mode in one.modes)
+        named = map(word, (one.role, one.path, one.op, one.split))
+        packed = [*named, one.part, total(one.nbytes), bits, word(one.reference)]
+        return entries.number(tuple(packed), packed)
+
+    def table(one: Table) -> int:
+        packed = {
+            "guards": [[total(g.difference), int(g.zero), int(g.held)] for g in one.guards],
+            "parts": list(map(word, one.parts)),
+            "entries": list(map(entry, one.entries)),
+            "transfers": [
+                [word(t.kind), t.part, int(t.backward), total(t.nbytes), total(t.wire)] for t in one.transfers
+            ],
+            "held": [total(one.layer_bytes(mode)) for mode in MODES],
+            "forward": total(one.forward_flops),
+            "attention": total(one.attention_flops),
+            "again": [total(flops) for _, flops in one.again_flops],
+            "rerun": [total(flops) for _, flops in one.rerun_flops],
+            "parameters": total(one.parameters),
+        }
+        return tables.number(repr(packed), packed)
+
+    packed = [{key: list(map(table, of)) for key, of in form.tables.items()} for form in forms]
+    return {
+        "schema": SCHEMA,
+        "modes": list(MODES),
+        "words": words.items_in_order,
+        "factors": factors.items_in_order,
+        "sums": sums.items_in_order,
+        "entries": entries.items_in_order,
+        "tables": tables.items_in_order,
+        "forms": packed,
+    }

@@ -13,7 +13,7 @@ from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.formula.named import Choices, resized
 from jettison.formula.sums import GuardBook, Sum, constant, sum_of, symbol
-from jettison.predict.closed_form import closed_form_document, form_of, sizes_of, table_of
+from jettison.report.explorer_closed_form import closed_form_document, form_of, sizes_of, table_of
 from jettison.spec.model import Moe
 from support.closed_form import MODELS, Reader, choices, walked
 
