@@ -13,7 +13,6 @@ from jettison.memory.step import Event, actions
 from jettison.predict.clock import SliceKind, host_copies, nanoseconds, step_slices
 from jettison.predict.forecast import played_load
 from jettison.predict.run_fields import RunRequest
-from jettison.predict.step_timeline import stage_memory
 from jettison.predict.units import sent_to_host
 from jettison.report.chrome_trace import (
     ALLOCATED,
@@ -23,6 +22,7 @@ from jettison.report.chrome_trace import (
     TO_HOST,
     chrome_events,
     chrome_json,
+    stage_memory,
     step_trace,
 )
 from jettison.report.estimate import EstimateReport
