@@ -19,7 +19,7 @@ from jettison.core.errors import DoesNotFit
 from jettison.core.units import Bytes
 from jettison.frameworks.export import Exported, exporter
 from jettison.frameworks.live import live_export
-from jettison.frameworks.policy import Action, Decision, Pricer, Subject
+from jettison.frameworks.policy import Decision, LayerAction, Pricer, Subject
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.solve.plan import Plan
@@ -161,7 +161,7 @@ def test_targets_of_whole_layers_move_what_the_plan_moves(target: str, case: str
         assert found.cost.host_bytes == moved == sum(p.program.kept_bytes(p.decision.moved) for p in found.policies) > 0
         assert found.exact and any("copies to the host" in note for note in found.notes)
     else:  # of a layer that is computed again in part the input waits there, as few layers as fit
-        assert Action.SELECT not in actions and not found.exact
+        assert LayerAction.SELECT not in actions and not found.exact
         smallest = written(to, factory, *ways, budget=written_least(to, factory, ways))
         assert smallest.policies[partly].words == "full, its input on the host"
         assert run(smallest, factory, away=True) == smallest.cost.held_bytes < found.cost.held_bytes
@@ -174,8 +174,8 @@ def written_least(to: Any, factory: str, ways: Any) -> int:
     return caught.value.peak_bytes
 
 
-def expected(way: Callable[[Decision], Decision]) -> Action:
-    return {given: Action.CHECKPOINT, given_of_selective: Action.SELECT}.get(way, Action.KEEP)
+def expected(way: Callable[[Decision], Decision]) -> LayerAction:
+    return {given: LayerAction.CHECKPOINT, given_of_selective: LayerAction.SELECT}.get(way, LayerAction.KEEP)
 
 
 @pytest.mark.slow

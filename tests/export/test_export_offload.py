@@ -14,7 +14,7 @@ from jettison.core.errors import DoesNotFit
 from jettison.frameworks.described import DescribedPricer, decisions_of
 from jettison.frameworks.export import Exported
 from jettison.frameworks.megatron.write import _offloaded_sets, by_modules, offloading
-from jettison.frameworks.policy import Action, LayerPolicy, kept_whole
+from jettison.frameworks.policy import LayerAction, LayerPolicy, kept_whole
 from jettison.predict.run_fields import RunRequest
 from jettison.spec.recompute import OFFLOADED
 
@@ -45,7 +45,9 @@ def test_a_plans_own_moves_are_priced_as_the_plan_prices_them(model: str, budget
     decisions = decisions_of(pricer.choice)
     assert any(decision.moved for decision in decisions)
     own = [
-        LayerPolicy(decision=d, action=Action.SELECT, kept=d.kept, moved=d.moved, again=d.program.recompute_set(d.kept))
+        LayerPolicy(
+            decision=d, action=LayerAction.SELECT, kept=d.kept, moved=d.moved, again=d.program.recompute_set(d.kept)
+        )
         for d in decisions
     ]
     assert pricer.cost(own) == pricer.plan()

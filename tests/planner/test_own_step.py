@@ -273,7 +273,7 @@ def test_blocks_without_a_program_are_treated_as_the_plan_says() -> None:
     assert handle.plan is not None
     planned = {entry.layer: entry.option for entry in handle.plan.layers}
     assert set(planned.values()) == {"none", "full"}
-    assert {region.name: region.way.policy.word for region in handle.regions[:-1]} == planned
+    assert {region.name: region.plan.policy.word for region in handle.regions[:-1]} == planned
 
 
 def test_a_budget_that_cannot_be_met_names_one_that_can() -> None:

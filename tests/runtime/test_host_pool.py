@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jettison.core.errors import HostBudgetExceeded, UsageError
 from jettison.runtime import host_pool
 from jettison.runtime.device import Device, Slab, power_of_two, whole_pages
-from jettison.runtime.host_pool import ALIGNMENT_BYTES, PARTS, HostPool, Room, slabs_for, usable
+from jettison.runtime.host_pool import ALIGNMENT_BYTES, PARTS, HostPool, SlabRanges, slabs_for, usable
 
 UNIT = ALIGNMENT_BYTES
 
@@ -40,7 +40,7 @@ def test_a_forward_sends_all_before_anything_comes_back() -> None:
 
 
 def test_first_fit_takes_the_lowest_hole_that_is_large_enough() -> None:
-    memory = Room(Slab(None, 6 * UNIT))
+    memory = SlabRanges(Slab(None, 6 * UNIT))
     assert [memory.take(n * UNIT) for n in (1, 2, 1)] == [0, UNIT, 3 * UNIT]
     memory.give(UNIT)
     assert memory.take(3 * UNIT) is None

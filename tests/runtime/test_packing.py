@@ -25,7 +25,7 @@ from jettison.dryrun.packing_price import packing_seconds
 from jettison.dryrun.peak import measured_peak
 from jettison.planner.points import with_packs
 from jettison.runtime import packing
-from jettison.runtime.packing import Form, narrow, packs_into, widen
+from jettison.runtime.packing import PackedForm, narrow, packs_into, widen
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import pareto_frontier
 from jettison.solve.plan import Plan
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_bits_come_back(drawn: list[int], offset: int, chunk: int) -> None:
     """Bytes that a mask does not see may be any."""
     whole = torch.tensor([0] * offset + drawn, dtype=torch.uint8)
-    form = Form(of=torch.bool)
+    form = PackedForm(of=torch.bool)
     with chunks_of(chunk):
         packed = narrow(whole[offset:], form)
         assert packed.numel() == -(-len(drawn) // 8)
@@ -62,7 +62,7 @@ def test_bits_come_back(drawn: list[int], offset: int, chunk: int) -> None:
     st.sampled_from([8, 64, 1 << 23]),
 )
 def test_what_was_drawn_comes_back(drawn: list[bool], dtype: torch.dtype, divided: float | None, chunk: int) -> None:
-    form = Form(of=dtype, divided=divided)
+    form = PackedForm(of=dtype, divided=divided)
     numbers = torch.tensor(drawn, dtype=torch.bool).to(dtype)
     if divided is not None:
         numbers.div_(divided)
@@ -237,7 +237,7 @@ def test_widths_follow_from_shapes() -> None:
         for ref in region.slots
         if ref.dtype is torch.int64 and region.program.buffers[ref.buffer].producer is not None
     }
-    assert kinds == {Form(of=torch.int64, into=kind) for kind in (torch.int32, torch.uint8, torch.int16)}
+    assert kinds == {PackedForm(of=torch.int64, into=kind) for kind in (torch.int32, torch.uint8, torch.int16)}
 
 
 # in a plan ------------------------------------------------------------------------------------------------------------

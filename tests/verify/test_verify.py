@@ -135,7 +135,7 @@ def test_bytes_that_are_held_beside_the_plan_are_noticed(monkeypatch):
     model, batch = llama()
     with jettison.apply(model, "full", batch=batch) as handle:
         region = handle.regions[1]
-        monkeypatch.setattr(type(region.way.policy), "kept", lambda _self, program: program.saved_buffers())
+        monkeypatch.setattr(type(region.plan.policy), "kept", lambda _self, program: program.saved_buffers())
         proof = jettison.verify(model, batch, handle=handle, rounds=1, steps=1)
     assert not proof.saved_bytes_agree, "predicted all of it, held only the inputs"
 

@@ -290,7 +290,7 @@ def step_of_blocks(rows: int, width: int, device: torch.device, dtype: torch.dty
     return step
 
 
-class _Layer(nn.Module):
+class _ProbeLayer(nn.Module):
     """A layer as models have them, modules and views included: what its ops cost is not their kernels alone."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -317,7 +317,7 @@ def step_of_layers(
     rows: int, width: int, heads: int, device: torch.device, dtype: torch.dtype, *, hooked: bool = False
 ) -> tuple[int, Callable[[int], None]]:
     """Forward and backward of a few layers; and how many tensors they save, where hooks keep all of them."""
-    model = nn.Sequential(*(_Layer(width, heads) for _ in range(BLOCKS))).to(device, dtype)
+    model = nn.Sequential(*(_ProbeLayer(width, heads) for _ in range(BLOCKS))).to(device, dtype)
     x = torch.randn(1, rows, width, device=device).to(dtype)
     slots = 0
     if hooked:

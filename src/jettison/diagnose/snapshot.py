@@ -208,7 +208,7 @@ class _SnapshotReader:
         events = [self.dictionary(entry, "an event") for entry in trace]
         return _device(self, index, events, segments)
 
-    def stack(self, entry: Mapping[str, Any], known: dict[object, _Stack]) -> _Stack:
+    def stack(self, entry: Mapping[str, Any], known: dict[object, _LabelledStack]) -> _LabelledStack:
         """The stack of an event or of a block; of older files, that of the newest entry of a block's history."""
         frames = entry.get("frames")
         if frames is None and entry.get("history"):
@@ -224,20 +224,20 @@ class _SnapshotReader:
                 pairs.append((str(place.get("name", ""))[:400], str(place.get("filename", ""))[:400], _line(place)))
             key = tuple(pairs)
             if key not in known:
-                known[key] = _Stack(label=label_of_frames(key), ends=ends_step(key)) if key else _NO_STACK
+                known[key] = _LabelledStack(label=label_of_frames(key), ends=ends_step(key)) if key else _NO_STACK
             known[id(frames)] = known[key]
         return known[id(frames)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Stack:
+class _LabelledStack:
     """A stack's label, and whether it ends a step (`ends_step`)."""
 
     label: Label
     ends: str = ""
 
 
-_NO_STACK: Final = _Stack(label=label_of_frames(()))
+_NO_STACK: Final = _LabelledStack(label=label_of_frames(()))
 
 
 def _line(frame: Mapping[str, Any]) -> int:
@@ -281,7 +281,7 @@ class _StepEnds:
         self._marks: dict[str, list[tuple[int, int, int]]] = {OPTIMIZER: [], ZERO_GRAD: []}
         self._forwards = self._others = 0
 
-    def allocated(self, stack: _Stack) -> None:
+    def allocated(self, stack: _LabelledStack) -> None:
         """Count what separates two ends."""
         if not stack.ends:
             self._forwards += stack.label.role == "forward"
@@ -320,9 +320,9 @@ def _device(
 ) -> DeviceSnapshot:
     """Read one device; what is freed or live without an allocation in the trace was there before it."""
     writer = TimelineWriter(f"device {index}")
-    known: dict[object, _Stack] = {}
+    known: dict[object, _LabelledStack] = {}
     live: dict[int, int] = {}
-    stacks: dict[int, _Stack] = {}
+    stacks: dict[int, _LabelledStack] = {}
     ends, notes = _StepEnds(), _annotated(reader, index)[::-1]
     early = _unseen(reader, events)
     complete = not early

@@ -182,4 +182,4 @@ def stand_in_for_opaque(
     for region in regions:
         if region.name in stood_in and region.name in levels:
             region.forward = StandIn(trace, region, levels[region.name])
-            region.put_way(replace(region.way, policy=KeepAll()))
+            region.put_plan(replace(region.plan, policy=KeepAll()))

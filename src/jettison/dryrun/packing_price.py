@@ -8,12 +8,12 @@ from typing import Final
 import torch
 
 from jettison.dryrun.kernel_trial import REPEATS
-from jettison.runtime.packing import Form, Pack, narrow, widen
+from jettison.runtime.packing import Pack, PackedForm, narrow, widen
 
 SAMPLE_BYTES: Final = 1 << 24
 """Of a tensor that is tried; a larger one takes as many times that as it is larger."""
 
-_KNOWN: dict[tuple[int, str, Form, int], float] = {}
+_KNOWN: dict[tuple[int, str, PackedForm, int], float] = {}
 """Of this process, by threads, device, form and bytes: the same plan is made twice from the same prices."""
 
 
@@ -32,7 +32,7 @@ def packing_seconds(pack: Pack, device: str = "cpu") -> float:
     return _KNOWN[key] * nbytes / max(1, tried)
 
 
-def _one_run(flat: torch.Tensor, form: Form) -> float:
+def _one_run(flat: torch.Tensor, form: PackedForm) -> float:
     start = _now(flat)
     widen(narrow(flat, form), form, flat.numel())
     return _now(flat) - start

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jettison.cost.execution import execution_of
 from jettison.cost.matmul import op_seconds
-from jettison.frameworks.policy import Action, Cost, Decision, LayerPolicy, Subject
+from jettison.frameworks.policy import Cost, Decision, LayerAction, LayerPolicy, Subject
 from jettison.ledger.program import Op
 from jettison.predict.auto_recompute import AutoForecast, layer_policies
 from jettison.predict.forecast import Forecast, forecast
@@ -119,7 +119,7 @@ class DescribedPricer:
         """
         by_stage: dict[int, float] = {}
         for policy in policies:
-            if policy.action is Action.KEEP:
+            if policy.action is LayerAction.KEEP:
                 continue
             least = set(policy.program.recompute_set(policy.kept))
             more = (policy.program.ops[o] for o in policy.again if o not in least)

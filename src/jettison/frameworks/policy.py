@@ -125,7 +125,7 @@ class Subject:
         return self.described is None
 
 
-class Action(StrEnum):
+class LayerAction(StrEnum):
     """One word for a layer."""
 
     KEEP = "none"
@@ -148,7 +148,7 @@ class LayerPolicy:
     """
 
     decision: Decision
-    action: Action
+    action: LayerAction
     kept: frozenset[int]
     moved: frozenset[int] = frozenset()
     again: tuple[int, ...] = ()
@@ -181,13 +181,15 @@ class LayerPolicy:
 
 def kept_whole(decision: Decision) -> LayerPolicy:
     """Plain autograd."""
-    return LayerPolicy(decision=decision, action=Action.KEEP, kept=decision.program.saved_buffers())
+    return LayerPolicy(decision=decision, action=LayerAction.KEEP, kept=decision.program.saved_buffers())
 
 
 def checkpointed(decision: Decision) -> LayerPolicy:
     """The layer is a checkpoint of its own."""
     program = decision.program
-    return LayerPolicy(decision=decision, action=Action.CHECKPOINT, kept=Full().kept(program), again=rerun(program))
+    return LayerPolicy(
+        decision=decision, action=LayerAction.CHECKPOINT, kept=Full().kept(program), again=rerun(program)
+    )
 
 
 def checkpointed_together(decisions: Sequence[Decision]) -> Iterator[LayerPolicy]:
@@ -254,7 +256,7 @@ def saving(decision: Decision, wanted: Iterable[int]) -> LayerPolicy:
     calls = op_calls(program)
     return LayerPolicy(
         decision=decision,
-        action=Action.SELECT,
+        action=LayerAction.SELECT,
         kept=outputs | given,
         again=rerun(program, saved),
         saves=tuple(sorted(calls[o] for o in saved)),
@@ -289,7 +291,9 @@ def drawing(program: Program) -> frozenset[int]:
 def draws_again(policy: LayerPolicy) -> bool:
     """Backward draws random numbers of the layer a second time, from where the forward did."""
     calls = op_calls(policy.program)
-    return policy.action is not Action.KEEP and not {calls[o] for o in drawing(policy.program)} <= set(policy.saves)
+    return policy.action is not LayerAction.KEEP and not {calls[o] for o in drawing(policy.program)} <= set(
+        policy.saves
+    )
 
 
 def op_calls(program: Program) -> list[OpCall]:

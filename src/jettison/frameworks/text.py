@@ -16,7 +16,7 @@ from string import Template
 from textwrap import indent
 
 from jettison.core.units import format_bytes
-from jettison.frameworks.policy import Action, LayerPolicy, OpCall, Subject
+from jettison.frameworks.policy import LayerAction, LayerPolicy, OpCall, Subject
 from jettison.spec.frameworks import FOLDER
 
 
@@ -93,7 +93,7 @@ def moves_table(policies: Mapping[object, LayerPolicy]) -> str:
 
 
 def _numbers(policy: LayerPolicy) -> str:
-    if policy.action is not Action.KEEP:
+    if policy.action is not LayerAction.KEEP:
         return "ALL"
     found = tuple(slot.index for slot in policy.program.slots if slot.buffer in policy.moved)
     return f"frozenset({found!r})"

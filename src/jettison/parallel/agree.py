@@ -422,11 +422,11 @@ def _group_key(ranks: tuple[int, ...]) -> str:
 
 def _repeated(region: PlannedForward) -> Iterable[Any]:
     """The ops that backward computes again, by name; how else a region is treated where it has no program."""
-    yield region.way.link.is_alone
+    yield region.plan.link.is_alone
     for prepared in region.recordings.prepared.values():
         recipe = prepared.recipe
         if recipe is None:
-            yield region.way.policy.word
+            yield region.plan.policy.word
         else:
             names = [recipe.trace.program.ops[i].name for i in recipe.recomputed_ops]
             yield [name for name in names if name not in PADDING]

@@ -181,7 +181,7 @@ def _fits(input: Any, target: Any) -> bool:
 
 
 def _chunked(input: Tensor, target: Tensor, ignore_index: int, reduction: str, rows: int | None = None) -> Tensor:
-    asked = _Asked(ignore_index, REDUCTIONS[reduction], rows or rows_of(input), _Twin.apply(input))
+    asked = _LossRequest(ignore_index, REDUCTIONS[reduction], rows or rows_of(input), _Twin.apply(input))
     loss: Tensor = _CrossEntropy.apply(input, target, asked)
     return loss
 
@@ -230,7 +230,7 @@ def _same(device: torch.device, dtype: torch.dtype, columns: int) -> bool:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _LossRequest:
     """What a loss is to do."""
 
     ignore_index: int
@@ -248,7 +248,7 @@ def _alone() -> dict[bool, Holders]:
     with _apart():
         for setting in (contextlib.nullcontext(), swapped):
             logits = torch.zeros(1, 2, requires_grad=True) + 0
-            asked = _Asked(IGNORED, REDUCTIONS["sum"], ROWS, _Twin.apply(logits), found)
+            asked = _LossRequest(IGNORED, REDUCTIONS["sum"], ROWS, _Twin.apply(logits), found)
             with setting:
                 loss = _CrossEntropy.apply(logits, torch.zeros(1, dtype=torch.int64), asked)
             del logits
@@ -264,7 +264,7 @@ class _CrossEntropy(Function):
     """See NOTE [ Cross entropy in chunks ]."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, asked: _Asked) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, asked: _LossRequest) -> Tensor:
         # a tensor of its own on the same memory: once the forward's are gone, nobody else has that memory
         logits = logits.detach()
         of_rows = [
@@ -284,7 +284,7 @@ class _CrossEntropy(Function):
         logits, target, weight, column = ctx.saved_tensors
         if torch.is_grad_enabled() or _is_batched(gradient):
             return _differentiable(gradient, logits, target, weight, ctx.asked), None, None
-        asked: _Asked = ctx.asked
+        asked: _LossRequest = ctx.asked
         is_saved = ctx.saved() is logits
         storage = logits.untyped_storage()
         holders = (sys.getrefcount(logits), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage))
@@ -340,7 +340,7 @@ def _unchanged(now: list[Tensor], before: Tensor) -> None:
         torch._assert_async(torch.isclose(rows, before[:, 0], rtol=0.0, atol=0.0, equal_nan=True).all(), CHANGED)
 
 
-def _differentiable(gradient: Tensor, logits: Tensor, target: Tensor, weight: Tensor, asked: _Asked) -> Tensor:
+def _differentiable(gradient: Tensor, logits: Tensor, target: Tensor, weight: Tensor, asked: _LossRequest) -> Tensor:
     """The gradient of the logits as a function of them, as torch's own is."""
     again = _Reattached.apply(asked.twin, logits) if torch.is_grad_enabled() else logits
     logp = aten._log_softmax(again, 1, False)

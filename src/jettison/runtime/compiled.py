@@ -214,7 +214,7 @@ class CompiledRegion(PlannedForward):
         self.own_call: Any = module._compiled_call_impl
         module._compiled_call_impl = None
         self.made: dict[tuple[CheckpointPolicy, bool], Callable[..., Any]] = {}
-        self.ran: dict[Any, int] = {}  # by way and signature of the model's forward: the first such forward
+        self.ran: dict[Any, int] = {}  # by plan and signature of the model's forward: the first such forward
         self._look_inside()
 
     def _look_inside(self) -> None:
@@ -252,7 +252,7 @@ class CompiledRegion(PlannedForward):
 
     def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Under somebody else's hooks: they get what the compiled forward saves."""
-        return self._compiled(keeping(self.way.policy, self.compiled))(*args, **kwargs)
+        return self._compiled(keeping(self.plan.policy, self.compiled))(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `PlannedForward`. Nothing is recorded, and dynamo's guards see what has changed."""
@@ -280,7 +280,7 @@ class CompiledRegion(PlannedForward):
         return output
 
     def _run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        policy = self.way.policy
+        policy = self.plan.policy
         all_moves = isinstance(policy, Offload)
         some_may_move = self.offload is not None and not all_moves
         run = self._compiled(keeping(policy, self.compiled), says=some_may_move)
@@ -325,7 +325,7 @@ class CompiledRegion(PlannedForward):
     def like(self, module: nn.Module) -> PlannedForward:
         """See `PlannedForward`."""
         return CompiledRegion(
-            module, self.name, self.ways[0].policy, compiled=self.compiled, model=self.model, how=self.how
+            module, self.name, self.plans[0].policy, compiled=self.compiled, model=self.model, how=self.how
         )
 
     def remove(self) -> None:
@@ -337,13 +337,13 @@ class CompiledRegion(PlannedForward):
 
     def report(self) -> RegionReport:
         """What the plan has it keep; its slots are Inductor's, and have no names."""
-        program, policy = self.compiled.program, keeping(self.way.policy, self.compiled)
+        program, policy = self.compiled.program, keeping(self.plan.policy, self.compiled)
         kept = self.compiled.default if policy.word == "none" else policy.kept(program)
         again = program.recompute_set(kept) if policy.word != "none" else ()
         moved = self._moved(kept)
         return RegionReport(
             name=self.name,
-            word=self.way.policy.word,
+            word=self.plan.policy.word,
             calls=self.calls,
             recordings=0,
             fallback="",
@@ -361,8 +361,8 @@ class CompiledRegion(PlannedForward):
 
     def _moved(self, kept: frozenset[int]) -> frozenset[int]:
         """What of that goes to the host, if nobody else holds it."""
-        policy, program = self.way.policy, self.compiled.program
-        if self.way.stays == 1:
+        policy, program = self.plan.policy, self.compiled.program
+        if self.plan.stays == 1:
             return frozenset()
         if not isinstance(policy, Offload):
             return offloaded_by(policy, program) & kept
@@ -570,7 +570,7 @@ def run_sending(region: PlannedForward, run: Runs, args: tuple[Any, ...], kwargs
     assert group is not None
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     lives = [*region.module.parameters(), *region.module.buffers(), *(leaf for leaf in given if leaf.is_leaf)]
-    hooks = PlaceHooks(lives, group, None if region.stays() else region.way.policy)
+    hooks = PlaceHooks(lives, group, None if region.stays() else region.plan.policy)
     try:
         with listening(hooks.split), torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
             return run(*args, **kwargs)

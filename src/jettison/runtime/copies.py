@@ -70,7 +70,7 @@ def copied_forward(module: nn.Module, name: str, said: set[str], memo: dict[int,
     return CopiedForward(copied, name, said)
 
 
-class _Called:
+class _UnpickledCall:
     """What a call gives where a pickle is read."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
@@ -89,7 +89,7 @@ def pickled_forward(module: nn.Module, name: str, said: set[str]) -> Any:
     A file is read without Jettison, too: `pydoc.locate` finds None there instead of this module, and the forward of the
     class is what ``getattr`` gives.
     """
-    read = _Called(getattr, _Called(pydoc.locate, __name__), loaded_forward.__name__, getattr)
+    read = _UnpickledCall(getattr, _UnpickledCall(pydoc.locate, __name__), loaded_forward.__name__, getattr)
     return read, (module, "forward", (name, said))
 
 

@@ -502,7 +502,7 @@ def running() -> list[Frame]:
     return _running.stack
 
 
-class Listener:
+class BoundaryHook:
     """A module hook that hands what crosses a boundary to the running frame. In a copy of the module it is deaf."""
 
     def __init__(self, region: Any, module: nn.Module | None, path: str, is_output: bool) -> None:
@@ -523,7 +523,7 @@ class Listener:
         frame.tap(self.path, self.is_output, call, result if self.is_output else (args, result))
 
     def __reduce__(self) -> Any:
-        return Listener, (None, None, self.path, self.is_output)
+        return BoundaryHook, (None, None, self.path, self.is_output)
 
 
 class ViewsReplayed:

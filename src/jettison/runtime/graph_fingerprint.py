@@ -32,7 +32,7 @@ _PLAIN = (int, bool, float, str, type(None))
 _SAME = {"ReshapeAliasBackward0": "ViewBackward0"}
 
 
-class Bounds:
+class GraphBounds:
     """Where a region's graph ends: the sequence number of its first node; those of the regions inside it, each with the
     first past its end; (table, key) of each parameter and buffer; leaves of its arguments.
     """
@@ -78,7 +78,7 @@ def next_sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def graph_print(outputs: Iterable[Any], bounds: Bounds) -> Print:
+def graph_print(outputs: Iterable[Any], bounds: GraphBounds) -> Print:
     """Equal for two runs that built the same graph for a region's ``outputs``."""
     numbers: dict[Node, int] = {}
     order: list[Node] = []

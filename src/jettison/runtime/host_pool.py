@@ -76,7 +76,7 @@ def _largest(budget_bytes: int, rounded: Callable[[int], int]) -> int:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Span:
+class SlabSpan:
     """Some bytes of a slab, and copies that still read what was there before."""
 
     slab: Slab
@@ -86,7 +86,7 @@ class Span:
 
 
 @dataclass(eq=False)
-class Room:
+class SlabRanges:
     """A slab, of which ranges are taken."""
 
     slab: Slab
@@ -148,7 +148,7 @@ class HostPool:
         self.live_bytes = 0
         self.peak_bytes = 0
         self._planned: tuple[int, ...] = ()
-        self._rooms: list[Room] = []
+        self._rooms: list[SlabRanges] = []
 
     @property
     def real_bytes(self) -> int:
@@ -171,8 +171,8 @@ class HostPool:
             self._rooms.remove(room)
         self._grow(slabs)
 
-    def take(self, nbytes: int) -> Span:
-        """Room for so many bytes. Raises `HostBudgetExceeded` as `reserve` does."""
+    def take(self, nbytes: int) -> SlabSpan:
+        """SlabRanges for so many bytes. Raises `HostBudgetExceeded` as `reserve` does."""
         span = self._find(nbytes)
         if span is not None:
             return span
@@ -183,7 +183,7 @@ class HostPool:
         assert span is not None
         return span
 
-    def _find(self, nbytes: int) -> Span | None:
+    def _find(self, nbytes: int) -> SlabSpan | None:
         for room in self._rooms:
             if (offset := room.take(nbytes)) is None:
                 continue
@@ -191,10 +191,10 @@ class HostPool:
             meeting = tuple(event for begin, stop, event in room.reads if begin < end and offset < stop)
             self.live_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            return Span(room.slab, offset, nbytes, meeting)
+            return SlabSpan(room.slab, offset, nbytes, meeting)
         return None
 
-    def give(self, span: Span, read_until: Event | None) -> None:
+    def give(self, span: SlabSpan, read_until: Event | None) -> None:
         """A span is free, once the copy that read it last is over."""
         room = next(room for room in self._rooms if room.slab is span.slab)
         room.give(span.offset)
@@ -213,7 +213,7 @@ class HostPool:
         left = self._left()
         if left is not None and real_bytes > left:
             raise self._exceeded(slabs, self.real_bytes + left, "what this machine has for it")
-        self._rooms += [Room(self.device.pin(nbytes)) for nbytes in slabs]
+        self._rooms += [SlabRanges(self.device.pin(nbytes)) for nbytes in slabs]
 
     def _real(self, slabs: Sequence[int]) -> int:
         return sum(map(self.device.rounded, slabs))

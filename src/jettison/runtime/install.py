@@ -17,7 +17,7 @@ from jettison.runtime.device import rounding_of
 from jettison.runtime.host_pool import slabs_for
 from jettison.runtime.offload import engine_for, place_of
 from jettison.runtime.planned import PlannedForward
-from jettison.runtime.recordings import SegmentLink, Way
+from jettison.runtime.recordings import RegionPlan, SegmentLink
 from jettison.runtime.structure import Structure
 from jettison.runtime.witness import Check
 from jettison.solve.policy import CheckpointPolicy, KeepAll, Offload, OffloadPolicy, offloaded_by
@@ -47,7 +47,7 @@ def install(
         HostBudgetExceeded: what moves to the host needs more.
         UsageError: tensors of the model's device cannot be moved.
     """
-    ways = _ways(traced, policies, root, segments)
+    plans = _region_plans(traced, policies, root, segments)
     compiled = {} if checked else {call.name: traced.classes[call.class_key].compiled for call in traced.calls}
 
     for name, policy in policies.items():
@@ -64,7 +64,7 @@ def install(
     outer = PlannedForward(model, "", root, blocks=tuple(policies), how=how)
     installed = [*regions.values(), outer]
     for region in installed:
-        region.put_way(ways[region.name])
+        region.put_plan(plans[region.name])
     for region in regions.values():
         region.outer = outer
     for each in (traced, *traced.more):
@@ -108,8 +108,8 @@ def host_slabs(
         region, made = regions[call.name], traced.classes[call.class_key].compiled
         if made is None:
             sizes += _moved_bytes(region, call.signature)
-        elif not isinstance(region.way.policy, Offload):  # sizes of what goes as it comes by show then
-            sizes += [made.program.buffers[b].nbytes for b in sorted(offloaded_by(region.way.policy, made.program))]
+        elif not isinstance(region.plan.policy, Offload):  # sizes of what goes as it comes by show then
+            sizes += [made.program.buffers[b].nbytes for b in sorted(offloaded_by(region.plan.policy, made.program))]
     return slabs_for([*sizes, *_moved_bytes(regions[""], traced.root_signature)], rounded)
 
 
@@ -129,8 +129,8 @@ def install_beside(
     host_budget_bytes: int | None = None,
 ) -> int:
     """One more plan for what is installed already; its number (`follow`). Blocks that came later keep everything."""
-    ways = _ways(traced, policies, root, segments)
-    numbers = {region.add_way(ways.get(region.name, Way(policy=KeepAll()))) for region in regions}
+    plans = _region_plans(traced, policies, root, segments)
+    numbers = {region.add_plan(plans.get(region.name, RegionPlan(policy=KeepAll()))) for region in regions}
     (number,) = numbers
     before = regions[-1].recordings.number
     follow(regions, number)
@@ -145,7 +145,7 @@ def install_beside(
 def follow(regions: Iterable[PlannedForward], number: int) -> None:
     """The plan of that number holds from the next call on."""
     for region in regions:
-        region.take_way(number)
+        region.take_plan(number)
 
 
 def _adopt(regions: Mapping[str, PlannedForward], outer: PlannedForward, traced: ModelTrace, checked: bool) -> None:
@@ -161,12 +161,12 @@ def _adopt(regions: Mapping[str, PlannedForward], outer: PlannedForward, traced:
     outer.recordings.adopt(traced.root_signature, traced.root, checked=checked)
 
 
-def _ways(
+def _region_plans(
     traced: ModelTrace, policies: Mapping[str, CheckpointPolicy], root: CheckpointPolicy, segments: Iterable[list[str]]
-) -> dict[str, Way]:
+) -> dict[str, RegionPlan]:
     """Policies by block, and with their places in segments; the model's own under no name."""
     links = {call.name: call.links for call in traced.calls}
-    ways = {name: Way(policy=policy) for name, policy in policies.items()}
+    plans = {name: RegionPlan(policy=policy) for name, policy in policies.items()}
     last = traced.calls[-1].name if traced.calls else ""
     for run in segments:
         before = None
@@ -174,12 +174,12 @@ def _ways(
             inputs = links.get(name, ()) if before is not None else ()
             outputs = tuple(output for _, output in links.get(following, ()))
             before = SegmentLink(before=before if inputs else None, inputs=inputs, outputs=outputs)
-            ways[name] = Way(policy=policies[name], link=before)
-    if last in ways:
-        ways[last] = replace(ways[last], stays=sum(call.name == last for call in traced.calls))
+            plans[name] = RegionPlan(policy=policies[name], link=before)
+    if last in plans:
+        plans[last] = replace(plans[last], stays=sum(call.name == last for call in traced.calls))
     for name, places in returned(traced).items():
-        ways[name] = replace(ways[name], lives=frozenset(places))
-    return ways | {"": Way(policy=root)}
+        plans[name] = replace(plans[name], lives=frozenset(places))
+    return plans | {"": RegionPlan(policy=root)}
 
 
 def returned(traced: ModelTrace) -> dict[str, set[Place]]:

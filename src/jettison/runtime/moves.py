@@ -26,7 +26,7 @@ from jettison.runtime.views import Within, view_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Move:
+class BufferRange:
     """A range of a buffer, in bytes from where its storage begins in the recording."""
 
     seen: TensorRef  # how the tensor sees the buffer that is at hand when it goes
@@ -43,7 +43,7 @@ class Move:
 
 def moves_of(
     trace: RegionTrace, offloaded: Iterable[int], reads: Mapping[int, list[TensorRef]], written: frozenset[int]
-) -> dict[int, Move]:
+) -> dict[int, BufferRange]:
     """Those of ``offloaded`` that can move, and what of each.
 
     Args:
@@ -77,12 +77,12 @@ def _at_hand(trace: RegionTrace, b: int) -> TensorRef | None:
     return trace.taps[b].ref if b in trace.taps else None
 
 
-def _range(seen: TensorRef, refs: list[TensorRef]) -> Move | None:
+def _range(seen: TensorRef, refs: list[TensorRef]) -> BufferRange | None:
     if len({ref.dtype.itemsize for ref in (seen, *refs)}) > 1:
         return None  # seen as elements of several sizes, which need not begin at the same places
     begin = min(ref.offset * ref.dtype.itemsize for ref in refs)
     end = max((ref.offset + _reach(ref)) * ref.dtype.itemsize for ref in refs)
-    move = Move(seen=seen, begin=begin, nbytes=end - begin)
+    move = BufferRange(seen=seen, begin=begin, nbytes=end - begin)
     only = {(ref.size, ref.stride, ref.offset, ref.dtype, ref.conj, ref.neg) for ref in refs}
     one = refs[0]
     if len(only) == 1 and not (one.conj or one.neg) and 2 * _count(one) * one.dtype.itemsize < move.nbytes:
@@ -103,7 +103,7 @@ class Away:
 
     __slots__ = ("away", "flat", "move", "stays", "version")
 
-    def __init__(self, move: Move, *, stays: bool = False) -> None:
+    def __init__(self, move: BufferRange, *, stays: bool = False) -> None:
         self.move, self.stays = move, stays
         self.flat: Tensor | None = None  # where it stays as it is
         self.away: Any = None  # what holds it meanwhile
@@ -152,7 +152,7 @@ class Transit(Away):
 
     __slots__ = ("group",)
 
-    def __init__(self, move: Move, group: Group | None) -> None:
+    def __init__(self, move: BufferRange, group: Group | None) -> None:
         super().__init__(move, stays=group is None)
         self.group = group
 

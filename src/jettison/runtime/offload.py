@@ -42,7 +42,7 @@ from jettison.capture.tensor_subclasses import plain, version_of
 from jettison.core.errors import StaleTensor
 from jettison.runtime.accelerator import device_for
 from jettison.runtime.device import Device, Event, Stream
-from jettison.runtime.host_pool import HostPool, Span
+from jettison.runtime.host_pool import HostPool, SlabSpan
 from jettison.runtime.views import view_of
 
 IN_FLIGHT: Final = 1
@@ -93,7 +93,7 @@ class Moved:
 
     engine: OffloadEngine
     source: Tensor | None
-    span: Span
+    span: SlabSpan
     stream: Stream
     sent: Event
     key: int  # of its storage, with the next three

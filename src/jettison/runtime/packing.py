@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from jettison.capture.recording import RecordedOp, RegionTrace, TensorRef
-from jettison.runtime.moves import Away, Move, moves_of
+from jettison.runtime.moves import Away, BufferRange, moves_of
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ GATHER: Final = 0x0102040810204080
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
+class PackedForm:
     """What a buffer holds and what holds it meanwhile."""
 
     of: torch.dtype  # that everybody sees
@@ -47,8 +47,8 @@ class Form:
 class Pack:
     """How a range of a buffer is packed."""
 
-    move: Move
-    form: Form
+    move: BufferRange
+    form: PackedForm
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +74,7 @@ def packs_of(
     return found
 
 
-def packs_into(trace: RegionTrace, b: int, refs: Iterable[TensorRef]) -> Form | None:
+def packs_into(trace: RegionTrace, b: int, refs: Iterable[TensorRef]) -> PackedForm | None:
     """How a buffer that is seen as ``refs`` can be held in fewer bytes; None where nothing is known to."""
     producer = trace.program.buffers[b].producer
     if producer is None:
@@ -85,17 +85,17 @@ def packs_into(trace: RegionTrace, b: int, refs: Iterable[TensorRef]) -> Form | 
     if made is None or seen != {made.dtype}:
         return None
     if made.dtype is torch.bool:
-        return Form(of=torch.bool)
+        return PackedForm(of=torch.bool)
     if made.dtype.is_floating_point:
         return _drawn(trace, call, made)
     bound = _bound(call) if made.dtype is torch.int64 else None
     if bound is None:
         return None
     kinds = (torch.uint8, torch.int16, torch.int32)
-    return next((Form(of=torch.int64, into=kind) for kind in kinds if bound <= torch.iinfo(kind).max + 1), None)
+    return next((PackedForm(of=torch.int64, into=kind) for kind in kinds if bound <= torch.iinfo(kind).max + 1), None)
 
 
-def _drawn(trace: RegionTrace, call: RecordedOp, made: TensorRef) -> Form | None:
+def _drawn(trace: RegionTrace, call: RecordedOp, made: TensorRef) -> PackedForm | None:
     """Of numbers that were drawn as zeros and ones, the whole buffer at once, and perhaps divided since."""
     divided: float | None = None
     if call.func is aten.div_.Scalar and isinstance(call.args[1], int | float):
@@ -105,7 +105,7 @@ def _drawn(trace: RegionTrace, call: RecordedOp, made: TensorRef) -> Form | None
             return None
         call = trace.calls[producer]
     whole = prod(made.size) * made.dtype.itemsize == trace.program.buffers[made.buffer].nbytes
-    return Form(of=made.dtype, divided=divided) if whole and call.func is aten.bernoulli_.float else None
+    return PackedForm(of=made.dtype, divided=divided) if whole and call.func is aten.bernoulli_.float else None
 
 
 def _along(place: int) -> Callable[[RecordedOp], int]:
@@ -166,7 +166,7 @@ class Packed(Away):
         return widen(self.away, self.pack.form, self.move.nbytes)
 
 
-def narrow(flat: Tensor, form: Form) -> Tensor:
+def narrow(flat: Tensor, form: PackedForm) -> Tensor:
     """Bytes that hold what this form says, packed."""
     if form.into is not None:
         return flat.view(form.of).to(form.into)
@@ -174,7 +174,7 @@ def narrow(flat: Tensor, form: Form) -> Tensor:
     return bits_of(flat if form.of is torch.bool else flat.view(form.of))
 
 
-def widen(small: Tensor, form: Form, nbytes: int) -> Tensor:
+def widen(small: Tensor, form: PackedForm, nbytes: int) -> Tensor:
     """So many bytes, as they were before `narrow`."""
     if form.into is not None:
         return small.to(form.of).view(torch.uint8)
@@ -194,7 +194,7 @@ def bits_of(numbers: Tensor) -> Tensor:
     return packed
 
 
-def from_bits(packed: Tensor, form: Form) -> Tensor:
+def from_bits(packed: Tensor, form: PackedForm) -> Tensor:
     """What `bits_of` was given, and what fills the last byte up: of shape (bytes, 8), or flat where that is faster."""
     places = torch.arange(8, device=packed.device)
     table = torch.arange(256, device=packed.device).unsqueeze(1).bitwise_right_shift(places).bitwise_and_(1)

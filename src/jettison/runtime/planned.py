@@ -37,12 +37,20 @@ from jettison.runtime.callers import (
 )
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.copies import COPY, copied_forward, pickled_forward, trains_plainly
-from jettison.runtime.frame import Frame, Listener, ViewsReplayed, current_frame, is_pack_listened_to, running, unpack
-from jettison.runtime.graph_fingerprint import Bounds, graph_print, is_turn, next_sequence_number
+from jettison.runtime.frame import (
+    BoundaryHook,
+    Frame,
+    ViewsReplayed,
+    current_frame,
+    is_pack_listened_to,
+    running,
+    unpack,
+)
+from jettison.runtime.graph_fingerprint import GraphBounds, graph_print, is_turn, next_sequence_number
 from jettison.runtime.handles import Diverged
 from jettison.runtime.offload import Group, OffloadEngine, engine_for, place_of, shared_engine
 from jettison.runtime.recipe import Recipe
-from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings, Way
+from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings, RegionPlan
 from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.without_recipe import run_interrupted, run_without_recipe
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
@@ -90,8 +98,8 @@ class PlannedForward:
         self.model = model or module  # the whole, of which this is a part
         self.bound: Callable[[], Callable[..., Any]] | None = None  # what forward stands for in this call
         self.name = name
-        self.ways = [Way(policy=policy)]  # the first is that of the plan, or of the policy
-        self.way = self.ways[0]
+        self.plans = [RegionPlan(policy=policy)]  # the first is that of the plan, or of the policy
+        self.plan = self.plans[0]
         self.is_root = blocks is not None
         self.forward: Callable[..., Any] = module.forward
         self.had_own = "forward" in vars(module)
@@ -194,27 +202,27 @@ class PlannedForward:
     def start_over(self) -> None:
         """Nothing that was recorded holds."""
         self.recordings.start_over()
-        self.way.link.forget()
+        self.plan.link.forget()
 
     def like(self, module: nn.Module) -> PlannedForward:
-        """For a module that stands in the place of this one, under the first way."""
-        return PlannedForward(module, self.name, self.ways[0].policy, model=self.model, how=self.how)
+        """For a module that stands in the place of this one, under the first plan."""
+        return PlannedForward(module, self.name, self.plans[0].policy, model=self.model, how=self.how)
 
-    def add_way(self, way: Way) -> int:
-        """One more; its number. It is taken by `take_way`."""
-        self.ways.append(way)
-        return len(self.ways) - 1
+    def add_plan(self, plan: RegionPlan) -> int:
+        """One more; its number. It is taken by `take_plan`."""
+        self.plans.append(plan)
+        return len(self.plans) - 1
 
-    def take_way(self, number: int) -> None:
+    def take_plan(self, number: int) -> None:
         """Calls from now on are treated so."""
-        self.way.link.forget()
-        self.way = self.ways[number]
-        self.recordings.take_way(number, self.way)
+        self.plan.link.forget()
+        self.plan = self.plans[number]
+        self.recordings.take_plan(number, self.plan)
 
-    def put_way(self, way: Way) -> None:
+    def put_plan(self, plan: RegionPlan) -> None:
         """In the place of the one that it follows, before its first call."""
-        self.ways[self.recordings.number] = self.way = way
-        self.recordings.take_way(self.recordings.number, way)
+        self.plans[self.recordings.number] = self.plan = plan
+        self.recordings.take_plan(self.recordings.number, plan)
 
     def say_once(self, key: str, text: str) -> None:
         """Warn, once in a plan."""
@@ -270,8 +278,8 @@ class PlannedForward:
 
     def _is_watched(self) -> bool:
         """Whether anybody wants to know what autograd saves in a call: not where all of it stays."""
-        way = self.way
-        keeps = way.policy.__class__ is KeepAll and way.link.is_alone
+        plan = self.plan
+        keeps = plan.policy.__class__ is KeepAll and plan.link.is_alone
         told = self.in_dry_run or self.counted or self.assumptions is not None or self.listener is not None
         return not keeps or told or self.recordings.fell_back or is_pack_listened_to()
 
@@ -320,7 +328,7 @@ class PlannedForward:
         self.retired = True
         if self.is_root:
             self.said.add(COPY)  # copies have nothing to miss
-        self.way.link.forget()
+        self.plan.link.forget()
         self.unwatch()
 
     def live(self) -> Live:
@@ -344,9 +352,9 @@ class PlannedForward:
         best = self.recordings.most_used()
         return RegionReport.of(
             best.recipe if best else None,
-            stays=self.way.stays == 1,
+            stays=self.plan.stays == 1,
             name=self.name,
-            word=self.way.policy.word,
+            word=self.plan.policy.word,
             calls=self.calls,
             recordings=self.recordings.count,
             fallback=best.problem if best else "",
@@ -367,7 +375,7 @@ class PlannedForward:
             if where in self.tap_hooks:
                 continue
             module = self.module.get_submodule(tap.path)
-            listener = Listener(self, module, tap.path, tap.is_output)
+            listener = BoundaryHook(self, module, tap.path, tap.is_output)
             if tap.is_output:
                 self.tap_hooks[where] = module.register_forward_hook(listener)
             else:
@@ -441,7 +449,7 @@ class PlannedForward:
         stack = running()
         stack.append(frame)
         try:
-            frame.enter(leaves, self.way.link.take(leaves))
+            frame.enter(leaves, self.plan.link.take(leaves))
             back = unpack if self.assumptions is None else self.assumptions.watched(unpack)
             with torch.autograd.graph.saved_tensors_hooks(frame.pack, back):
                 if settings is None:
@@ -473,13 +481,13 @@ class PlannedForward:
         if settings is not None:
             prepared.settings = settings
         if frame.handed:
-            self.way.link.leave(tree_leaves(output), frame.handed)
+            self.plan.link.leave(tree_leaves(output), frame.handed)
             frame.handed = {}
         return output
 
     def _has_graph_of(self, prepared: Prepared, frame: Frame, output: Any, leaves: list[Any]) -> bool:
         """Whether a run built the graph of the first one, which was compared with the recording call by call."""
-        bounds = Bounds(frame.start, frame.nested, self.recordings.owners, leaves)
+        bounds = GraphBounds(frame.start, frame.nested, self.recordings.owners, leaves)
         graph = graph_print(tree_leaves(output), bounds)
         if prepared.graph is None:
             prepared.graph = graph
@@ -497,7 +505,7 @@ class PlannedForward:
         forward = self.outer.calls if self.outer is not None else 0
         before, count = self._forward_calls
         self._forward_calls = forward, count + 1 if before == forward else 1
-        return self.outer is not None and self._forward_calls[1] == self.way.stays
+        return self.outer is not None and self._forward_calls[1] == self.plan.stays
 
     def own(self) -> Callable[..., Any]:
         return self.forward if self.bound is None else self.bound()

@@ -28,7 +28,7 @@ from jettison.capture.randomness import ADVANCE
 from jettison.capture.recording import RecordedOp, RegionTrace, Tap, TensorRef
 from jettison.capture.signature import Switches
 from jettison.ledger.program import Buffer, Program, Source
-from jettison.runtime.moves import Move, moves_of
+from jettison.runtime.moves import BufferRange, moves_of
 from jettison.runtime.packing import Pack, packs_of
 from jettison.runtime.recompute_code import RecomputeCode
 from jettison.runtime.views import Within, within
@@ -115,7 +115,7 @@ class Recipe:
     box_of: dict[int, int]
     parameters: dict[int, str]  # buffers that recipes read by name
     recomputed_ops: tuple[int, ...]
-    moved: dict[int, Move] = field(default_factory=dict)  # kept buffers that go to the host
+    moved: dict[int, BufferRange] = field(default_factory=dict)  # kept buffers that go to the host
     packed: dict[int, Pack] = field(default_factory=dict)  # kept buffers that take fewer bytes meanwhile
     slots: list[SlotAction] = field(default_factory=list)
     steps: dict[int, RecipeStep] = field(default_factory=dict)  # by op index

@@ -58,15 +58,15 @@ _NO_TENSOR: Final = torch.empty(0, device="meta")
 _WRITES: Final = threading.Lock()
 
 
-class State:
+class ValuesAtHand:
     """Values at hand between two demands, and the uses that are left; see NOTE [ Functions by state ]."""
 
     __slots__ = ("at_hand", "kept", "left", "next")
 
     def __init__(self, left: Mapping[int, int], at_hand: frozenset[int]) -> None:
         self.left, self.at_hand = left, at_hand
-        self.next: dict[SlotAction, tuple[Function, State]] = {}
-        self.kept: dict[SlotAction, tuple[Function, State]] = {}  # for nodes that ask again: nothing is used up
+        self.next: dict[SlotAction, tuple[Function, ValuesAtHand]] = {}
+        self.kept: dict[SlotAction, tuple[Function, ValuesAtHand]] = {}  # for nodes that ask again: nothing is used up
 
 
 class RecomputeCode:
@@ -80,24 +80,24 @@ class RecomputeCode:
         self.cells = recipe.cells
         self.readings = [self._reading(buffer, cell) for buffer, cell in recipe.cells.items()]
         self.parameters = {buffer: n for n, buffer in enumerate(recipe.parameters)}
-        self.start = State(recipe.counts, frozenset())
+        self.start = ValuesAtHand(recipe.counts, frozenset())
         self.states = {(tuple(recipe.counts.values()), frozenset[int]()): self.start}
         self.sources: list[str] = []
         self.constants: dict[str, Any] = dict(NAMES)
 
-    def function(self, state: State, slot: SlotAction, *, keeps: bool) -> tuple[Function, State]:
+    def function(self, state: ValuesAtHand, slot: SlotAction, *, keeps: bool) -> tuple[Function, ValuesAtHand]:
         """The function of a demand, and the state after it; where the node asks again, with the value still at hand."""
         table = state.kept if keeps else state.next
         with _WRITES:  # regions share this, and a backward may run on several threads
             if (found := table.get(slot)) is not None:
                 return found
             name = f"recompute_{len(self.sources)}"
-            writer = _Writer(self, state, slot, keeps=keeps)
+            writer = _FunctionWriter(self, state, slot, keeps=keeps)
             source = writer.source(name)
             exec(_compiled(source), self.constants)  # of our own text; constants of the program are names in it
             self.sources.append(f"# {self._asked(slot)}\n{source}")
             left, at_hand = writer.left, frozenset(writer.at_hand)
-            after = self.states.setdefault((tuple(left.values()), at_hand), State(left, at_hand))
+            after = self.states.setdefault((tuple(left.values()), at_hand), ValuesAtHand(left, at_hand))
             found = table[slot] = (self.constants[name], after)
             return found
 
@@ -176,10 +176,10 @@ def _compiled(source: str) -> CodeType:
     return compile(source, "<recomputation of a planned region>", "exec")
 
 
-class _Writer:
+class _FunctionWriter:
     """Writes one function."""
 
-    def __init__(self, code: RecomputeCode, state: State, slot: SlotAction, *, keeps: bool) -> None:
+    def __init__(self, code: RecomputeCode, state: ValuesAtHand, slot: SlotAction, *, keeps: bool) -> None:
         self.code, self.recipe, self.slot, self.keeps = code, code.recipe, slot, keeps
         self.left, self.at_hand = dict(state.left), set(state.at_hand)
         self.lines: list[tuple[str, frozenset[str]]] = []  # and the variables without a count that they read
@@ -632,7 +632,7 @@ def _example(kind: Any) -> Any:
     return [_example(item) for item in value] if cls in (list, tuple) else value
 
 
-class _Called(Exception):
+class _OpReached(Exception):
     """An op was reached."""
 
 
@@ -640,7 +640,7 @@ class _Stop(TorchDispatchMode):
     """Ends a call at its first op."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise _Called(func, args, kwargs or {})
+        raise _OpReached(func, args, kwargs or {})
 
 
 def _calls(found: Callable[..., Any], func: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
@@ -648,7 +648,7 @@ def _calls(found: Callable[..., Any], func: Any, args: list[Any], kwargs: dict[s
     try:
         with torch._C.DisableTorchFunction(), torch.no_grad(), _Stop():
             found(*args, **kwargs)
-    except _Called as called:
+    except _OpReached as called:
         other, others, named = called.args
         return other is func and _same(_by_name(func, args, kwargs), _by_name(func, others, named))
     except Exception:  # it takes other arguments

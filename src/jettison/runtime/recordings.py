@@ -110,9 +110,9 @@ class Recordings:
 
     def __init__(self, region: PlannedForward, *, blocks: tuple[str, ...] | None, fake_model: bool) -> None:
         self.region, self.module, self.blocks, self.fake_model = region, region.module, blocks, fake_model
-        self.take_way(0, region.way)
+        self.take_plan(0, region.plan)
         self.count = 0
-        self.prepared: dict[tuple[int, Any], Prepared] = {}  # by way and signature
+        self.prepared: dict[tuple[int, Any], Prepared] = {}  # by plan and signature
         self.owners = owners_of(region.module)
         self.guard: ModuleGuard | None = None
         self.fell_back = False  # some call has no program
@@ -123,7 +123,7 @@ class Recordings:
         self.casts: dict[str, tuple[Any, int | None]] = {}  # of parameters, by autocast: see `note_cast`
         self.written: set[str] = set()  # parameters and buffers that somebody wrote to between forward and backward
         self.late_inside: dict[str, frozenset[int]] = {}  # the same of what it leaves behind, by the program's form
-        self._planned: dict[Any, Program] = {}  # by way and signature
+        self._planned: dict[Any, Program] = {}  # by plan and signature
         self._precision: tuple[Any, ...] = ()  # what FSDP cast when it was recorded
         self._suspects: frozenset[Setting] = frozenset()
         self._ignored: frozenset[Setting] = frozenset()
@@ -134,9 +134,9 @@ class Recordings:
         self._divergences: dict[Any, int] = {}
         self._last_values: Any = None
 
-    def take_way(self, number: int, way: Way) -> None:
+    def take_plan(self, number: int, plan: RegionPlan) -> None:
         """Calls from now on are treated so. What is known under other numbers is known when they come back."""
-        self.number, self.way = number, way
+        self.number, self.plan = number, plan
 
     # known before a run ----------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class Recordings:
     def moves_without_recipe(self) -> bool:
         """Whether what calls save goes to the host as it comes by."""
         known = [p for (number, _), p in self.prepared.items() if number == self.number]
-        return isinstance(self.way.policy, Offload) and any(p.recipe is None for p in known)
+        return isinstance(self.plan.policy, Offload) and any(p.recipe is None for p in known)
 
     # a call ----------------------------------------------------------------------------------------------------------
 
@@ -392,14 +392,14 @@ class Recordings:
         return prepared
 
     def _compile(self, trace: RegionTrace) -> Recipe:
-        policy = self.way.policy
+        policy = self.plan.policy
         return shared_recipe(
             trace,
             policy.kept(trace.program),
-            linked=frozenset(position for position, _ in self.way.link.inputs),
-            handed=frozenset(self.way.link.outputs),
-            offloaded=offloaded_by(policy, trace.program) - trace.buffers_at(self.way.lives),
-            packed=packed_by(policy, trace.program) - trace.buffers_at(self.way.lives),
+            linked=frozenset(position for position, _ in self.plan.link.inputs),
+            handed=frozenset(self.plan.link.outputs),
+            offloaded=offloaded_by(policy, trace.program) - trace.buffers_at(self.plan.lives),
+            packed=packed_by(policy, trace.program) - trace.buffers_at(self.plan.lives),
         )
 
 
@@ -449,7 +449,7 @@ def _found_again(trace: RegionTrace, read: ValueRead, values: dict[int, Tensor])
     return torch.equal(view_of(tensor, within(trace, read.ref)), read.found)
 
 
-# way ------------------------------------------------------------------------------------------------------------------
+# plan -----------------------------------------------------------------------------------------------------------------
 #
 # How a region is treated under each plan that it has (one for each of several batches, say), and its segment: blocks
 # in a row that hold one input, of which each computes its output again for the next.
@@ -503,7 +503,7 @@ def _how(tensor: Tensor) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class RegionPlan:
     """Under one plan: what is kept, and the region's place in a checkpoint segment."""
 
     policy: CheckpointPolicy

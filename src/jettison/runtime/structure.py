@@ -17,7 +17,7 @@ from torch import distributed, nn
 from jettison.core.errors import UnsupportedModule
 from jettison.core.units import format_bytes
 from jettison.runtime.planned import PlannedForward
-from jettison.runtime.recordings import Way
+from jettison.runtime.recordings import RegionPlan
 
 MOST_WORDS = 4
 SWITCH: Final = "gradient_checkpointing"
@@ -155,9 +155,9 @@ class Structure:
 
     def _add(self, old: PlannedForward, module: nn.Module) -> None:
         new = old.like(module)
-        for way in old.ways[1:]:
-            new.add_way(Way(policy=way.policy))
-        new.take_way(old.recordings.number)
+        for plan in old.plans[1:]:
+            new.add_plan(RegionPlan(policy=plan.policy))
+        new.take_plan(old.recordings.number)
         new.outer = self.root
         self.regions.insert(len(self.regions) - 1, new)
 

@@ -44,7 +44,7 @@ from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.frame import compute_less_again, is_asked_again
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.handles import Held, opened
-from jettison.runtime.moves import Move, Transit
+from jettison.runtime.moves import BufferRange, Transit
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recompute_code import OutsideOfVmap
 from jettison.runtime.recordings import WRITTEN_LATER, Prepared, Verdict
@@ -65,7 +65,7 @@ def run_without_recipe(
     region: PlannedForward, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """One call. The first one that may be computed again is tried: see NOTE [ Running Python again ]."""
-    is_kept = region.is_root or keeps_everything(region.way.policy)
+    is_kept = region.is_root or keeps_everything(region.plan.policy)
     if not is_kept and region.recordings.differs:
         prepared.verdict = Verdict(again=False, why=region.recordings.differs)
     if not is_kept and prepared.verdict is None and prepared.problem == CALLS_COMPILED:
@@ -89,7 +89,7 @@ def run_without_recipe(
                 f"backward: {prepared.problem}. Leave it out with regions=[...]"
             )
         return Rerun(region, prepared.verdict, args, kwargs).run()
-    policy = region.way.policy
+    policy = region.plan.policy
     with without_our_hooks(), _without_checks():  # what it saves is not the surrounding region's
         if isinstance(policy, Offload) and _may_move(region, prepared):
             return run_moving(region, policy, region.forward, args, kwargs)
@@ -141,13 +141,13 @@ def _say(region: PlannedForward, prepared: Prepared) -> None:
         return
     prepared.told = True
     verdict = prepared.verdict
-    is_kept = region.is_root or keeps_everything(region.way.policy) or (verdict is not None and not verdict.again)
-    moves = isinstance(region.way.policy, Offload) and not region.is_root and _may_move(region, prepared)
+    is_kept = region.is_root or keeps_everything(region.plan.policy) or (verdict is not None and not verdict.again)
+    moves = isinstance(region.plan.policy, Offload) and not region.is_root and _may_move(region, prepared)
     kept = "moved to the host as it is saved" if moves else "kept as plain autograd keeps it"
     what = kept if is_kept else "checkpointed whole"
     why = f" and not checkpointed, because {verdict.why}" if verdict is not None and verdict.why else ""
     text = f"{region.name or 'the model'} cannot be planned tensor by tensor and is {what}{why}: {prepared.problem}"
-    keeps_more = is_kept and not moves and not keeps_everything(region.way.policy)
+    keeps_more = is_kept and not moves and not keeps_everything(region.plan.policy)
     if keeps_more and (region.outer or region).assumptions is not None:
         text += ". The plan counts on less, so that the peak may be above the budget (gradients are not affected)"
     if not region.quiet and text not in region.said:
@@ -578,11 +578,11 @@ class Rerun:
 
 
 @dataclass(eq=False, slots=True)
-class _Sent:
+class _SentTensor:
     """A tensor that may be on the host, for autograd to hold. All on one storage share the box."""
 
     ref: TensorRef
-    shared: _Shared
+    shared: _SharedRange
     group: Group
 
     def open(self) -> Tensor:
@@ -591,7 +591,7 @@ class _Sent:
             return view_of(self.shared.open(), self.ref)
 
 
-class _Shared:
+class _SharedRange:
     """One range of a storage, and how many saved tensors see it: what came back lives until the last has asked."""
 
     __slots__ = ("box", "count", "flat", "left", "lock", "written")
@@ -640,8 +640,8 @@ class OffloadHooks:
         self.lives = {storage_of(part) for tensor in lives for part in _parts(tensor)}
         self.group = group
         self.smallest_bytes = smallest_bytes
-        self.boxes: dict[tuple[int, int, int, int], _Shared] = {}
-        self.waiting: list[tuple[_Shared, Tensor, int]] = []
+        self.boxes: dict[tuple[int, int, int, int], _SharedRange] = {}
+        self.waiting: list[tuple[_SharedRange, Tensor, int]] = []
         self.number = -1  # of the node after that of the op that saves now
 
     @of_a_region
@@ -666,12 +666,12 @@ class OffloadHooks:
         key = (part.untyped_storage()._cdata, part._version, begin, nbytes)
         shared = self.boxes.get(key)
         if shared is None:
-            box = Transit(Move(seen=TensorRef.of(0, part), begin=begin, nbytes=nbytes), self.group)
-            shared = self.boxes[key] = _Shared(box)
+            box = Transit(BufferRange(seen=TensorRef.of(0, part), begin=begin, nbytes=nbytes), self.group)
+            shared = self.boxes[key] = _SharedRange(box)
             self.waiting.append((shared, part, part._version))
         shared.count += 1
         shared.left += 1
-        return _Sent(Within.since(begin, TensorRef.of(0, tensor)), shared, self.group)
+        return _SentTensor(Within.since(begin, TensorRef.of(0, tensor)), shared, self.group)
 
     def _send(self) -> None:
         for shared, part, version in self.waiting:

@@ -188,30 +188,30 @@ def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[tuple[LayerPr
     inputs = {c.name: traced.classes[c.class_key].trace.inputs for c in traced.calls}
 
     def kept(name: str, program: Program) -> frozenset[int]:
-        way = regions[name].way
-        again = {position for position, _ in way.link.inputs}
-        chosen = way.policy.kept(program) - moved(name, program)
+        plan = regions[name].plan
+        again = {position for position, _ in plan.link.inputs}
+        chosen = plan.policy.kept(program) - moved(name, program)
         return chosen - {b for b, position in inputs.get(name, {}).items() if position in again}
 
     def moved(name: str, program: Program) -> frozenset[int]:
-        return frozenset() if regions[name].way.stays else offloaded_by(regions[name].way.policy, program)
+        return frozenset() if regions[name].plan.stays else offloaded_by(regions[name].plan.policy, program)
 
     programs = {call.name: traced.program(call) for call in traced.calls}
     words = {
-        n: str(policy_word(p, regions[n].way.policy.kept(p), moved(n, p), packed_by(regions[n].way.policy, p)))
+        n: str(policy_word(p, regions[n].plan.policy.kept(p), moved(n, p), packed_by(regions[n].plan.policy, p)))
         for n, p in programs.items()
     }
     packed = {
-        call.name: _saved_by_packing(traced.classes[call.class_key].trace, regions[call.name].way.policy)
+        call.name: _saved_by_packing(traced.classes[call.class_key].trace, regions[call.name].plan.policy)
         for call in traced.calls
     }
     words |= {ROOT_LAYER: str(policy_word(traced.root.program, kept("", traced.root.program)))}
     done: dict[str, dict[str, Any]] = {
         name: {
             "digest": program.digest(),
-            "kept": tuple(sorted(regions[name].way.policy.kept(program))),
+            "kept": tuple(sorted(regions[name].plan.policy.kept(program))),
             "offloaded": tuple(sorted(moved(name, program))),
-            "packed": tuple(sorted(packed_by(regions[name].way.policy, program))),
+            "packed": tuple(sorted(packed_by(regions[name].plan.policy, program))),
         }
         for name, program in {**programs, "": traced.root.program}.items()
     }

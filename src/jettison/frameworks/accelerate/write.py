@@ -7,7 +7,7 @@ from functools import partial
 from jettison.core.units import format_bytes
 from jettison.frameworks.export import Written, strategy_notes
 from jettison.frameworks.nearest import CannotSay, Nearest
-from jettison.frameworks.policy import Action, draws_again
+from jettison.frameworks.policy import LayerAction, draws_again
 from jettison.frameworks.text import filled, pieces
 from jettison.frameworks.torch.write import priced_code
 
@@ -30,7 +30,7 @@ def write(nearest: Nearest) -> Written:
         pieces("accelerate/accelerate.yaml.txt")["settings"],
         budget=format_bytes(subject.budget_bytes),
         classes=",".join(classes),
-        on=str(policies[0].action is Action.CHECKPOINT).lower(),
+        on=str(policies[0].action is LayerAction.CHECKPOINT).lower(),
         on_host=str(any(policy.moved for policy in policies)).lower(),
         mixed="bf16" if subject.asked.get("precision") == "bf16" else "'no'",
     )

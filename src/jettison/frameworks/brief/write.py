@@ -10,7 +10,7 @@ from jettison.core.errors import DoesNotFit
 from jettison.core.units import format_bytes, format_flops, format_percent, format_seconds
 from jettison.frameworks.export import Written
 from jettison.frameworks.nearest import Nearest
-from jettison.frameworks.policy import Action, Cost, Decision, LayerPolicy, Subject, by_ops
+from jettison.frameworks.policy import Cost, Decision, LayerAction, LayerPolicy, Subject, by_ops
 from jettison.frameworks.text import filled, pieces
 from jettison.frameworks.torch.write import code
 
@@ -145,7 +145,7 @@ def _simpler(nearest: Nearest) -> str:
         policies, cost = nearest.checkpoints()
     except DoesNotFit as error:
         return f"It does not fit: with every layer a checkpoint a step needs {_bytes(error.peak_bytes)}."
-    chosen = [policy.layer for policy in policies if policy.action is Action.CHECKPOINT]
+    chosen = [policy.layer for policy in policies if policy.action is LayerAction.CHECKPOINT]
     again = format_flops(cost.recompute_flops)
     what = f"{len(chosen)} of {len(policies)} layers, {chosen[0]} to {chosen[-1]}" if chosen else "no layer"
     return f"{what}: peak {_bytes(cost.peak_bytes)}, {again} computed again a micro-batch."

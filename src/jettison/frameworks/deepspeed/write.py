@@ -7,7 +7,7 @@ import json
 from jettison.frameworks.accelerate.write import one_switch
 from jettison.frameworks.export import Written, strategy_notes
 from jettison.frameworks.nearest import Nearest
-from jettison.frameworks.policy import Action
+from jettison.frameworks.policy import LayerAction
 
 
 def write(nearest: Nearest) -> Written:
@@ -29,7 +29,7 @@ def write(nearest: Nearest) -> Written:
     else:
         found["train_micro_batch_size_per_gpu"] = subject.asked.get("micro_batch", 1)
     lost: tuple[str, ...] = ()
-    if policies[0].action is Action.CHECKPOINT:
+    if policies[0].action is LayerAction.CHECKPOINT:
         found["activation_checkpointing"] = {
             "partition_activations": tp > 1,
             "number_checkpoints": len(policies),

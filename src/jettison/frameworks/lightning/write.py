@@ -6,7 +6,7 @@ from functools import partial
 
 from jettison.frameworks.export import Written, strategy_notes
 from jettison.frameworks.nearest import Nearest
-from jettison.frameworks.policy import Action, as_the_plan_moves
+from jettison.frameworks.policy import LayerAction, as_the_plan_moves
 from jettison.frameworks.text import filled, header, moves_table, names, pieces
 from jettison.frameworks.torch.write import priced_code
 
@@ -28,7 +28,7 @@ def write(nearest: Nearest) -> Written:
     text = header(subject, "Lightning's FSDPStrategy", USE) + (host["imports"] if table else "")
     text += filled(
         pieces("lightning/strategy.py.txt")["strategy"],
-        chosen=names(policy.layer for policy in policies if policy.action is Action.CHECKPOINT),
+        chosen=names(policy.layer for policy in policies if policy.action is LayerAction.CHECKPOINT),
         moves=f"\n{table}" if table else "",
         wrap=host["wrap"] if table else "",
     )

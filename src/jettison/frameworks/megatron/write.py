@@ -16,9 +16,9 @@ from jettison.frameworks.described import DescribedPricer
 from jettison.frameworks.export import Written
 from jettison.frameworks.nearest import CannotSay, Nearest
 from jettison.frameworks.policy import (
-    Action,
     Cost,
     Decision,
+    LayerAction,
     LayerPolicy,
     Subject,
     checkpointed,
@@ -51,7 +51,7 @@ _RECIPES_OWN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class SaidSettings:
     """Something that can be said, as fields of `TransformerConfig`, and what it means for each layer."""
 
     settings: Mapping[str, Value]
@@ -74,7 +74,7 @@ def write(nearest: Nearest) -> Written:
     )
 
 
-def _best(nearest: Nearest) -> tuple[Candidate, Run]:
+def _best(nearest: Nearest) -> tuple[SaidSettings, Run]:
     subject, pricer, target = nearest.subject, nearest.pricer, nearest.target
     if subject.described is None or not isinstance(pricer, DescribedPricer):
         raise CannotSay(
@@ -100,7 +100,7 @@ def _best(nearest: Nearest) -> tuple[Candidate, Run]:
     return min(fitting, key=lambda one: (one.cost.step_seconds or 0.0, one.cost.host_bytes, one.cost.peak_bytes)), run
 
 
-def _candidates(subject: Subject, pricer: DescribedPricer) -> Iterator[Candidate]:
+def _candidates(subject: Subject, pricer: DescribedPricer) -> Iterator[SaidSettings]:
     """All that is worth saying."""
     for modules in _module_sets(subject):
         yield from (_by_modules(subject, pricer, modules, moved) for moved in _offloaded_sets(subject, modules))
@@ -168,7 +168,7 @@ def by_modules(decision: Decision, modules: Iterable[str]) -> LayerPolicy:
         return kept_whole(decision)
     return LayerPolicy(
         decision=decision,
-        action=Action.SELECT,
+        action=LayerAction.SELECT,
         kept=found.kept,
         again=tuple(sorted(found.ops)),
         words=", ".join(found.modules),
@@ -177,7 +177,7 @@ def by_modules(decision: Decision, modules: Iterable[str]) -> LayerPolicy:
 
 def _by_modules(
     subject: Subject, pricer: DescribedPricer, modules: tuple[str, ...], moved: tuple[str, ...]
-) -> Candidate:
+) -> SaidSettings:
     stay = pricer.last_of_chunks()
     recomputed = [by_modules(decision, modules) for decision in subject.decisions]
     policies = tuple(policy if policy.layer in stay else offloading(policy, moved) for policy in recomputed)
@@ -186,21 +186,21 @@ def _by_modules(
         settings = {"recompute_granularity": "selective", "recompute_modules": list(modules)}
     if moved:
         settings |= {"fine_grained_activation_offloading": True, "offload_modules": list(moved)}
-    return Candidate(settings=settings, policies=policies, cost=pricer.cost(policies))
+    return SaidSettings(settings=settings, policies=policies, cost=pricer.cost(policies))
 
 
-def _block(subject: Subject, pricer: DescribedPricer, number: int) -> Candidate:
+def _block(subject: Subject, pricer: DescribedPricer, number: int) -> SaidSettings:
     """The first layers of each stage are checkpoints, each of its own."""
     position = {decision.layer: i for chunk in _chunks(subject) for i, decision in enumerate(chunk)}
     policies = tuple(checkpointed(d) if position[d.layer] < number else kept_whole(d) for d in subject.decisions)
-    return Candidate(
+    return SaidSettings(
         settings={"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": number},
         policies=policies,
         cost=pricer.cost_of_mode(Recompute(mode=Mode.BLOCK, number=number), policies),
     )
 
 
-def _uniform(subject: Subject, pricer: DescribedPricer, size: int) -> Candidate:
+def _uniform(subject: Subject, pricer: DescribedPricer, size: int) -> SaidSettings:
     """All layers, so many to a checkpoint; the last of a chunk may have fewer."""
     together = [
         policy
@@ -211,7 +211,7 @@ def _uniform(subject: Subject, pricer: DescribedPricer, size: int) -> Candidate:
     by_name = {policy.layer: policy for policy in together}
     policies = tuple(by_name[decision.layer] for decision in subject.decisions)
     mode = Recompute(mode=Mode.EVERY, number=size) if size > 1 else Recompute(mode=Mode.FULL)
-    return Candidate(
+    return SaidSettings(
         settings={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": size},
         policies=policies,
         cost=pricer.cost_of_mode(mode, policies),
@@ -238,7 +238,7 @@ def _layout_losses(run: Run) -> tuple[str, ...]:
     )
 
 
-def _notes(best: Candidate, run: Run) -> tuple[str, ...]:
+def _notes(best: SaidSettings, run: Run) -> tuple[str, ...]:
     found = []
     modules = best.settings.get("recompute_modules")
     products = best.policies[0].program.ops

@@ -11,7 +11,14 @@ from functools import partial
 
 from jettison.frameworks.export import Written
 from jettison.frameworks.nearest import Nearest
-from jettison.frameworks.policy import Action, LayerPolicy, Subject, as_the_plan_moves, by_ops_and_host, draws_again
+from jettison.frameworks.policy import (
+    LayerAction,
+    LayerPolicy,
+    Subject,
+    as_the_plan_moves,
+    by_ops_and_host,
+    draws_again,
+)
 from jettison.frameworks.text import header, moves_table, names, pieces, selective_tables
 
 USE = """\
@@ -35,7 +42,7 @@ def write(nearest: Nearest) -> Written:
 
 def notes_of(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
     """Notes on selective contexts, and on what copies cost."""
-    selective = any(policy.action is Action.SELECT for policy in policies)
+    selective = any(policy.action is LayerAction.SELECT for policy in policies)
     dispatched = (
         "selective contexts put a dispatch mode around every op of a layer; that costs time on the host beside the ops "
         "that run again, and is not in these seconds"
@@ -64,11 +71,11 @@ def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | No
     """
     own, host = pieces("torch/checkpointing.py.txt"), pieces("host.py.txt")
     by_name: dict[object, LayerPolicy] = {p.layer if subject.live else i: p for i, p in enumerate(policies)}
-    selective = {name: policy.saves for name, policy in by_name.items() if policy.action is Action.SELECT}
+    selective = {name: policy.saves for name, policy in by_name.items() if policy.action is LayerAction.SELECT}
     moves = moves_table(by_name)
     text = header(subject, "plain torch", USE) + own["imports_selective" if selective else "imports"]
     text += host["imports"] if moves else ""
-    text += f"\nFULL = {names(name for name, policy in by_name.items() if policy.action is Action.CHECKPOINT)}\n"
+    text += f"\nFULL = {names(name for name, policy in by_name.items() if policy.action is LayerAction.CHECKPOINT)}\n"
     text += selective_tables(selective) if selective else ""
     keep_states = any(map(draws_again, policies)) if states is None else states
     text += f"PRESERVE_RNG_STATE = {keep_states}  # whether what runs again draws random numbers\n"

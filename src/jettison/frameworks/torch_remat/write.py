@@ -20,9 +20,9 @@ from jettison.cost.matmul import op_seconds
 from jettison.frameworks.export import Written
 from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import (
-    Action,
     Cost,
     Decision,
+    LayerAction,
     LayerPolicy,
     Subject,
     drawing,
@@ -55,7 +55,7 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class PolicyStep:
     """From one policy of a layer to the next that holds less."""
 
     layer: int
@@ -109,7 +109,7 @@ def _chosen(nearest: Nearest) -> Priced:
         return nearest.with_moves(_as_the_plan_moves, nearest_of)
     if subject.whole_layers:
         whole, cost = nearest.checkpoints()
-        carried_out = (by_regions(p.decision, ()) if p.action is Action.CHECKPOINT else p for p in whole)
+        carried_out = (by_regions(p.decision, ()) if p.action is LayerAction.CHECKPOINT else p for p in whole)
         return tuple(carried_out), cost
     options = _options(subject)
     steps = steps_down(options)
@@ -156,7 +156,7 @@ def _as_the_plan_moves(decision: Decision) -> LayerPolicy:
 
 def _notes(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
     found = []
-    if any(policy.action is not Action.KEEP for policy in policies):
+    if any(policy.action is not LayerAction.KEEP for policy in policies):
         found.append("torch_remat runs a layer again to its last op, also what backward asks nothing of")
     if any(map(draws_in_replay, policies)):
         found.append(
@@ -169,7 +169,7 @@ def _notes(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
 def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
     """The file."""
     own, host = pieces("torch_remat/checkpointing.py.txt"), pieces("host.py.txt")
-    checkpoints = [policy for policy in policies if policy.action is not Action.KEEP]
+    checkpoints = [policy for policy in policies if policy.action is not LayerAction.KEEP]
     kinds = kinds_of(policy.regions for policy in checkpoints)
     moves = moves_table({policy.layer: policy for policy in policies})
     text = header(subject, "torch_remat", USE) + own["imports"] + (host["imports"] if moves else "")
@@ -197,7 +197,7 @@ def by_regions(decision: Decision, marks: Iterable[str]) -> LayerPolicy:
         given -= states
     return LayerPolicy(
         decision=decision,
-        action=Action.SELECT if chosen else Action.CHECKPOINT,
+        action=LayerAction.SELECT if chosen else LayerAction.CHECKPOINT,
         kept=kept | given,
         again=again,
         words=f"keeps {', '.join(chosen)}" if chosen else "",
@@ -208,10 +208,10 @@ def by_regions(decision: Decision, marks: Iterable[str]) -> LayerPolicy:
 
 def draws_in_replay(policy: LayerPolicy) -> bool:
     """Whether recomputation draws random numbers."""
-    return policy.action is not Action.KEEP and not drawing(policy.program).isdisjoint(policy.again)
+    return policy.action is not LayerAction.KEEP and not drawing(policy.program).isdisjoint(policy.again)
 
 
-def steps_down(options: Sequence[Sequence[Option]]) -> tuple[Step, ...]:
+def steps_down(options: Sequence[Sequence[Option]]) -> tuple[PolicyStep, ...]:
     """From keeping everything to plain checkpoints, the cheapest second a byte first; of equals the first layers.
 
     Args:
@@ -223,7 +223,7 @@ def steps_down(options: Sequence[Sequence[Option]]) -> tuple[Step, ...]:
         while below := [option for option in ours if option.policy.kept_bytes < here.policy.kept_bytes]:
             last = here
             here = min(below, key=lambda option: (_rate(last, option), option.policy.kept_bytes))
-            found.append(Step(layer=i, position=position, policy=here.policy, seconds_per_byte=_rate(last, here)))
+            found.append(PolicyStep(layer=i, position=position, policy=here.policy, seconds_per_byte=_rate(last, here)))
             position += 1
     return tuple(sorted(found, key=lambda step: (step.seconds_per_byte, step.position, step.layer)))
 

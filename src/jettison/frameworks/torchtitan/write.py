@@ -16,8 +16,8 @@ from jettison.core.errors import DoesNotFit
 from jettison.frameworks.export import Alternative, Written
 from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import (
-    Action,
     Decision,
+    LayerAction,
     LayerPolicy,
     OpCall,
     Subject,
@@ -141,11 +141,11 @@ def code(subject: Subject, policies: Policies) -> str:
     """The file."""
     own, host = pieces("torchtitan/planned_ac.py.txt"), pieces("host.py.txt")
     saves: dict[object, Sequence[OpCall]] = {
-        p.layer: _translated(p, live=subject.live) for p in policies if p.action is Action.SELECT
+        p.layer: _translated(p, live=subject.live) for p in policies if p.action is LayerAction.SELECT
     }
     moves = moves_table({policy.layer: policy for policy in policies})
     text = header(subject, "torchtitan", USE) + own["imports"] + (host["imports"] if moves else "")
-    text += f"FULL = {names(policy.layer for policy in policies if policy.action is Action.CHECKPOINT)}\n"
+    text += f"FULL = {names(policy.layer for policy in policies if policy.action is LayerAction.CHECKPOINT)}\n"
     text += selective_tables(saves) + (moves or "ON_HOST = {}\n")
     states, waiting = any(map(draws_again, policies)), own["waiting"] if moves else ""
     text += filled(own["planned"], states=states, depth=len(policies), waiting=waiting)

@@ -8,7 +8,7 @@ from functools import partial
 from jettison.core.errors import DoesNotFit
 from jettison.frameworks.export import Alternative, Written
 from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
-from jettison.frameworks.policy import Action, LayerPolicy, Subject, checkpointed, draws_again, kept_whole
+from jettison.frameworks.policy import LayerAction, LayerPolicy, Subject, checkpointed, draws_again, kept_whole
 from jettison.frameworks.text import filled, header, names, pieces
 from jettison.frameworks.torch.write import priced_code
 
@@ -36,7 +36,7 @@ def write(nearest: Nearest) -> Written:
     alternatives, notes = [], []
     if step is not None:
         notes.append(f"the mask is every_n_layers={step}: TRAINING_ARGUMENTS says all of it")
-    elif any(policy.action is Action.CHECKPOINT for policy in policies):
+    elif any(policy.action is LayerAction.CHECKPOINT for policy in policies):
         try:
             found, spaced_cost = _spaced(nearest.saying("every_n_layers", partial(code, subject)))
             words = f"TrainingArguments alone: every_n_layers={step_of(found)}"
@@ -56,7 +56,7 @@ def write(nearest: Nearest) -> Written:
 
 def step_of(policies: Sequence[LayerPolicy]) -> int | None:
     """The ``every_n_layers`` that is this mask, if one is."""
-    chosen = [i for i, policy in enumerate(policies) if policy.action is Action.CHECKPOINT]
+    chosen = [i for i, policy in enumerate(policies) if policy.action is LayerAction.CHECKPOINT]
     steps = range(1, len(policies) + 1)
     return next((step for step in steps if chosen == list(range(0, len(policies), step))), None)
 
@@ -86,7 +86,7 @@ def _priced_code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
 def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
     """The file."""
     own, step = pieces("transformers/checkpointing.py.txt"), step_of(policies)
-    chosen = [p.layer if subject.live else i for i, p in enumerate(policies) if p.action is Action.CHECKPOINT]
+    chosen = [p.layer if subject.live else i for i, p in enumerate(policies) if p.action is LayerAction.CHECKPOINT]
     text = header(subject, "Hugging Face transformers", USE if step is None else USE_ARGUMENTS) + own["imports"]
     text += f"CHECKPOINTED = {names(chosen)}\n"
     text += f'KWARGS = {{"use_reentrant": False, "preserve_rng_state": {any(map(draws_again, policies))}}}\n'
