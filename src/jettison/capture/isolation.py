@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from jettison.capture.kinds import MOST_BYTES, ReadOnly
+from jettison.capture.kinds import MOST_BYTES, KeptState, ReadOnly
 from jettison.capture.op_traits import writes
 from jettison.capture.randomness import OutsideTorch
 from jettison.capture.reach import Reach
@@ -27,14 +27,25 @@ from jettison.capture.trees import op_leaves
 from jettison.core.errors import TraceError, UnsupportedModule
 
 
-class Isolation:
-    """What a run on fake tensors changes outside of them."""
+class _WantsGradient(KeptState):
+    """A leaf: a model of forces asks for the gradient of the positions that it is given."""
+
+    def read(self) -> Any:
+        return self.holder.requires_grad
+
+    def put_back(self) -> None:
+        if self.holder.is_leaf:
+            self.holder.requires_grad_(self.was)
+
+
+class Isolation(Reach):
+    """All that a run on fake tensors changes outside of them: streams of random numbers and leaves as well."""
 
     def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any]) -> None:
         values = list(values)
-        self.reach = Reach(modules, values)
-        self.leaves = [(v, v.requires_grad) for v in values if isinstance(v, Tensor) and v.is_leaf]
-        self.streams = OutsideTorch.now()
+        super().__init__(modules, values)
+        self.states += [_WantsGradient(value) for value in values if isinstance(value, Tensor) and value.is_leaf]
+        self.outside = OutsideTorch.now()
 
     def refuse_draws(self) -> None:
         """A recording cannot hold what came out of a stream that it does not know.
@@ -42,33 +53,25 @@ class Isolation:
         Raises:
             TraceError: numbers were drawn from one.
         """
-        moved = self.streams.moved()
-        if moved:
+        if moved := self.outside.moved():
             raise TraceError(f"it draws from {' and '.join(moved)}")
-        drawn = self.reach.drawn()
-        if drawn:
+        if drawn := self.drawn():
             raise TraceError(f"a {type(drawn[0]).__name__} was drawn from: a generator of its own")
 
     def refuse_writes(self) -> None:
         """A recording does not see what NumPy writes. Raises `TraceError` where it wrote to the memory of a tensor."""
-        written = self.reach.written_arrays()
-        if written:
+        if written := self.written_arrays():
             raise TraceError(
                 f"NumPy writes to the memory of a tensor (an array of {written[0].nbytes} bytes), which no op tells"
             )
 
-    def undo_draws(self) -> None:
-        """Put random streams back."""
-        self.streams.restore()
-        self.reach.restore_streams()
+    def restore_streams(self) -> None:
+        self.outside.restore()
+        super().restore_streams()
 
-    def undo(self) -> None:
-        """Put everything back. Raises `UnsupportedModule` where something has gone on that cannot be put back."""
-        self.streams.restore()
-        self.reach.restore()
-        for leaf, wanted in self.leaves:  # a model of forces asks for the gradient of the positions that it is given
-            if leaf.is_leaf and leaf.requires_grad != wanted:
-                leaf.requires_grad_(wanted)
+    def restore(self) -> None:
+        self.outside.restore()
+        super().restore()
 
 
 @contextlib.contextmanager
@@ -84,12 +87,12 @@ def leaving_nothing(
         UnsupportedModule: something moved that cannot be put back, or would have moved.
     """
     state = Isolation(modules, values)
-    state.reach.replace(replaced)
-    state.reach.set_aside()
+    state.replace(replaced)
+    state.set_aside()
     try:
         yield state
     except (ValueError, TraceError) as error:
-        if "read-only" in str(error) and (arrays := state.reach.of(ReadOnly)):
+        if "read-only" in str(error) and (arrays := state.of(ReadOnly)):
             sizes = ", ".join(str(array.holder.nbytes) for array in arrays)
             raise UnsupportedModule(
                 f"the forward writes to a numpy array that outlives it ({error}). Planning and recording run the "
@@ -98,8 +101,8 @@ def leaving_nothing(
             ) from error
         raise
     finally:
-        state.undo()
-    state.reach.raise_refused()
+        state.restore()
+    state.raise_refused()
 
 
 @contextlib.contextmanager

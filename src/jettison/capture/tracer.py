@@ -382,7 +382,7 @@ class Tracer:
             state.refuse_writes()
             self.memory.trails.append(Trail.of(recorder))
         except TraceError as error:
-            state.undo_draws()
+            state.restore_streams()
             problem = str(error)
             trace = self._observe(name, problem, *before)
             self.memory.trails.append(None)

@@ -242,7 +242,7 @@ def leaving_untrained(side: Side, regions: Sequence[PlannedForward]) -> Iterator
     with leaving_nothing([side.model], values) as state:
         found = (
             *static_tensors(side.model, side.batch, side.optimizer),
-            *(one.holder for one in state.reach.of(TensorState)),
+            *(one.holder for one in state.of(TensorState)),
         )
         tensors = {id(t): t for t in map(plain, found) if is_in_memory(t)}
         copies = [(t, t.detach(), t.detach().to("cpu", copy=True)) for t in tensors.values()]
