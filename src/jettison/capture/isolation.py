@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from jettison.capture.kinds import MOST_BYTES, KeptState, ReadOnly
 from jettison.capture.op_traits import writes
-from jettison.capture.randomness import OutsideTorch
+from jettison.capture.randomness import outside_torch
 from jettison.capture.reach import Reach
 from jettison.capture.tensor_subclasses import desugars, memory_key
 from jettison.capture.trees import op_leaves
@@ -45,7 +45,8 @@ class Isolation(Reach):
         values = list(values)
         super().__init__(modules, values)
         self.states += [_WantsGradient(value) for value in values if isinstance(value, Tensor) and value.is_leaf]
-        self.outside = OutsideTorch.now()
+        self.outside = outside_torch()
+        self.states += self.outside.values()
 
     def refuse_draws(self) -> None:
         """A recording cannot hold what came out of a stream that it does not know.
@@ -53,7 +54,7 @@ class Isolation(Reach):
         Raises:
             TraceError: numbers were drawn from one.
         """
-        if moved := self.outside.moved():
+        if moved := [name for name, stream in self.outside.items() if not stream.is_unchanged()]:
             raise TraceError(f"it draws from {' and '.join(moved)}")
         if drawn := self.drawn():
             raise TraceError(f"a {type(drawn[0]).__name__} was drawn from: a generator of its own")
@@ -64,14 +65,6 @@ class Isolation(Reach):
             raise TraceError(
                 f"NumPy writes to the memory of a tensor (an array of {written[0].nbytes} bytes), which no op tells"
             )
-
-    def restore_streams(self) -> None:
-        self.outside.restore()
-        super().restore_streams()
-
-    def restore(self) -> None:
-        self.outside.restore()
-        super().restore()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ Ops that draw until a value fits (`poisson`, `binomial`, `_standard_gamma`) or f
 from __future__ import annotations
 
 import ctypes
-import pickle
 import random
 import sys
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from jettison.capture.kinds import StreamState
 from jettison.capture.trees import op_map
 
 aten = torch.ops.aten
@@ -163,30 +163,12 @@ def op_name(func: Any) -> str:
 # The random streams of a process: torch's default generators, Python's `random` and numpy's ---------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OutsideTorch:
-    """Where Python's and numpy's default streams stand."""
-
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def now(cls) -> OutsideTorch:
-        """The states at this moment."""
-        return cls(random.getstate(), numpy_state())
-
-    def restore(self) -> None:
-        """Put both back to where they stood."""
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
-
-    def moved(self) -> tuple[str, ...]:
-        """Names of those that stand elsewhere now."""
-        found = [] if random.getstate() == self.python else ["Python's random"]
-        if pickle.dumps(numpy_state()) != pickle.dumps(self.numpy):
-            found.append("numpy's random")
-        return tuple(found)
+def outside_torch() -> dict[str, StreamState]:
+    """Where Python's and numpy's default streams stand, by name."""
+    found = {"Python's random": StreamState(vars(random)["_inst"])}
+    if "numpy.random" in sys.modules:
+        found["numpy's random"] = StreamState(sys.modules["numpy.random"].mtrand._rand)
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,13 +180,13 @@ class Streams:
 
     cpu: bytes
     cuda: tuple[Tensor, ...] | None
-    outside: OutsideTorch
+    outside: tuple[StreamState, ...]
 
     @classmethod
     def now(cls) -> Streams:
         """The states at this moment. Reading those of CUDA costs a wait for every device."""
         states = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else None
-        return cls(_bytes_of(torch.get_rng_state()), states, OutsideTorch.now())
+        return cls(_bytes_of(torch.get_rng_state()), states, tuple(outside_torch().values()))
 
     def restore(self) -> None:
         """Put every stream back to where it stood."""
@@ -212,7 +194,8 @@ class Streams:
             torch.set_rng_state(torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8))
         if self.cuda is not None:
             torch.cuda.set_rng_state_all(list(self.cuda))
-        self.outside.restore()
+        for stream in self.outside:
+            stream.put_back()
 
 
 def seed_streams(seed: int) -> None:
@@ -232,9 +215,3 @@ def default_stream() -> bytes:
 def _bytes_of(state: Tensor) -> bytes:
     with torch._C.DisableTorchFunction():
         return ctypes.string_at(state.data_ptr(), state.nbytes)
-
-
-def numpy_state() -> Any:
-    """Of numpy's global generator; None where nobody has imported it."""
-    module = sys.modules.get("numpy.random")
-    return None if module is None else module.get_state()
