@@ -160,22 +160,18 @@ def fake_mode(*, allow_non_fake_inputs: bool = False) -> StepFakeMode:
     return StepFakeMode(allow_non_fake_inputs=allow_non_fake_inputs)
 
 
-def exactly(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
-    """No value is made up meanwhile."""
-    return _guessing(mode, False)
-
-
 @contextlib.contextmanager
 def roughly(fake_model: nn.Module) -> Iterator[None]:
     """Values that are asked for are made up, as in a backward whose hooks log the norms of gradients."""
     parameters = map(plain, fake_model.parameters())
     mode = next((p.fake_mode for p in parameters if isinstance(p, FakeTensor)), None)
-    with _guessing(mode, True), started_by_fabric():
+    with guessing(mode, True), started_by_fabric():
         yield
 
 
 @contextlib.contextmanager
-def _guessing(mode: FakeTensorMode | None, wanted: bool) -> Iterator[None]:
+def guessing(mode: FakeTensorMode | None, wanted: bool) -> Iterator[None]:
+    """Values that are asked for are made up meanwhile, or none is."""
     if not isinstance(mode, StepFakeMode):
         yield
         return

@@ -107,24 +107,21 @@ def _desugars(types: tuple[type, ...]) -> bool:
     return any(_kind(cls) is not _Wrapper.PLAIN for cls in types)
 
 
-def plain(tensor: Any) -> Any:
-    """This rank's part of a DTensor, and what is inside an asynchronous result, arrived or not."""
+def plain(tensor: Any, *, wait: bool = False) -> Any:
+    """This rank's part of a DTensor, and what is inside an asynchronous result, arrived or not; or ``wait`` for it."""
     while (kind := _kind_of(tensor)) is not _Wrapper.PLAIN:
         if kind is _Wrapper.QUANTIZED:
             tensor = getattr(tensor, _names(tensor)[0])
+        elif kind is _Wrapper.DISTRIBUTED:
+            tensor = tensor._local_tensor
         else:
-            tensor = tensor._local_tensor if kind is _Wrapper.DISTRIBUTED else tensor.elem
+            tensor = tensor.trigger_wait() if wait else tensor.elem
     return tensor
 
 
 def arrived(tensor: Any) -> Any:
     """As `plain`, after waiting for what is still under way."""
-    while (kind := _kind_of(tensor)) is not _Wrapper.PLAIN:
-        if kind is _Wrapper.QUANTIZED:
-            tensor = getattr(tensor, _names(tensor)[0])
-        else:
-            tensor = tensor._local_tensor if kind is _Wrapper.DISTRIBUTED else tensor.trigger_wait()
-    return tensor
+    return plain(tensor, wait=True)
 
 
 def wrapping(tensor: Any) -> Wrapping | None:

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from jettison.capture.blocks import find_blocks, structural_keys
 from jettison.capture.dispatch import CaptureMode, tracing
-from jettison.capture.fakes import StepFakeMode, exactly, fake_batch, fake_copy, fake_mode
+from jettison.capture.fakes import StepFakeMode, fake_batch, fake_copy, fake_mode, guessing
 from jettison.capture.isolation import Isolation, forward_of, leaving_nothing
 from jettison.capture.model_trace import BlockCall, BlockClass, Loop, LossFn, ModelTrace, as_batch, as_call, loss_of
 from jettison.capture.randomness import default_stream
@@ -372,7 +372,7 @@ class Tracer:
         state = Isolation([module], leaves)
         try:
             before = opaque_copy((args, kwargs))
-            with recording_errors(), exactly(self.mode), self.capture.recording(recorder):
+            with recording_errors(), guessing(self.mode, False), self.capture.recording(recorder):
                 output = forward(*args, **kwargs)
             trace = recorder.finish(output)
             if (read := _read_of_floats(trace, leaves)) is not None:
