@@ -19,9 +19,7 @@ from typing import Any, cast
 
 from jettison.core.objects import Same
 
-# names in code --------------------------------------------------------------------------------------------------------
-#
-# Names in the bytecode of a function: what it mentions, reads and assigns to, and what it can reach without a name
+# names in bytecode ----------------------------------------------------------------------------------------------------
 
 
 class Wide(enum.Enum):
@@ -147,9 +145,7 @@ _WIDE_TOGETHER = {("sys", "modules"): Wide.MODULES, ("inspect", "stack"): Wide.F
 _WIDE_BUILTINS = {**dict.fromkeys(("exec", "eval", "__import__"), Wide.MODULES), "globals": Wide.GLOBALS}
 
 
-# function state -------------------------------------------------------------------------------------------------------
-#
-# What a function's code can read without being given it: closures, defaults, and the globals that it names
+# closures, defaults, and the globals that code names ------------------------------------------------------------------
 
 
 _LIBRARIES = (
@@ -329,7 +325,7 @@ def _library_folders() -> tuple[Path, ...]:
     return tuple(map(Path, [*found, *site.getsitepackages(), site.getusersitepackages()]))
 
 
-# State that code reaches without naming it: see `Wide` ----------------------------------------------------------------
+# state that code reaches without naming it ----------------------------------------------------------------------------
 #
 # NOTE [ What code need not name ]
 # Code may also reach state whose names it makes up as it runs: through `importlib.import_module`, `sys.modules`,

@@ -32,7 +32,7 @@ from jettison.capture.kinds import (
 from jettison.capture.tensor_subclasses import is_in_memory, plain
 from jettison.core.errors import JettisonError, UnsupportedModule
 
-# Deep copies of a model's structure that leave alone what cannot be copied, or must not be ----------------------------
+# what cannot be copied, or must not be --------------------------------------------------------------------------------
 #
 # A copy of an object whose class has a finalizer gives back, when it dies, what the original still needs: a directory,
 # a handle, a file. Other objects refuse to be copied. A copy of a model shares all of these with the model.
@@ -284,7 +284,7 @@ def held_in(value: Any, seen: set[int], *, ours: bool = True) -> Iterator[tuple[
 
 # closures -------------------------------------------------------------------------------------------------------------
 #
-# Functions that modules hold and that close over modules: a forward that somebody has put around the class's own
+# Modules may hold functions that close over modules: a forward that somebody has put around the class's own.
 # `copy.deepcopy` takes a function for a constant. On a copy of a model such a function would go on running the modules
 # that it was made for, with their parameters.
 

@@ -25,7 +25,7 @@ from jettison.capture.tensor_subclasses import desugars, has_gradients, infers_s
 from jettison.capture.trees import op_leaves
 from jettison.core.errors import UnsupportedModule
 
-# Fake tensors for everything large, real values for everything that a forward may look at -----------------------------
+# fake tensors for what is large, real values for what a forward may look at -------------------------------------------
 #
 # A model may read its inputs ("is any token masked?") and take another path. Fake tensors have no values to read, so a
 # purely fake trace can take a path that training never takes. `RealUntilFake` keeps ops whose arguments are all real on
@@ -193,7 +193,7 @@ def _cuda_devices() -> list[int]:
     return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
-# dispatch ------------------------------------------------------------------------------------------------------------
+# what recorders are told ----------------------------------------------------------------------------------------------
 
 
 _BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
@@ -377,7 +377,7 @@ def _watch_modules(recorder: OpRecorder) -> list[Any]:
     return hooks
 
 
-# Settings of `torch.compile` on a module, the code it made of a block, and runs without that code ---------------------
+# functions that `torch.compile` has made ------------------------------------------------------------------------------
 
 
 CALLS_COMPILED = "it calls a function that torch.compile has made, whose ops are others than those of its Python"

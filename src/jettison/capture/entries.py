@@ -196,9 +196,9 @@ def _region(trace: ModelTrace, index: int, cls: BlockClass) -> _RegionCall:
 
 # roles ----------------------------------------------------------------------------------------------------------------
 #
-# What a saved tensor is, in the words that papers use, read off the ops that make it and the ops that read it
-# A role is a label for people and for pairing a trace with a formula. Nothing is decided by it: a tensor that no rule
-# knows is named after the op that makes or reads it.
+# What a saved tensor is, in the words that papers use, read off the ops that make it and the ops that read it. It is a
+# label for people, and for pairing a trace with a formula. Nothing is decided by it: a tensor that no rule knows is
+# named after the op that makes or reads it.
 
 
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit")

@@ -145,7 +145,7 @@ def forward_of(module: nn.Module, fake_model: nn.Module) -> Callable[..., Any]:
     return types.MethodType(kind.forward, fake_model)
 
 
-# Tensors as they were before a run that nobody should notice ----------------------------------------------------------
+# memory of tensors ----------------------------------------------------------------------------------------------------
 #
 # A forward may write to any tensor that Python reaches: its batch, a count in a closure, statistics in an attribute, a
 # weight that is renormalised. No walk through Python's state finds them all, but every write is an op: what an op is

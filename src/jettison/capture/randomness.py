@@ -160,7 +160,7 @@ def op_name(func: Any) -> str:
     return name
 
 
-# The random streams of a process: torch's default generators, Python's `random` and numpy's ---------------------------
+# default streams of a process -----------------------------------------------------------------------------------------
 
 
 def outside_torch() -> dict[str, StreamState]:

@@ -33,7 +33,6 @@ from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
 
 # tape -----------------------------------------------------------------------------------------------------------------
 #
-# The growing record of a region: buffers, each one version of one storage, and the ops that make them of one another
 # NOTE [ Identity of a saved tensor ]
 # A dispatch mode sees every ATen call below autograd; pack hooks see every tensor that autograd saves, above it. The
 # two are matched by storage: while a capture lasts it holds every storage that it has seen, so that no address is used
@@ -592,7 +591,7 @@ def _values_of(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
 
 
-# Pieces of one memory: whether two views of it can meet ---------------------------------------------------------------
+# pieces of one memory: whether two views of it can meet ---------------------------------------------------------------
 
 
 class Strided(Protocol):

@@ -24,7 +24,7 @@ from jettison.capture.process_switches import imported_since
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import Same
 
-# Modules that a forward imports while it runs -------------------------------------------------------------------------
+# imports --------------------------------------------------------------------------------------------------------------
 #
 # NOTE [ Imports in a forward ]
 # A module that a forward imports (``from anneal import beta`` inside of it) is not there when a `Reach` walks. Planning
@@ -136,12 +136,11 @@ def _registered() -> tuple[int, ...]:
 
 # file changes ---------------------------------------------------------------------------------------------------------
 #
-# Files that a run changes and processes that it starts, where it must leave nothing behind: refused by name before
-# Nothing puts back what was in a file, and a checkpoint that a dry run of a step saves has no values. So functions that
-# open a file for writing, rename it or delete it are replaced while such a run goes on: an audit hook would see them
-# all, but it stays for good and is asked at every `id()`. Files that were open before are in `kinds`. So is the
-# function that starts a process of `multiprocessing`: workers of a `DataLoader` would be handed tensors that have no
-# memory.
+# They are refused by name before they change anything: nothing puts back what was in a file, and a checkpoint that a
+# dry run of a step saves has no values. So functions that open a file for writing, rename it or delete it are replaced
+# while such a run goes on: an audit hook would see them all, but it stays for good and is asked at every `id()`. Files
+# that were open before are in `kinds`. So is the function that starts a process of `multiprocessing`: workers of a
+# `DataLoader` would be handed tensors that have no memory.
 #
 # Temporary files may be made, and what Python and compilers write while they import and compile may stay.
 

@@ -162,9 +162,7 @@ def _copied(leaf: Any, tensors: Callable[[Tensor], Tensor], memo: dict[int, Any]
         Tensor.__deepcopy__ = original
 
 
-# argument keys --------------------------------------------------------------------------------------------------------
-#
-# What an argument is, beyond its type: a value that is equal for arguments that a forward cannot tell apart
+# arguments beyond their types: equal values for those that a forward cannot tell apart --------------------------------
 
 
 DEEPEST = 8

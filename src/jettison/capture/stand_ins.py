@@ -22,9 +22,7 @@ from jettison.capture.tensor_subclasses import Wrapping, has_gradients, plain, w
 from jettison.capture.trees import tree_flatten, tree_unflatten
 from jettison.ledger.program import Buffer, Program, Source
 
-# stub -----------------------------------------------------------------------------------------------------------------
-#
-# A block that only looks like one: its outputs, made out of metadata and tied to its inputs in the graph
+# outputs made out of metadata, tied to a block's inputs in the graph --------------------------------------------------
 
 
 class StubProbe(Protocol):
@@ -160,9 +158,8 @@ def _empty(
     return made if wrap is None else wrap.wrap(made)
 
 
-# block observer -------------------------------------------------------------------------------------------------------
+# outputs of one real call ---------------------------------------------------------------------------------------------
 #
-# What cannot be recorded on fake tensors is observed on real ones: one call of one block, without a graph
 # A forward whose shapes depend on values (a loop over the experts that got a token) or that launches kernels past the
 # dispatcher has no program. Its outputs' shapes are all that the model around it needs; its memory is measured
 # elsewhere.

@@ -433,7 +433,7 @@ def _read_of_floats(trace: RegionTrace, leaves: list[Any]) -> ValueRead | None:
     return next((read for read in trace.reads if read.ref.buffer in of_floats), None)
 
 
-# Memory that somebody writes to after a block has used it, and before its backward ------------------------------------
+# memory that somebody writes to after a block has used it, and before its backward ------------------------------------
 #
 # Autograd holds memory, not values. Where an op counts a write, plain autograd refuses to use what it saved; a write
 # past the counter (``.data``, a piece that is counted apart) changes what backward gets; a write to memory that nobody
@@ -554,7 +554,7 @@ def anchor_root(root: RegionTrace, written: Mapping[int, int]) -> None:
     root.program = replace(root.program, ops=ops)
 
 
-# Trace one region on its own, from the arguments of a call that is about to happen ------------------------------------
+# one region, from the arguments of a call that is about to happen -----------------------------------------------------
 
 
 def trace_region(
@@ -609,7 +609,7 @@ def _like(leaf: Any, mode: FakeTensorMode) -> Any:
     return fake
 
 
-# Blocks that cannot be regions of their own, although they look like blocks: what to plan instead ---------------------
+# blocks that cannot be regions of their own: what to plan instead -----------------------------------------------------
 #
 # A region is known by what it gets and what it returns. A block that returns a generator has not run when it returns;
 # one that reads a tensor of another block's graph out of a side store cannot be looked at alone. What such blocks do
