@@ -124,7 +124,7 @@ def train(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("linear", [NarrowLinear, SavingLinear])
 def test_products_over_wrappers_are_computed_again(linear: type[nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tensor_subclasses.NARROW, (Halves.__module__, Halves.__qualname__), ("numbers", "factor"))
+    monkeypatch.setitem(tensor_subclasses.QUANTIZED, (Halves.__module__, Halves.__qualname__), ("numbers", "factor"))
     tensor_subclasses._kind.cache_clear()
     model = Net(linear)
     with jettison.apply(model, "full", batch=(batches()[0],)) as handle:
