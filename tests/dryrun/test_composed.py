@@ -19,10 +19,10 @@ from torch import Tensor, nn
 import jettison
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import PlanMismatch
-from jettison.dryrun.step import ModulePolicy
+from jettison.dryrun.composed import why_whole
+from jettison.dryrun.step import ModulePolicy, step_of
 from jettison.dryrun.tape import Tape
-from jettison.planner.options import step_of
-from jettison.planner.planner import Planner, make_planner, why_whole
+from jettison.planner.planner import Planner, make_planner
 from jettison.solve.levels import Choice
 from support.families import Case, build
 from support.toys import Headed
@@ -165,14 +165,13 @@ def test_a_step_that_comes_out_wrong_is_dry_run_whole_from_then_on():
     torch.manual_seed(0)
     planner = planner_of(Masked(), (torch.randn(ROWS, WIDTH),))
     judge, parts = planner.judge, list(levels_of(planner))
-    assert judge.book is not None
-    compose = judge.book.compose
+    compose = judge.compose
 
     def wrong(labels):
         found = compose(labels)
-        return found and replace(found, start_bytes=found.start_bytes - 4)
+        return found and replace(found, static_bytes=found.static_bytes - 4)
 
-    judge.book.compose = wrong
+    judge.compose = wrong
     for part in parts:
         assert judge.step(part) == step_of([part], judge.dry_step, judge.pricing)
     assert judge.problem == "a step that was put together is not what it is when it is run"

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import jettison
 from jettison.core.units import Bytes
 from jettison.dryrun import op_costs
-from jettison.planner import options
+from jettison.dryrun import step as step_module
 from support.toys import Mlps
 
 
@@ -40,15 +40,15 @@ def test_a_sharded_step_is_dry_run_once_for_each_choice(silent_two: None, monkey
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     x, runs, steps = torch.randn(64, 16), [], []
-    dry_run, step_of = options.dry_run, options.step_of
+    dry_run, step_of = step_module.dry_run, step_module.step_of
 
     def counted(*args: Any, workspace: op_costs.MeasuredWorkspace, **more: Any) -> Any:
         runs.append(workspace)
         found = dry_run(*args, workspace=workspace, **more)
         return found
 
-    monkeypatch.setattr(options, "dry_run", counted)
-    monkeypatch.setattr("jettison.planner.planner.step_of", lambda *args: steps.append(None) or step_of(*args))
+    monkeypatch.setattr(step_module, "dry_run", counted)
+    monkeypatch.setattr("jettison.dryrun.composed.step_of", lambda *args: steps.append(None) or step_of(*args))
     handle = jettison.auto_checkpoint(model, x, "1GiB", optimizer=optimizer, step=accumulating)
     assert handle.plan is not None
     budget = Bytes(handle.plan.predicted.peak_bytes - 4096)

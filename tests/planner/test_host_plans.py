@@ -20,8 +20,7 @@ from jettison.dryrun.counter import static_tensors
 from jettison.dryrun.peak import measured_peak
 from jettison.planner import host as planner_host
 from jettison.planner.host import Host, host_of, is_timed, movable
-from jettison.planner.parts import _times
-from jettison.planner.planner import make_planner
+from jettison.planner.planner import _times, make_planner
 from jettison.runtime.device import power_of_two, whole_pages
 from jettison.runtime.offload import Direction
 from jettison.solve.plan import Plan, PolicyWord

@@ -110,8 +110,7 @@ def plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def planning(*_: Any, **__: Any) -> Any:
         raise Planning
 
-    monkeypatch.setattr(described, "make_planner", planning)
-    monkeypatch.setattr(described, "plan_parts", planning)
+    monkeypatch.setattr(described, "planner_of", planning)
 
 
 def test_a_kept_plan_is_followed(kept: tuple[str, Plan], file: Path, plans_nothing: None) -> None:

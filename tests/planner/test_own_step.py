@@ -18,8 +18,9 @@ from jettison.core.errors import Infeasible, TraceError, UnsupportedModule, Usag
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import static_tensors
 from jettison.dryrun.peak import measured_peak
-from jettison.dryrun.user_step import UserStep, copies_of, observe
+from jettison.dryrun.user_step import UserStep, observe
 from jettison.parallel.agree import summary
+from jettison.planner.described import copies_of
 from support.toys import Mlp, Words
 
 pytestmark = pytest.mark.usefixtures("one_thread")

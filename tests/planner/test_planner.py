@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import jettison
+import jettison.dryrun.step as step_module
 import jettison.planner.live as live_module
-import jettison.planner.options as options_module
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import Infeasible, PlanMismatch, UsageError
 from jettison.core.units import Bytes
@@ -480,8 +480,8 @@ def test_the_smallest_budget_is_below_checkpointing_every_block():
 
 def test_many_budgets_cost_little_more_than_one(monkeypatch):
     dry_runs, made = [], []
-    dry_run, make = options_module.dry_run, live_module.make_planner
-    monkeypatch.setattr(options_module, "dry_run", lambda *given, **more: dry_runs.append(1) or dry_run(*given, **more))
+    dry_run, make = step_module.dry_run, live_module.make_planner
+    monkeypatch.setattr(step_module, "dry_run", lambda *given, **more: dry_runs.append(1) or dry_run(*given, **more))
     monkeypatch.setattr(live_module, "make_planner", lambda *a, **k: made.append(1) or make(*a, **k))
     x = torch.randn(ROWS, HIDDEN)
     traced = trace_model(stack(layers=3), (x,))
@@ -504,8 +504,8 @@ def test_many_budgets_cost_little_more_than_one(monkeypatch):
 
 def test_a_plan_takes_few_dry_runs_of_the_whole_step(monkeypatch):
     whole = []
-    dry_run = options_module.dry_run
-    monkeypatch.setattr(options_module, "dry_run", lambda *given, **more: whole.append(1) or dry_run(*given, **more))
+    dry_run = step_module.dry_run
+    monkeypatch.setattr(step_module, "dry_run", lambda *given, **more: whole.append(1) or dry_run(*given, **more))
     traced = trace_model(stack(layers=32), (torch.randn(ROWS, HIDDEN),))
     plain = jettison.plan(traced, "1GiB", measure=False).predicted.peak_bytes
     assert len(whole) <= 4, "without a plan, as small as can be (with runs of blocks and without), with all kept"

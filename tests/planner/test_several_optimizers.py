@@ -16,7 +16,7 @@ from jettison.core.errors import UsageError
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import static_tensors
 from jettison.dryrun.peak import measured_peak
-from jettison.planner.optimizers import Together, as_one
+from jettison.planner.readiness import JointOptimizer, as_one
 from support.toys import Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -105,7 +105,7 @@ def test_what_a_library_wraps_around_an_optimizer_is_taken_off(library: str) -> 
     assert given is not inner
     assert as_one(given) is inner
     several = as_one([given, given])
-    assert isinstance(several, Together)
+    assert isinstance(several, JointOptimizer)
     assert several.optimizers == [inner, inner]
 
 

@@ -14,7 +14,7 @@ from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
-from jettison.predict.stage_choice import LEAST_MOVED, Answer, StageChoice
+from jettison.predict.stage_choice import LEAST_MOVED, StageChoice, StageOutcome
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import Chosen, Staying
 from jettison.predict.time import estimate
@@ -174,7 +174,7 @@ def test_the_plan_flips_where_the_link_breaks_even() -> None:
     assert min(rates) < 32e9 < 225e9 < max(rates), "links on both sides of it: PCIe 4 and NVLink-C2C"
     stage = forecast(run).stages[0]
 
-    def at(rate: float) -> Answer:
+    def at(rate: float) -> StageOutcome:
         device = replace(GB200, host_bytes_per_second=int(rate / GB200.reached.host), host_memory_bytes=None)
         execution = execution_of(run).without_overlap()
         choice = StageChoice(run=run, stage=stage, timing=Timing(run=run, hardware=device, execution=execution))

@@ -17,8 +17,7 @@ from jettison.predict.auto_recompute import AutoForecast, choose
 from jettison.predict.forecast import forecast, forecast_sizes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
-from jettison.predict.stage_choice import layer_points
-from jettison.predict.stage_segments import StageSegments
+from jettison.predict.stage_choice import StageSegments, layer_points
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, Staying, kept_by
 from jettison.predict.time import estimate
@@ -136,7 +135,7 @@ def every_plan(run: Run, *, single_points: int) -> Iterator[tuple[int, float]]:
     found = forecast(run)
     layers = [part for part in found.parts if part.is_layer]
     timing = Timing(run=run, hardware=H100, execution=execution_of(run))
-    segments = StageSegments(run=run, stage=found.stages[0], timing=timing, fresh=True, least_moved=MIB)
+    segments = StageSegments(run=run, stage=found.stages[0], timing=timing, fresh=True)
     points = layer_points(timing.prices(layers[0].layer), layers[0].region)
     few = points if len(points) <= single_points else (points[0], *points[1 :: max(1, len(points) // single_points)])
     alone = [((Staying(p.stays),), p.seconds) for p in few]

@@ -19,11 +19,10 @@ import jettison
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
-from jettison.dryrun import packing_price
 from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.packing_price import packing_seconds
 from jettison.dryrun.peak import measured_peak
-from jettison.planner.points import with_packs
+from jettison.planner import points
+from jettison.planner.points import packing_seconds, with_packs
 from jettison.runtime import packing
 from jettison.runtime.packing import PackedForm, narrow, packs_into, widen
 from jettison.runtime.recipe import compile_recipe
@@ -285,9 +284,9 @@ def test_packing_costs_what_doing_it_takes(monkeypatch: pytest.MonkeyPatch) -> N
     saved = region.program.saved_buffers()
     pack = next(iter(compile_recipe(region, saved, packed=saved).packed.values()))
     took = iter([9.0, 3.0, 2.0, 5.0])
-    monkeypatch.setattr(packing_price, "_KNOWN", {})
-    monkeypatch.setattr(packing_price, "_one_run", lambda _flat, _form: next(took))
-    monkeypatch.setattr(packing_price, "SAMPLE_BYTES", pack.move.nbytes // 2)
+    monkeypatch.setattr(points, "_PACKING", {})
+    monkeypatch.setattr(points, "_pack_once", lambda _flat, _form: next(took))
+    monkeypatch.setattr(points, "SAMPLE_BYTES", pack.move.nbytes // 2)
     assert packing_seconds(pack) == 4.0  # the least of all, for twice as much as was tried
     assert packing_seconds(pack) == 4.0  # and what was found stays
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 import jettison
 from jettison.capture.model_trace import ModelTrace
 from jettison.core.progress import silent
-from jettison.dryrun.compiled import Levels, measure_choices, options_of_levels
+from jettison.dryrun.compiled import ChoiceLevels, measure_choices, options_of_levels
 from jettison.dryrun.step import StepPeaks, dry_run_batch
-from jettison.planner.host import movable
-from jettison.planner.options import option_at, with_moves_of_compiled
+from jettison.planner.host import movable, option_at, with_moves_of_compiled
 from jettison.planner.points import policy_of
 from jettison.runtime.offload import Transfer
 from jettison.solve.frontier import NONE_KEY, FrontierPoint
@@ -32,13 +31,13 @@ def slow_to_compute() -> Iterator[None]:
     nothing.
     """
 
-    def seconds(levels: Mapping[str, Levels]) -> dict[str, float]:
+    def seconds(levels: Mapping[str, ChoiceLevels]) -> dict[str, float]:
         return {key: 1e-3 * (3 + place) for place, key in enumerate(reversed(list(levels)))}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jettison.dryrun.compiled.seconds_of_levels", seconds)
         patch.setattr("jettison.planner.options.seconds_of_levels", seconds)
-        patch.setattr("jettison.planner.options.MOVE_SECONDS", 0.0)
+        patch.setattr("jettison.planner.host.MOVE_SECONDS", 0.0)
         yield
 
 
@@ -98,7 +97,7 @@ def all_that_can_move(trace: ModelTrace) -> tuple[dict[str, CheckpointPolicy], d
             if call.class_key == key:
                 point = most if call.name in movable(trace, key) else plain
                 policies[call.name] = policy_of(cls, point)
-                opaque[call.name] = option_at(point, measured, saved, program)
+                opaque[call.name] = option_at(point, measured, saved)
     return policies, opaque
 
 

@@ -78,7 +78,7 @@ def test_a_resumed_run_follows_the_plan_that_it_made(
     def planned(*_: Any, **__: Any) -> Any:
         raise AssertionError("it is planned again")
 
-    monkeypatch.setattr("jettison.train.rank_plan.plan_parts", planned)
+    monkeypatch.setattr("jettison.train.rank_plan.planner_of", planned)
     rate = OptimizerSection(lr=1e-3, warmup_steps=2)
     assert train(gpt(tmp_path, **more, steps=4, optimizer=rate), progress=said.append).resumed_step == 2
     assert any(text.startswith("following the plan in") for text in said)

@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.dryrun import op_costs
 from jettison.dryrun.counter import AllocationCounter
-from jettison.dryrun.kernel_trial import OpRequest, least_seconds, workspaces
+from jettison.dryrun.kernel_trial import OpRequest, StandInMemory, least_seconds, workspaces
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
-from jettison.dryrun.stand_ins import StandInMemory
 from jettison.verify.gradients import rng_digest
 from jettison.verify.timing import interleaved
 

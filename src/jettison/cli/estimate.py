@@ -134,7 +134,7 @@ def _memory(run: Run, device: Hardware) -> tuple[Forecast, Chosen | None]:
     left = available_bytes(device, run)
     if run.recompute.mode is not Mode.AUTO:
         return forecast(settled(run, left)), None
-    from jettison.predict.whole_plan import choose_with_whole  # the planner takes its time to load
+    from jettison.predict.auto_recompute import choose_with_whole  # the planner takes its time to load
 
     found = choose_with_whole(run, left, device).forecast
     return found, [part.chosen for part in found.parts if part.is_layer]

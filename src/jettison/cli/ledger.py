@@ -160,7 +160,7 @@ def _described(model: str, request: RunRequest, flags: LedgerFlags) -> LedgerRep
 
 def _choose(asked: Resolved, budget_bytes: int, gpu: str | None, *, anyway: bool) -> AutoForecast:
     """Args: anyway: where nothing fits, what needs least, for who asks what would fit."""
-    from jettison.predict.whole_plan import choose_with_whole  # the planner takes its time to load
+    from jettison.predict.auto_recompute import choose_with_whole  # the planner takes its time to load
     from jettison.spec.hardware import hardware, usual_hardware
 
     device = usual_hardware(asked.run.kernels.device) if gpu is None else hardware(gpu)

@@ -181,7 +181,7 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
                 f"got {flag_of(name)}: plan decides what is computed again and what goes to the host. `jettison export "
                 "--to megatron` says a plan in such lists; `jettison ledger` and `estimate` say what a list takes"
             )
-    from jettison.predict.whole_plan import choose_with_whole
+    from jettison.predict.auto_recompute import choose_with_whole
     from jettison.report.alternatives import layer_reasons
     from jettison.report.alternatives import what_if as next_gib
 

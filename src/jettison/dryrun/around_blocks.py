@@ -8,9 +8,9 @@ the blocks run for real and what they are known to hold is taken off.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,14 +23,15 @@ from jettison.core.errors import UnsupportedModule
 from jettison.dryrun.block import chain_bytes, hold_gradients, run_step
 from jettison.dryrun.counter import AllocationCounter, Workspace, quiet_gc, static_tensors
 from jettison.dryrun.observed import stand_in_for_opaque
-from jettison.dryrun.step import DryStep
 from jettison.dryrun.tape import Tape
 from jettison.ledger.program import Source
-from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.policy import CheckpointPolicy, Exactly, KeepAll
 from jettison.solve.problem import RegionOption, RootOption
+
+if TYPE_CHECKING:
+    from jettison.dryrun.step import DryStep
 
 
 class _StubsFallShort(Exception):
@@ -64,22 +65,22 @@ def dry_run_root(
             hold_gradients(trace, trace.fake_model)
     static = static_tensors(trace.fake_model, trace.batch)
     counter = AllocationCounter(static, workspace=workspace, device=trace.device_type)
-    sizes = [chain_bytes(trace, i) for i in range(count)]
-    levels = _Levels(counter, [s[0] for s in sizes], [s[1] for s in sizes])
+    levels = _RootLevels(counter, [chain_bytes(trace, i) for i in range(count)])
     policy = Exactly(trace.root.program.digest(), kept, KeepAll())
-    apart = plain is None or not (through_blocks or is_entangled(trace))
-    setting = _over_stubs(trace, levels, policy)
-    if not apart and plain is not None:
-        setting = _over_blocks(trace, levels, policy, plain)
-    held = [0] * count if apart or plain is None else [plain[c.class_key].resident_bytes for c in trace.calls]
-    gradients = [0] * count if apart or trace.loop.gradients_held else [_gradient_bytes(trace, i) for i in range(count)]
+    real = plain if through_blocks or is_entangled(trace) else None  # blocks that run instead of stubs
+    held, gradients = [0] * count, [0] * count
+    if real is not None:
+        held = [real[call.class_key].resident_bytes for call in trace.calls]
+        if not trace.loop.gradients_held:
+            gradients = [_gradient_bytes(trace, i) for i in range(count)]
+    setting = _over_stubs(trace, levels, policy) if real is None else _over_blocks(trace, levels, policy, real)
     try:
         with setting, trace.context(), quiet_gc(), counter:
             base = counter.live_bytes
             run_step(trace, trace.fake_model, counter)
             tail = counter.peak_bytes
     except _StubsFallShort as error:
-        if not apart or plain is None:
+        if real is not None or plain is None:
             raise UnsupportedModule(
                 "the forward calls its blocks more often in a dry run than when it was recorded: it goes by state that "
                 "is not put back in between. Hold that state in attributes of the model or of the batch"
@@ -87,7 +88,7 @@ def dry_run_root(
         return dry_run_root(trace, kept, key, seconds, workspace, plain=plain, through_blocks=True)
     finally:
         trace.fake_model.zero_grad(set_to_none=True)
-    if not apart and len(levels.forward_levels) < count:  # a block's forward was called past its hooks
+    if real is not None and len(levels.forward_levels) < count:  # a block's forward was called past its hooks
         return dry_run_root(trace, kept, key, seconds, workspace)
     before = [0, *accumulate(held)]  # held by the blocks before this one
     after = [sum(gradients[i + 1 :]) for i in range(count)]
@@ -108,16 +109,16 @@ def dry_run_root(
 
 def around_stubs(
     trace: ModelTrace, policy: CheckpointPolicy, dry_step: DryStep, workspace: Workspace | None = None
-) -> tuple[Tape, int] | None:
-    """The tape of a step whose blocks are stubs, without its optimizer, and what is alive at its end; None where stubs
-    do not do. What stands around the blocks is as in the step, and takes a small part of its time.
+) -> Tape | None:
+    """The tape of a step whose blocks are stubs, without its optimizer; None where stubs do not do. What stands around
+    the blocks is as in the step, and takes a small part of its time.
     """
     if is_entangled(trace):
         return None
-    tape = Tape(next_sequence_number)
+    tape = Tape()
     with contextlib.ExitStack() as stack:
         stack.callback(trace.fake_model.zero_grad)
-        levels = _Levels(AllocationCounter(), [0] * len(trace.calls), [0] * len(trace.calls))
+        levels = _RootLevels(AllocationCounter(), [(0, 0)] * len(trace.calls))
         stack.enter_context(_over_stubs(trace, levels, policy))
         stack.enter_context(dry_step.around(trace))
         stack.enter_context(quiet_gc())
@@ -130,11 +131,11 @@ def around_stubs(
             with levels.counter:
                 *_, held = dry_step.passes(levels.counter)
                 levels.counter.reset_peak()
-                live_bytes = levels.counter.live_bytes
+                tape.end_bytes = levels.counter.live_bytes
                 del held
         except _StubsFallShort:
             return None
-    return tape, live_bytes
+    return tape
 
 
 def _gradient_bytes(trace: ModelTrace, call: int) -> int:
@@ -144,27 +145,27 @@ def _gradient_bytes(trace: ModelTrace, call: int) -> int:
     return sum(p.nbytes for p in trace.fake_model.get_submodule(name).parameters() if p.requires_grad)
 
 
-class _Levels:
-    """Notes what is allocated when a block's forward and its backward start, and the peak between blocks."""
+class _RootLevels:
+    """Notes what is allocated when a block's forward and its backward start, and the peak between blocks.
 
-    def __init__(self, counter: AllocationCounter, inputs: list[int], outputs: list[int]) -> None:
-        self.counter = counter
-        self.inputs = inputs
-        self.outputs = outputs
+    Args:
+        chains: bytes of each call's own inputs and outputs.
+    """
+
+    def __init__(self, counter: AllocationCounter, chains: Sequence[tuple[int, int]]) -> None:
+        self.counter, self.chains = counter, chains
         self.forward_levels: list[int] = []
         self.backward_levels: dict[int, int] = {}
         self.loss_peak = 0
 
     def forward(self, call: int) -> None:
-        """A block's forward starts."""
-        self.forward_levels.append(self.counter.live_bytes - self.inputs[call])
+        self.forward_levels.append(self.counter.live_bytes - self.chains[call][0])
         self.counter.reset_peak()
 
     def backward(self, call: int) -> None:
-        """A block's backward starts."""
         if not self.backward_levels:
             self.loss_peak = self.counter.peak_bytes
-        self.backward_levels[call] = self.counter.live_bytes - self.outputs[call]
+        self.backward_levels[call] = self.counter.live_bytes - self.chains[call][1]
         self.counter.reset_peak()
 
 
@@ -187,7 +188,7 @@ def _next_of(calls: Iterator[int]) -> int:
 
 
 @contextlib.contextmanager
-def _over_stubs(trace: ModelTrace, levels: _Levels, policy: CheckpointPolicy) -> Iterator[None]:
+def _over_stubs(trace: ModelTrace, levels: _RootLevels, policy: CheckpointPolicy) -> Iterator[None]:
     calls = iter(range(len(trace.calls)))
     names = list(dict.fromkeys(c.name for c in trace.calls))
     root = PlannedForward(trace.fake_model, "", policy, blocks=tuple(names))
@@ -220,7 +221,7 @@ def _over_stubs(trace: ModelTrace, levels: _Levels, policy: CheckpointPolicy) ->
 
 @contextlib.contextmanager
 def _over_blocks(
-    trace: ModelTrace, levels: _Levels, policy: Exactly, plain: Mapping[str, RegionOption]
+    trace: ModelTrace, levels: _RootLevels, policy: Exactly, plain: Mapping[str, RegionOption]
 ) -> Iterator[None]:
     names = list(dict.fromkeys(c.name for c in trace.calls))
     regions = install(trace.fake_model, trace, dict.fromkeys(names, KeepAll()), policy, checked=True)

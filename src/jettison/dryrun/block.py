@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,13 +13,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.capture.fakes import roughly
-from jettison.capture.model_trace import ModelTrace, call_model, loss_of
+from jettison.capture.model_trace import BlockClass, ModelTrace, call_model, context_of, loss_of
 from jettison.capture.recording import TensorRef
-from jettison.capture.signature import opaque_copy
+from jettison.capture.signature import as_signed, opaque_copy
 from jettison.capture.stand_ins import tensors_made
 from jettison.capture.tensor_subclasses import bytes_of, has_gradients, parts_of, plain, storage_of
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
-from jettison.dryrun.counter import AllocationCounter, Workspace, static_tensors
+from jettison.core.errors import TraceError
+from jettison.dryrun.counter import AllocationCounter, Workspace, quiet_gc, static_tensors
+from jettison.runtime.planned import PlannedForward
+from jettison.runtime.witness import Check
+from jettison.solve.policy import CheckpointPolicy
+from jettison.solve.problem import RegionOption
 
 
 class BlockLevels(NamedTuple):
@@ -28,6 +34,36 @@ class BlockLevels(NamedTuple):
     forward_peak_bytes: int
     backward_peak_bytes: int
     lasting_bytes: int
+
+
+def dry_run_block(
+    trace: ModelTrace,
+    cls: BlockClass,
+    policy: CheckpointPolicy,
+    key: str,
+    seconds: float,
+    workspace: Workspace | None = None,
+) -> RegionOption:
+    """Levels of one block under one policy, with the program that is known of it."""
+    module = trace.fake_model.get_submodule(cls.example)
+    shared = {cls.trace.inputs[b.index] for b in cls.trace.program.buffers if b.index in cls.trace.inputs and b.free}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(context_of(trace, module))
+        stack.enter_context(as_signed(cls.signature[1]))  # the model may switch autocast on around its blocks
+        stack.enter_context(quiet_gc())
+        region = PlannedForward(module, cls.example, policy, how=Check(trace.loop.check))
+        stack.callback(region.remove)
+        region.recordings.adopt(cls.signature, cls.trace, checked=True)
+        region.in_dry_run = True
+        hold_gradients(trace, module)
+        try:
+            levels = block_levels(module, (cls.args, cls.kwargs), shared, workspace, trace.device_type)
+        except (LookupError, AttributeError) as error:  # of code that knows a fake tensor from a real one
+            raise TraceError(
+                f"blocks like {cls.example} ran on the batch itself, and cannot run on tensors without values "
+                f"({type(error).__name__}: {error}); leave them out with regions=[...]"
+            ) from error
+    return RegionOption(key=key, seconds=seconds, **levels._asdict())
 
 
 def block_levels(
@@ -78,12 +114,12 @@ def given_to_block(leaves: list[Any], shared: set[int]) -> list[Any]:
         refs = [TensorRef.of(storage, t) for t in parts]
         trained = [t.requires_grad for t in parts]
         seed = torch.zeros((), requires_grad=any(trained), device=parts[0].device)
-        for position, made in zip(positions, _Source.apply(seed, refs, trained, parts[0].device), strict=True):
+        for position, made in zip(positions, _FromNowhere.apply(seed, refs, trained, parts[0].device), strict=True):
             given[position] = made
     return given
 
 
-class _Source(torch.autograd.Function):
+class _FromNowhere(torch.autograd.Function):
     """Tensors from nowhere, whose gradients go nowhere."""
 
     @staticmethod
@@ -110,10 +146,10 @@ def forward_alone(module: nn.Module, box: list[Any]) -> tuple[Tensor, list[Any]]
         stored = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in given]
         wanted = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         # a block that is left out hands its arguments on, which may want no gradients
-        return _Sink.apply(*wanted) if wanted else torch.zeros((), requires_grad=True), stored
+        return _ScalarOf.apply(*wanted) if wanted else torch.zeros((), requires_grad=True), stored
 
 
-class _Sink(torch.autograd.Function):
+class _ScalarOf(torch.autograd.Function):
     """A scalar of some tensors that saves none of them; its backward makes gradients that only the engine owns."""
 
     @staticmethod

@@ -45,7 +45,7 @@ LEAST_SECONDS = 1e-9  # of what keeps less, so that more is kept where it is as 
 Run = Callable[[], None]
 
 
-class Levels(NamedTuple):
+class ChoiceLevels(NamedTuple):
     """Bytes of one call, as `dryrun.block.BlockLevels`, and seconds of its forward and backward.
 
     ``saved``: by buffer of the program, tensors that could wait on the host, where that was asked for.
@@ -74,7 +74,7 @@ def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> Com
         return compile_fx(graph, inputs, inner_compile=_uncompiled, config_patches=patches)
 
     with watching_splits() as seen, _alone(trace), torch._functorch.config.patch(enable_autograd_cache=False):
-        block = _Block.of(trace, cls)
+        block = _CompiledBlock.of(trace, cls)
         block.module.forward = one_graph(block.module.forward, backend=split_only)
         try:
             block.run()
@@ -85,7 +85,7 @@ def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> Com
     return CompiledProgram(program=seen[0].program, default=seen[0].kept, settings=settings)
 
 
-_MEASURED: dict[Any, Levels] = {}
+_MEASURED: dict[Any, ChoiceLevels] = {}
 """Of this process: the same choice has the same levels whenever it is asked for."""
 
 
@@ -96,35 +96,29 @@ def measure_choices(
     progress: Progress,
     *,
     may_move: bool = False,
-) -> dict[str, Levels]:
-    """Levels of every choice for a class of compiled blocks, by its key.
+) -> dict[str, ChoiceLevels]:
+    """ChoiceLevels of every choice for a class of compiled blocks, by its key.
 
     Args:
         may_move: what is saved is looked at as well, and passes hooks.
     """
     assert cls.compiled is not None
-    known = {
-        key: (cls.compiled.program.digest(), cls.compiled.settings, policy, may_move, _circumstances(trace, cls))
-        for key, policy in choices.items()
-    }
-    missing = {key: policy for key, policy in choices.items() if known[key] not in _MEASURED}
+    shared = frozenset(p for c in trace.calls if c.class_key == cls.key for p in c.shared)
+    here = trace.root_signature[1], torch.get_num_threads(), trace.loop.gradients_held, trace.device_type, shared
+    what = cls.compiled.program.digest(), cls.compiled.settings, may_move, here
+    missing = {key: policy for key, policy in choices.items() if (what, policy) not in _MEASURED}
     if missing:
         with _alone(trace):
             found = _measured(trace, cls, missing, progress, may_move)
-        _MEASURED.update((known[key], levels) for key, levels in found.items())
-    return {key: _MEASURED[known[key]] for key in choices}
-
-
-def _circumstances(trace: ModelTrace, cls: BlockClass) -> Any:
-    shared = frozenset(p for c in trace.calls if c.class_key == cls.key for p in c.shared)
-    return trace.root_signature[1], torch.get_num_threads(), trace.loop.gradients_held, trace.device_type, shared
+        _MEASURED.update(((what, missing[key]), levels) for key, levels in found.items())
+    return {key: _MEASURED[what, policy] for key, policy in choices.items()}
 
 
 def _measured(
     trace: ModelTrace, cls: BlockClass, choices: Mapping[str, CheckpointPolicy], progress: Progress, may_move: bool
-) -> dict[str, Levels]:
+) -> dict[str, ChoiceLevels]:
     assert cls.compiled is not None
-    block = _Block.of(trace, cls)
+    block = _CompiledBlock.of(trace, cls)
     own, settings = block.module.forward, cls.compiled.settings
     forwards = {key: compiled(own, settings, policy, says=may_move) for key, policy in choices.items()}
     saved: dict[str, Mapping[int, Sent]] = {}
@@ -138,13 +132,7 @@ def _measured(
         with staying() if may_move else contextlib.nullcontext():
             bytes_of[key] = block.levels()
     progress(f"timing blocks like {cls.example}")
-    seconds = _timed(block, forwards)
-    return {key: Levels(*bytes_of[key], seconds[key], saved[key]) for key in forwards}
-
-
-def _timed(block: _Block, forwards: Mapping[str, Any]) -> dict[str, float]:
-    """The least of each, in turn."""
-    seconds = dict.fromkeys(forwards, float("inf"))
+    seconds = dict.fromkeys(forwards, float("inf"))  # the least of each, in turn
     began = time.perf_counter()
     for done in range(MOST_ROUNDS):
         if done >= ROUNDS and time.perf_counter() - began > TIMED_SECONDS:
@@ -152,17 +140,17 @@ def _timed(block: _Block, forwards: Mapping[str, Any]) -> dict[str, float]:
         for key, forward in forwards.items():
             block.module.forward = forward
             seconds[key] = min(seconds[key], block.seconds())
-    return seconds
+    return {key: ChoiceLevels(*bytes_of[key], seconds[key], saved[key]) for key in forwards}
 
 
-class _Block:
+class _CompiledBlock:
     """A block on real tensors, with arguments like those of a step."""
 
     def __init__(self, module: nn.Module, call: Any, shared: set[int], device: str | None, *, held: bool) -> None:
         self.module, self.call, self.shared, self.device, self.held = module, call, shared, device, held
 
     @classmethod
-    def of(cls, trace: ModelTrace, like: BlockClass) -> _Block:
+    def of(cls, trace: ModelTrace, like: BlockClass) -> _CompiledBlock:
         leaves, spec = tree_flatten((like.args, like.kwargs))
         call = opaque_copy(tree_unflatten([stand_in(leaf) for leaf in leaves], spec), stand_in)
         shared = {p for c in trace.calls if c.class_key == like.key for p in c.shared}
@@ -170,11 +158,8 @@ class _Block:
         return cls(_copy_of(trace, like.example), call, shared, trace.device_type, held=held)
 
     def run(self) -> None:
-        """Forward and backward."""
-        forward, backward, end = self._phases()
-        forward()
-        backward()
-        end()
+        for phase in self._phases():
+            phase()
 
     def saved(self) -> dict[int, Sent]:
         """What a forward saves that could wait on the host."""
@@ -203,10 +188,7 @@ class _Block:
     def levels(self) -> tuple[int, int, int, int]:
         """Resident, forward peak, backward peak and lasting bytes."""
         with quiet_gc():
-            forward, backward, end = self._phases()
-            resident, forward_peak = self._during(forward)
-            freed, backward_peak = self._during(backward)
-            left, _ = self._during(end)
+            (resident, forward_peak), (freed, backward_peak), (left, _) = map(self._during, self._phases())
         return resident, forward_peak, backward_peak, max(0, resident + freed + left)
 
     def _phases(self) -> tuple[Run, Run, Run]:
@@ -292,7 +274,7 @@ def _uncompiled(graph: Any, inputs: Any, **how: Any) -> Any:
     return boxed
 
 
-def seconds_of_levels(levels: Mapping[str, Levels]) -> dict[str, float]:
+def seconds_of_levels(levels: Mapping[str, ChoiceLevels]) -> dict[str, float]:
     """Of a forward and a backward, by choice, from the fewest bytes on. ``levels`` come in that order.
 
     Timings waver: one that keeps less is taken to be the faster one only where it is so by more than `NOISE`. (Reading
@@ -311,7 +293,7 @@ def seconds_of_levels(levels: Mapping[str, Levels]) -> dict[str, float]:
     return dict(reversed(found.items()))
 
 
-def options_of_levels(levels: Mapping[str, Levels]) -> tuple[RegionOption, ...]:
+def options_of_levels(levels: Mapping[str, ChoiceLevels]) -> tuple[RegionOption, ...]:
     """What the solver is given: seconds are those beside the fastest choice."""
     seconds = seconds_of_levels(levels)
     least = min(seconds.values())

@@ -1,8 +1,13 @@
-"""A step put together from stretches of steps that were dry-run: what a call of a block does is known once it was seen.
+"""Peaks of planned steps: each dry-run whole, or put together from stretches of steps that were.
+
+One choice is dry-run whole. Where many are asked for, as in a sweep of budgets, most of what a step does was seen
+before: the same block under the same policy, in another place. A dry run of a mixture, in which every block has another
+policy, shows many of them at once. The first step that is put together is dry-run whole as well, and must be the same
+in every level.
 
 NOTE [ What may be put together ]
-A stretch inside a call (`dryrun.tape`) is taken to hang on that call's own label alone: how its block is treated, and
-its place in a run of blocks. What else it could hang on is looked at, in every step that is recorded:
+A stretch inside a call (`measure.tape`) is taken to depend on that call's own label alone: its block's policy, and its
+place in a run of blocks. What else it could depend on is looked at, in every step that is recorded:
 
 - where shared storages die follows from who lets go of them (NOTE [ Who lets go of a block's tensors ]), and is
   compared with where they died;
@@ -13,8 +18,8 @@ its place in a run of blocks. What else it could hang on is looked at, in every 
   met twice under one label must be the same to the byte, whichever of them ran it and whatever was beside it;
 - the order of stretches, and what calls are given and return, must be the same in all steps.
 
-What stands around the blocks hangs on its own label, and the optimizer on none. A step whose blocks are stubs shows it
-in a small part of the time, once such a step was seen to be equal to what a whole one showed.
+What stands around the blocks depends on its own label, and the optimizer on none. A step whose blocks are stubs shows
+it in a small part of the time, once such a step was seen to be equal to what a whole one showed.
 
 Whatever fails ends the putting together, and says why: from then on every step is dry-run whole.
 """
@@ -23,31 +28,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
 
-from jettison.dryrun.tape import NOBODY, Known, Place, Stretch, Tape
+from jettison.capture.model_trace import ModelTrace
+from jettison.dryrun.around_blocks import around_stubs
+from jettison.dryrun.op_costs import Pricing
+from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, step_of
+from jettison.dryrun.tape import NOBODY, Place, SharedKey, Stretch, Tape
 from jettison.ledger.levels import StepLevels
+from jettison.solve.policy import CheckpointPolicy, KeepAll
 
 Label = Any
-"""How a call's block is treated, or what is around the blocks; anything that can be hashed."""
-Role = tuple[int, int]
-"""What a shared storage is to a call: given (0) or returned (1), which leaf."""
+"""A call's policy and its place in a run of blocks, or the policy around the blocks; anything that can be hashed."""
 OPTIMIZER: Final = "optimizer"
-Due = tuple[Place, int, int]
-"""A storage that a call leaves behind: where it dies around the blocks, before which level there, and its bytes."""
-Facts = Mapping[tuple[Place | None, Place], "Counter[int]"]
+ALIKE: Final = 2
+"""Blocks of a kind, on average, from which on a mixture shows more than the choice itself."""
+Fates = Mapping[tuple[Place | None, Place], "Counter[int]"]
 """Bytes of storages by where they were made and where they died."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """What happens in a stretch, as if no shared storage died in it.
-
-    Args:
-        levels: above what was alive when it began.
-        left_bytes: that are alive on top of that when it ends.
-        lets_go: of shared storages for the last time, before which level; in a call by role, else by storage.
+class StretchPiece(NamedTuple):
+    """A stretch as if no shared storage died in it: levels above its start, what it leaves, and before which level it
+    lets go of shared storages for the last time (in a call by role, else by storage).
     """
 
     levels: tuple[int, ...]
@@ -56,261 +59,293 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Labels:
-    """How a step is treated.
-
-    Args:
-        root: what is around the blocks.
-        calls: of blocks, in order.
-        runs: (first, past the last) of those that hold one input; what they do hangs on all of them.
-    """
+class StepPolicies:
+    """Labels of a step; of a run of blocks that hold one input, what one does depends on all of them."""
 
     root: Label
     calls: tuple[Label, ...]
-    runs: tuple[tuple[int, int], ...] = ()
+    runs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, part: ModulePolicy) -> StepPolicies:
+        names = [call.name for call in part.trace.calls]
+        runs = tuple((names.index(run[0]), names.index(run[-1]) + 1) for run in part.segments)
+        places = {call: (call - first, past - first) for first, past in runs for call in range(first, past)}
+        calls = tuple((part.policies[name], places.get(call)) for call, name in enumerate(names))
+        return cls(root=part.root, calls=calls, runs=runs)
 
     def together(self, one: int, other: int) -> bool:
         """Whether two calls are one, or of one run."""
         return one == other or any(a <= one < b and a <= other < b for a, b in self.runs)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Composed:
-    """Levels of a step that was put together, phase by phase."""
-
-    start_bytes: int
-    stretches: list[tuple[str, list[int]]]
-
-    def peak_of(self, phase: str) -> int:
-        """The highest of a phase; 0 where there is none."""
-        return max((level for name, levels in self.stretches if name == phase for level in levels), default=0)
-
-    def levels(self, beside_bytes: int) -> StepLevels | None:
-        """In few points."""
-        return StepLevels.of(self.stretches, beside_bytes=beside_bytes)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Outline:
-    """What all steps have in common."""
+    """What all steps have in common; ``alike``: by call, equal numbers for calls that stand for each other."""
 
-    places: tuple[Place, ...]
-    names: tuple[str, ...]
-    touched: tuple[Mapping[Known, Role], ...]
+    places: list[Place]
+    touched: list[dict[SharedKey, tuple[int, int]]]
     start_bytes: int
-    alike: tuple[int, ...]  # by call: equal numbers for calls of which one may stand for the other
-    facts: Facts
-
-    def storages(self, call: int) -> dict[Hashable, Known]:
-        """What a call is given and returns, by role."""
-        return {role: key for key, role in self.touched[call].items()}
-
-
-@dataclass(kw_only=True)
-class Book:
-    """Pieces that were seen. `problem` says why no step can be put together any more.
-
-    Args:
-        classes: of blocks, by call; only blocks of one class can be alike.
-    """
-
-    names: Sequence[str]
-    classes: Sequence[str]
-    problem: str = ""
-    agreed: int = 0
-    """Pieces of calls that were met again and found to be the same."""
-    stubs: bool | None = None
-    """Whether steps over stubs show what is around the blocks; None: nobody has tried."""
-    _outline: _Outline | None = None
-    _inside: dict[Hashable, Piece] = field(default_factory=dict)
-    _around: dict[Hashable, Piece] = field(default_factory=dict)
-    _dying: dict[Label, dict[Known, int]] = field(default_factory=dict)
-    _behind: dict[Hashable, tuple[Due, ...]] = field(default_factory=dict)
-
-    def record(self, tape: Tape, labels: Labels, live_bytes: int) -> None:
-        """Take a step that was dry-run apart.
-
-        Args:
-            live_bytes: when it was over.
-        """
-        if self.problem:
-            return
-        try:
-            self._record(tape, labels, live_bytes)
-        except _CannotBeComposed as why:
-            self.problem = str(why)
-
-    def record_around(self, tape: Tape, label: Label, live_bytes: int) -> None:
-        """Take a step over stubs apart. One whose label was seen in a whole step says what stubs are worth."""
-        outline = self._outline
-        assert outline is not None, "whole steps come first"
-        places = [stretch.place for stretch in tape.stretches]
-        alike = not tape.problem and [dict(one) for one in tape.touched] == list(outline.touched)
-        if not alike or places != [place for place in outline.places if place.phase != OPTIMIZER]:
-            self.stubs = False
-            return
-        pairs = zip(places, _pieces(tape, live_bytes), strict=True)
-        pieces: dict[Hashable, Piece] = {(label, place): piece for place, piece in pairs if not place.inside}
-        died = {key: nbytes for stretch in tape.stretches for key, (nbytes, _) in stretch.dead.items()}
-        if self.knows_root(label):
-            self.stubs = self._dying[label] == died and all(self._around[key] == one for key, one in pieces.items())
-        elif self.stubs:
-            self._dying[label] = died
-            self._around |= pieces
-
-    def missing(self, labels: Labels) -> list[int]:
-        """Calls of which some piece was not seen under their label."""
-        if self._outline is None:
-            return list(range(len(labels.calls)))
-        return sorted({p.call for p in self._outline.places if p.inside and self._key(p, labels) not in self._inside})
-
-    def knows_root(self, label: Label) -> bool:
-        """Whether what is around the blocks was seen under this label."""
-        return label in self._dying
-
-    def seen(self, call: int, label: Label) -> bool:
-        """Whether a call like this one was seen under this label."""
-        return (self.alike(call), label) in self._behind
-
-    def alike(self, call: int) -> int:
-        """A number that calls have in common of which one may stand for the other."""
-        return call if self._outline is None else self._outline.alike[call]
-
-    def compose(self, labels: Labels) -> Composed | None:
-        """The step under these labels; None where pieces of it were not seen."""
-        outline = self._outline
-        if self.problem or outline is None or not self.knows_root(labels.root) or self.missing(labels):
-            return None
-        pieces = [self._piece(place, labels) for place in outline.places]
-        dying: dict[int, list[tuple[int, int]]] = {}
-        numbers = {place: number for number, place in enumerate(outline.places)}
-        for call, alike in enumerate(outline.alike):
-            for place, level, nbytes in self._behind[alike, labels.calls[call]]:
-                dying.setdefault(numbers[place], []).append((level, nbytes))
-        last = _last(outline, pieces)
-        for key, nbytes in self._dying[labels.root].items():
-            if key not in last:
-                return None
-            number, level = last[key]
-            dying.setdefault(number, []).append((level, nbytes))
-        live = outline.start_bytes
-        found: list[tuple[str, list[int]]] = []
-        for number, (place, piece) in enumerate(zip(outline.places, pieces, strict=True)):
-            if not found or found[-1][0] != place.phase:
-                found.append((place.phase, []))
-            levels = [live + level for level in piece.levels]
-            live += piece.left_bytes
-            for at, nbytes in dying.get(number, ()):
-                levels[at:] = [level - nbytes for level in levels[at:]]
-                live -= nbytes
-            found[-1][1].extend(levels)
-        return Composed(start_bytes=outline.start_bytes, stretches=found)
-
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def _key(self, place: Place, labels: Labels) -> Hashable:
-        assert self._outline is not None
-        return self._outline.alike[place.call], labels.calls[place.call], place.phase, place.again
-
-    def _piece(self, place: Place, labels: Labels) -> Piece:
-        return self._inside[self._key(place, labels)] if place.inside else self._around[_root_key(place, labels)]
-
-    def _record(self, tape: Tape, labels: Labels, live_bytes: int) -> None:
-        if tape.problem:
-            raise _CannotBeComposed(tape.problem)
-        if tape.names != list(self.names):
-            raise _CannotBeComposed("blocks were called in another order than the one that was traced")
-        places = tuple(stretch.place for stretch in tape.stretches)
-        pieces = list(_pieces(tape, live_bytes))
-        facts = _facts(tape.stretches)
-        first = self._outline
-        if first is None:
-            first = self._outline = _Outline(
-                places=places,
-                names=tuple(tape.names),
-                touched=tuple(dict(one) for one in tape.touched),
-                start_bytes=tape.stretches[0].live_bytes,
-                alike=_alike(self.classes, places, pieces),
-                facts=facts,
-            )
-        elif places != first.places or [dict(one) for one in tape.touched] != list(first.touched):
-            raise _CannotBeComposed("steps differ in the order of what they do")
-        elif tape.stretches[0].live_bytes != first.start_bytes:
-            raise _CannotBeComposed("steps begin with different bytes")
-        _compare(facts, first.facts, labels)
-        self._check_deaths(tape, pieces, labels)
-        for place, piece in zip(places, pieces, strict=True):
-            self._enter(place, piece, labels)
-        for call, dues in enumerate(_left_behind(tape.stretches, len(self.names))):
-            if self._behind.setdefault((first.alike[call], labels.calls[call]), dues) != dues:
-                raise _CannotBeComposed(f"what block {self.names[call]} leaves behind hangs on other blocks")
-
-    def _check_deaths(self, tape: Tape, pieces: Sequence[Piece], labels: Labels) -> None:
-        assert self._outline is not None
-        last = _last(self._outline, pieces)
-        died: dict[Known, int] = {}
-        for number, stretch in enumerate(tape.stretches):
-            for key, (nbytes, level) in stretch.dead.items():
-                died[key] = nbytes
-                if last.get(key) != (number, level):
-                    raise _CannotBeComposed("a tensor of several blocks died where none of them let go of it")
-        if self._dying.setdefault(labels.root, died) != died:
-            raise _CannotBeComposed("a tensor of several blocks outlives some steps, and others not")
-
-    def _enter(self, place: Place, piece: Piece, labels: Labels) -> None:
-        if place.inside:
-            known = self._inside.setdefault(self._key(place, labels), piece)
-        else:
-            known = self._around.setdefault(_root_key(place, labels), piece)
-        if known != piece:
-            what = f"block {self.names[place.call]}" if place.inside else "what is around the blocks"
-            raise _CannotBeComposed(f"the {place.phase} of {what} hangs on how other blocks are treated")
-        self.agreed += place.inside and known is not piece
-
-
-def _root_key(place: Place, labels: Labels) -> Hashable:
-    return (None if place.phase == OPTIMIZER else labels.root), place
+    alike: tuple[int, ...]
+    fates: Fates
 
 
 class _CannotBeComposed(Exception):
     """Steps of this model cannot be put together."""
 
 
-def _last(outline: _Outline, pieces: Sequence[Piece]) -> dict[Known, tuple[int, int]]:
+def why_whole(trace: ModelTrace, dry_step: DryStep, *, offloads: bool) -> str:
+    """Why steps of this kind are not put together; empty where they may be."""
+    names = [call.name for call in trace.calls]
+    if not isinstance(dry_step, OneBatch):
+        return "the step is somebody's own"
+    if offloads:
+        return "tensors move to the host, and blocks wait for each other's copies"
+    if any(cls.stood_in for cls in trace.classes.values()):
+        return "some blocks are stood in for"
+    if not names or len(set(names)) < len(names):
+        return "the model has no blocks" if not names else "a block is called twice"
+    return ""
+
+
+@dataclass(kw_only=True)
+class Judge:
+    """Peaks of one model's steps.
+
+    Args:
+        problem: why every step is dry-run whole; empty where steps are put together.
+        offers: by class of blocks, policies that may be asked for, most likely first.
+    """
+
+    trace: ModelTrace
+    dry_step: DryStep
+    pricing: Pricing
+    problem: str = "nobody asked for it"
+    offers: dict[str, list[CheckpointPolicy]] = field(default_factory=dict)
+    _first: _Outline | None = None
+    _pieces: dict[Hashable, StretchPiece] = field(default_factory=dict)
+    _dying: dict[Label, dict[SharedKey, int]] = field(default_factory=dict)  # bytes of shared storages, by root
+    _behind: dict[Hashable, list[tuple[Place, int, int]]] = field(default_factory=dict)  # where, level, bytes
+    _proven: bool = False
+    _stubs: bool | None = None  # whether steps over stubs show what is around the blocks; None: nobody has tried
+    _last_root: CheckpointPolicy | None = None  # of a whole step in which something around the blocks was dropped
+
+    def whole(self, part: ModulePolicy) -> StepPeaks:
+        """Dry-run a step."""
+        if self.problem:
+            return step_of([part], self.dry_step, self.pricing)
+        tape = Tape()
+        found = step_of([part], self.dry_step, self.pricing, tape)
+        self._last_root = part.root if not isinstance(part.root, KeepAll) else self._last_root
+        try:
+            self._record(tape, StepPolicies.of(part))
+        except _CannotBeComposed as why:
+            self.problem = str(why)
+        return found
+
+    def step(self, part: ModulePolicy) -> StepPeaks:
+        """Put a step together if possible; else dry-run it."""
+        if self.problem:
+            return self.whole(part)
+        labels = StepPolicies.of(part)
+        if labels.root not in self._dying:
+            if self._stubs is None and self._last_root is not None:
+                self._see_around(self._last_root)
+            if self._stubs:
+                self._see_around(labels.root)
+        found = self.compose(labels)
+        if found is None and (mixture := self._mixture(part, labels)) is not None:
+            self.whole(mixture)
+            found = self.compose(labels)
+        if found is None:
+            return self.whole(part)
+        if self._proven:
+            return found
+        seen = self.whole(part)
+        self._proven = seen == replace(found, composed=False)
+        if not self._proven:
+            self.problem = "a step that was put together is not what it is when it is run"
+        return seen
+
+    def compose(self, labels: StepPolicies) -> StepPeaks | None:
+        """The step under these labels; None where pieces of it were not seen."""
+        first = self._first
+        if self.problem or first is None or labels.root not in self._dying or self._missing(labels):
+            return None
+        pieces = [self._pieces[self._key(place, labels)] for place in first.places]
+        gone: dict[int, list[tuple[int, int]]] = {}
+        numbers = {place: number for number, place in enumerate(first.places)}
+        for alike, label in zip(first.alike, labels.calls, strict=True):
+            for place, level, nbytes in self._behind[alike, label]:
+                gone.setdefault(numbers[place], []).append((level, nbytes))
+        last = _last(first, pieces)
+        for key, nbytes in self._dying[labels.root].items():
+            if key not in last:
+                return None
+            number, level = last[key]
+            gone.setdefault(number, []).append((level, nbytes))
+        live = first.start_bytes
+        found: list[tuple[str, list[int]]] = []
+        for number, (place, piece) in enumerate(zip(first.places, pieces, strict=True)):
+            if not found or found[-1][0] != place.phase:
+                found.append((place.phase, []))
+            levels = [live + level for level in piece.levels]
+            live += piece.left_bytes
+            for at, nbytes in gone.get(number, ()):
+                levels[at:] = [level - nbytes for level in levels[at:]]
+                live -= nbytes
+            found[-1][1].extend(levels)
+        peak = {name: max(levels, default=0) for name, levels in found}
+        forward, beside = peak["forward"], self.trace.loop.elsewhere_bytes
+        return StepPeaks.of(
+            forward,
+            max(forward, peak.get("backward", 0)),
+            peak.get(OPTIMIZER, 0) if self.dry_step.last else None,
+            static_bytes=first.start_bytes,
+            beside_bytes=beside,
+            levels=StepLevels.of(found, beside_bytes=beside),
+            composed=True,
+        )
+
+    # what was seen ----------------------------------------------------------------------------------------------------
+
+    def _key(self, place: Place, labels: StepPolicies) -> Hashable:
+        """Equal for stretches that are taken to be equal."""
+        if not place.inside:
+            return (None if place.phase == OPTIMIZER else labels.root), place
+        assert self._first is not None
+        return self._first.alike[place.call], labels.calls[place.call], place.phase, place.again
+
+    def _missing(self, labels: StepPolicies) -> list[int]:
+        """Calls of which some piece was not seen under their label."""
+        assert self._first is not None
+        inside = (place for place in self._first.places if place.inside)
+        return sorted({place.call for place in inside if self._key(place, labels) not in self._pieces})
+
+    def _record(self, tape: Tape, labels: StepPolicies) -> None:
+        """Take a step apart that was dry-run.
+
+        Raises:
+            _CannotBeComposed: it contradicts what was seen.
+        """
+        if tape.problem:
+            raise _CannotBeComposed(tape.problem)
+        if tape.names != [call.name for call in self.trace.calls]:
+            raise _CannotBeComposed("blocks were called in another order than the one that was traced")
+        places, pieces = tape.places, list(_pieces_of(tape))
+        fates, behind = _fates(tape)
+        first, start_bytes = self._first, tape.stretches[0].live_bytes
+        if first is None:
+            classes = [call.class_key for call in self.trace.calls]
+            first = self._first = _Outline(
+                places=places,
+                touched=[dict(one) for one in tape.touched],
+                start_bytes=start_bytes,
+                alike=_alike(classes, places, pieces),
+                fates=fates,
+            )
+        elif places != first.places or tape.touched != first.touched:
+            raise _CannotBeComposed("steps differ in the order of what they do")
+        elif start_bytes != first.start_bytes:
+            raise _CannotBeComposed("steps begin with different bytes")
+        for pair in fates.keys() | first.fates.keys():
+            born, died = pair
+            own = born is not None and born.inside and died.inside and labels.together(born.call, died.call)
+            if not own and fates.get(pair) != first.fates.get(pair):
+                raise _CannotBeComposed("how long a tensor lives hangs on several blocks")
+        last = _last(first, pieces)
+        for number, stretch in enumerate(tape.stretches):
+            if any(last.get(key) != (number, level) for key, (_, level) in stretch.dead.items()):
+                raise _CannotBeComposed("a tensor of several blocks died where none of them let go of it")
+        if self._dying.setdefault(labels.root, tape.died_bytes) != tape.died_bytes:
+            raise _CannotBeComposed("a tensor of several blocks outlives some steps, and others not")
+        for place, piece in zip(places, pieces, strict=True):
+            if self._pieces.setdefault(self._key(place, labels), piece) != piece:
+                what = f"block {tape.names[place.call]}" if place.inside else "what is around the blocks"
+                raise _CannotBeComposed(f"the {place.phase} of {what} hangs on how other blocks are treated")
+        for call, dues in enumerate(behind):
+            if self._behind.setdefault((first.alike[call], labels.calls[call]), dues) != dues:
+                raise _CannotBeComposed(f"what block {tape.names[call]} leaves behind hangs on other blocks")
+
+    def _see_around(self, root: CheckpointPolicy) -> None:
+        """Take a step over stubs apart. One whose root was seen in a whole step says what stubs are worth."""
+        tape = self.pricing.known(lambda workspace: around_stubs(self.trace, root, self.dry_step, workspace))
+        first = self._first
+        assert first is not None, "whole steps come first"
+        wanted = [place for place in first.places if place.phase != OPTIMIZER]
+        if tape is None or tape.problem or tape.touched != first.touched or tape.places != wanted:
+            self._stubs = False
+            return
+        pairs = zip(tape.places, _pieces_of(tape), strict=True)
+        pieces: dict[Hashable, StretchPiece] = {(root, place): piece for place, piece in pairs if not place.inside}
+        if root in self._dying:
+            same = all(self._pieces[key] == piece for key, piece in pieces.items())
+            self._stubs = same and self._dying[root] == tape.died_bytes
+        elif self._stubs:
+            self._dying[root] = tape.died_bytes
+            self._pieces |= pieces
+
+    def _mixture(self, part: ModulePolicy, labels: StepPolicies) -> ModulePolicy | None:
+        """A step that shows what is missing of another, and more; None where that is shown best by itself."""
+        alike = range(len(labels.calls)) if self._first is None else self._first.alike
+        missing = list(alike) if self._first is None else self._missing(labels)
+        kinds: dict[int, list[int]] = {}
+        for call, kind in enumerate(alike):
+            kinds.setdefault(kind, []).append(call)
+        in_runs = any(first <= call < past for first, past in labels.runs for call in missing)
+        if not missing or len(labels.calls) < ALIKE * len(kinds) or in_runs:
+            return None
+        policies = dict(part.policies)
+        for kind, calls in kinds.items():
+            wanted = [labels.calls[call] for call in calls if call in missing]
+            offered = ((policy, None) for policy in self.offers.get(self.trace.calls[calls[0]].class_key, ()))
+            wanted += [label for label in offered if (kind, label) not in self._behind]
+            for call, label in zip(calls, _to_and_fro(list(dict.fromkeys(wanted))), strict=False):
+                policies[self.trace.calls[call].name] = label[0]
+        return replace(part, policies=policies, segments=())
+
+
+def _to_and_fro(labels: Sequence[Label]) -> Iterator[Label]:
+    """Again and again, so that each comes beside others."""
+    while labels:
+        yield from labels
+        yield from reversed(labels)
+
+
+def _last(outline: _Outline, pieces: Sequence[StretchPiece]) -> dict[SharedKey, tuple[int, int]]:
     """By shared storage, the stretch and the level at which somebody lets go of it for the last time."""
-    found: dict[Known, tuple[int, int]] = {}
-    known = [outline.storages(call) for call in range(len(outline.touched))]
+    found: dict[Hashable, tuple[int, int]] = {}
+    roles: list[dict[Hashable, SharedKey]] = [{role: key for key, role in of.items()} for of in outline.touched]
     for number, (place, piece) in enumerate(zip(outline.places, pieces, strict=True)):
         for name, level in piece.lets_go:
-            key = known[place.call].get(name) if place.inside else name
+            key = roles[place.call].get(name) if place.inside else name
             if key is not None:
-                found[key] = number, level  # type: ignore[index]
-    return found
+                found[key] = number, level
+    return found  # type: ignore[return-value]
 
 
-def _pieces(tape: Tape, live_bytes: int) -> Iterator[Piece]:
-    ends = [*(s.live_bytes for s in tape.stretches[1:]), live_bytes]
+def _pieces_of(tape: Tape) -> Iterator[StretchPiece]:
+    ends = [*(s.live_bytes for s in tape.stretches[1:]), tape.end_bytes]
     stops = [*(s.start for s in tape.stretches[1:]), len(tape.levels)]
     for stretch, end, stop in zip(tape.stretches, ends, stops, strict=True):
         levels = [level - stretch.live_bytes for level in tape.levels[stretch.start : stop]]
         left = end - stretch.live_bytes
-        gone = [
+        for nbytes, at in (
             *stretch.dead.values(),
-            *((n, at) for born, n, at in stretch.freed if _is_due(tape.stretches, born, stretch)),
-        ]
-        for nbytes, at in gone:
+            *((nbytes, at) for born, nbytes, at in stretch.freed if _is_due(tape, born, stretch)),
+        ):
             levels[at:] = [level + nbytes for level in levels[at:]]
             left += nbytes
-        roles = tape.touched[stretch.place.call] if stretch.place.inside else None
-        goes = []
-        for key, at in stretch.lets_go.items():
-            if roles is not None and key not in roles:
+        goes: list[tuple[Hashable, int]] = list(stretch.lets_go.items())
+        if stretch.place.inside:
+            roles = tape.touched[stretch.place.call]
+            if any(key not in roles for key in stretch.lets_go):
                 raise _CannotBeComposed("a block let go of a tensor that it was neither given nor returned")
-            goes.append((key if roles is None else roles[key], at))
-        yield Piece(levels=tuple(levels), left_bytes=left, lets_go=tuple(sorted(goes)))
+            goes = [(roles[key], at) for key, at in stretch.lets_go.items()]
+        yield StretchPiece(tuple(levels), left, tuple(sorted(goes)))
 
 
-def _alike(classes: Sequence[str], places: Iterable[Place], pieces: Iterable[Piece]) -> tuple[int, ...]:
+def _alike(classes: Sequence[str], places: Iterable[Place], pieces: Iterable[StretchPiece]) -> tuple[int, ...]:
     """By call, equal numbers where blocks of one class do the same."""
     seen: list[list[Hashable]] = [[name] for name in classes]
     for place, piece in zip(places, pieces, strict=True):
@@ -320,49 +355,30 @@ def _alike(classes: Sequence[str], places: Iterable[Place], pieces: Iterable[Pie
     return tuple(numbers.setdefault(tuple(one), call) for call, one in enumerate(seen))
 
 
-def _facts(stretches: Sequence[Stretch]) -> Facts:
-    found: dict[tuple[Place | None, Place], Counter[int]] = {}
-    for stretch in stretches:
-        for born, nbytes, _level in stretch.freed:
-            where = None if born == NOBODY else stretches[born].place
-            if not _is_due(stretches, born, stretch) and (where is None or _between_calls(where, stretch.place)):
-                found.setdefault((where, stretch.place), Counter())[nbytes] += 1
-    return found
-
-
-def _is_due(stretches: Sequence[Stretch], born: int, died: Stretch) -> bool:
-    """Whether a call's forward has left this behind, for what is around the blocks to let go of, and not at once."""
-    where = stretches[born].place if born != NOBODY else died.place
-    if died.place.inside or not where.inside or where.phase != "forward":
-        return False
-    call, last = where.call, len({s.place.call for s in stretches if s.place.inside}) - 1
-    return died.place != Place("forward", call, False) or call == last
-
-
-def _left_behind(stretches: Sequence[Stretch], calls: int) -> list[tuple[Due, ...]]:
-    """By call."""
-    found: list[list[Due]] = [[] for _ in range(calls)]
-    for stretch in stretches:
-        for born, nbytes, level in stretch.freed:
-            if _is_due(stretches, born, stretch):
-                found[stretches[born].place.call].append((stretch.place, level, nbytes))
-    return [tuple(sorted(one)) for one in found]
-
-
-def _between_calls(born: Place, died: Place) -> bool:
-    """Whether more than one call may have a say in it, or a call and what is around."""
-    return (born.inside or died.inside) and not (born.inside and died.inside and born.call == died.call)
-
-
-def _compare(facts: Facts, first: Facts, labels: Labels) -> None:
-    """Storages that outlive the call that made them.
-
-    Raises:
-        _CannotBeComposed: they do not do so in both steps.
+def _fates(tape: Tape) -> tuple[Fates, list[list[tuple[Place, int, int]]]]:
+    """Storages that more than one call may have a say in, or a call and what is around it; and by call, what it leaves
+    behind: where that dies around the blocks, before which level there, and its bytes.
     """
-    for pair in facts.keys() | first.keys():
-        born, died = pair
-        if born is not None and born.inside and died.inside and labels.together(born.call, died.call):
-            continue
-        if facts.get(pair) != first.get(pair):
-            raise _CannotBeComposed("how long a tensor lives hangs on several blocks")
+    found: dict[tuple[Place | None, Place], Counter[int]] = {}
+    behind: list[list[tuple[Place, int, int]]] = [[] for _ in tape.names]
+    for stretch in tape.stretches:
+        died = stretch.place
+        for born, nbytes, level in stretch.freed:
+            made = None if born == NOBODY else tape.stretches[born].place
+            if made is not None and _is_due(tape, born, stretch):
+                behind[made.call].append((died, level, nbytes))
+            elif made is None or (
+                (made.inside or died.inside) and not (made.inside and died.inside and made.call == died.call)
+            ):
+                found.setdefault((made, died), Counter())[nbytes] += 1
+    return found, [sorted(dues) for dues in behind]
+
+
+def _is_due(tape: Tape, born: int, died: Stretch) -> bool:
+    """Whether a call's forward has left this behind, for what is around the blocks to let go of, and not at once."""
+    if born == NOBODY or died.place.inside:
+        return False
+    made = tape.stretches[born].place
+    if not made.inside or made.phase != "forward":
+        return False
+    return died.place != Place("forward", made.call, False) or made.call == len(tape.names) - 1

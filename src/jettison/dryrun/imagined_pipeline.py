@@ -25,7 +25,7 @@ from torch.utils.weak import TensorWeakRef
 from jettison.capture.fakes import fake_copy
 from jettison.core.errors import UnsupportedModule
 from jettison.dryrun.counter import AllocationCounter
-from jettison.dryrun.schedules import Scheduled, stages_of
+from jettison.dryrun.user_step import Scheduled, stages_of
 from jettison.parallel.agree import Agreement, Round, ranks_in
 from jettison.parallel.imagined import ImaginedReplica, imagined_copy, imagined_group
 
@@ -90,7 +90,7 @@ class ImaginedStage(PipelineStage):
                 yield tensor.untyped_storage()
 
 
-class _Transfer:
+class _ImaginedTransfer:
     """Stands for a work of torch's. Until somebody lets go of it, it holds its tensor, as gloo's and NCCL's do."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -114,9 +114,9 @@ class Transfers:
         for stage in stages:
             stage.transferred.clear()  # by a step before
 
-    def begin(self, ops: Sequence[distributed.P2POp], desc: str | None = None) -> list[_Transfer]:
+    def begin(self, ops: Sequence[distributed.P2POp], desc: str | None = None) -> list[_ImaginedTransfer]:
         """In place of torch's ``_batch_p2p``."""
-        works = [_Transfer(op.tensor) for op in ops]
+        works = [_ImaginedTransfer(op.tensor) for op in ops]
         if ops:
             self._last = self.held()
         return works

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from jettison.capture.op_traits import writes
 from jettison.capture.tensor_subclasses import parts_of, storage_of
 from jettison.dryrun.peak import ALLOCATION_EVENT, quiet_profiler
-from jettison.dryrun.stand_ins import StandInMemory
 
 REPEATS = 3
 OPERATOR_BUDGET_SECONDS = 0.006
@@ -36,6 +35,9 @@ _BAG_SIZES = {
 """Position of the argument with the rows of each bag."""
 _BY_MASK = (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default)
 _PUTS = (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default)
+
+
+# arguments ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,64 @@ class OpRequest:
         named = [str(leaf) for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, torch.device)]
         devices = [meta.device for meta in self.metas]
         return next((device for device in [*devices, *named] if device != "cpu"), "cpu")
+
+
+DRAWN = 1 << 16
+"""Numbers that a longer tensor repeats. Twice as many are drawn, and each tensor starts elsewhere among them."""
+STRIDE = 7919
+WORTH_KEEPING_BYTES = 1 << 18
+MOST_KEPT_BYTES = 1 << 29
+
+
+class StandInMemory:
+    """Flat tensors on the CPU: floats between 0.1 and 1, everything else zeros.
+
+    To fill an embedding's 150 MB with random numbers takes longer than most kernels that are tried on it. So numbers
+    are drawn once, and copied; and what a kernel has only read the next one of the same size is given as it is.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._kept_bytes = 0
+        self._drawn: dict[torch.dtype, Tensor] = {}
+        self._start = 0
+
+    def take(self, dtype: torch.dtype, elements: int) -> Tensor:
+        """A flat tensor of so many elements, on a storage of just its size."""
+        free = self._free.get((dtype, elements))
+        if free:
+            flat = free.pop()
+            self._kept_bytes -= flat.nbytes
+            return flat
+        if not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize < 2:
+            return torch.zeros(elements, dtype=dtype)
+        flat = torch.empty(elements, dtype=dtype)
+        self._fill(torch.view_as_real(flat).view(-1) if dtype.is_complex else flat)
+        return flat
+
+    def give_back(self, tensors: Iterable[Tensor]) -> None:
+        """Arguments that nothing was written to."""
+        for tensor in tensors:
+            storage_bytes = tensor.untyped_storage().nbytes()
+            floats = tensor.is_floating_point() and tensor.itemsize >= 2
+            if not floats or not WORTH_KEEPING_BYTES <= storage_bytes <= MOST_KEPT_BYTES - self._kept_bytes:
+                continue
+            elements = storage_bytes // tensor.itemsize
+            self._free.setdefault((tensor.dtype, elements), []).append(tensor.as_strided((elements,), (1,), 0))
+            self._kept_bytes += storage_bytes
+
+    def _fill(self, flat: Tensor) -> None:
+        if flat.dtype not in self._drawn:
+            self._drawn[flat.dtype] = torch.empty(2 * DRAWN).uniform_(0.1, 1.0).to(flat.dtype)
+        self._start = (self._start + STRIDE) % DRAWN
+        drawn = self._drawn[flat.dtype][self._start : self._start + DRAWN]
+        whole, rest = divmod(flat.numel(), DRAWN)
+        if whole:
+            flat[: whole * DRAWN].view(whole, DRAWN).copy_(drawn)
+        flat[whole * DRAWN :].copy_(drawn[:rest])
+
+
+# trials ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +236,15 @@ def _cpu_runs(requests: Sequence[OpRequest], memory: StandInMemory) -> dict[str,
                     for split, largest in enumerate(_largest_groups(request, args)):
                         if largest:
                             args[2].copy_(_ends(args, largest))
-                        names[_range_name(index, split)] = request.key
-                        with record_function(_range_name(index, split)):
+                        name = f"jettison.op.{index}.{split}"
+                        names[name] = request.key
+                        with record_function(name):
                             out = request.func(*args, **kwargs)
-                        outputs[request.key] = _new_bytes(_asked_for(request, args, out), (args, kwargs))
+                        if request.func is torch.ops.aten.convolution_backward.default:
+                            # on the CPU it may return gradients that its mask does not want, which fake tensors do not:
+                            # they are bytes inside of the call
+                            out = [tensor for tensor, wanted in zip(out, args[-1], strict=True) if wanted]
+                        outputs[request.key] = _new_bytes(out, (args, kwargs))
                         del out
                 del args, kwargs
             except Exception as error:  # a kernel may refuse stand-in values in any way it likes
@@ -195,7 +260,8 @@ def _cpu_runs(requests: Sequence[OpRequest], memory: StandInMemory) -> dict[str,
             continue
         begin, end = ranges[name]
         inside = allocations[bisect_left(starts, begin) : bisect_right(starts, end)]
-        run = KernelRun(seconds=(end - begin) / 1e9, workspace_bytes=max(0, _peak_of(inside) - outputs[key]))
+        peak_bytes = max(accumulate((delta_bytes for _, delta_bytes in inside), initial=0))
+        run = KernelRun(seconds=(end - begin) / 1e9, workspace_bytes=max(0, peak_bytes - outputs[key]))
         known = found.get(key)
         if isinstance(known, KernelRun):  # another split of the same rows
             run = KernelRun(seconds=known.seconds, workspace_bytes=max(known.workspace_bytes, run.workspace_bytes))
@@ -230,18 +296,6 @@ def _has_offsets(request: OpRequest, args: tuple[Any, ...]) -> bool:
 def _rows(args: tuple[Any, ...]) -> int:
     """That the offsets of a grouped product divide."""
     return int(args[0].shape[-1] if args[1].dim() == 2 else args[0].shape[0])
-
-
-def _asked_for(request: OpRequest, args: tuple[Any, ...], out: Any) -> Any:
-    """Without gradients that its mask does not want: a convolution on the CPU may return them all the same, which
-    fake tensors do not, so that they are bytes inside of the call."""
-    if request.func is not torch.ops.aten.convolution_backward.default:
-        return out
-    return [tensor for tensor, wanted in zip(out, args[-1], strict=True) if wanted]
-
-
-def _peak_of(memory: list[tuple[int, int]]) -> int:
-    return max(0, *accumulate(delta_bytes for _, delta_bytes in memory), 0)
 
 
 def _device_run(request: OpRequest) -> KernelRun | Exception:
@@ -314,14 +368,14 @@ def _made_up(request: OpRequest, make: Callable[[TensorMeta], Tensor]) -> tuple[
         _fill_mask(*args[:3])
     if request.func in _BAG_SIZES and (at := _BAG_SIZES[request.func]) < len(args):
         args = (*args[:at], torch.ones_like(args[at]), *args[at + 1 :])  # a row of each bag has a gradient
-    if request.func in _BY_MASK:
-        args = (args[0], tree_map(_all_true, args[1]), *args[2:])  # the most that there can be
+    if request.func in _BY_MASK:  # all true: the most that there can be
+
+        def all_true(leaf: Any) -> Any:
+            is_mask = isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8)
+            return torch.ones_like(leaf, memory_format=torch.contiguous_format) if is_mask else leaf
+
+        args = (args[0], tree_map(all_true, args[1]), *args[2:])
     return args, kwargs
-
-
-def _all_true(leaf: Any) -> Any:
-    is_mask = isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8)
-    return torch.ones_like(leaf, memory_format=torch.contiguous_format) if is_mask else leaf
 
 
 def _fill_mask(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> None:
@@ -343,10 +397,6 @@ def _memory(meta: TensorMeta) -> Tensor:
     if (meta.dtype.is_floating_point or meta.dtype.is_complex) and meta.dtype.itemsize >= 2:
         flat.uniform_(0.1, 1.0)
     return flat.as_strided(meta.shape, meta.stride)
-
-
-def _range_name(index: int, split: int) -> str:
-    return f"jettison.op.{index}.{split}"
 
 
 @contextmanager

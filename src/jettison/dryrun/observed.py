@@ -60,7 +60,8 @@ def observe_block(
                 levels = []
                 for call in calls:
                     for parameter, _ in gradients:
-                        parameter.grad = torch.empty_like(parameter) if _is_held(trace, parameter) else None
+                        held = trace.loop.gradients_held and parameter.requires_grad
+                        parameter.grad = torch.empty_like(parameter) if held else None
                     levels.append(block_levels(module, call, shared, workspace, trace.device_type))
             except WrongValue:  # what its trial did not show: a real step would stop
                 cls.verdict = Verdict(again=False, why="a second run of its forward gives other values")
@@ -73,10 +74,6 @@ def observe_block(
     for parameter, gradient in gradients:
         parameter.grad = gradient
     return found[0], found[1]
-
-
-def _is_held(trace: ModelTrace, parameter: Tensor) -> bool:
-    return trace.loop.gradients_held and parameter.requires_grad
 
 
 def _alike(leaf: Any) -> Any:
@@ -111,7 +108,7 @@ class StandIn:
         self.lasting = self._blob(self.levels.lasting_bytes)  # in a cache, say, that the output of the model has
         held = self._blob(self.levels.resident_bytes - self.levels.lasting_bytes)
         group = self.planned.begin_group(moves=False) if self.compiled else None
-        call = _Call(self, held, group)
+        call = _StandInCall(self, held, group)
         made = [self._blob(sent.nbytes) for sent in self.levels.sent if sent.place is None]
         there = self.levels.resident_bytes + sum(t.nbytes for t in made)
         self._blob(self.levels.forward_peak_bytes - there - self.own[0])
@@ -121,7 +118,7 @@ class StandIn:
             group.end()
         return output
 
-    def _send(self, call: _Call, group: Group, made: list[Tensor], ends: tuple[list[Any], list[Any]]) -> None:
+    def _send(self, call: _StandInCall, group: Group, made: list[Tensor], ends: tuple[list[Any], list[Any]]) -> None:
         """In their order: tensors of its own, arguments, results."""
         for sent in self.levels.sent:
             tensor = made.pop(0) if sent.place is None else ends[sent.place[0]][sent.place[1]]
@@ -129,32 +126,24 @@ class StandIn:
                 part = arrived(tensor)
                 call.moved.append(group.engine.send(flat_bytes(part, 0, part.untyped_storage().nbytes()), group))
 
-    def backward(self, call: _Call) -> None:
+    def backward(self, call: _StandInCall) -> None:
         """Of one call."""
         if call.group is not None:
             call.group.asked()
         came = [moved.open() for moved in call.moved]
         call.moved.clear()
-        self._end(call.held, call.trained)
-        del came
-
-    def _end(self, held: list[Tensor], trained: list[Tensor]) -> None:
-        """What was held since the forward goes.
-
-        Args:
-            trained: parameters, as they were in the forward: under FSDP whole ones.
-        """
         self._blob(self.levels.backward_peak_bytes - self.own[1])
-        held.clear()  # its peak counts what is still held when it comes: gradients do not come on top of all of it
-        for p in trained:
+        call.held.clear()  # its peak counts what is still held when it comes: gradients do not come on top of all of it
+        for p in call.trained:  # as they were in the forward: under FSDP unsharded ones
             if p.grad is None:
                 p.grad = torch.empty_like(p)
+        del came
 
     def _blob(self, nbytes: int) -> Tensor:
         return torch.empty(max(0, nbytes), dtype=torch.uint8, device=self.device)
 
 
-class _Call:
+class _StandInCall:
     """One call of a stand-in, between its forward and its backward."""
 
     def __init__(self, of: StandIn, held: Tensor, group: Group | None) -> None:
@@ -166,7 +155,6 @@ class _Call:
         """Nothing to note."""
 
     def backward(self, call: int) -> None:
-        """See `StandIn.backward`."""
         self.of.backward(self)
 
 

@@ -1,7 +1,7 @@
 """Cost of one operator on this machine: seconds, and the bytes that its kernel allocates inside the call.
 
 Requests hold shapes, not data, so that a trace on fake tensors can ask for prices. Each distinct request is run on
-stand-in tensors (`kernels.py`): here if its kernel is known to be safe on made-up values, else in a process of its own
+stand-in tensors: here if its kernel is known to be safe on made-up values, else in a process of its own
 (`worker.py`), which may die without harm.
 
 NOTE [ Every workspace is known ]
@@ -18,6 +18,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +26,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from jettison.capture.op_traits import is_communication
 from jettison.capture.quick_fakes import call_key
-from jettison.capture.sparse_fakes import sparse_workspace
+from jettison.capture.sparse_fakes import makes_sparse, sparse_workspace
 from jettison.capture.trees import op_leaves
-from jettison.dryrun.kernel_trial import KernelRun, OpRequest, least_seconds, private_randomness, workspaces
-from jettison.dryrun.safe_kernels import has_no_workspace, is_safe
-from jettison.dryrun.stand_ins import StandInMemory
+from jettison.dryrun.kernel_trial import (
+    KernelRun,
+    OpRequest,
+    StandInMemory,
+    least_seconds,
+    private_randomness,
+    workspaces,
+)
 from jettison.dryrun.worker import run_apart
 
 Figures = TypeVar("Figures")
@@ -74,19 +81,14 @@ def measure_ops(
     distinct = {request.key: request for request in requests}
     missing = [distinct[key] for key in sorted(distinct) if (threads, key) not in _KNOWN]
     deadline = time.perf_counter() + total_seconds
-    for key, price in _priced(missing if timed else _worth_running(missing)).items():
-        _KNOWN[threads, key] = price
+    priced = _priced(missing if timed else _worth_running(missing))
     for request in missing:
-        if (threads, request.key) not in _KNOWN:
-            _KNOWN[threads, request.key] = ROUGH
-        elif not timed:
-            _KNOWN[threads, request.key] = replace(_KNOWN[threads, request.key], rough=True)
+        price = priced.get(request.key) or _KNOWN.get((threads, request.key), ROUGH)  # a smaller one's trial has some
+        _KNOWN[threads, request.key] = price if timed else replace(price, rough=True)
     if timed:
         rough = [distinct[key] for key in sorted(distinct) if _KNOWN[threads, key].rough]
-        for key, price in _priced(
-            [request for request in rough if _KNOWN[threads, request.key].seconds is None]
-        ).items():
-            _KNOWN[threads, key] = price
+        unrun = [request for request in rough if _KNOWN[threads, request.key].seconds is None]
+        _KNOWN.update(((threads, key), price) for key, price in _priced(unrun).items())
         _time([*missing, *rough], threads, deadline)
     if any(request.device.startswith("cuda") for request in missing) and torch.cuda.is_available():
         torch.cuda.empty_cache()  # what the kernels took is not held on to
@@ -152,13 +154,11 @@ def _priced(requests: list[OpRequest]) -> dict[str, OpPrice]:
         if isinstance(run, KernelRun):
             prices[request.key] = OpPrice(seconds=run.seconds, workspace_bytes=run.workspace_bytes)
         else:
-            prices[request.key] = _bounded(request, run if isinstance(run, str) else _first_line(run))
+            problem = (
+                run if isinstance(run, str) else f"{type(run).__name__}: {(str(run).splitlines() or [''])[0][:120]}"
+            )
+            prices[request.key] = _bounded(request, problem)
     return prices
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0][:120] if lines else ''}"
 
 
 def _bounded(request: OpRequest, problem: str) -> OpPrice:
@@ -285,3 +285,90 @@ class Pricing:
     def problems(self) -> dict[str, str]:
         """By operator: why it could not be run, so that its workspace is a bound."""
         return {key.partition("(")[0]: price.problem for key, price in self.prices.items() if price.problem}
+
+
+# which kernels may be called in the user's own process with made-up values --------------------------------------------
+#
+# A kernel that trusts its arguments (lengths, offsets, a workspace that another call filled) can end the process on
+# values that no training step would give it. What is listed here indexes with nothing but shapes, or with indices that
+# it checks; so do operators that torch tags as pointwise, as reductions or as core. Everything else is priced in a
+# process of its own (`worker.py`).
+
+_TAGS = tuple(
+    getattr(torch.Tag, name) for name in ("core", "pointwise", "reduction", "view_copy") if hasattr(torch.Tag, name)
+)
+_NOT_SAFE = frozenset({"_embedding_bag", "_pdist_forward", "grid_sampler_2d"})
+"""Tagged as above, but they read lengths or positions out of their arguments."""
+
+_BY_SHAPE = """
+    _addmm_activation _cdist_backward _euclidean_dist _fused_rms_norm _fused_rms_norm_backward _grouped_mm _int_mm
+    _log_softmax_backward_data _masked_scale _prelu_kernel _prelu_kernel_backward _reshape_alias _reshape_copy
+    _safe_softmax _softmax_backward_data _unsafe_view _weight_norm_interface _weight_norm_interface_backward
+    _fft_c2c _native_batch_norm_legit_functional _batch_norm_with_update _batch_norm_no_update absolute addbmm addmm
+    addmv addr arange as_strided avg_pool3d_backward baddbmm batch_norm_backward bernoulli binary_cross_entropy
+    binary_cross_entropy_backward block_diag cauchy complex conj copy copysign cudnn_batch_norm
+    cudnn_batch_norm_backward cummax cummin cumprod cumsum detach diag diag_embed diagonal_backward diagonal_scatter
+    dist divide dot elu_backward empty_like empty_permuted exponential eye fill floor_divide geometric glu
+    glu_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward huber_loss huber_loss_backward
+    im2col imag kthvalue leaky_relu_backward lift lift_fresh linalg_cross linspace log_normal log_sigmoid_backward
+    log_sigmoid_forward logcumsumexp logspace masked_fill matmul median miopen_batch_norm miopen_batch_norm_backward
+    mish mish_backward mse_loss mse_loss_backward multiply mv native_batch_norm native_batch_norm_backward new_empty
+    new_empty_strided new_full new_ones new_zeros normal ones ones_like polar prelu rand_like randint randint_like
+    randn_like real reflection_pad1d_backward reflection_pad2d_backward replication_pad1d replication_pad1d_backward
+    replication_pad2d_backward roll rrelu_with_noise rrelu_with_noise_backward rrelu_with_noise_functional
+    select_backward slice_backward smooth_l1_loss smooth_l1_loss_backward soft_margin_loss soft_margin_loss_backward
+    softplus_backward split stack subtract t threshold_backward to trace transpose tril tril_indices triu
+    triu_indices unbind unfold unfold_backward uniform unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze
+    upsample_linear1d upsample_nearest1d upsample_nearest2d_backward vdot view_as_complex view_as_real zero zeros
+    zeros_like _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+    upsample_bicubic2d _to_dense _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention _convolution
+"""
+"""What they read and write hangs on shapes alone."""
+
+_BY_INDEX = """
+    _unsafe_index _unsafe_index_put bincount bucketize index_add index_copy index_fill index_put index_reduce
+    masked_scatter masked_scatter_backward masked_select multinomial nll_loss nll_loss2d_backward nll_loss2d_forward
+    nll_loss_backward nll_loss_forward nonzero_static one_hot repeat_interleave scatter scatter_add scatter_reduce
+    searchsorted take _unique2 unique_consecutive unique_dim
+"""
+"""They check their indices, and zeros are valid ones (the offsets of a grouped product are made up to fit)."""
+
+_SAFE = frozenset(_BY_SHAPE.split()) | frozenset(_BY_INDEX.split())
+
+
+def is_safe(func: Any) -> bool:
+    """Whether calling this kernel on made-up values can at worst raise."""
+    namespace, name = func._schema.name.split("::")
+    if namespace == "jettison":  # ours, of kernels that are
+        return True
+    if namespace != "aten" or name in _NOT_SAFE:
+        return False
+    return name.removesuffix("_") in _SAFE or name in _SAFE or any(tag in func.tags for tag in _TAGS)
+
+
+@cache
+def has_no_workspace(func: Any) -> bool:
+    """Whether a call can take no memory beside its results: views, giving a tensor another storage or no history, an
+    optimizer's in-place work over lists, marks of the profiler, questions for a tensor's device, the empty memory of
+    dry runs, what talks to other ranks (they may not be asking, and each call names an object of its own).
+    """
+    name = func._schema.name
+    return (
+        bool(func.is_view)
+        or name == "aten::detach_"
+        or makes_sparse(func)
+        or is_communication(func)
+        or name.startswith(
+            (
+                "aten::_foreach_",
+                "aten::_fused_adam",
+                "aten::_fused_sgd",
+                "aten::new_empty_strided",
+                "aten::set_",
+                "profiler::",
+                "prim::",
+            )
+        )
+    )

@@ -20,19 +20,16 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.capture.copies import copied
 from jettison.capture.fakes import fake_batch
-from jettison.capture.model_trace import BlockClass, ModelTrace, context_of
-from jettison.capture.recording import RegionTrace
-from jettison.capture.signature import as_signed
+from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.sparse_fakes import is_sparse
 from jettison.capture.tracer import unseen_outputs
 from jettison.core.errors import TraceError, UsageError
-from jettison.dryrun.block import block_levels, hold_gradients, run_step, with_memory_of_their_own
+from jettison.dryrun.block import hold_gradients, run_step, with_memory_of_their_own
 from jettison.dryrun.counter import AllocationCounter, AllocationEvent, Workspace, quiet_gc, static_tensors
-from jettison.dryrun.inner_optimizers import each_of
 from jettison.dryrun.observed import stand_in_for_opaque
+from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.tape import Tape
 from jettison.ledger.levels import StepLevels
-from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.install import install
 from jettison.runtime.offload import Transfer
 from jettison.runtime.planned import PlannedForward
@@ -55,6 +52,20 @@ class StepPeaks:
     transfers: tuple[Transfer, ...] = ()  # to the host and back, in order
     levels: StepLevels | None = None  # over the step
     composed: bool = False  # of stretches of other steps (dryrun/composed.py), and not run itself
+
+    @classmethod
+    def of(
+        cls, forward: int, backward: int, optimizer: int | None, *, static_bytes: int, beside_bytes: int, **more: Any
+    ) -> StepPeaks:
+        """From the peak of each phase, without ``beside_bytes``, which are allocated by nothing of the step."""
+        return cls(
+            peak_bytes=max(forward, backward, optimizer or 0) + beside_bytes,
+            static_bytes=static_bytes + beside_bytes,
+            forward_peak_bytes=forward + beside_bytes,
+            backward_peak_bytes=backward + beside_bytes,
+            optimizer_peak_bytes=0 if optimizer is None else optimizer + beside_bytes,
+            **more,
+        )
 
     @property
     def phase(self) -> str:
@@ -94,7 +105,7 @@ class DryStep(Protocol):
         ...
 
     def alive(self) -> Iterable[Tensor]:
-        """What is there before a step."""
+        """Tensors that are there before a step."""
         ...
 
     def leave_gradients(self, counter: AllocationCounter) -> None:
@@ -124,9 +135,17 @@ class ModulePolicy:
     opaque: Mapping[str, RegionOption] = field(default_factory=dict)
 
 
+def each_of(optimizer: torch.optim.Optimizer | None) -> Sequence[torch.optim.Optimizer]:
+    """Return the optimizers that one object steps."""
+    if optimizer is None:
+        return ()
+    found: Sequence[torch.optim.Optimizer] = getattr(optimizer, "optimizers", (optimizer,))
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class OneBatch:
-    """The plainest step: one forward and one backward of a trace's fake copy."""
+    """The plainest `DryStep`: one forward and one backward of a trace's fake copy."""
 
     trace: ModelTrace
     optimizer: torch.optim.Optimizer | None = None
@@ -134,79 +153,41 @@ class OneBatch:
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """See `DryStep`."""
         return (self.trace.fake_model,)
 
     @property
     def last(self) -> Sequence[torch.optim.Optimizer]:
-        """See `DryStep`."""
         return each_of(self.optimizer)
 
     def around(self, trace: ModelTrace) -> contextlib.AbstractContextManager[None]:
-        """See `DryStep`."""
         return trace.context()
 
     def alive(self) -> Iterable[Tensor]:
-        """See `DryStep`."""
-        if self.trace.loop.gradients_held and not self._left:
-            self._left.update(self._seen_to_leave())
-        hold_gradients(self.trace, self.trace.fake_model, self._left)
-        return static_tensors(self.trace.fake_model, self.trace.batch, self.optimizer)
-
-    def _seen_to_leave(self) -> dict[nn.Parameter, Tensor]:
         model = self.trace.fake_model
-        model.zero_grad()
-        with AllocationCounter(device=self.trace.device_type) as unmeasured:
-            self.passes(unmeasured)
-        return with_memory_of_their_own({p: p.grad for p in model.parameters() if p.grad is not None})
+        if self.trace.loop.gradients_held and not self._left:
+            model.zero_grad()
+            with AllocationCounter(device=self.trace.device_type) as unmeasured:
+                self.passes(unmeasured)
+            seen = {p: p.grad for p in model.parameters() if p.grad is not None}
+            self._left.update(with_memory_of_their_own(seen))
+        hold_gradients(self.trace, model, self._left)
+        return static_tensors(model, self.trace.batch, self.optimizer)
 
     def leave_gradients(self, counter: AllocationCounter) -> None:
-        """See `DryStep`."""
         self.passes(counter)
 
     def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
-        """See `DryStep`."""
         return run_step(self.trace, self.trace.fake_model, counter)
 
 
-@contextlib.contextmanager
-def planned(
-    module: nn.Module, name: str, policy: CheckpointPolicy, trace: RegionTrace, signature: Any, how: Check
-) -> Iterator[None]:
-    """The module runs under a policy, with a program that is known already."""
-    region = PlannedForward(module, name, policy, how=how)
-    region.recordings.adopt(signature, trace, checked=True)
-    region.in_dry_run = True
-    try:
-        yield
-    finally:
-        region.remove()
+def step_of(parts: Sequence[ModulePolicy], dry_step: DryStep, pricing: Pricing, tape: Tape | None = None) -> StepPeaks:
+    """A whole step, with what every kernel in it takes inside. Kernels that only it runs have a price before it.
 
-
-def dry_run_block(
-    trace: ModelTrace,
-    cls: BlockClass,
-    policy: CheckpointPolicy,
-    key: str,
-    seconds: float,
-    workspace: Workspace | None = None,
-) -> RegionOption:
-    """Levels of one block under one decision."""
-    module = trace.fake_model.get_submodule(cls.example)
-    shared = {cls.trace.inputs[b.index] for b in cls.trace.program.buffers if b.index in cls.trace.inputs and b.free}
-    how = Check(trace.loop.check)
-    switches = as_signed(cls.signature[1])  # the model may switch autocast on around its blocks (Accelerate, Fabric)
-    region = planned(module, cls.example, policy, cls.trace, cls.signature, how)
-    with context_of(trace, module), switches, quiet_gc(), region:
-        hold_gradients(trace, module)
-        try:
-            levels = block_levels(module, (cls.args, cls.kwargs), shared, workspace, trace.device_type)
-        except (LookupError, AttributeError) as error:  # of code that knows a fake tensor from a real one
-            raise TraceError(
-                f"blocks like {cls.example} ran on the batch itself, and cannot run on tensors without values "
-                f"({type(error).__name__}: {error}); leave them out with regions=[...]"
-            ) from error
-    return RegionOption(key=key, seconds=seconds, **levels._asdict())
+    Args:
+        tape: has the last of the runs that it takes, which knows every kernel.
+    """
+    pricing.known(lambda workspace: make_state(parts, dry_step, workspace=workspace))
+    return pricing.known(lambda workspace: dry_run(parts, dry_step, workspace=workspace, tape=tape))
 
 
 def dry_run_batch(
@@ -224,25 +205,92 @@ def dry_run_batch(
     return dry_run([part], OneBatch(trace=trace, optimizer=optimizer), workspace=workspace)
 
 
+def dry_run(
+    parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Workspace | None = None, tape: Tape | None = None
+) -> StepPeaks:
+    """The whole step under a plan.
+
+    Args:
+        parts: by module of the step, traced in its fake mode.
+        tape: records it.
+    """
+    make_state(parts, dry_step)
+    trace = parts[0].trace
+    if tape is not None:
+        tape.begin()
+    with _ready(parts, dry_step) as installed:
+        engines = [regions[-1].offload for regions in installed if regions[-1].offload is not None]
+        with AllocationCounter(
+            dry_step.alive(), workspace=workspace, device=trace.device_type, record_levels=True, tape=tape
+        ) as counter:
+            static = counter.live_bytes
+            for engine in engines:
+                engine.transfers.clear()
+            if tape is not None:
+                for region in installed[0][:-1]:
+                    region.listener = _BlockListener(region.name, counter)
+            peaks, held = _passes_and_optimizer(dry_step, counter)
+            if tape is not None:
+                tape.end_bytes = counter.live_bytes
+            del held
+    return StepPeaks.of(
+        *peaks,
+        static_bytes=static,
+        beside_bytes=trace.loop.elsewhere_bytes,
+        host_bytes=sum(engine.pool.peak_bytes for engine in engines),
+        pinned_bytes=sum(engine.pool.real_bytes for engine in engines),
+        transfers=tuple(transfer for engine in engines for transfer in engine.transfers),
+        levels=StepLevels.of(counter.stretches, beside_bytes=trace.loop.elsewhere_bytes),
+    )
+
+
+def dry_run_events(part: ModulePolicy, dry_step: DryStep) -> tuple[AllocationEvent, ...]:
+    """Every allocation of the whole step under a plan, in order, to be looked at. What kernels take inside of a call is
+    not among them.
+    """
+    make_state([part], dry_step)
+    with _ready([part], dry_step):
+        with AllocationCounter(dry_step.alive(), device=part.trace.device_type, record_events=True) as counter:
+            _, held = _passes_and_optimizer(dry_step, counter)
+            del held
+        return counter.events
+
+
+def _passes_and_optimizer(dry_step: DryStep, counter: AllocationCounter) -> tuple[tuple[int, int, int | None], Any]:
+    """Peak bytes of forward, backward and the optimizer, if there is one, and what the loop still holds."""
+    forward, backward, held = dry_step.passes(counter)
+    counter.reset_peak()
+    if not dry_step.last:
+        return (forward, backward, None), held
+    counter.phase("optimizer")
+    for optimizer in dry_step.last:
+        optimizer.step()
+    return (forward, backward, counter.peak_bytes), held
+
+
 def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Workspace | None = None) -> None:
     """A first step, which is not counted, where trained parameters have no state yet. What no gradient reaches gets
     none.
 
     Args:
         workspace: is asked about every op of it.
+
+    Raises:
+        UsageError: the state has sparse tensors, to which every step adds its gradient's entries.
     """
     optimizer = dry_step.optimizer
     if optimizer is None or optimizer in _HAVE_STATE:
         return
-    if all(map(_has_state, each_of(optimizer))):
-        _HAVE_STATE.add(optimizer)
-        return
-    with _ready(parts, dry_step):
-        with AllocationCounter(dry_step.alive(), workspace=workspace, device=parts[0].trace.device_type) as counter:
-            dry_step.leave_gradients(counter)
-            optimizer.step()
-            refuse_growing_state(optimizer)
-        optimizer.zero_grad(set_to_none=True)
+    if not all(map(_has_state, each_of(optimizer))):
+        with _ready(parts, dry_step):
+            _first_step(dry_step, optimizer, parts[0].trace.device_type, workspace)
+            if any(is_sparse(value) for value in tree_leaves(list(optimizer.state.values()))):
+                raise UsageError(
+                    f"the state of {type(optimizer).__name__} has the sparse gradients of an Embedding(sparse=True) in "
+                    "it (its momentum), and grows by their entries in every step: no budget holds. Train that table "
+                    "with SparseAdam or with SGD(momentum=0)"
+                )
+            optimizer.zero_grad(set_to_none=True)
     _HAVE_STATE.add(optimizer)
 
 
@@ -255,90 +303,12 @@ def _has_state(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer.state) and all(p in optimizer.state for p in trained)
 
 
-def refuse_growing_state(optimizer: torch.optim.Optimizer) -> None:
-    """Whether the state has a size.
-
-    Raises:
-        UsageError: it has sparse tensors, to which every step adds its gradient's entries.
-    """
-    if any(is_sparse(value) for value in tree_leaves(list(optimizer.state.values()))):
-        raise UsageError(
-            f"the state of {type(optimizer).__name__} has the sparse gradients of an Embedding(sparse=True) in it (its "
-            "momentum), and grows by their entries in every step: no budget holds. Train that table with SparseAdam or "
-            "with SGD(momentum=0)"
-        )
-
-
-def dry_run(
-    parts: Sequence[ModulePolicy],
-    dry_step: DryStep,
-    *,
-    workspace: Workspace | None = None,
-    told: Callable[[Tape, int], None] | None = None,
-) -> StepPeaks:
-    """The whole step under a plan.
-
-    Args:
-        parts: by module of the step, traced in its fake mode.
-        told: gets the tape of the step, and what was alive when it was over.
-    """
-    make_state(parts, dry_step)
-    last_ones = dry_step.last
-    device = parts[0].trace.device_type
-    with _ready(parts, dry_step) as installed:
-        engines = [regions[-1].offload for regions in installed if regions[-1].offload is not None]
-        tape = Tape(next_sequence_number) if told is not None else None
-        with AllocationCounter(
-            dry_step.alive(), workspace=workspace, device=device, record_levels=True, tape=tape
-        ) as counter:
-            static = counter.live_bytes
-            for engine in engines:
-                engine.transfers.clear()
-            if tape is not None:
-                _listen(installed[0], counter)
-            forward, backward, held = dry_step.passes(counter)
-            counter.reset_peak()
-            if last_ones:
-                counter.phase("optimizer")
-            for optimizer in last_ones:
-                optimizer.step()
-            last = counter.peak_bytes if last_ones else 0
-            if tape is not None and told is not None:
-                told(tape, counter.live_bytes)
-            del held
-        host_bytes = sum(engine.pool.peak_bytes for engine in engines)
-        pinned_bytes = sum(engine.pool.real_bytes for engine in engines)
-        transfers = tuple(transfer for engine in engines for transfer in engine.transfers)
-    beside = parts[0].trace.loop.elsewhere_bytes
-    levels = StepLevels.of(counter.stretches, beside_bytes=beside)
-    return StepPeaks(
-        peak_bytes=max(forward, backward, last) + beside,
-        static_bytes=static + beside,
-        forward_peak_bytes=forward + beside,
-        backward_peak_bytes=backward + beside,
-        optimizer_peak_bytes=last + beside if last_ones else 0,
-        host_bytes=host_bytes,
-        pinned_bytes=pinned_bytes,
-        transfers=transfers,
-        levels=levels,
-    )
-
-
-def dry_run_events(part: ModulePolicy, dry_step: DryStep) -> tuple[AllocationEvent, ...]:
-    """Every allocation of the whole step under a plan, in order, to be looked at. What kernels take inside of a call is
-    not among them.
-    """
-    make_state([part], dry_step)
-    with _ready([part], dry_step):
-        device = part.trace.device_type
-        with AllocationCounter(dry_step.alive(), device=device, record_events=True) as counter:
-            *_, held = dry_step.passes(counter)
-            if dry_step.last:
-                counter.phase("optimizer")
-            for optimizer in dry_step.last:
-                optimizer.step()
-            del held
-        return counter.events
+def _first_step(
+    dry_step: DryStep, optimizer: torch.optim.Optimizer, device: str | None, workspace: Workspace | None
+) -> None:
+    with AllocationCounter(dry_step.alive(), workspace=workspace, device=device) as counter:
+        dry_step.leave_gradients(counter)
+        optimizer.step()
 
 
 @contextlib.contextmanager
@@ -348,46 +318,105 @@ def _ready(parts: Sequence[ModulePolicy], dry_step: DryStep) -> Iterator[list[li
     with contextlib.ExitStack() as stack:
         for module, part in zip(dry_step.modules, parts, strict=True):
             stack.callback(module.zero_grad)
-            installed.append(stack.enter_context(_under(module, part)))
+            how = Check(part.trace.loop.check)
+            regions = install(module, part.trace, part.policies, part.root, part.segments, checked=True, how=how)
+            for region in regions:  # taken off from the last to the first
+                stack.callback(region.remove)
+            stand_in_for_opaque(regions, part.trace, part.opaque)
+            installed.append(regions)
         stack.enter_context(dry_step.around(parts[0].trace))
         stack.enter_context(quiet_gc())
         stack.enter_context(unseen_outputs({k: c for part in parts for k, c in part.trace.classes.items()}))
         yield installed
 
 
-def _listen(regions: Sequence[PlannedForward], counter: AllocationCounter) -> None:
-    """The counter hears of every call of a block."""
-    for region in regions[:-1]:
-        region.listener = _Listener(region.name, counter)
-
-
-class _Listener:
-    """Tells a counter of one block's calls."""
+class _BlockListener:
+    """Tells a counter of one block's calls; see `CallListener`."""
 
     def __init__(self, name: str, counter: AllocationCounter) -> None:
         self.name, self.counter = name, counter
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See `CallListener`."""
         self.counter.enters(self.name, (args, kwargs))
 
     def ends(self, returned: Sequence[Any]) -> None:
-        """See `CallListener`."""
         self.counter.leaves(returned)
 
 
+# a step under somebody else's checkpointing ---------------------------------------------------------------------------
+#
+# Nothing of Jettison's runtime takes part: whoever calls brings a function that changes the model, and what it changed
+# is put back.
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenStep:
+    """Bytes of a step. ``held_bytes`` are alive between forward and backward and were not before: what is saved, and
+    what the model returned.
+    """
+
+    held_bytes: int
+    peak_bytes: int
+
+
+def dry_run_given(
+    trace: ModelTrace,
+    change: Callable[[nn.Module], object],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    workspace: Workspace | None = None,
+) -> GivenStep:
+    """One step of a trace's fake copy after ``change`` was called with it.
+
+    Args:
+        optimizer: over the fake copy's parameters; its state is there from before the step that counts.
+
+    Raises:
+        TraceError: what was changed cannot run on tensors without values.
+    """
+    step, model, device = OneBatch(trace=trace, optimizer=optimizer), trace.fake_model, trace.device_type
+    with _changed(model, change), trace.context(), quiet_gc():
+        try:
+            if optimizer is not None and not optimizer.state:
+                _first_step(step, optimizer, device, None)
+                optimizer.zero_grad(set_to_none=True)
+            with AllocationCounter(step.alive(), workspace=workspace, device=device) as counter, torch.enable_grad():
+                before = counter.live_bytes
+                output = call_model(model, trace.batch)
+                loss = loss_of(output, trace.loss_fn)
+                if not trace.loop.holds_output:
+                    output = None
+                held_bytes = counter.live_bytes - before
+                del output, loss
+            with AllocationCounter(step.alive(), workspace=workspace, device=device) as counter:
+                peaks, held = _passes_and_optimizer(step, counter)
+                del held
+        except (RuntimeError, NotImplementedError, LookupError, AttributeError) as error:
+            text = (str(error).splitlines() or [""])[0]
+            raise TraceError(
+                f"a step of what was exported failed on fake tensors: {type(error).__name__}: {text}"
+            ) from error
+        finally:
+            model.zero_grad(set_to_none=True)
+    return GivenStep(held_bytes=held_bytes, peak_bytes=max(peak or 0 for peak in peaks) + trace.loop.elsewhere_bytes)
+
+
 @contextlib.contextmanager
-def _under(module: nn.Module, part: ModulePolicy) -> Iterator[list[PlannedForward]]:
-    """The module under its policies; its regions, the root's last."""
-    regions = install(
-        module, part.trace, part.policies, part.root, part.segments, checked=True, how=Check(part.trace.loop.check)
-    )
-    stand_in_for_opaque(regions, part.trace, part.opaque)
+def _changed(model: nn.Module, change: Callable[[nn.Module], object]) -> Iterator[None]:
+    """The model after a change; afterwards all its modules have the attributes and children that they had."""
+    before = [(module, dict(vars(module)), dict(module._modules)) for module in model.modules()]
     try:
-        yield regions
+        change(model)
+        yield
     finally:
-        for region in reversed(regions):
-            region.remove()
+        for module, attributes, children in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._modules.clear()
+            module._modules.update(children)
+
+
+# optimizers over fake parameters --------------------------------------------------------------------------------------
 
 
 def fake_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, trace: ModelTrace) -> torch.optim.Optimizer:
@@ -414,14 +443,17 @@ def optimizer_over(
     with _copied_whole():
         made: torch.optim.Optimizer = copied(optimizer, memo)
     for ours, theirs in zip(made.param_groups, optimizer.param_groups, strict=True):
-        _decide(ours, theirs)
+        if "foreach" in ours and ours["foreach"] is None and ours.get("fused") is None:
+            # which implementation a step takes is decided by the types of parameters, and fake ones have another
+            differentiable = bool(ours.get("differentiable", False))
+            decided = _default_to_fused_or_foreach(theirs["params"], differentiable, use_fused=False)
+            ours["fused"], ours["foreach"] = decided
     return made
 
 
 def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's attributes besides groups and state: counts, settings, buffers.
-
-    Hooks, and a ``step`` that a scheduler has wrapped, belong to the real optimizer and are left out.
+    """Attributes besides groups and state: counts, settings, buffers. Hooks, and a ``step`` that a scheduler has
+    wrapped, belong to the real optimizer and are left out.
     """
     return {
         name: value
@@ -441,11 +473,3 @@ def _copied_whole() -> Iterator[None]:
         yield
     finally:
         torch.optim.Optimizer.__getstate__ = own
-
-
-def _decide(group: dict[str, Any], like: dict[str, Any]) -> None:
-    """Which implementation a step takes hangs on the types of parameters, and fake ones have another."""
-    if "foreach" not in group or group["foreach"] is not None or group.get("fused") is not None:
-        return
-    differentiable = bool(group.get("differentiable", False))
-    group["fused"], group["foreach"] = _default_to_fused_or_foreach(like["params"], differentiable, use_fused=False)

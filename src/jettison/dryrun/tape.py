@@ -7,7 +7,7 @@ made it. What an operator finds freed was freed by the stretch before it.
 NOTE [ Who lets go of a block's tensors ]
 Most storages die in the stretch that made them, or in the backward of the same call. What goes from block to block is
 held by several: a hidden state by the block that made it and by the one that it is given to, a mask by all that get it.
-It dies with the last of them, so that the stretch of its death hangs on what others keep. For these storages, which
+It dies with the last of them, so that the stretch of its death depends on what others keep. For these storages, which
 are arguments or results of calls, the tape also notes how many hold them: the level before which a count goes down for
 the last time in a stretch is where that stretch lets go. The stretch that lets go last is where the storage dies.
 """
@@ -28,17 +28,15 @@ from torch import Tensor
 from jettison.capture.trees import tree_leaves
 
 _use_count: Final = torch._C._storage_Use_Count
+_next_node: Final = torch._C._autograd._get_sequence_nr
+"""The number that the next node gets which this thread makes."""
 NOBODY: Final = -1
 """Made it before the step, or by no cut stretch."""
 
 
 class Place(NamedTuple):
-    """A stretch of a step, by its phase.
-
-    Args:
-        call: of a block, by number; -1 before the first.
-        inside: of that call; else after it, up to the next one.
-        again: how often the step was there before.
+    """A stretch of a step: inside of a call of a block, by number (-1 before the first), or after it up to the next
+    one; ``again``: how often the step was there before.
     """
 
     phase: str
@@ -47,7 +45,7 @@ class Place(NamedTuple):
     again: int = 0
 
 
-Known = tuple[int, int, int]
+SharedKey = tuple[int, int, int]
 """A storage that goes from block to block: the call it was first seen at, given (0) or returned (1), which leaf."""
 
 
@@ -60,33 +58,21 @@ class Leaf(NamedTuple):
 
 
 @dataclass(slots=True)
-class Shared:
-    """Such a storage, while it lives.
+class _Shared:
+    """Such a storage, while it lives; ``held``: by how many tensors, and these by how many, when last asked."""
 
-    Args:
-        key: where it was first seen.
-        tensors: that blocks were given or returned; several may hold one of them.
-        held: by how many tensors, and these by how many, when it was last asked.
-    """
-
-    key: Known
+    key: SharedKey
     storage: int
     tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
     held: tuple[int, int] = (0, 0)
 
     def holders(self) -> tuple[int, int]:
-        """How many there are now."""
         refs = 0
         for ref in self.tensors:
             tensor = ref()
             if tensor is not None:
                 refs += getrefcount(tensor)
         return _use_count(self.storage), refs
-
-    def meet(self, tensor: Tensor) -> None:
-        """One more of its tensors."""
-        if all(ref() is not tensor for ref in self.tensors):
-            self.tensors.append(weakref.ref(tensor))
 
 
 @dataclass(slots=True)
@@ -104,43 +90,53 @@ class Stretch:
     place: Place
     start: int
     live_bytes: int
-    lets_go: dict[Known, int] = field(default_factory=dict)
-    dead: dict[Known, tuple[int, int]] = field(default_factory=dict)
+    lets_go: dict[SharedKey, int] = field(default_factory=dict)
+    dead: dict[SharedKey, tuple[int, int]] = field(default_factory=dict)
     freed: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class Tape:
-    """See the text above.
+    """See the text above. One may record several steps; it has the last.
 
-    Args:
-        sequence: the number that the next node gets which this thread makes.
+    Attributes:
+        problem: why it cannot be cut; empty where it can.
+        names: of blocks, by call.
+        touched: by call, what it is given and returns, and as what.
+        end_bytes: alive when the step was over.
     """
 
-    def __init__(self, sequence: Callable[[], int]) -> None:
-        self.problem = ""  # why it cannot be cut
+    def __init__(self) -> None:
+        self.problem = ""
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was recorded."""
         self.levels: list[int] = []
         self.stretches: list[Stretch] = []
-        self.names: list[str] = []  # of blocks, by call
-        self.touched: list[dict[Known, tuple[int, int]]] = []  # by call: what it is given and returns, and as what
-        self._sequence = sequence
-        self._begin()
-
-    def _begin(self) -> None:
-        self.levels.clear()
-        self.stretches.clear()
-        self.names.clear()
-        self.touched.clear()
+        self.names: list[str] = []
+        self.touched: list[dict[SharedKey, tuple[int, int]]] = []
+        self.end_bytes = 0
         self._firsts: list[int] = []
         self._pasts: list[int] = []
         self._end = 0
         self._node: int | None = None
         self._inside = False
         self._phase = ""
-        self._shared: dict[int, Shared] = {}  # alive, by storage
-        self._of_call: list[list[Shared]] = []
-        self._watched: Iterable[Shared] = ()
+        self._shared: dict[int, _Shared] = {}  # alive, by storage
+        self._of_call: list[list[_Shared]] = []
+        self._watched: Iterable[_Shared] = ()
         self._withheld = self._quiet = False
         self._times: Counter[tuple[str, int, bool]] = Counter()
+
+    @property
+    def places(self) -> list[Place]:
+        """Of its stretches, in order."""
+        return [stretch.place for stretch in self.stretches]
+
+    @property
+    def died_bytes(self) -> dict[SharedKey, int]:
+        """Bytes of shared storages that died in the step."""
+        return {key: nbytes for stretch in self.stretches for key, (nbytes, _) in stretch.dead.items()}
 
     # what the counter says -------------------------------------------------------------------------------------------
 
@@ -152,9 +148,9 @@ class Tape:
     def phase(self, name: str, live_bytes: int, *, first: bool) -> None:
         """A phase begins."""
         if first:
-            self._begin()
+            self.begin()
         self._phase, self._node = name, None
-        self._end = self._sequence()
+        self._end = _next_node()
         self._cut(-1, False, live_bytes)
 
     def nothing_new(self) -> None:
@@ -168,20 +164,18 @@ class Tape:
         self._quiet = False
         self.levels.append(live_bytes)
 
+    def withhold(self) -> None:
+        """The level of an operator comes late, if at all."""
+        self._withheld = True
+
     def comes_late(self, is_there: bool) -> None:
         """The level that was withheld comes next, as it was a while ago; or not at all."""
         self._withheld, self._quiet = False, is_there
-        if is_there:
-            return
-        if self.stretches:  # what was noted since then counted with it
+        if not is_there and self.stretches:  # what was noted since then counted with it
             now, first = self.stretches[-1], len(self.levels) - self.stretches[-1].start
             now.dead = {key: (nbytes, min(level, first)) for key, (nbytes, level) in now.dead.items()}
             now.lets_go = {key: min(level, first) for key, level in now.lets_go.items()}
             now.freed = [(born, nbytes, min(level, first)) for born, nbytes, level in now.freed]
-
-    def withhold(self) -> None:
-        """The level of an operator comes late, if at all."""
-        self._withheld = True
 
     def at(self, node: int, live_bytes: int) -> None:
         """An operator runs in this node of autograd."""
@@ -197,11 +191,7 @@ class Tape:
             self._cut(call, inside, live_bytes)
 
     def enter(self, name: str, given: Iterable[Leaf], live_bytes: int) -> None:
-        """A block is called.
-
-        Args:
-            given: tensors among its arguments.
-        """
+        """A block is called with these tensors among its arguments."""
         if self._inside or self._phase != "forward":
             self.problem = self.problem or "a block runs inside of another one, or in backward"
             return
@@ -212,7 +202,7 @@ class Tape:
         self._of_call.append([])
         self._cut(call, True, live_bytes)
         self._touch(call, 0, given)
-        self._firsts.append(self._sequence())
+        self._firsts.append(_next_node())
 
     def leave(self, returned: Iterable[Leaf], live_bytes: int) -> None:
         """It has returned this; see `enter`."""
@@ -221,7 +211,7 @@ class Tape:
             return
         call = len(self.names) - 1
         self._inside = False
-        self._pasts.append(self._sequence())
+        self._pasts.append(_next_node())
         self._touch(call, 1, returned)
         self._cut(call, False, live_bytes)
 
@@ -243,26 +233,25 @@ class Tape:
         return len(self.levels) + self._withheld - self.stretches[-1].start
 
     def _cut(self, call: int, inside: bool, live_bytes: int) -> None:
-        if self.stretches:
-            self._look()
+        self._look()
         where = self._phase, call, inside
-        place = Place(*where, self._times[where])
+        self.stretches.append(Stretch(Place(*where, self._times[where]), len(self.levels), live_bytes))
         self._times[where] += 1
-        self.stretches.append(Stretch(place=place, start=len(self.levels), live_bytes=live_bytes))
         self._watched = self._of_call[call] if inside else list(self._shared.values())
         for one in self._watched:
             if self._shared.get(one.storage) is one:
                 one.held = one.holders()
 
-    def _touch(self, call: int, way: int, leaves: Iterable[Leaf]) -> None:
+    def _touch(self, call: int, role: int, leaves: Iterable[Leaf]) -> None:
         for leaf in leaves:
             found = self._shared.get(leaf.storage)
             if found is None:
-                found = self._shared[leaf.storage] = Shared(key=(call, way, leaf.position), storage=leaf.storage)
-            found.meet(leaf.tensor)
+                found = self._shared[leaf.storage] = _Shared((call, role, leaf.position), leaf.storage)
+            if all(ref() is not leaf.tensor for ref in found.tensors):
+                found.tensors.append(weakref.ref(leaf.tensor))
             found.held = found.holders()
             if found.key not in self.touched[call]:
-                self.touched[call][found.key] = way, leaf.position
+                self.touched[call][found.key] = role, leaf.position
                 self._of_call[call].append(found)
 
     def _look(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jettison.capture.dispatch import tracing
 from jettison.capture.fakes import roughly
@@ -27,27 +29,76 @@ from jettison.capture.sharded import sharded_modules
 from jettison.capture.signature import as_signed, call_signature, global_signature, opaque_copy
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves, tree_map
-from jettison.core.errors import JettisonError, TraceError, UsageError
+from jettison.core.errors import JettisonError, TraceError, UnsupportedModule, UsageError
 from jettison.dryrun.block import with_memory_of_their_own
 from jettison.dryrun.counter import AllocationCounter, quiet_gc, static_tensors
-from jettison.dryrun.inner_optimizers import each_of, noting_steps, standing_in
 from jettison.dryrun.kernel_trial import OpRequest
 from jettison.dryrun.op_costs import MeasuredWorkspace
-from jettison.dryrun.schedules import Scheduled, modules_of
-from jettison.parallel.agree import Agreement
-from jettison.parallel.imagined import ImaginedReplica, imagined_copy, inside_of_ddp
+from jettison.dryrun.step import each_of
+from jettison.parallel.imagined import ImaginedReplica, inside_of_ddp
 from jettison.runtime.assumptions import RETAINED, backward_kinds
 from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign, is_transforming
 from jettison.runtime.graph_fingerprint import next_sequence_number
 
 if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
     from jettison.dryrun.imagined_pipeline import ImaginedSchedule
 
+Scheduled: TypeAlias = "_PipelineSchedule"
+"""Any schedule of `torch.distributed.pipelining`."""
 Step = Callable[..., Any]
 """``step(model, batch)``, or ``step(*models, batch)``: forwards and backwards of one training step."""
 Copies: TypeAlias = "Sequence[nn.Module | ImaginedSchedule]"
 """What a step is given for its models, and for schedules of a pipeline."""
 _TRANSFORMED: Final = "in torch.func's transforms (grad, vmap, jvp) or under forward-mode AD"
+
+
+# schedules of torch.distributed.pipelining, recognized without importing it: that takes a second, and a schedule exists
+# only after it
+
+
+def is_schedule(thing: Any) -> bool:
+    """Whether an object is a schedule of torch's."""
+    schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+    return schedules is not None and isinstance(thing, schedules._PipelineSchedule)
+
+
+def stages_of(schedule: Scheduled) -> list[PipelineStage]:
+    """Return a rank's stages, in the order of the model.
+
+    Raises:
+        UnsupportedModule: a stage is no `PipelineStage`.
+    """
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    single = isinstance(schedule, PipelineScheduleSingle)
+    found: Any = [schedule._stage] if single else getattr(schedule, "_stages", [])
+    for stage in found:
+        if not isinstance(stage, PipelineStage):
+            raise UnsupportedModule(
+                f"got a {type(stage).__name__} in {type(schedule).__name__}; expected stages that are made as "
+                "torch.distributed.pipelining.PipelineStage(module, index, count, device)"
+            )
+    return list(found)
+
+
+def modules_of(things: Sequence[nn.Module | Scheduled | ImaginedSchedule]) -> list[nn.Module]:
+    """Return the modules of a step: its models, and the stages of its schedules."""
+    found: list[nn.Module] = []
+    for one in things:
+        if isinstance(one, nn.Module):
+            found.append(one)
+        elif is_schedule(one):
+            found += [stage.submod for stage in stages_of(one)]
+        else:
+            found += one.modules
+    return found
+
+
+# how a step calls its models ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +146,7 @@ class ModelUse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class SeenStep:
     """What a step was seen to do.
 
     Args:
@@ -131,7 +182,7 @@ def observe(
     copied: torch.optim.Optimizer | None = None,
     counted: Counted | None = None,
     real: Sequence[nn.Module] = (),
-) -> Seen:
+) -> SeenStep:
     """Run a step on fake copies, once for each batch, and see how it calls each of their modules. Nothing real is
     computed with, nothing stays behind.
 
@@ -143,81 +194,63 @@ def observe(
     Raises:
         UsageError: no model is called with gradients, or there is no backward.
     """
-    uses = [ModelUse() for _ in modules_of(copies)]
-    inside: set[int] = set()
-    left: set[nn.Parameter] = set()
-    for batch in batches:
-        with standing_in(optimizer, copied):
-            seen = _observed(step, copies, batch, mode, optimizer, counted, real)
-        inside |= seen.inside
-        left |= seen.left
-        for use, found in zip(uses, seen.uses, strict=True):
-            use.calls += found.calls
-            use.gradients |= found.gradients
-            use.backwards |= found.backwards
-            use.in_flight = max(use.in_flight, found.in_flight)
-            use.adds_up = use.adds_up or found.adds_up
-    return Seen(uses=uses, inside=frozenset(inside), left=frozenset(left))
-
-
-def _observed(
-    step: Step,
-    copies: Copies,
-    batch: Any,
-    mode: FakeTensorMode,
-    optimizer: torch.optim.Optimizer | None,
-    counted: Counted | None,
-    real: Sequence[nn.Module],
-) -> Seen:
     modules = modules_of(copies)
     uses = [ModelUse() for _ in modules]
     inside: set[int] = set()
     left: set[nn.Parameter] = set()
 
     def note() -> set[nn.Parameter]:
-        for use, copied in zip(uses, modules, strict=True):
-            use.gradients |= {p: p.grad for p in copied.parameters() if p.grad is not None}
-        return {p for copied in modules for p in copied.parameters() if p.grad is not None}
+        for use, module in zip(uses, modules, strict=True):
+            use.gradients |= {p: p.grad for p in module.parameters() if p.grad is not None}
+        return {p for module in modules for p in module.parameters() if p.grad is not None}
 
     def stepped(number: int) -> None:
         inside.add(number)
         note()
 
-    watchers = [_Watcher(use) for use in uses]
-    hooks = []
-    for watcher, copied in zip(watchers, modules, strict=True):
-        inner = inside_of_ddp(copied)
-        hooks.append(inner.register_forward_pre_hook(watcher.before, with_kwargs=True))
-        hooks.append(inner.register_forward_hook(watcher.after))
-    try:
-        with _on_fakes(step, modules, batch, mode, real), noting_steps(optimizer, stepped), _counting(counted):
-            step(*copies, opaque_copy(batch))
-        left = note()
-    except (JettisonError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # of anybody's code
-        if any(FOREIGN_HOOKS in use.unplanned for use in uses):  # allow_mutation_on_saved_tensors needs addresses
-            raise _without_a_plan(uses) from error
-        raise TraceError(
-            f"step= failed on tensors without values ({type(error).__name__}: {error}). If it runs by itself: what "
-            "looks at values (numpy(), printing a tensor, a check of the loss) belongs behind it, on what it returns"
-        ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for copied in modules:
-            copied.zero_grad(set_to_none=True)
-    if not any(use.calls for use in uses) and any(use.unplanned for use in uses):
-        raise _without_a_plan(uses)
-    if not any(use.calls for use in uses):
-        raise UsageError(
-            "step= never ran the model's own forward with gradients; expected step(model, batch) to call model(...). "
-            "Planning runs it on a copy without memory, also where its code holds the model (a closure, self.model); "
-            "it sees no call of other methods alone (model.encode), nor of a model that a functools.partial holds"
-        )
-    if all(len(watcher.unasked) == len(watcher.use.calls) for watcher in watchers):
-        raise UsageError("step= ran no backward of the model's output; expected forwards and backwards of one step")
-    return Seen(uses=uses, inside=frozenset(inside), left=frozenset(left))
+    for batch in batches:
+        watchers = [_Watcher(use) for use in uses]
+        hooks = []
+        for watcher, module in zip(watchers, modules, strict=True):
+            inner = inside_of_ddp(module)
+            hooks.append(inner.register_forward_pre_hook(watcher.before, with_kwargs=True))
+            hooks.append(inner.register_forward_hook(watcher.after))
+        try:
+            with (
+                standing_in(optimizer, copied),
+                _on_fakes(step, modules, batch, mode, real),
+                noting_steps(optimizer, stepped),
+                _counting(counted),
+            ):
+                step(*copies, opaque_copy(batch))
+            left |= note()
+        except (JettisonError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of anybody's code
+            if any(FOREIGN_HOOKS in use.unplanned for use in uses):  # allow_mutation_on_saved_tensors needs addresses
+                raise _without_a_plan(uses) from error
+            raise TraceError(
+                f"step= failed on tensors without values ({type(error).__name__}: {error}). If it runs by itself: what "
+                "looks at values (numpy(), printing a tensor, a check of the loss) belongs behind it, on what it "
+                "returns"
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module in modules:
+                module.zero_grad(set_to_none=True)
+        if not any(watcher.calls for watcher in watchers) and any(use.unplanned for use in uses):
+            raise _without_a_plan(uses)
+        if not any(watcher.calls for watcher in watchers):
+            raise UsageError(
+                "step= never ran the model's own forward with gradients; expected step(model, batch) to call "
+                "model(...). Planning runs it on a copy without memory, also where its code holds the model (a "
+                "closure, self.model); it sees no call of other methods alone (model.encode), nor of a model that a "
+                "functools.partial holds"
+            )
+        if all(len(watcher.unasked) == watcher.calls for watcher in watchers):
+            raise UsageError("step= ran no backward of the model's output; expected forwards and backwards of one step")
+    return SeenStep(uses=uses, inside=frozenset(inside), left=frozenset(left))
 
 
 @contextlib.contextmanager
@@ -239,27 +272,9 @@ def _counting(counted: Counted | None) -> Iterator[None]:
         counted.ops |= ops.unknown
 
 
-def copies_of(models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode, stages: Agreement | None = None) -> Copies:
-    """What stands for the models of a step, and for schedules of a pipeline, on fake tensors. Ranks that share
-    parameters or a pipeline call this together.
-
-    Args:
-        stages: with ranks that run other stages of the pipelines, where there are any.
-    """
-
-    def copied(number: int, one: nn.Module | Scheduled) -> nn.Module | ImaginedSchedule:
-        if isinstance(one, nn.Module):
-            return imagined_copy(one, mode)
-        from jettison.dryrun.imagined_pipeline import ImaginedSchedule
-
-        return ImaginedSchedule(one, mode, stages, number=number)
-
-    with torch.random.fork_rng(devices=[]):
-        return [copied(number, one) for number, one in enumerate(models)]
-
-
 class _Watcher:
-    """Hooks before and after a model's forward: its calls with gradients, and which of them wait for a backward.
+    """Hooks before and after a model's forward, for one run of a step: its calls with gradients, and which of them wait
+    for a backward.
 
     A call's saved tensors go with the first backward that does not retain the graph, or with the last node of its graph
     (a double backward keeps some of them): all of them have the call's mark.
@@ -267,16 +282,17 @@ class _Watcher:
 
     def __init__(self, use: ModelUse) -> None:
         self.use = use
+        self.calls = 0
         self.running: list[tuple[int, int]] = []  # with the number of the call's first node
         self.unasked: set[int] = set()  # calls that no backward has come to
-        self.held: dict[int, weakref.ref[_Mark]] = {}  # calls whose saved tensors may be there
+        self.held: dict[int, weakref.ref[_GraphMark]] = {}  # calls whose saved tensors may be there
 
     def before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         use = self.use
         if reason := _unplanned():  # what it keeps there is counted as it comes
             use.unplanned.add(reason)
         elif torch.is_grad_enabled():
-            call = len(use.calls)
+            call, self.calls = self.calls, self.calls + 1
             self.running.append((call, next_sequence_number()))
             given = tree_map(_apart, opaque_copy((args, kwargs)))
             use.adds_up = use.adds_up or len(self.unasked) < call
@@ -316,20 +332,20 @@ def _without_a_plan(uses: Iterable[ModelUse]) -> UsageError:
     )
 
 
-class _Mark:
+class _GraphMark:
     """Lives as long as a node that has it."""
 
 
-def _marked(outputs: Iterable[Tensor], start: int) -> weakref.ref[_Mark]:
+def _marked(outputs: Iterable[Tensor], start: int) -> weakref.ref[_GraphMark]:
     """A mark at all nodes behind some tensors, from the one of that number on."""
-    mark = _Mark()
+    mark = _GraphMark()
     stack = [t.grad_fn for t in outputs]
     seen = set(stack)
     while stack:
         node = stack.pop()
         if node is None or not node.next_functions or node._sequence_nr() < start:  # a leaf's, or made before
             continue
-        node.metadata[_Mark] = mark
+        node.metadata[_GraphMark] = mark
         following = {after for after, _ in node.next_functions} - seen
         stack.extend(following)
         seen |= following
@@ -384,7 +400,7 @@ def _on_fakes(
 
 
 class UserStep:
-    """See `jettison.dryrun.step.DryStep`. Of several batches each has a step; what is said is the most of any.
+    """Somebody's step as a `DryStep`. Of several batches each has a step; what is said is the most of any.
 
     Args:
         copies: of the step's models, in the order in which it takes them.
@@ -409,7 +425,7 @@ class UserStep:
         gradients_held: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
         copied: torch.optim.Optimizer | None = None,
-        seen: Seen | None = None,
+        seen: SeenStep | None = None,
         real: Sequence[nn.Module] = (),
     ) -> None:
         self.step, self.batches, self.mode, self.gradients_held = step, batches, mode, gradients_held
@@ -443,11 +459,9 @@ class UserStep:
 
     @property
     def last(self) -> Sequence[torch.optim.Optimizer]:
-        """See `DryStep`."""
         return [one for number, one in enumerate(each_of(self.optimizer)) if number not in self.inside]
 
     def leave_gradients(self, counter: AllocationCounter) -> None:
-        """See `DryStep`."""
         for parameter, gradient in self.gradients.items():
             parameter.grad = gradient
 
@@ -480,3 +494,61 @@ class UserStep:
                 owner.unused[parameter] = held
             else:
                 parameter.grad = held
+
+
+# optimizers that the step steps itself, as a GAN does between its half-steps: it reaches the loop's optimizers by a
+# closure or an attribute ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def standing_in(optimizer: torch.optim.Optimizer | None, copied: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Let the loop's optimizers step fake parameters within this context."""
+    pairs = list(zip(each_of(optimizer), each_of(copied), strict=True))
+    own = [dict(vars(real)) for real, _ in pairs]
+    for real, fake in pairs:
+        vars(real).update(vars(fake))
+    try:
+        yield
+    finally:
+        for (real, fake), before in zip(pairs, own, strict=True):
+            vars(fake).update({name: vars(real)[name] for name in vars(fake) if name in vars(real)})
+            vars(real).clear()
+            vars(real).update(before)
+
+
+@contextlib.contextmanager
+def noting_steps(optimizer: torch.optim.Optimizer | None, stepped: Callable[[int], None]) -> Iterator[None]:
+    """Watch the optimizers' steps within this context.
+
+    Args:
+        stepped: called with an optimizer's number before it steps.
+
+    Raises:
+        UsageError: one steps, or frees gradients, that the plan was not given.
+    """
+    numbers = {id(one): number for number, one in enumerate(each_of(optimizer))}
+
+    def steps(one: torch.optim.Optimizer, *_: Any) -> None:
+        if id(one) not in numbers:
+            raise UsageError(
+                f"step= runs the step of a {type(one).__name__} that optimizer= does not have; give it all that the "
+                "step uses, made before planning: optimizer=(first, second)"
+            )
+        stepped(numbers[id(one)])
+
+    def frees(one: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        if id(one) not in numbers:
+            raise UsageError(
+                f"step= calls zero_grad() of a {type(one).__name__} that optimizer= does not have, and which has the "
+                "real model's parameters; give it as optimizer=, or call model.zero_grad()"
+            )
+        own(one, *args, **kwargs)
+
+    own = torch.optim.Optimizer.zero_grad
+    hook = register_optimizer_step_pre_hook(steps)
+    torch.optim.Optimizer.zero_grad = frees
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.zero_grad = own
+        hook.remove()

@@ -7,6 +7,7 @@ one is given the rest.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import struct
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
@@ -27,35 +27,22 @@ MOST_WORKERS = 8
 _START = "from jettison.dryrun.worker import serve; serve()"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """A request as it travels: an operator goes by its name."""
-
-    name: tuple[str, str, str]  # namespace, operator, overload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Order:
-    """All that a worker is told."""
-
-    threads: int
-    libraries: tuple[str, ...]  # shared objects that register operators
-    modules: tuple[str, ...]  # Python modules that may do so
-    calls: tuple[_Call, ...]
+TravellingCall = tuple[tuple[str, str, str], tuple[Any, ...], dict[str, Any]]
+"""A request as it travels: namespace, name and overload of its operator, arguments, keyword arguments."""
 
 
 def run_apart(requests: Sequence[OpRequest]) -> dict[str, KernelRun | str]:
     """By key: the run of each kernel, or why there is none."""
     found: dict[str, KernelRun | str] = {}
-    left: list[tuple[OpRequest, _Call]] = []
+    left: list[tuple[OpRequest, TravellingCall]] = []
     for request in requests:
-        call = _call_of(request)
-        if isinstance(call, str):
-            found[request.key] = call
-        else:
+        name = (*request.func._schema.name.split("::"), request.func._overloadname)
+        call = name, request.args, dict(request.kwargs)
+        try:
+            pickle.dumps(call)
             left.append((request, call))
+        except Exception as error:  # a generator, a script object: it cannot travel
+            found[request.key] = f"its arguments cannot be given to another process ({type(error).__name__})"
     for _ in range(MOST_WORKERS):
         if not left:
             break
@@ -74,25 +61,11 @@ def run_apart(requests: Sequence[OpRequest]) -> dict[str, KernelRun | str]:
     return found
 
 
-def _call_of(request: OpRequest) -> _Call | str:
-    namespace, name = request.func._schema.name.split("::")
-    call = _Call(name=(namespace, name, request.func._overloadname), args=request.args, kwargs=dict(request.kwargs))
-    try:
-        pickle.dumps(call)
-    except Exception as error:  # a generator, a script object: it cannot travel
-        return f"its arguments cannot be given to another process ({type(error).__name__})"
-    return call
-
-
-def _one_worker(calls: list[_Call]) -> list[KernelRun | str]:
+def _one_worker(calls: list[TravellingCall]) -> list[KernelRun | str]:
     """Answers in order; fewer than calls if the worker did not live to give them all."""
-    namespaces = {call.name[0] for call in calls}
-    order = _Order(
-        threads=torch.get_num_threads(),
-        libraries=tuple(sorted(torch.ops.loaded_libraries)),
-        modules=tuple(sorted(name for name in namespaces if name in sys.modules)),
-        calls=tuple(calls),
-    )
+    libraries = sorted(torch.ops.loaded_libraries)  # shared objects that register operators
+    modules = sorted({namespace for (namespace, _, _), _, _ in calls if namespace in sys.modules})  # that may do so
+    order = torch.get_num_threads(), libraries, modules, calls
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     try:
         worker = subprocess.Popen(
@@ -107,11 +80,8 @@ def _one_worker(calls: list[_Call]) -> list[KernelRun | str]:
     assert worker.stdin is not None and worker.stdout is not None
     answers: list[KernelRun | str] = []
     try:
-        try:
-            with worker.stdin:
-                pickle.dump(order, worker.stdin)
-        except OSError:  # died early
-            return []
+        with contextlib.suppress(OSError), worker.stdin:  # it may die early
+            pickle.dump(order, worker.stdin)
         while len(answers) < len(calls):
             answer = _answer(worker, worker.stdout, SILENCE_SECONDS if answers else START_SECONDS)
             if answer is None:
@@ -144,33 +114,28 @@ def serve() -> None:
     """What a worker does: read an order from stdin, write an answer a call to what was its stdout."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what kernels print is no answer
-    _no_core_dumps()
-    order: _Order = pickle.load(sys.stdin.buffer)
-    torch.set_num_threads(order.threads)
-    for library in order.libraries:
+    with contextlib.suppress(ImportError):  # not on this system
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threads, libraries, modules, calls = pickle.load(sys.stdin.buffer)
+    torch.set_num_threads(threads)
+    for library in libraries:
         torch.ops.load_library(library)
-    for module in order.modules:
+    for module in modules:
         __import__(module)
-    for call in order.calls:
+    for call in calls:
         body = pickle.dumps(_ran(call))
         answers.write(struct.pack("<I", len(body)) + body)
         answers.flush()
 
 
-def _ran(call: _Call) -> KernelRun | str:
-    namespace, name, overload = call.name
+def _ran(call: TravellingCall) -> KernelRun | str:
+    (namespace, name, overload), args, kwargs = call
     try:
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
     except (AttributeError, RuntimeError):
         return f"the operator {namespace}::{name} is not there in a fresh process"
-    request = OpRequest(func=func, args=call.args, kwargs=call.kwargs)
+    request = OpRequest(func=func, args=args, kwargs=kwargs)
     run = workspaces([request])[request.key]
     return run if isinstance(run, KernelRun) else f"{type(run).__name__} on made-up values"
-
-
-def _no_core_dumps() -> None:
-    try:
-        import resource
-    except ImportError:  # not on this system
-        return
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -10,8 +10,8 @@ from jettison.capture.model_trace import ModelTrace
 from jettison.core.progress import Progress
 from jettison.cost.matmul import op_seconds
 from jettison.dryrun.counter import unique_bytes
-from jettison.dryrun.given import dry_run_given
 from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES, Pricing
+from jettison.dryrun.step import dry_run_given
 from jettison.frameworks.export import Exported, Exporter
 from jettison.frameworks.policy import Cost, Decision, LayerPolicy, Subject
 from jettison.models.request import ModelRequest, load, optimizer_for

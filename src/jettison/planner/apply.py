@@ -15,14 +15,14 @@ from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
 from jettison.core.errors import PlanMismatch, UsageError
 from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import on_terminal
-from jettison.dryrun.step import ModulePolicy, OneBatch, dry_run
+from jettison.dryrun.step import OneBatch, dry_run
+from jettison.dryrun.user_step import ModelUse
 from jettison.parallel.agree import Agreement, Group, groups_for, summary, talking_groups
-from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.handle import Applied, keep_losses
-from jettison.planner.planner import Candidate, Planner, digests_of, fingerprint, module_policy
-from jettison.planner.readiness import check_model
+from jettison.planner.planner import DryRunChoice, Planner, digests_of, fingerprint, module_policy
+from jettison.planner.readiness import check_model, compile_settings
 from jettison.planner.readiness import traced as traced_forward
-from jettison.runtime.assumptions import Assumptions
+from jettison.runtime.assumptions import PARTIAL, Assumptions
 from jettison.runtime.chunked_loss import holding
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
@@ -70,51 +70,43 @@ def apply_from_another_rank(
 
 
 def apply_candidate(
-    model: nn.Module, planner: Planner, found: Candidate, budget_bytes: int, how: Check = Check.ALWAYS
+    model: nn.Module, planner: Planner, found: DryRunChoice, budget_bytes: int, how: Check = Check.ALWAYS
 ) -> Applied:
+    """A choice of a planner, on the model that it was traced from."""
     for text in planner.trace.warnings:
         warnings.warn(text, stacklevel=3)
-    regions = install(
-        model,
-        planner.trace,
-        found.part.policies,
-        found.part.root,
-        found.part.segments,
-        how=how,
-        host_budget_bytes=planner.host.budget_bytes if planner.host is not None else None,
-    )
     made = planner.as_plan(found, budget_bytes)
-    expect_loop(regions, planner.trace, made)
-    return Applied(regions=regions, plan=made)
+    applied = apply_plan(model, planner.trace, made, how, None if planner.host is None else planner.host.budget_bytes)
+    expect_loop(applied.regions, planner.trace, made)
+    return applied
 
 
 def expect_loop(
     regions: list[PlannedForward],
     traced: ModelTrace,
     made: Plan,
+    use: ModelUse | None = None,
     *,
-    batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] = (),
-    in_flight: int = 1,
-    backwards: Iterable[str] = (),
+    probed: bool = False,
     replicated: bool = False,
 ) -> None:
     """The root is to notice where the loop is not the one that was planned for.
 
     Args:
-        batches: arguments of each call in a step; left out, the trace's.
-        in_flight: calls that may be between forward and backward at a time.
-        backwards, replicated: as of `Assumptions`.
+        use: how a step of somebody's own calls the model; left out, once, with the trace's batch.
+        probed: it is a stage of a pipeline, which torch runs once before the first step.
+        replicated: as of `Assumptions`.
     """
     root = regions[-1]
     root.assumptions = Assumptions(
         root.module,
-        batches or [as_call(traced.batch)],
+        [as_call(traced.batch)] if use is None else [(call.args, call.kwargs) for call in use.calls],
         traced.root_signature[0],
         budget_bytes=made.budget_bytes,
         gradients_held=made.gradients_held,
-        in_flight=in_flight,
-        backwards=backwards,
-        returns_loss=not batches and traced.loss_fn is None,
+        in_flight=1 if use is None else use.in_flight + probed,
+        backwards=(set() if use is None else use.backwards) | ({PARTIAL} if probed else set()),
+        returns_loss=use is None and traced.loss_fn is None,
         room_bytes=None if traced.loop.holds_output else made.budget_bytes - made.predicted.peak_bytes,
         replicated=replicated,
     )
@@ -168,7 +160,11 @@ def apply(
         host_bytes = None if host_budget is None else parse_bytes(host_budget)
         check_model(model)
         if isinstance(plan, str | os.PathLike):
-            plan = _plan_in(plan)
+            file = os.fspath(plan)
+            try:
+                plan = Plan.from_json(Path(file).read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"plan={file!r} cannot be read: {error}") from None
         if batch is None:
             raise UsageError("apply() needs batch=: one training batch, to record what the model saves")
         loop = Loop(compile=compile_settings(compile, [model]))
@@ -194,19 +190,6 @@ def apply(
         return agreed(Applied(regions=installed), agreement)
 
 
-def _plan_in(file: str | os.PathLike[str]) -> Plan:
-    """The plan that a file has.
-
-    Raises:
-        UsageError: it cannot be read, or has none.
-    """
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"plan={os.fspath(file)!r} cannot be read: {error}") from None
-    return Plan.from_json(text)
-
-
 def apply_plan(
     model: nn.Module,
     traced: ModelTrace,
@@ -219,32 +202,27 @@ def apply_plan(
     """A plan that was made for this trace, on the model.
 
     Args:
-        confirms: a plan whose peak was put together from other dry runs has one of its own now.
+        confirms: a plan whose peak was put together from other dry runs has one of its own now, as far as it is known
+            here: without an optimizer, and without what kernels take inside.
+
+    Raises:
+        PlanMismatch: it was made for something else; even so the dry run takes more than the plan states.
     """
     digests = {"": traced.root.program.digest(), **digests_of(traced, plan)}
     plan.require(model=fingerprint(traced), digests=digests)
     part = module_policy(traced, plan)
     if confirms and plan.predicted.composed:
-        _confirm(part, plan)
+        trace = replace(traced, loop=replace(traced.loop, gradients_held=plan.gradients_held))
+        found = dry_run([replace(part, trace=trace)], OneBatch(trace=trace)).peak_bytes
+        if found > plan.predicted.peak_bytes:
+            raise PlanMismatch(
+                f"the plan states a peak of {plan.predicted.peak_bytes} bytes, put together from dry runs of other "
+                f"plans; a dry run of its own takes {found}. Make the plan by itself: jettison.plan(traced, budget)"
+            )
     regions = install(
         model, traced, part.policies, part.root, part.segments, how=how, host_budget_bytes=host_budget_bytes
     )
     return Applied(regions=regions, plan=plan)
-
-
-def _confirm(part: ModulePolicy, plan: Plan) -> None:
-    """Dry-run the step, as far as it is known here: without an optimizer, and without what kernels take inside.
-
-    Raises:
-        PlanMismatch: even so it takes more than the plan states.
-    """
-    trace = replace(part.trace, loop=replace(part.trace.loop, gradients_held=plan.gradients_held))
-    found = dry_run([replace(part, trace=trace)], OneBatch(trace=trace)).peak_bytes
-    if found > plan.predicted.peak_bytes:
-        raise PlanMismatch(
-            f"the plan states a peak of {plan.predicted.peak_bytes} bytes, put together from dry runs of other plans; "
-            f"a dry run of its own takes {found}. Make the plan by itself: jettison.plan(traced, budget)"
-        )
 
 
 def agreed(applied: Applied, agreement: Agreement) -> Applied:
@@ -273,26 +251,20 @@ def policies_of(policy: Policy, names: list[str]) -> tuple[dict[str, CheckpointP
             )
         return {name: _policy_of(word) for name, word in zip(names, policy, strict=True)}, []
     if isinstance(policy, str) and policy.startswith("every:"):
-        step = _every(policy)
+        text = policy.removeprefix("every:")
+        if not text.isdigit() or int(text) < 1:
+            raise UsageError(f"got {policy!r}; expected every:K with a whole number K of at least 1, such as every:2")
+        step = int(text)
         return dict.fromkeys(names, policy_named("full")), [names[i : i + step] for i in range(0, len(names), step)]
     return dict.fromkeys(names, _policy_of(policy)), []
 
 
 def _refuse_op_words(policy: Policy) -> None:
-    """Words that mean ops, or runs of blocks, mean nothing to what Inductor has made of them.
-
-    Raises:
-        UsageError: it is one of these.
-    """
-    for word in _words(policy):
+    """Words that mean ops, or runs of blocks, mean nothing to what Inductor has made of them."""
+    words: Any = policy.values() if isinstance(policy, Mapping) else policy
+    for word in words if isinstance(words, Iterable) and not isinstance(words, str) else [words]:
         if isinstance(word, str) and (word == "selective" or word.startswith("every:")):
             raise UsageError(f"got {word!r} for compiled blocks; expected none, selective-op, full, or a memory budget")
-
-
-def _words(policy: Policy) -> list[str | CheckpointPolicy]:
-    if isinstance(policy, Mapping):
-        return list(policy.values())
-    return list(policy) if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy]
 
 
 def _warn_pointless(traced: ModelTrace, policies: Mapping[str, CheckpointPolicy], word: object) -> None:
@@ -310,13 +282,6 @@ def _warn_pointless(traced: ModelTrace, policies: Mapping[str, CheckpointPolicy]
             "them inside its kernel). Use 'selective-op', 'full', or a memory budget",
             stacklevel=3,
         )
-
-
-def _every(policy: str) -> int:
-    text = policy.removeprefix("every:")
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"got {policy!r}; expected every:K with a whole number K of at least 1, such as every:2")
-    return int(text)
 
 
 def _policy_of(word: str | CheckpointPolicy) -> CheckpointPolicy:

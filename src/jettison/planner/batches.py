@@ -8,23 +8,28 @@ not. Once that has taken as long as planning does, it gets a plan of its own.
 
 from __future__ import annotations
 
+import functools
 import operator
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from jettison.capture.model_trace import ModelTrace
-from jettison.core.errors import Infeasible, JettisonError
+from jettison.core.errors import Infeasible, JettisonError, PlanMismatch
 from jettison.core.progress import Progress, reported
 from jettison.core.units import format_bytes
 from jettison.dryrun.step import ModulePolicy
+from jettison.parallel.agree import Agreement
 from jettison.planner.described import Described
 from jettison.planner.planner import UNSEEN_BYTES, module_policy
 from jettison.runtime.accelerator import is_capturing, refuse_capture
-from jettison.runtime.batch_shape import BatchShape
+from jettison.runtime.batch_shape import BatchShape, map_tensors
 from jettison.runtime.install import follow, install_beside
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.plan import Plan
@@ -62,13 +67,13 @@ class Treatment:
 
     Args:
         trained: a byte for each parameter of the models, 1 where it is; and so again, 1 where it ever was.
-        policies: for each model, how another trace of it is treated so. They hold no trace, which holds a batch.
+        policies: for each model, how another trace of it is treated so.
     """
 
     number: int
     shape: BatchShape
     trained: bytes
-    policies: Sequence[Callable[[ModelTrace], ModulePolicy]]
+    policies: Sequence[Callable[..., ModulePolicy]]
     peak_bytes: int
     added_seconds: float
 
@@ -92,7 +97,7 @@ class Cover:
 
 
 @dataclass(kw_only=True)
-class _Seen:
+class _SeenShape:
     cover: Cover | None = None
     steps: int = 0
     rent_seconds: float = 0.0
@@ -121,15 +126,13 @@ class BatchPlans:
     covers: list[Cover] = field(default_factory=list)
     now: Cover | None = None
     _ever: bytes = b""
-    _seen: OrderedDict[tuple[BatchShape, bytes], _Seen] = field(default_factory=OrderedDict)
+    _seen: OrderedDict[tuple[BatchShape, bytes], _SeenShape] = field(default_factory=OrderedDict)
 
-    def begin(self, shapes: Iterable[BatchShape], traces: Sequence[ModelTrace], plans: Sequence[Plan]) -> None:
+    def begin(self, shapes: Sequence[BatchShape], traces: Sequence[ModelTrace], plans: Sequence[Plan]) -> None:
         """The plan that is installed already, and the batches that it was made for."""
-        shapes = list(shapes)
-        largest = max(shapes, key=lambda shape: shape.nbytes)
         parts = [module_policy(trace, plan) for trace, plan in zip(traces, plans, strict=True)]
         trained = self._trained()
-        made = self._treatment(0, largest, trained, parts, plans)
+        made = self._treatment(0, max(shapes, key=lambda shape: shape.nbytes), trained, parts, plans)
         self.covers += [
             Cover(shape=shape, trained=trained, treatment=made, peak_bytes=made.peak_bytes) for shape in shapes
         ]
@@ -138,11 +141,9 @@ class BatchPlans:
     def meet(self, batch: Any) -> None:
         """The next step is on this batch: the plan that it needs holds from here on."""
         shape, trained = self.shape_of(batch), self._trained()
-        seen = self._seen.get((shape, trained))
-        if seen is None:
-            if len(self._seen) >= MOST_SHAPES:
-                self._seen.popitem(last=False)
-            seen = self._seen[shape, trained] = _Seen()
+        if (shape, trained) not in self._seen and len(self._seen) >= MOST_SHAPES:
+            self._seen.popitem(last=False)
+        seen = self._seen.setdefault((shape, trained), _SeenShape())
         if seen.cover is None:
             seen.cover = self._covering(shape, trained) or self._make(shape, trained, batch)
         seen.steps += 1
@@ -206,9 +207,9 @@ class BatchPlans:
                 if regions[-1].assumptions is not None:
                     regions[-1].assumptions.follow()
         self._cover(made)
-        for regions, calls in zip(self.regions, described.calls, strict=True):
+        for regions, part in zip(self.regions, described.parts, strict=True):
             if (assumptions := regions[-1].assumptions) is not None:
-                assumptions.planned += calls
+                assumptions.planned += part.shapes
         return made
 
     def _named(self, shape: BatchShape, trained: bytes) -> str:
@@ -226,7 +227,7 @@ class BatchPlans:
             return None
         alike = [one for one in self.treatments if one.trained == trained]
         for treatment in sorted(alike, key=lambda one: one.added_seconds)[:MOST_TRIED]:
-            parts = [of(trace) for trace, of in zip(described.traces, treatment.policies, strict=True)]
+            parts = [of(trace=trace) for trace, of in zip(described.traces, treatment.policies, strict=True)]
             peak_bytes = described.peak_bytes(parts)
             if peak_bytes + UNSEEN_BYTES <= self.budget_bytes:
                 return Cover(shape=shape, trained=trained, treatment=treatment, peak_bytes=peak_bytes)
@@ -260,11 +261,12 @@ class BatchPlans:
     def _treatment(
         self, number: int, shape: BatchShape, trained: bytes, parts: Sequence[ModulePolicy], plans: Sequence[Plan]
     ) -> Treatment:
+        like = [(part.policies, part.root, part.segments) for part in parts]  # not their traces, which hold a batch
         made = Treatment(
             number=number,
             shape=shape,
             trained=trained,
-            policies=[_like(part) for part in parts],
+            policies=[functools.partial(ModulePolicy, policies=p, root=root, segments=s) for p, root, s in like],
             peak_bytes=max(plan.predicted.peak_bytes for plan in plans),
             added_seconds=sum(plan.predicted.added_seconds for plan in plans),
         )
@@ -275,7 +277,7 @@ class BatchPlans:
         within = [one for one in self.covers if one.treatment is made.treatment and made.covers(one.shape, one.trained)]
         self.covers = [one for one in self.covers if one not in within] + [made]
 
-    def _pay_rent(self, shape: BatchShape, trained: bytes, seen: _Seen, batch: Any) -> None:
+    def _pay_rent(self, shape: BatchShape, trained: bytes, seen: _SeenShape, batch: Any) -> None:
         """Count what this step computes again; plan for its shape once that has come to what planning costs."""
         assert seen.cover is not None
         treatment = seen.cover.treatment
@@ -307,6 +309,57 @@ def _is_within(trained: bytes, most: bytes) -> bool:
     return trained == most or len(trained) != len(most) or all(map(operator.le, trained, most))
 
 
-def _like(part: ModulePolicy) -> Callable[[ModelTrace], ModulePolicy]:
-    policies, root, segments = part.policies, part.root, part.segments
-    return lambda trace: ModulePolicy(trace=trace, policies=policies, root=root, segments=segments)
+# ranks that share parameters ------------------------------------------------------------------------------------------
+#
+# Such ranks follow one plan, and are compared op by op. Each reads its own shard of the data, so its first batch may be
+# longer or shorter than another rank's. They exchange their shapes and plan for those that no other shape covers. A
+# rank without a batch of such a shape pads its own by repetition.
+
+MOST_RANK_SHAPES = 4
+"""Shapes that are planned one by one; instead of more, one shape that covers them all."""
+
+
+def alike(batches: Sequence[Any], sharing: Agreement) -> list[Any]:
+    """Return batches of the same shapes on all ranks, in one order.
+
+    Raises:
+        PlanMismatch: batches do not have the same tensors on all ranks.
+    """
+    if not sharing.rounds:
+        return list(batches)
+    own = {BatchShape.of((batch,)): batch for batch in reversed(batches)}
+    told = sharing.union(own)
+    wanted = [one for one in told if not any(other is not one and other.covers(one) for other in told)]
+    wanted.sort(key=lambda shape: (shape.nbytes, str(shape)))  # the largest last
+    if len(wanted) > MOST_RANK_SHAPES:
+        wanted = [functools.reduce(BatchShape.around, wanted)]
+    return [own[shape] if shape in own else stretched(own, shape) for shape in wanted]
+
+
+def stretched(own: Mapping[BatchShape, Any], shape: BatchShape) -> Any:
+    """Pad a batch of this rank to another shape by repeating its last rows and columns, so that values stay valid.
+
+    Args:
+        own: batches of this rank, by shape.
+
+    Raises:
+        PlanMismatch: they have other tensors.
+    """
+    names = [where for where, _ in shape.sizes]
+    base = next((one for one in own if one.can_become(shape)), None)
+    if base is None:
+        raise PlanMismatch(
+            f"ranks that share parameters have batches of other tensors: one has {shape}, this one has "
+            f"{'; '.join(map(str, own))}. They follow one plan: give all of them a batch with the same tensors "
+            f"({', '.join(names)}), of the same types and numbers of dims"
+        )
+    dims = {where: size.dims for where, size in shape.sizes}
+
+    def grown(where: str, tensor: Tensor) -> Tensor:
+        for dim, size in enumerate(dims[where]):
+            if tensor.shape[dim] != size:
+                index = torch.arange(size, device=tensor.device).clamp(max=max(0, tensor.shape[dim] - 1))
+                tensor = tensor.index_select(dim, index)
+        return tensor
+
+    return map_tensors(grown, own[base], "0")

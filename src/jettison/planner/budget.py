@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Final, SupportsIndex
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from jettison.core.errors import UsageError
 from jettison.core.parse_units import parse_bytes
@@ -100,10 +100,12 @@ def budget_of(
     read = AskedBudget.of(asked)
     if read.nbytes is not None:
         return Budget(nbytes=read.nbytes)
-    tensors = [t for model in models for t in static_tensors(model)] + list(_others(batch, optimizer))
+    tensors = [t for model in models for t in static_tensors(model)]
+    tensors += static_tensors(nn.Module(), batch, optimizer)
     device = next((t.device for t in tensors if t.device.type == "cuda"), None)
-    if device is not None:
-        left, where, margin = _left_on(device), f"{torch.cuda.get_device_name(device)}", FRAGMENTS[1]
+    if device is not None:  # free bytes, and those that this process's allocator has already
+        left = int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+        where, margin = torch.cuda.get_device_name(device), FRAGMENTS[1]
     else:
         left, where, margin = left_on_host() + unique_bytes(tensors), "this machine's memory", HOST_MARGIN
     part = 1 - margin if read.share is None else read.share
@@ -125,13 +127,3 @@ def of_reserved(budget: Budget, model: nn.Module) -> Budget:
     return Budget(
         nbytes=nbytes, words=f"{budget.words or format_bytes(budget.nbytes)}: {words}", reserved_bytes=budget.nbytes
     )
-
-
-def _others(batch: Any, optimizer: torch.optim.Optimizer | None) -> Iterable[Tensor]:
-    return static_tensors(nn.Module(), batch, optimizer)
-
-
-def _left_on(device: torch.device) -> int:
-    """Free bytes, and those that this process's allocator has already."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device))

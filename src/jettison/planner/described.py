@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,31 @@ from jettison.capture.trees import tree_leaves
 from jettison.core.errors import TraceError
 from jettison.core.progress import Progress
 from jettison.dryrun.op_costs import Pricing, measure_ops
-from jettison.dryrun.schedules import Scheduled, modules_of
-from jettison.dryrun.step import ModulePolicy, OneBatch, fake_optimizer, optimizer_over
-from jettison.dryrun.user_step import Copies, Counted, ModelCall, ModelUse, Seen, Step, UserStep, copies_of, observe
+from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, fake_optimizer, optimizer_over, step_of
+from jettison.dryrun.user_step import (
+    Copies,
+    Counted,
+    ModelCall,
+    ModelUse,
+    Scheduled,
+    SeenStep,
+    Step,
+    UserStep,
+    modules_of,
+    observe,
+)
 from jettison.parallel.agree import Agreement
-from jettison.parallel.imagined import ImaginedReplica, gradients_stay, inside_of_ddp, may_be_used_elsewhere
+from jettison.parallel.imagined import (
+    ImaginedReplica,
+    gradients_stay,
+    imagined_copy,
+    inside_of_ddp,
+    may_be_used_elsewhere,
+)
 from jettison.parallel.pipeline import stand_in_loss
-from jettison.planner.compile_blocks import compiled_modules, survey_blocks
 from jettison.planner.host import Host
-from jettison.planner.options import step_of
-from jettison.planner.parts import plan_parts
-from jettison.planner.planner import Planner, make_planner
+from jettison.planner.planner import PartsPlanner, planner_of
+from jettison.planner.readiness import compiled_modules, survey_blocks
 from jettison.runtime.batch_shape import BatchShape
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware
@@ -38,131 +52,101 @@ MOST_KINDS = 32
 """Calls of one model with other arguments that are recorded ahead; further ones are when they come."""
 
 
-class Described(Protocol):
-    """A step on some batch, described so far that it can be planned and dry-run."""
-
-    @property
-    def traces(self) -> Sequence[ModelTrace]:
-        """Of the models that are planned."""
-        ...
-
-    @property
-    def calls(self) -> Sequence[Sequence[BatchShape]]:
-        """What each of them is called with."""
-        ...
-
-    def plans(self, budget_bytes: int) -> list[Plan]:
-        """One for each of them.
-
-        Raises:
-            Infeasible: none fit.
-        """
-        ...
-
-    def peak_bytes(self, parts: Sequence[ModulePolicy]) -> int:
-        """Of the step, treated so."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneModel:
-    """See `Described`: one forward and one backward of a model."""
-
-    model: nn.Module
-    traced: ModelTrace
-    optimizer: torch.optim.Optimizer | None
-    progress: Progress
-    hardware: Hardware | None = None
-    host: Host | None = None
-
-    @property
-    def traces(self) -> Sequence[ModelTrace]:
-        """See `Described`."""
-        return (self.traced,)
-
-    @property
-    def calls(self) -> Sequence[Sequence[BatchShape]]:
-        """See `Described`."""
-        return ((BatchShape.of(*as_call(self.traced.batch)),),)
-
-    @functools.cached_property
-    def mirrored(self) -> torch.optim.Optimizer | None:
-        """The optimizer over the fake copy."""
-        return fake_optimizer(self.optimizer, self.model, self.traced) if self.optimizer is not None else None
-
-    @functools.cached_property
-    def planner(self) -> Planner:
-        """Made when it is first asked for: seconds."""
-        return make_planner(
-            self.traced, optimizer=self.mirrored, hardware=self.hardware, host=self.host, progress=self.progress
-        )
-
-    def plans(self, budget_bytes: int) -> list[Plan]:
-        """See `Described`."""
-        return [self.planner.as_plan(self.planner.plan(budget_bytes), budget_bytes)]
-
-    def peak_bytes(self, parts: Sequence[ModulePolicy]) -> int:
-        """See `Described`."""
-        return step_of(parts, OneBatch(trace=self.traced, optimizer=self.mirrored), Pricing()).peak_bytes
-
-
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A model of the step that runs with gradients."""
+    """A model of the step that runs with gradients; ``use``: how the step calls it, where that is somebody's own."""
 
-    number: int
+    number: int = 0
     model: nn.Module
-    use: ModelUse
     trace: ModelTrace
+    use: ModelUse | None = None
 
     @property
     def blocks(self) -> list[str]:
         """Names of its blocks."""
         return list(dict.fromkeys(call.name for call in self.trace.calls))
 
+    @property
+    def shapes(self) -> list[BatchShape]:
+        """Shapes of the arguments of each of its calls in a step."""
+        calls = [as_call(self.trace.batch)] if self.use is None else [(c.args, c.kwargs) for c in self.use.calls]
+        return [BatchShape.of(args, kwargs) for args, kwargs in calls]
+
 
 @dataclass(frozen=True, kw_only=True)
-class OwnStep:
-    """See `Described`."""
+class Described:
+    """A step on some batch: one forward and one backward of a model.
+
+    Args:
+        parts: models that are planned.
+        counted: ops and levels of a run of the step, where it is somebody's own.
+    """
+
+    parts: Sequence[Part]
+    optimizer: torch.optim.Optimizer | None
+    progress: Progress
+    hardware: Hardware | None = None
+    host: Host | None = None
+    counted: Counted | None = None
+
+    @property
+    def traces(self) -> list[ModelTrace]:
+        """Of the models that are planned."""
+        return [part.trace for part in self.parts]
+
+    @functools.cached_property
+    def dry_step(self) -> DryStep:
+        """Over copies of the models."""
+        (part,) = self.parts
+        mirrored = self.optimizer and fake_optimizer(self.optimizer, part.model, part.trace)
+        return OneBatch(trace=part.trace, optimizer=mirrored)
+
+    @functools.cached_property
+    def planner(self) -> PartsPlanner:
+        """Made when it is first asked for: seconds."""
+        if self.counted is not None:  # no dry run meets an op without a price, and is repeated
+            measure_ops(self.counted.ops.values(), timed=False)
+        in_flight = [1 if part.use is None else part.use.in_flight for part in self.parts]
+        more: dict[str, Any] = {"hardware": self.hardware, "host": self.host, "progress": self.progress}
+        return planner_of(self.traces, in_flight, self.dry_step, **more)
+
+    def plans(self, budget_bytes: int) -> list[Plan]:
+        """One for each of the models.
+
+        Raises:
+            Infeasible: none fit.
+        """
+        return self.planner.plans(budget_bytes)
+
+    def peak_bytes(self, parts: Sequence[ModulePolicy]) -> int:
+        """Of the step under these policies."""
+        return step_of(parts, self.dry_step, Pricing()).peak_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnStep(Described):
+    """A step that somebody wrote."""
 
     step: Step
     modules: Sequence[nn.Module]
     copies: Copies
     batches: Sequence[Any]
-    parts: Sequence[Part]
-    seen: Seen
-    counted: Counted
+    seen: SeenStep
     gradients: Mapping[nn.Parameter, Tensor]
-    optimizer: torch.optim.Optimizer | None
     mode: FakeTensorMode
     loop: Loop
-    progress: Progress
-    hardware: Hardware | None = None
-    host: Host | None = None
-
-    @property
-    def traces(self) -> Sequence[ModelTrace]:
-        """See `Described`."""
-        return [part.trace for part in self.parts]
-
-    @property
-    def calls(self) -> Sequence[Sequence[BatchShape]]:
-        """See `Described`."""
-        return [[BatchShape.of(call.args, call.kwargs) for call in part.use.calls] for part in self.parts]
+    reached_anywhere: frozenset[str] = frozenset()  # `reached`, by all ranks' parts of the step together
 
     @functools.cached_property
-    def dry_step(self) -> UserStep:
-        """Over copies of the models."""
-        planned = [part.number for part in self.parts]
-        held = self.loop.gradients_held
+    def dry_step(self) -> DryStep:
         return UserStep(
             self.step,
             self.copies,
-            planned,
+            [part.number for part in self.parts],
             self.batches,
             self.mode,
             gradients=self.gradients,
-            gradients_held=held,
+            gradients_held=self.loop.gradients_held,
             optimizer=self.optimizer,
             copied=_copied(self.optimizer, self.modules, self.copies, self.mode),
             seen=self.seen,
@@ -191,25 +175,7 @@ class OwnStep:
                     copied.used_elsewhere(new)
                 with self.mode:
                     gradients |= {p: torch.empty_like(p) for p in new}
-        return replace(self, gradients=gradients)
-
-    def plans(self, budget_bytes: int) -> list[Plan]:
-        """See `Described`."""
-        measure_ops(self.counted.ops.values(), timed=False)  # no dry run meets an op without a price, and is repeated
-        in_flight = [part.use.in_flight for part in self.parts]
-        return plan_parts(
-            self.traces,
-            in_flight,
-            self.dry_step,
-            budget_bytes,
-            hardware=self.hardware,
-            host=self.host,
-            progress=self.progress,
-        )
-
-    def peak_bytes(self, parts: Sequence[ModulePolicy]) -> int:
-        """See `Described`."""
-        return step_of(parts, self.dry_step, Pricing()).peak_bytes
+        return replace(self, gradients=gradients, reached_anywhere=frozenset(names))
 
 
 def describe_step(
@@ -230,38 +196,55 @@ def describe_step(
         stages: with ranks that run other stages of the step's pipelines.
     """
     progress("running the step on fake tensors")
-    mode = fake_mode(allow_non_fake_inputs=True)
-    batches = [_without_meta(batch, models, mode) for batch in batches]
+    mode, modules = fake_mode(allow_non_fake_inputs=True), modules_of(models)
+    device = next((p.device for model in modules for p in model.parameters()), None)
+    batches = [_with_values(batch, device, mode) for batch in batches]
     copies = copies_of(models, mode, stages)
-    its_copy = _copied(optimizer, modules_of(models), copies, mode)
     counted = Counted()
-    seen = observe(step, copies, batches, mode, optimizer, its_copy, counted, modules_of(models))
-    uses = seen.uses
-    for copied, use in zip(modules_of(copies), uses, strict=True):
+    seen = observe(step, copies, batches, mode, optimizer, _copied(optimizer, modules, copies, mode), counted, modules)
+    for copied, use in zip(modules_of(copies), seen.uses, strict=True):
         if isinstance(copied, ImaginedReplica):
             copied.gradients_wait, copied.freed = loop.gradients_held or use.adds_up, not loop.gradients_held
-    stay = any(map(gradients_stay, modules_of(models))) or bool(seen.inside and seen.left)
+    stay = any(map(gradients_stay, modules)) or bool(seen.inside and seen.left)
     loop = replace(loop, gradients_held=loop.gradients_held or stay)
     progress("tracing")
-    parts = [
-        _part(number, inside_of_ddp(one), use, mode, blocks.get(number, regions), loop)
-        for number, (one, use) in enumerate(zip(modules_of(models), uses, strict=True))
-        if use.calls
-    ]
     return OwnStep(
         step=step,
-        modules=modules_of(models),
+        modules=modules,
         copies=copies,
         batches=sorted(batches, key=nbytes_of),
-        parts=parts,
+        parts=[
+            _part(number, inside_of_ddp(one), use, mode, blocks.get(number, regions), loop)
+            for number, (one, use) in enumerate(zip(modules, seen.uses, strict=True))
+            if use.calls
+        ],
         seen=seen,
         counted=counted,
-        gradients={parameter: gradient for use in uses for parameter, gradient in use.gradients.items()},
+        gradients={parameter: gradient for use in seen.uses for parameter, gradient in use.gradients.items()},
         optimizer=optimizer,
         mode=mode,
         loop=loop,
         progress=progress,
     )
+
+
+def copies_of(models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode, stages: Agreement | None = None) -> Copies:
+    """What stands for the models of a step, and for schedules of a pipeline, on fake tensors. Ranks that share
+    parameters or a pipeline call this together.
+
+    Args:
+        stages: with ranks that run other stages of the pipelines, where there are any.
+    """
+
+    def copied(number: int, one: nn.Module | Scheduled) -> Any:
+        if isinstance(one, nn.Module):
+            return imagined_copy(one, mode)
+        from jettison.dryrun.imagined_pipeline import ImaginedSchedule
+
+        return ImaginedSchedule(one, mode, stages, number=number)
+
+    with torch.random.fork_rng(devices=[]):
+        return [copied(number, one) for number, one in enumerate(models)]
 
 
 def _copied(
@@ -274,11 +257,10 @@ def nbytes_of(batch: Any) -> int:
     return BatchShape.of((batch,)).nbytes
 
 
-def _without_meta(batch: Any, models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode) -> Any:
-    """A batch of tensors without values, as if they were where the models are; those that share memory still do."""
+def _with_values(batch: Any, device: torch.device | None, mode: FakeTensorMode) -> Any:
+    """A batch of tensors without values, as if they were on the models' device; those that share memory still do."""
     if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(batch)):
         return batch
-    device = next((p.device for model in modules_of(models) for p in model.parameters()), None)
     return fake_batch(batch, mode, device)
 
 
@@ -295,10 +277,9 @@ def _part(
     first, *others = use.kinds
     if regions is None and loop.compile is not None:
         regions = list(compiled_modules(model)) or None
-    trace = traced(first, regions)
-    part = Part(number=number, model=model, use=use, trace=trace)
-    trace.more = [traced(call, part.blocks) for call in others[:MOST_KINDS]]
-    survey_blocks(trace, model)
+    part = Part(number=number, model=model, use=use, trace=traced(first, regions))
+    part.trace.more = [traced(call, part.blocks) for call in others[:MOST_KINDS]]
+    survey_blocks(part.trace, model)
     return part
 
 

@@ -39,13 +39,6 @@ LESS = 0.9
 """Of what was predicted, where nobody says what there is: so much is planned for next."""
 
 
-REMOVED = "the plan has been removed"
-BESIDE = (
-    "{} tensors that are not of the planned models got gradients, which a second attempt would add to; plan all that "
-    "is trained together, with models=, give optimizer= for it, or free those gradients before the step"
-)
-
-
 def attempts(
     plans: BatchPlans | None,
     models: Sequence[nn.Module],
@@ -62,9 +55,8 @@ def attempts(
         optimizers: that were planned with; what they train beside the models is undone as well.
         removed: there is no plan any more.
     """
-    if removed:
-        plans = None
-    why_last = REMOVED if removed else "" if plans else ONE_PLAN
+    plans = None if removed else plans
+    why_last = "the plan has been removed" if removed else "" if plans else ONE_PLAN
     first = Attempt(plans, models, batch, optimizers=optimizers, why_last=why_last)
     yield first
     if first.failed:
@@ -123,18 +115,15 @@ class Attempt:
                 error.add_note(f"not repeated: {self.why_last}")
             return False
         self._hook.remove()
-        if error is None or not is_out_of_memory(error):
-            self._forget()
-            return False
-        why_not = self._why_not(error)
-        if why_not:
-            error.add_note(f"not repeated: {why_not}")
-            self._forget()
-            return False
-        self._undo()
-        self.failed = True
-        self.plans.restrict(_what_is_left(self.models, self.plans))
-        return True
+        if error is not None and is_out_of_memory(error):
+            if why_not := self._why_not(error):
+                error.add_note(f"not repeated: {why_not}")
+            else:
+                self._undo()
+                self.failed = True
+                self.plans.restrict(_what_is_left(self.models, self.plans))
+        self._gradients, self._buffers = [], []
+        return self.failed
 
     def _trained(self) -> list[Tensor]:
         """Parameters of the models, and what the optimizers train beside them; each once."""
@@ -155,7 +144,13 @@ class Attempt:
             leaf.grad is not None and id(leaf) not in known and self._elsewhere.get(id(leaf)) != _mark(leaf)
             for leaf in _leaves()
         )
-        return BESIDE.format(beside) if beside else ""
+        if not beside:
+            return ""
+        return (
+            f"{beside} tensors that are not of the planned models got gradients, which a second attempt would add to; "
+            "plan all that is trained together, with models=, give optimizer= for it, or free those gradients before "
+            "the step"
+        )
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
@@ -169,13 +164,10 @@ class Attempt:
                 if buffer is not None:
                     buffer.copy_(value)
         self._streams.restore()
-        self._forget()
+        self._gradients, self._buffers = [], []
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-
-    def _forget(self) -> None:
-        self._gradients, self._buffers = [], []
 
 
 def is_out_of_memory(error: BaseException) -> bool:

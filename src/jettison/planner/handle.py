@@ -16,8 +16,7 @@ from jettison.planner.batches import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
 from jettison.planner.guard import Attempt, attempts
 from jettison.planner.handle_report import HandleReport
-from jettison.planner.optimizer_watch import OptimizerWatch
-from jettison.planner.peak_watch import PLANNING, CudaMeter, MemoryReport, Meter, PeakWatch, phase_hooks
+from jettison.planner.watch import PLANNING, CudaPeaks, MemoryReport, Meter, OptimizerWatch, PeakWatch, phase_hooks
 from jettison.runtime.chunked_loss import Hold, holding
 from jettison.runtime.offload import OffloadEngine
 from jettison.runtime.planned import PlannedForward
@@ -70,7 +69,7 @@ class Applied:
         """This handle stands for another one, of a plan for the same step, from now on."""
         vars(self).update(vars(other))
         for region in self.regions:
-            if isinstance(region.listener, _Listener):
+            if isinstance(region.listener, _LoopListener):
                 region.listener.handle = self
 
     def report(self) -> HandleReport:
@@ -249,8 +248,8 @@ def note_losses(traces: Iterable[ModelTrace], losses: Hold | None) -> None:
         traced.loop = replace(traced.loop, chunked_loss=losses is not None and losses.used)
 
 
-class _Listener:
-    """What the first model of a step tells its handle.
+class _LoopListener:
+    """What the first model of a step tells its handle; see `CallListener`.
 
     Args:
         by_itself: its arguments are the batch.
@@ -260,14 +259,12 @@ class _Listener:
         self.handle, self.by_itself = handle, by_itself
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See `CallListener`."""
         if self.by_itself:
             self.handle.expect(as_batch(args, kwargs))
         if self.handle.watch is not None:
             self.handle.watch.enter("forward")
 
     def ends(self, _returned: Sequence[Any]) -> None:
-        """See `CallListener`."""
         if self.handle.watch is not None:
             self.handle.watch.enter("backward")
 
@@ -280,15 +277,13 @@ def follow_loop(
     plans: BatchPlans | None,
     by_itself: bool,
     elsewhere_bytes: int,
-    together: bool = False,
 ) -> None:
     """From now on batches that no plan covers are planned for when they come, and real peaks are looked at.
 
     Args:
         elsewhere_bytes: see `Loop`.
-        plans: None on ranks that share parameters: there one cannot plan again without the others.
+        plans: None on ranks that share parameters: there one plans again with the others, when parameters thaw.
         by_itself: the model's own arguments are the batch.
-        together: other ranks plan with this one when parameters thaw.
     """
     made = applied.plans or ((applied.plan,) if applied.plan is not None else ())
     applied.batches = plans
@@ -297,11 +292,11 @@ def follow_loop(
     for one in roots:
         if one.assumptions is not None:
             one.assumptions.expects = plans is not None and not by_itself
-            one.assumptions.thaws = one.assumptions.expects or together
+            one.assumptions.thaws = one.assumptions.expects or plans is None
     root = roots[0]
     device = next((p.device for p in root.module.parameters() if p.device.type == "cuda"), None)
     if device is not None:
-        applied.look_at(CudaMeter(device=device), optimizer, predicted_bytes, budget)
+        applied.look_at(CudaPeaks(device=device), optimizer, predicted_bytes, budget)
     applied.hooks.append(
         OptimizerWatch(
             [one.module for one in roots],
@@ -313,4 +308,4 @@ def follow_loop(
             again=(lambda: plans.restrict(plans.budget_bytes)) if plans is not None and by_itself else None,
         )
     )
-    root.listener = _Listener(applied, by_itself=by_itself)
+    root.listener = _LoopListener(applied, by_itself=by_itself)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final, SupportsIndex
 
 import torch
 
 from jettison.capture.model_trace import ModelTrace
-from jettison.capture.recording import Place, RegionTrace
 from jettison.core.errors import UsageError
 from jettison.core.parse_units import parse_bytes
 from jettison.core.units import format_bytes
 from jettison.cost.collective import host_seconds
+from jettison.ledger.program import Program
 from jettison.planner.points import PACK
 from jettison.runtime.device import rounding_of
 from jettison.runtime.host_pool import left_on_host, usable
@@ -24,11 +25,13 @@ from jettison.solve.actions import parts_to_send
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.levels import Levels
 from jettison.solve.policy import SMALLEST_BYTES, can_move
-from jettison.solve.problem import Link, StepProblem
+from jettison.solve.problem import Link, RegionOption, Sent, StepProblem
 from jettison.spec.hardware import Hardware, hardware
 
 SEND: Final = "-send-"
 ALL: Final = "all"
+Saved = Mapping[str, Mapping[int, Sent]]
+"""Of a compiled block, by point and buffer: tensors that could wait on the host, as they were seen when measured."""
 LESS: Final = 0.9
 """Of what a choice sends at most, where pinning that took more of the host than there is."""
 MOVE_SECONDS: Final = 50e-6
@@ -109,24 +112,22 @@ def host_of(
             left = left_on_host()
     if budget is not None and left is not None and budget > left:
         raise UsageError(f"got host_budget={host_budget!r}; {whose} has {format_bytes(left)} for it. Give at most that")
+    if given is not None:
+        speed = 1 / host_seconds(1, given)
+    elif device.type == "cuda":
+        from jettison.diagnose.calibrate import host_link
+
+        speed = host_link(device)
+    else:
+        raise UsageError(
+            f"got offload=True on {device.type}, whose link to the host nobody has stated; give hardware=, a GPU's "
+            "name or a file with one"
+        )
     return Host(
-        bytes_per_second=_link_speed(given, device),
+        bytes_per_second=speed,
         budget_bytes=left if budget is None else budget,
         device=device,
         hides=given is None or not given.synchronous,
-    )
-
-
-def _link_speed(given: Hardware | None, device: torch.device) -> float:
-    if given is not None:
-        return 1 / host_seconds(1, given)
-    if device.type == "cuda":
-        from jettison.diagnose.calibrate import host_link
-
-        return host_link(device)
-    raise UsageError(
-        f"got offload=True on {device.type}, whose link to the host nobody has stated; give hardware=, a GPU's name or "
-        "a file with one"
     )
 
 
@@ -156,29 +157,73 @@ def with_moves(
     """
     region, senders = trace.classes[class_key].trace, movable(trace, class_key)
     lives = frozenset(place for name, places in returned(trace).items() if name in senders for place in places)
+    program, returned_buffers = region.program, region.buffers_at(lives)
     for point in points:
         yield point
-        yield from _moved(region, point, sorted(set(kinks)), lives)
+        large = (b for b in point.kept if can_move(program, b) and program.buffers[b].nbytes >= SMALLEST_BYTES)
+        free = compile_recipe(region, point.kept, offloaded=frozenset(large) - returned_buffers).moved
+        yield from with_parts_sent(program, point, frozenset(free), kinks)
 
 
-def _moved(
-    region: RegionTrace, point: FrontierPoint, kinks: Sequence[int], lives: frozenset[Place]
+def with_moves_of_compiled(
+    trace: ModelTrace, class_key: str, points: Iterable[FrontierPoint], saved: Saved, kinks: Sequence[int]
 ) -> Iterator[FrontierPoint]:
-    program = region.program
-    large = frozenset(
-        b for b in point.kept if can_move(program, b) and program.buffers[b].nbytes >= SMALLEST_BYTES
-    ) - region.buffers_at(lives)
-    free = frozenset(compile_recipe(region, point.kept, offloaded=large).moved)
-    parts = [part for part in parts_to_send(program, point.kept, free, kinks) if part]
-    for part in parts:
-        sent = program.kept_bytes(part)
-        yield replace(
-            point,
-            key=f"{point.key}{SEND}{ALL if part == free else sent}",
-            kept_bytes=point.kept_bytes - sent,
-            seconds=point.seconds + MOVE_SECONDS * len(part),
-            moved=part,
+    """The same of a class of compiled blocks: points differ from measured ones in where tensors wait."""
+    program, senders = trace.classes[class_key].program, movable(trace, class_key)
+    lives = {place for name, places in returned(trace).items() if name in senders for place in places}
+    for point in points:
+        yield point
+        seen = saved[point.key]
+        free = frozenset(
+            b
+            for b, sent in seen.items()  # Inductor may save something else in the place of what is kept: that stays
+            if b in point.kept and can_move(program, b) and sent.nbytes >= SMALLEST_BYTES and sent.place not in lives
         )
+        yield from with_parts_sent(program, point, free, kinks, seen)
+
+
+def with_parts_sent(
+    program: Program,
+    point: FrontierPoint,
+    free: frozenset[int],
+    kinks: Sequence[int],
+    seen: Mapping[int, Sent] = MappingProxyType({}),
+) -> Iterator[FrontierPoint]:
+    """A point with parts of what it keeps on the host.
+
+    Args:
+        free: buffers that may go.
+        seen: buffers of which Inductor saved other bytes.
+    """
+    buffers = (replace(b, nbytes=seen[b.index].nbytes) if b.index in seen else b for b in program.buffers)
+    sizes = replace(program, buffers=tuple(buffers)) if seen else program
+    for part in parts_to_send(sizes, point.kept, free, sorted(set(kinks))):
+        if part:
+            yield replace(
+                point,
+                key=f"{point.key}{SEND}{ALL if part == free else sizes.kept_bytes(part)}",
+                kept_bytes=point.kept_bytes - program.kept_bytes(part),
+                seconds=point.seconds + MOVE_SECONDS * len(part),
+                moved=part,
+            )
+
+
+def option_at(point: FrontierPoint, measured: Mapping[str, RegionOption], saved: Saved) -> RegionOption:
+    """Levels of a compiled block's point: those that were measured where all stays, less what it sends."""
+    key = point.key.partition(SEND)[0]
+    option = measured[key]
+    if not point.moved:
+        return option
+    sent = tuple(one for b, one in saved[key].items() if b in point.moved)
+    moved_bytes = sum(s.nbytes for s in sent)
+    return replace(
+        option,
+        key=point.key,
+        seconds=option.seconds + MOVE_SECONDS * len(sent),
+        resident_bytes=max(0, option.resident_bytes - moved_bytes),
+        offloaded_bytes=moved_bytes,
+        sent=sent,
+    )
 
 
 def is_timed(key: str) -> bool:

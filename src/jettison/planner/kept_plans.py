@@ -71,8 +71,8 @@ class KeptPlans:
         """
         path = Path(where)
         if path.is_dir() or str(where).endswith(("/", os.sep)):
-            digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-            path = path / f"plan-{digest}.json"
+            name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+            path = path / f"plan-{name}.json"
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             path = path.with_name(f"{path.stem}-rank{torch.distributed.get_rank()}{path.suffix}")
         found = cls(file=path, facts=facts, **more)
@@ -87,9 +87,7 @@ class KeptPlans:
             return
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"plan={str(self.file)!r} cannot be read: {error}") from None
-        kept = _kept_in(text, self.file)
-        why = self._difference(kept, text)
-        if why:
+        if why := self._difference(_kept_in(text, self.file), text):
             self._say(f"the plan in {self.file} is not followed: {why}; planning anew")
 
     def _difference(self, kept: Mapping[str, Any], text: str) -> str:
@@ -144,7 +142,9 @@ class KeptPlans:
             try:
                 with open(handle, "w", encoding="utf-8") as stream:
                     stream.write(text)
-                os.chmod(name, 0o666 & ~_umask())
+                mask = os.umask(0)
+                os.umask(mask)
+                os.chmod(name, 0o666 & ~mask)
                 os.replace(name, self.file)
             except BaseException:
                 os.unlink(name)
@@ -154,12 +154,6 @@ class KeptPlans:
 
     def _say(self, text: str) -> None:
         self.progress.line(text) if isinstance(self.progress, Shown) else self.progress(text)
-
-
-def _umask() -> int:
-    now = os.umask(0)
-    os.umask(now)
-    return now
 
 
 def _kept_in(text: str, file: Path) -> dict[str, Any]:

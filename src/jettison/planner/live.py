@@ -6,42 +6,52 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call, expect_module, expect_trace
-from jettison.core.errors import Infeasible, StaleTensor, TraceError, UsageError
+from jettison.capture.model_trace import (
+    CompileSettings,
+    Loop,
+    LossFn,
+    ModelTrace,
+    as_call,
+    call_model,
+    expect_module,
+    expect_trace,
+    loss_of,
+)
+from jettison.capture.sharded import sharded_modules
+from jettison.core.errors import Infeasible, StaleTensor, TraceError, UnsupportedModule, UsageError
 from jettison.core.parse_units import parse_bytes
 from jettison.core.process import seldom_collected
 from jettison.core.progress import Progress, on_terminal, reported, shown
 from jettison.core.units import format_bytes
 from jettison.dryrun.counter import elsewhere_bytes
-from jettison.dryrun.schedules import Scheduled, is_schedule, modules_of
-from jettison.dryrun.user_step import Step
+from jettison.dryrun.user_step import Scheduled, Step, is_schedule, modules_of
 from jettison.parallel.agree import Agreement, Group
-from jettison.planner.apply import agreed, apply_candidate, apply_from_another_rank, apply_plan, expect_loop, likeness
-from jettison.planner.batches import BatchPlans
+from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
+from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop
+from jettison.planner.batches import BatchPlans, alike, stretched
 from jettison.planner.budget import AskedBudget, Budget, budget_of, of_reserved
-from jettison.planner.compile_blocks import compile_settings
-from jettison.planner.described import OneModel
+from jettison.planner.described import Described, OwnStep, Part, describe_step, nbytes_of
 from jettison.planner.handle import Applied, figures, follow_loop, note_losses, with_losses
 from jettison.planner.host import Host, hardware_of, host_of
 from jettison.planner.kept_plans import Keeping
-from jettison.planner.optimizers import Optimizers, as_one
-from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
 from jettison.planner.plan_facts import bytes_of_state
 from jettison.planner.planner import make_planner
-from jettison.planner.rank_batches import alike, stretched
-from jettison.planner.readiness import check_model, check_optimizer
+from jettison.planner.readiness import Optimizers, as_one, check_model, check_optimizer, check_states, compile_settings
 from jettison.planner.readiness import traced as traced_forward
-from jettison.planner.together import Together, together
+from jettison.planner.together import PlanningRanks, together
 from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.chunked_loss import Hold
 from jettison.runtime.offload import place_of
+from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware
@@ -199,8 +209,7 @@ def auto_checkpoint(
     """Make ``model`` train under ``memory_budget``: trace it, plan it, apply the plan.
 
     The budget is the peak of allocated bytes in a training step: parameters, gradients, activations, transients, and
-    the
-    optimizer's state where ``optimizer`` is given. The model trains as before, with bitwise the same gradients.
+    the optimizer's state where ``optimizer`` is given. The model trains as before, with bitwise the same gradients.
     Call it under the same autocast and train/eval state as training.
 
     Args:
@@ -257,104 +266,32 @@ def auto_checkpoint(
     """
     if not (isinstance(model, nn.Module) or is_schedule(model)):
         expect_module(model)
-    asked = AskedBudget.of(memory_budget)
-    options = {
-        "budget": str(asked if asked.nbytes is None else asked.nbytes),
-        "reserved": reserved,
-        "offload": f"{offload}, host budget {host_budget}, hardware {hardware if offload else None}",
-    }
-    models = _sequence("models", models)
-    given = models or (model,)
+    ask = _Request(
+        model=model,
+        models=_sequence("models", models),
+        asked=AskedBudget.of(memory_budget),
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        regions=regions,
+        holds_output=holds_output,
+        check=check,
+        gradients_held=gradients_held,
+        step=step,
+        reserved=reserved,
+        compile=compile,
+        offload=offload,
+        host_budget=host_budget,
+        hardware=hardware,
+        group=group,
+        chunked_loss=chunked_loss,
+        progress=progress,
+    )
     if isinstance(shapes, Iterator):
         shapes = tuple(shapes)
-
-    def made(losses: Hold | None, batches: Sequence[Any], asked: AskedBudget, plan: Any) -> Applied:
-        with together(given, group) as ranks, seldom_collected():
-            steps = as_one(optimizer)
-            how = check_of(check)
-            modules = modules_of([model])
-            for one in modules:
-                check_model(one)
-            check_optimizer(steps, nn.ModuleList(modules_of(given)))
-            settings = compile_settings(compile, modules)
-            device = hardware_of(hardware)
-            host = host_of(offload, host_budget, device, place_of(nn.ModuleList(modules)))
-            budget = budget_of(asked, modules_of(given), batches[0], steps)
-            if reserved:
-                budget = of_reserved(budget, nn.ModuleList(modules))
-            if budget.words:
-                progress(f"budget {budget.words}")
-            keeping = None if plan is None else Keeping(where=plan, asked=asked, options=options)
-            if isinstance(model, nn.Module):  # stages of a pipeline exchange tensors of one shape
-                batches = alike(batches, ranks.sharing)
-            plain = isinstance(model, nn.Module) and step is None and not models and not is_wrapped(model)
-            if not plain or len(batches) > 1:
-                whole = checked_step(step, models, model, regions=regions, loss_fn=loss_fn, holds_output=holds_output)
-                applied = auto_checkpoint_step(
-                    whole,
-                    given,
-                    batches,
-                    budget,
-                    optimizer=steps,
-                    regions=regions,
-                    how=how,
-                    gradients_held=gradients_held,
-                    compiling=settings,
-                    ranks=ranks,
-                    hardware=device,
-                    host=host,
-                    losses=losses,
-                    progress=progress,
-                    plain=step is None,
-                    keeping=keeping,
-                )
-                return thawing(applied, ranks, budget, batches)
-            now = any(p.grad is not None for p in model.parameters())
-            loop = Loop(
-                holds_output=holds_output,
-                gradients_held=now if gradients_held is None else gradients_held,
-                check=how,
-                elsewhere_bytes=elsewhere_bytes(model, batches[0], steps),
-                compile=settings,
-            )
-            applied = _auto_checkpoint(
-                model,
-                batches[0],
-                budget,
-                optimizer=steps,
-                loss_fn=loss_fn,
-                regions=regions,
-                loop=loop,
-                ranks=ranks,
-                hardware=device,
-                host=host,
-                losses=losses,
-                progress=progress,
-                keeping=keeping,
-            )
-            return thawing(applied, ranks, budget, batches)
-
-    def again(batches: Sequence[Any], budget_bytes: int | None) -> Applied:
-        less = asked if budget_bytes is None else AskedBudget.of(budget_bytes)
-        return with_losses(lambda losses: made(losses, batches, less, None), chunked=chunked_loss)
-
-    def thawing(applied: Applied, ranks: Together, budget: Budget, batches: Sequence[Any]) -> Applied:
-        """A handle that plans again with the other ranks where this one cannot plan by itself."""
-        if applied.batches is None:
-            applied._again = Thawing(
-                modules=modules_of(given),
-                stages=[one.ranks for one in ranks.stages.rounds],
-                shapes=[BatchShape.of((one,)) for one in batches] if ranks.sharing.rounds else [],
-                budget_bytes=budget.nbytes,
-                make=again,
-                progress=progress,
-            ).meet
-        return applied
-
-    with reported(progress, f"planning {type(model).__name__} under a budget of {asked}") as done:
+    with reported(progress, f"planning {type(model).__name__} under a budget of {ask.asked}") as done:
         batches = [batch, *_sequence("shapes", shapes)]
         try:
-            applied = with_losses(lambda losses: made(losses, batches, asked, plan), chunked=chunked_loss)
+            applied = ask.applied(batches, ask.asked, plan)
         except StaleTensor as error:  # of a dry run
             raise TraceError(
                 f"a forward of {type(model).__name__}, or its step, writes in place to a tensor that autograd has "
@@ -365,90 +302,368 @@ def auto_checkpoint(
     return applied
 
 
-def _auto_checkpoint(
-    model: nn.Module,
-    batch: Any,
-    budget: Budget,
-    *,
-    optimizer: torch.optim.Optimizer | None,
-    loss_fn: LossFn | None,
-    regions: Iterable[str] | None,
-    loop: Loop,
-    ranks: Together,
-    hardware: Hardware | None,
-    host: Host | None,
-    losses: Hold | None,
-    progress: Progress,
-    keeping: Keeping | None,
-) -> Applied:
-    """See `auto_checkpoint`: a model whose step is a forward on the batch, and a backward."""
-    began = time.perf_counter()
-    budget = budget.with_least(ranks.least(budget.nbytes))
-    progress("tracing")
-    traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
-    note_losses([traced], losses)
-    budget = budget.with_least(ranks.with_traced([traced], budget.nbytes))
-    one = OneModel(model=model, traced=traced, optimizer=optimizer, progress=progress, hardware=hardware, host=host)
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """One call of `auto_checkpoint`; see there for its fields."""
 
-    kept = None
-    if keeping is not None:
-        kept = keeping.opened(budget, [traced], [model], batch, optimizer, [loss_fn], progress)
-    follows = ranks.follow(kept)
+    model: nn.Module | Scheduled
+    models: tuple[Any, ...]
+    asked: AskedBudget
+    optimizer: Optimizers
+    loss_fn: LossFn | None
+    regions: Iterable[str] | None
+    holds_output: bool
+    check: str | Check
+    gradients_held: bool | None
+    step: Step | None
+    reserved: bool
+    compile: str | None
+    offload: bool
+    host_budget: str | SupportsIndex | None
+    hardware: Hardware | str | None
+    group: Group | None
+    chunked_loss: bool
+    progress: Progress
 
-    def make() -> Applied:
-        if kept is not None and follows:
-            room = None if host is None else host.budget_bytes
-            applied = apply_plan(model, traced, kept.followed()[0], check_of(loop.check), room)
-            assert applied.plan is not None
-            expect_loop(applied.regions, traced, applied.plan)
-            return applied
-        found = one.planner.plan(budget.nbytes)
-        applied = apply_candidate(model, one.planner, found, budget.nbytes, check_of(loop.check))
-        if kept is not None and applied.plan is not None:
-            state_bytes = bytes_of_state(one.mirrored)
-            kept.write([applied.plan], state_bytes=state_bytes, planning_seconds=time.perf_counter() - began)
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """All models of the step."""
+        return self.models or (self.model,)
+
+    def applied(self, batches: Sequence[Any], asked: AskedBudget, plan: str | os.PathLike[str] | None) -> Applied:
+        """Plan for these batches under a budget, and apply the plans."""
+        return with_losses(lambda losses: self._applied(losses, batches, asked, plan), chunked=self.chunked_loss)
+
+    def _applied(
+        self, losses: Hold | None, batches: Sequence[Any], asked: AskedBudget, plan: str | os.PathLike[str] | None
+    ) -> Applied:
+        with together(self.given, self.group) as ranks, seldom_collected():
+            steps, how = as_one(self.optimizer), check_of(self.check)
+            modules = modules_of([self.model])
+            for one in modules:
+                check_model(one)
+            check_optimizer(steps, nn.ModuleList(modules_of(self.given)))
+            settings = compile_settings(self.compile, modules)
+            device = hardware_of(self.hardware)
+            host = host_of(self.offload, self.host_budget, device, place_of(nn.ModuleList(modules)))
+            budget = budget_of(asked, modules_of(self.given), batches[0], steps)
+            if self.reserved:
+                budget = of_reserved(budget, nn.ModuleList(modules))
+            if budget.words:
+                self.progress(f"budget {budget.words}")
+            if isinstance(self.model, nn.Module):  # stages of a pipeline exchange tensors of one shape
+                batches = alike(batches, ranks.sharing)
+            planning = _Planning(
+                ask=self,
+                batches=batches,
+                optimizer=steps,
+                step=self._whole_step(len(batches)),
+                loop=self._loop(batches, steps, settings, how),
+                budget=budget.with_least(ranks.least(budget.nbytes)),
+                ranks=ranks,
+                hardware=device,
+                host=host,
+                losses=losses,
+            )
+            return planning.applied(self._keeping(asked, plan))
+
+    def _keeping(self, asked: AskedBudget, plan: str | os.PathLike[str] | None) -> Keeping | None:
+        options = {
+            "budget": str(self.asked if self.asked.nbytes is None else self.asked.nbytes),
+            "reserved": self.reserved,
+            "offload": f"{self.offload}, host budget {self.host_budget}, "
+            f"hardware {self.hardware if self.offload else None}",
+        }
+        return None if plan is None else Keeping(where=plan, asked=asked, options=options)
+
+    def _loop(
+        self, batches: Sequence[Any], steps: torch.optim.Optimizer | None, settings: CompileSettings | None, how: Check
+    ) -> Loop:
+        modules = modules_of(self.given)
+        now = any(p.grad is not None for one in modules for p in one.parameters())
+        beside = elsewhere_bytes(nn.ModuleList(modules), max(batches, key=nbytes_of), steps)
+        return Loop(
+            holds_output=self.holds_output,
+            gradients_held=now if self.gradients_held is None else self.gradients_held,
+            check=how,
+            elsewhere_bytes=beside + sum(map(held_by_ddp, modules)),
+            compile=settings,
+        )
+
+    def _whole_step(self, batches: int) -> Step | None:
+        """The step that was given, or a forward and a backward where that has to be seen as one; None: neither.
+
+        Raises:
+            UnsupportedModule: a model that cannot be dry-run inside of a step.
+            UsageError: arguments that do not go together.
+        """
+        model = self.model
+        wrapped = isinstance(model, DistributedDataParallel) or (
+            isinstance(model, nn.Module) and bool(sharded_modules(model))
+        )
+        if isinstance(model, nn.Module) and self.step is None and not self.models and not wrapped and batches == 1:
+            return None
+        self._check_step()
+        for one in modules_of(self.given):
+            check_model(one)
+            check_states(one)
+            if any(p.is_meta for p in one.parameters()):
+                raise UnsupportedModule(
+                    f"{type(one).__name__} is on meta, and a step is dry-run where its models are; move it to its "
+                    "device first (to_empty), or plan without step="
+                )
+        if batches > 1 and any(not isinstance(one, nn.Module) for one in self.given):
+            raise UsageError("got shapes= with a pipeline; its stages exchange tensors of one shape: give one batch")
+
+        def whole(model: nn.Module, batch: Any) -> Any:
+            output = call_model(model, batch)
+            loss = loss_of(output, self.loss_fn)
+            if not self.holds_output:
+                output = None
+            loss.backward()
+            return output
+
+        return self.step or whole
+
+    def _check_step(self) -> None:
+        models, step = self.models, self.step
+        for one in models:
+            if not (isinstance(one, nn.Module) or is_schedule(one)):
+                raise UsageError(
+                    f"models= has a {type(one).__name__}; expected modules, as in models=(policy, reference)"
+                )
+        modules = modules_of(models)
+        for number, one in enumerate(modules):
+            inside = [other for other in modules[:number] if set(one.modules()) & set(other.modules())]
+            if inside:
+                raise UsageError(
+                    f"models= has {type(one).__name__}, which shares modules with {type(inside[0]).__name__}; give the "
+                    "outermost module once"
+                )
+        if step is None and not isinstance(self.model, nn.Module):
+            raise UsageError(
+                f"got a {type(self.model).__name__} without step=; expected step(schedule, batch) that calls "
+                "schedule.step(...) as this rank's loop does"
+            )
+        if step is None and models:
+            raise UsageError(
+                "got models= without step=; expected step(*models, batch) that runs forwards and backwards"
+            )
+        if models and not any(one is self.model for one in models):
+            raise UsageError("models= leaves out the model itself; expected all models of the step, in its order")
+        if self.regions is not None and len(modules) > 1:
+            raise UsageError("got regions= with several models; mark blocks with jettison.checkpointable instead")
+        if step is not None and self.loss_fn is not None:
+            raise UsageError("got loss_fn= and step=; the step computes its loss itself: leave loss_fn= out")
+        if step is not None and not callable(step):
+            raise UsageError(
+                f"step= is {step!r}; expected a function step(model, batch) that runs forwards and backwards"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planning:
+    """From a request to plans that are applied, beside the ranks that plan together.
+
+    Args:
+        step: dry-run as a whole; None: a forward and a backward of the only model.
+        losses: that losses go over chunks, if they do.
+    """
+
+    ask: _Request
+    batches: Sequence[Any]
+    optimizer: torch.optim.Optimizer | None
+    loop: Loop
+    step: Step | None
+    budget: Budget
+    ranks: PlanningRanks
+    hardware: Hardware | None
+    host: Host | None
+    losses: Hold | None
+
+    def described(
+        self,
+        batches: Sequence[Any],
+        blocks: Mapping[int, Sequence[str]] = MappingProxyType({}),
+        reached: Collection[str] | None = None,
+        stages: Agreement | None = None,
+    ) -> Described:
+        """The step on these batches.
+
+        Args:
+            blocks: by model, where they are known.
+            reached: parameters that all ranks together reach; None: they are asked.
+        """
+        ask, found = self.ask, None
+        if self.step is None:
+            ask.progress("tracing")
+            regions = blocks.get(0, ask.regions)
+            trace = traced_forward(ask.model, batches[0], loss_fn=ask.loss_fn, regions=regions, loop=self.loop)
+            found = Described(
+                parts=[Part(model=ask.model, trace=trace)], optimizer=self.optimizer, progress=ask.progress
+            )
+        else:
+            regions, loop = None if blocks else ask.regions, replace(self.loop, holds_output=True)
+            own = describe_step(
+                self.step, ask.given, batches, self.optimizer, blocks, regions, loop, ask.progress, stages
+            )
+            found = own.with_reached(self.ranks.reached(own.reached) if reached is None else reached)
+        note_losses(found.traces, self.losses)
+        return replace(found, hardware=self.hardware, host=self.host)
+
+    def applied(self, keeping: Keeping | None) -> Applied:
+        """Every model under its plan, which is made anew when batches come that it does not cover."""
+        began, ask, ranks = time.perf_counter(), self.ask, self.ranks
+        one = self.described(self.batches, stages=ranks.stages)
+        budget = self.budget.with_least(ranks.with_traced(one.traces, self.budget.nbytes))
+        kept = None
+        if keeping is not None:
+            functions = [ask.loss_fn] if self.step is None else [] if ask.step is None else [ask.step]
+            models = [ask.model] if self.step is None else modules_of(ask.given)
+            more = {"reached": " ".join(sorted(one.reached_anywhere))} if isinstance(one, OwnStep) else {}
+            levels = None if one.counted is None else one.counted.levels
+            kept = keeping.opened(
+                budget, one.traces, models, self.batches, self.optimizer, functions, ask.progress, levels, more
+            )
+        follows = ranks.follow(kept)
+        pipelined = any(not isinstance(each, nn.Module) for each in ask.given)
+
+        def plans() -> list[Plan]:
+            if kept is not None and follows and kept.plans:
+                return kept.followed()
+            made = one.plans(budget.nbytes)
+            if kept is not None:
+                state_bytes = bytes_of_state(one.dry_step.optimizer)
+                kept.write(made, state_bytes=state_bytes, planning_seconds=time.perf_counter() - began)
+            return made
+
+        def make() -> Applied:
+            made = ranks.plans(plans, one.traces)
+            return agreed(replace(self._under(one.parts, made, pipelined), budget=budget.words), ranks.sharing)
+
+        applied = ranks.settled(make)
+        batch_plans = None
+        if not (pipelined or ranks.sharing.rounds):
+            blocks = {part.number: part.blocks for part in one.parts}
+            reached = one.reached_anywhere if isinstance(one, OwnStep) else None
+            seconds = time.perf_counter() - began
+            batch_plans = BatchPlans(
+                regions=_by_model(applied.regions),
+                describe=lambda batch: self.described([batch], blocks, reached),
+                shape_of=_call_shape if ask.step is None else _shape,
+                budget_bytes=budget.nbytes,
+                planning_seconds=kept.planning_seconds if kept is not None and follows else seconds,
+                progress=ask.progress,
+                host_budget_bytes=None if self.host is None else self.host.shared(len(one.parts)).budget_bytes,
+            )
+            batch_plans.begin(list(map(batch_plans.shape_of, self.batches)), one.traces, applied.plans)
+        by_itself = ask.step is None and not any(map(sharded_modules, modules_of(ask.given)))
+        follow_loop(
+            applied,
+            budget,
+            self.optimizer,
+            plans=batch_plans,
+            by_itself=by_itself and batch_plans is not None,
+            elsewhere_bytes=self.loop.elsewhere_bytes,
+        )
+        if batch_plans is None:
+            applied._again = self._thawing(budget.nbytes)
         return applied
 
-    applied = ranks.sharing.first(make, lambda made: json.dumps([made.plan_text(), likeness(traced)]))
-    if isinstance(applied, str):
-        plan_text, like = json.loads(applied)
-        room = None if host is None else host.budget_bytes
-        applied = apply_from_another_rank(model, traced, Plan.from_json(plan_text), like, check_of(loop.check), room)
-        assert applied.plan is not None
-        expect_loop(applied.regions, traced, applied.plan)
-    applied = agreed(replace(applied, budget=budget.words), ranks.sharing)
-    plans = None
-    if not ranks.sharing.rounds:
-        assert applied.plan is not None
-        names = list(dict.fromkeys(call.name for call in traced.calls))
-        seconds = kept.planning_seconds if kept is not None and follows else time.perf_counter() - began
+    def _under(self, parts: Sequence[Part], made: list[Plan] | str, probed: bool) -> Applied:
+        """Every model under its plan; of another rank's plans, told as text, the decisions.
 
-        def describe(batch: Any) -> OneModel:
-            again = traced_forward(model, batch, loss_fn=loss_fn, regions=names, loop=loop)
-            note_losses([again], losses)
-            return replace(one, traced=again)
+        Args:
+            probed: models are stages of a pipeline. Before their first step torch runs one forward through each, and
+                asks for the gradients of its inputs alone (``_backward_metadata_inference`` in
+                torch/distributed/pipelining/stage.py). That is less than one micro-batch takes, and nothing to be told
+                of.
+        """
+        likes: list[str] | None = None
+        if isinstance(made, str):
+            texts, likes = json.loads(made)
+            made = [Plan.from_json(text) for text in texts]
+        how = check_of(self.loop.check)
+        room = None if self.host is None else self.host.shared(len(parts)).budget_bytes
+        replicas = [inside_of_ddp(one) for one in self.ask.given if isinstance(one, DistributedDataParallel)]
+        regions: list[PlannedForward] = []
+        try:
+            for number, (part, plan) in enumerate(zip(parts, made, strict=True)):
+                for text in part.trace.warnings:
+                    warnings.warn(text, stacklevel=4)
+                found = (
+                    apply_plan(part.model, part.trace, plan, how, room)
+                    if likes is None
+                    else apply_from_another_rank(part.model, part.trace, plan, likes[number], how, room)
+                )
+                regions += found.regions
+                replicated = any(part.model is one for one in replicas)
+                expect_loop(found.regions, part.trace, plan, part.use, probed=probed, replicated=replicated)
+        except BaseException:
+            Applied(regions=regions).remove()
+            raise
+        return Applied(regions=regions, plan=made[0], plans=tuple(made))
 
-        plans = BatchPlans(
-            regions=[applied.regions],
-            describe=describe,
-            shape_of=lambda batch: BatchShape.of(*as_call(batch)),
-            budget_bytes=budget.nbytes,
-            planning_seconds=seconds,
-            progress=progress,
-            host_budget_bytes=None if host is None else host.budget_bytes,
-        )
-        plans.begin(one.calls[0], one.traces, [applied.plan])
-    alone = plans is not None
-    follow_loop(
-        applied,
-        budget,
-        optimizer,
-        plans=plans,
-        by_itself=alone,
-        elsewhere_bytes=loop.elsewhere_bytes,
-        together=not alone,
-    )
-    return applied
+    def _thawing(self, budget_bytes: int) -> Callable[[Applied, Any], None]:
+        """What plans anew, on all ranks, before a step in which some parameter is trained that the plan takes to be
+        frozen.
+
+        A rank cannot plan by itself where it shares parameters with others, or runs a stage of a pipeline: ranks
+        compare what they will recompute, and stages tell each other what they return. So all of them take the old plan
+        off and plan again. Ranks that share parameters see the same change by themselves. Stages of a pipeline have
+        parameters of their own: they ask each other in every call.
+        """
+        ask = self.ask
+        frozen = [p for one in modules_of(ask.given) for p in one.parameters() if not p.requires_grad]
+        groups = [one.ranks for one in self.ranks.stages.rounds]
+        shapes = list(map(_shape, self.batches)) if self.ranks.sharing.rounds else []
+
+        def meet(handle: Applied, batch: Any) -> None:
+            thawed = sum(p.requires_grad for p in frozen)
+            with Agreement(groups) as stages:
+                if stages.least(int(not thawed)):
+                    return
+            own = {_shape(batch): batch} if shapes else {}
+            batches = [batch, *(stretched(own, shape) for shape in shapes)]
+            handle.remove()
+            least_bytes: int | None = None
+            with reported(ask.progress, f"planning again, {thawed} more parameters are trained") as done:
+                try:
+                    made = ask.applied(batches, ask.asked, None)
+                except Infeasible as error:
+                    least_bytes = error.minimum_budget_bytes
+                    made = ask.applied(batches, AskedBudget.of(least_bytes), None)
+                done(f"planned again: {figures(made)}")
+            handle._become(made)
+            if least_bytes is not None:
+                warnings.warn(
+                    f"the step with {thawed} more parameters trained does not fit into {format_bytes(budget_bytes)}: "
+                    f"the smallest plan for it needs {format_bytes(least_bytes)}, and is what it runs "
+                    "under. Use a smaller batch, or a larger budget",
+                    stacklevel=3,
+                )
+
+        return meet
+
+
+def _by_model(regions: Sequence[PlannedForward]) -> list[list[PlannedForward]]:
+    """Regions of each model, its own the last."""
+    found: list[list[PlannedForward]] = [[]]
+    for region in regions:
+        found[-1].append(region)
+        if region.is_root:
+            found.append([])
+    return found[:-1]
+
+
+def _shape(batch: Any) -> BatchShape:
+    """Of what is given to a step of somebody's own."""
+    return BatchShape.of((batch,))
+
+
+def _call_shape(batch: Any) -> BatchShape:
+    """Of what is given to the model itself."""
+    return BatchShape.of(*as_call(batch))
 
 
 def _sequence(name: str, given: Any) -> tuple[Any, ...]:
@@ -462,64 +677,3 @@ def _sequence(name: str, given: Any) -> tuple[Any, ...]:
     if isinstance(given, nn.Module | torch.Tensor | dict | str) or not isinstance(given, Iterable):
         raise UsageError(f"{name}= is a {type(given).__name__}; expected a list of them, even of one")
     return tuple(given)
-
-
-# Plans made anew by several ranks together, when parameters are trained that were frozen ------------------------------
-#
-# A rank cannot plan by itself where it shares parameters with others, or runs a stage of a pipeline: ranks compare what
-# they will recompute, and stages tell each other what they return. So all of them take the old plan off and plan again,
-# as in the first call of `auto_checkpoint`, before the step in which it matters begins (`Applied.expect`).
-#
-# Ranks that share parameters see the same change by themselves. Stages of a pipeline have parameters of their own: they
-# ask each other in every call.
-
-
-@dataclass(kw_only=True, eq=False)
-class Thawing:
-    """When a handle's plan is made anew, and how.
-
-    Args:
-        modules: that are planned.
-        stages: groups of ranks that run other stages.
-        shapes: of batches that were planned for, where ranks share parameters.
-        make: plans for these batches, under another budget where one is given.
-    """
-
-    modules: Sequence[nn.Module]
-    stages: Sequence[tuple[int, ...]]
-    shapes: Sequence[BatchShape]
-    budget_bytes: int
-    make: Callable[[Sequence[Any], int | None], Applied]
-    progress: Progress
-    frozen: list[nn.Parameter] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.frozen = [p for one in self.modules for p in one.parameters() if not p.requires_grad]
-
-    def meet(self, handle: Applied, batch: Any) -> None:
-        """Plan again, on all ranks, where some parameter is trained that the plan takes to be frozen.
-
-        Raises:
-            PlanMismatch: a rank failed, or did not come in time.
-        """
-        thawed = sum(p.requires_grad for p in self.frozen)
-        with Agreement(self.stages) as stages:
-            if stages.least(int(not thawed)):
-                return
-        batches = [batch, *(stretched(batch, shape) for shape in self.shapes)]
-        handle.remove()
-        least_bytes: int | None = None
-        with reported(self.progress, f"planning again, {thawed} more parameters are trained") as done:
-            try:
-                made = self.make(batches, None)
-            except Infeasible as error:
-                made = self.make(batches, least_bytes := error.minimum_budget_bytes)
-            done(f"planned again: {figures(made)}")
-        handle._become(made)
-        if least_bytes is not None:
-            warnings.warn(
-                f"the step with {thawed} more parameters trained does not fit into {format_bytes(self.budget_bytes)}: "
-                f"the smallest plan for it needs {format_bytes(least_bytes)}, and is what it runs "
-                "under. Use a smaller batch, or a larger budget",
-                stacklevel=3,
-            )

@@ -26,8 +26,8 @@ from jettison.capture.model_trace import ModelTrace
 from jettison.capture.signature import global_signature
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
-from jettison.planner.optimizers import inside_of
 from jettison.planner.planner import fingerprint
+from jettison.planner.readiness import inside_of
 
 PACKAGE: Final = __name__.partition(".")[0]
 MOST_CODE: Final = 20_000
@@ -114,13 +114,11 @@ def step_facts(
     """
     traces = list(traces)
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    code = _Code()
+    code, step, rules = CodeDigest(), CodeDigest(), CodeDigest()
     for model in models:
         code.model(model)
-    step = _Code()
     for function in functions:
         step.value(function)
-    rules = _Code()
     for one in inside_of(optimizer) if optimizer is not None else ():
         rules.value(type(one))
     return {
@@ -186,7 +184,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
 
 
-class _Code:
+class CodeDigest:
     """Digest of functions and classes, and of those that they name, in files that belong to no large library; of such
     a library its version.
     """
@@ -207,14 +205,12 @@ class _Code:
             self.value(vars(module).get("forward"))
             for name, table in vars(module).items():
                 if name.endswith("_hooks") and isinstance(table, dict):
-                    self._several(table.values())
+                    for hook in table.values():
+                        self.value(hook)
         for parameter in model.parameters():
             for name in TENSOR_HOOKS:
-                self._several((hooks_of(parameter, name) or {}).values())
-
-    def _several(self, values: Iterable[Any]) -> None:
-        for value in values:
-            self.value(value)
+                for hook in (hooks_of(parameter, name) or {}).values():
+                    self.value(hook)
 
     def value(self, value: Any) -> None:
         """A function, a method, a class, or what is called like one."""
@@ -273,13 +269,9 @@ class _Code:
             self._found.append([name, version])
 
 
-def _code(code: types.CodeType) -> Any:
-    """Without the lines and the file that it is in."""
-    constants = list(map(_constant, code.co_consts))
-    return [code.co_name, code.co_code.hex(), list(code.co_names), list(code.co_varnames), constants]
-
-
-def _constant(value: Any) -> Any:
+def _code(value: Any) -> Any:
+    """A code object without the lines and the file that it is in; of another constant its text."""
     if isinstance(value, types.CodeType):
-        return _code(value)
+        constants = list(map(_code, value.co_consts))
+        return [value.co_name, value.co_code.hex(), list(value.co_names), list(value.co_varnames), constants]
     return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)

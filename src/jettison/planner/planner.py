@@ -1,35 +1,41 @@
-"""From a trace and a budget to a plan whose step was run on fake tensors.
+"""From traces and a budget to plans whose step was run on fake tensors.
 
 The solver adds up levels that were found block by block; a dry run of the whole step is the judge (`solve.refine`).
+
+NOTE [ Several parts ]
+One module is planned by itself, with the loop's own step as the judge. In a pipeline the bytes that a stage holds are
+held once for every micro-batch in flight. There its solver is given as many times the bytes, and is asked for answers
+between the fewest bytes and the fewest seconds, for all of a rank's stages at the same share of the way; a dry run of
+the whole schedule judges each. Within a stage the answers are the solver's best; that all stages of a rank go the same
+share of the way is a choice.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
+from torch import nn
 
+from jettison.capture.entries import Roles
 from jettison.capture.model_trace import BlockClass, ModelTrace
+from jettison.capture.recording import RegionTrace
 from jettison.core.errors import Infeasible
 from jettison.core.progress import Progress, silent
-from jettison.dryrun.around_blocks import around_stubs
-from jettison.dryrun.composed import Book, Label, Labels
+from jettison.dryrun.composed import Judge, why_whole
 from jettison.dryrun.op_costs import Pricing
-from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks
-from jettison.dryrun.tape import Tape
-from jettison.ledger.program import Program
+from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, step_of
+from jettison.ledger.program import Program, Source
 from jettison.planner.host import SEND, Host, is_timed, less_on_host
-from jettison.planner.options import Options, options_of, step_of
-from jettison.planner.plan_tensors import plan_tensors
+from jettison.planner.options import Options, options_of
 from jettison.planner.points import PACK, exactly, policy_kept, policy_of
-from jettison.solve.chain import Solution, choose
+from jettison.solve.chain import Solution
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.levels import Choice
-from jettison.solve.moves import Walk, least_of, minimum_budget, walks
 from jettison.solve.plan import (
     LayerPlan,
     Plan,
@@ -40,24 +46,35 @@ from jettison.solve.plan import (
     policy_word,
     recompute_flops,
 )
-from jettison.solve.policy import CheckpointPolicy, Full, KeepAll
-from jettison.solve.problem import RegionOption, RootOption, StepProblem
-from jettison.solve.refine import fastest, refine
+from jettison.solve.policy import Full
+from jettison.solve.problem import RegionOption, RootOption, SegmentOption, StepProblem
+from jettison.solve.refine import Offer, fastest, refine
 from jettison.solve.transients import is_lean
 from jettison.spec.hardware import Hardware
 
 UNSEEN_BYTES = 256  # Python numbers that C++ wraps into tensors live for an op, out of any dispatch mode's sight
 
 Option = TypeVar("Option", RegionOption, RootOption)
+Held = TypeVar("Held", RegionOption, SegmentOption)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One choice, as policies, and what its dry run gave."""
+class DryRunChoice:
+    """A choice for each part of a step, as policies, and what the dry run of the step gave."""
 
-    solution: Solution
-    part: ModulePolicy
+    solutions: tuple[Solution, ...]
+    parts: tuple[ModulePolicy, ...]
     step: StepPeaks
+
+    @property
+    def solution(self) -> Solution:
+        """Of the first part."""
+        return self.solutions[0]
+
+    @property
+    def part(self) -> ModulePolicy:
+        """The first."""
+        return self.parts[0]
 
     @property
     def needs(self) -> int:
@@ -66,13 +83,13 @@ class Candidate:
 
     @property
     def level(self) -> int:
-        """Its peak as the solver has it."""
-        return self.solution.levels.peak_bytes
+        """Its peak as the solver has it; of several parts added up."""
+        return sum(solution.levels.peak_bytes for solution in self.solutions)
 
     @property
     def added_seconds(self) -> float:
         """That a step takes longer."""
-        return self.solution.certificate.objective_seconds
+        return sum(solution.certificate.objective_seconds for solution in self.solutions)
 
 
 def make_planner(
@@ -99,26 +116,15 @@ def make_planner(
     """
     pricing = Pricing(run=measure)
     step = dry_step or OneBatch(trace=trace, optimizer=optimizer)
-    judge = Judge.of(trace, step, pricing, composes=composes, offloads=host is not None)
-    options = options_of(
-        trace,
-        pricing,
-        hardware=hardware,
-        optimizer=optimizer,
-        dry_step=dry_step,
-        host=host,
-        run=judge.whole,
-        progress=progress,
-    )
-    judge.offer({key: _offered(trace.classes[key], points) for key, points in options.points.items()})
+    judge = Judge(trace=trace, dry_step=step, pricing=pricing)
+    if composes:
+        judge.problem = why_whole(trace, step, offloads=host is not None)
+    options = options_of(trace, step.modules[0], judge, hardware=hardware, host=host, progress=progress)
+    for key, points in options.points.items():  # from the most bytes down; what is packed is asked for least
+        likely = sorted(points.values(), key=lambda p: (bool(p.narrowed), -p.kept_bytes))
+        judge.offers[key] = [policy_of(trace.classes[key], point) for point in likely]
     say_what_was_bounded(trace, pricing)
     return Planner(trace=trace, options=options, judge=judge, host=host, progress=progress)
-
-
-def _offered(cls: BlockClass, points: Mapping[str, FrontierPoint]) -> list[CheckpointPolicy]:
-    """What a block of this class may be asked to do, from the most bytes down; what is packed is asked for least."""
-    found = sorted(points.values(), key=lambda p: (bool(p.narrowed), -p.kept_bytes))
-    return [policy_of(cls, point) for point in found]
 
 
 def say_what_was_bounded(trace: ModelTrace, pricing: Pricing) -> None:
@@ -141,8 +147,8 @@ class Planner:
     judge: Judge
     host: Host | None = None
     progress: Progress = silent
-    _candidates: dict[Any, Candidate] = field(default_factory=dict, init=False)
-    _answers: list[Candidate] = field(default_factory=list, init=False)  # for budgets so far
+    _choices: dict[Choice, DryRunChoice] = field(default_factory=dict, init=False)
+    _answers: list[DryRunChoice] = field(default_factory=list, init=False)  # for budgets so far
 
     @property
     def problem(self) -> StepProblem:
@@ -151,7 +157,7 @@ class Planner:
 
     @functools.cached_property
     def tensors(self) -> tuple[PlanTensor, ...]:
-        """What there is to decide about, in words."""
+        """Tensors that there is something to decide about."""
         return plan_tensors(self.trace)
 
     @property
@@ -159,35 +165,33 @@ class Planner:
         """The step without a plan."""
         return self.options.baseline
 
-    def candidate(self, solution: Solution) -> Candidate:
+    def candidate(self, solution: Solution) -> DryRunChoice:
         """Run a choice on fake tensors; every choice once."""
         choice = solution.choice
-        known = self._candidates.get(choice)
-        if known is None:
+        if choice not in self._choices:
             part = self.part(choice)
-            step = self.judge.step(part)
-            known = self._candidates[choice] = Candidate(solution=solution, part=part, step=step)
-        return known
+            self._choices[choice] = DryRunChoice(solutions=(solution,), parts=(part,), step=self.judge.step(part))
+        return self._choices[choice]
 
     def part(self, choice: Choice) -> ModulePolicy:
         """A choice as policies."""
-        policies, root = self._policies(choice)
-        opaque = {
-            c.name: next(o for o in r.options if o.key == key)
-            for c, r, key in zip(self.trace.calls, self.options.problem.regions, choice.regions, strict=True)
-            if self.trace.classes[c.class_key].stood_in
-        }
-        segments = [[c.name for c in self.trace.calls[a:b]] for a, b in choice.segments]
-        return ModulePolicy(trace=self.trace, policies=policies, root=root, segments=segments, opaque=opaque)
-
-    def _policies(self, choice: Choice) -> tuple[dict[str, CheckpointPolicy], CheckpointPolicy]:
         chosen: dict[str, tuple[BlockClass, FrontierPoint]] = {}
         for call, key in zip(self.trace.calls, choice.regions, strict=True):
             point = self._point(call.class_key, key, self.trace.program(call))
             if call.name not in chosen or point.kept_bytes < chosen[call.name][1].kept_bytes:
                 chosen[call.name] = self.trace.classes[call.class_key], point
-        policies = {name: policy_of(cls, point) for name, (cls, point) in chosen.items()}
-        return policies, exactly(self.trace.root.program, self.options.root_points[choice.root].kept)
+        opaque = {
+            c.name: next(o for o in r.options if o.key == key)
+            for c, r, key in zip(self.trace.calls, self.problem.regions, choice.regions, strict=True)
+            if self.trace.classes[c.class_key].stood_in
+        }
+        return ModulePolicy(
+            trace=self.trace,
+            policies={name: policy_of(cls, point) for name, (cls, point) in chosen.items()},
+            root=exactly(self.trace.root.program, self.options.root_points[choice.root].kept),
+            segments=[[c.name for c in self.trace.calls[a:b]] for a, b in choice.segments],
+            opaque=opaque,
+        )
 
     def _point(self, class_key: str, key: str, program: Program) -> FrontierPoint:
         if key != "segment":
@@ -196,38 +200,32 @@ class Planner:
         return FrontierPoint(key=key, kept=kept, kept_bytes=program.kept_bytes(kept), seconds=0.0, price=0.0)
 
     @functools.cached_property
-    def smallest(self) -> Candidate:
+    def smallest(self) -> DryRunChoice:
         """The plan of the fewest bytes."""
-        return min(self._least(self.options.problem), self._least_untimed, key=lambda one: one.needs)
-
-    def _least(self, problem: StepProblem) -> Candidate:
-        """Of the fewest bytes. What runs of blocks need is added up, not dry-run, and may be too little."""
-        ways = [problem, replace(problem, segments=())] if problem.segments else [problem]
-        first, *others = sorted(((self._least_budget(way), way) for way in ways), key=lambda pair: pair[0])
-        least = self._answer(first[1], first[0])
-        found = [self._answer(way, level) for level, way in others if level < least.needs]
-        return min([least, *found], key=lambda one: one.needs)
+        return min(self._least(self._offer), self._least_untimed, key=lambda one: one.needs)
 
     @functools.cached_property
-    def _walks(self) -> tuple[Walk, ...]:
-        return walks(self.problem)
+    def _offer(self) -> Offer:
+        return Offer(self.problem)
 
-    def _chosen(self, problem: StepProblem, asked: int) -> Solution:
-        return choose(problem, asked, known=self._walks if problem is self.problem else None)
+    def _least(self, offer: Offer) -> DryRunChoice:
+        """Of the fewest bytes. What runs of blocks need is added up, not dry-run, and may be too little."""
+        alone = [Offer(replace(offer.problem, segments=()))] if offer.problem.segments else []
+        first, *others = sorted([offer, *alone], key=lambda one: one.least_bytes)
+        least = self._answer(first, first.least_bytes)
+        found = [self._answer(one, one.least_bytes) for one in others if one.least_bytes < least.needs]
+        return min([least, *found], key=lambda one: one.needs)
 
-    def _least_budget(self, problem: StepProblem) -> int:
-        return least_of(self._walks) if problem is self.problem else minimum_budget(problem)
-
-    def _answer(self, problem: StepProblem, asked: int) -> Candidate:
+    def _answer(self, offer: Offer, asked: int) -> DryRunChoice:
         """The choice; with less on the host, step by step, where pinning takes more than that may give."""
-        found = self.candidate(self._chosen(problem, asked))
+        found = self.candidate(offer.choose(asked))
         while not self._held(found):
             assert self.host is not None
-            problem = less_on_host(problem, found.solution.levels, self.host, found.step.pinned_bytes)
-            found = self.candidate(choose(problem, max(asked, minimum_budget(problem))))
+            offer = Offer(less_on_host(offer.problem, found.solution.levels, self.host, found.step.pinned_bytes))
+            found = self.candidate(offer.choose(max(asked, offer.least_bytes)))
         return found
 
-    def _held(self, found: Candidate) -> bool:
+    def _held(self, found: DryRunChoice) -> bool:
         return self.host is None or self.host.holds(found.step.pinned_bytes)
 
     @functools.cached_property
@@ -236,15 +234,15 @@ class Planner:
         return min(self.plain_budget_bytes, self._least_untimed.needs)
 
     @functools.cached_property
-    def _least_untimed(self) -> Candidate:
-        return self._least(untimed(self.options.problem))
+    def _least_untimed(self) -> DryRunChoice:
+        return self._least(Offer(untimed(self.problem)))
 
     @property
     def plain_budget_bytes(self) -> int:
         """The smallest budget under which nothing needs to be done."""
-        return self.options.baseline.peak_bytes + UNSEEN_BYTES
+        return self.baseline.peak_bytes + UNSEEN_BYTES
 
-    def plan(self, budget_bytes: int) -> Candidate:
+    def plan(self, budget_bytes: int) -> DryRunChoice:
         """The fastest plan whose dry run fits.
 
         Raises:
@@ -254,24 +252,24 @@ class Planner:
             # below what is there before a step no plan is worth a look
             fewest = self._least_untimed if self.baseline.static_bytes > budget_bytes else self.smallest
             if fewest.needs > budget_bytes:
-                raise Infeasible(
-                    minimum_budget_bytes=self.minimum_budget_bytes,
-                    budget_bytes=budget_bytes,
-                    reason=f"The {fewest.step.phase} pass sets the peak.",
-                )
+                raise _infeasible(budget_bytes, self.minimum_budget_bytes, fewest)
         if self.plain_budget_bytes <= budget_bytes:  # nothing to do, however the solver's sums are rounded
-            return self.candidate(self._chosen(self.problem, 2 * budget_bytes))
+            return self.candidate(self._offer.choose(2 * budget_bytes))
 
-        def ask(asked: int) -> Candidate:
+        def ask(asked: int) -> DryRunChoice:
             self.progress("choosing")
-            return self._answer(self.problem, asked)
+            return self._answer(self._offer, asked)
 
-        least = least_of(self._walks)
-        self._answers.extend(refine(ask, budget_bytes, least, known=self._answers))
+        self._answers.extend(refine(ask, budget_bytes, self._offer.least_bytes, known=self._answers))
         say_what_was_bounded(self.trace, self.judge.pricing)
-        return fastest([one for one in self._candidates.values() if self._held(one)], budget_bytes)
+        best = fastest(filter(self._held, self._choices.values()), budget_bytes)
+        assert best is not None, "the smallest fits"
+        return best
 
-    def as_plan(self, found: Candidate, budget_bytes: int, *, minimum_budget_bytes: int | None = None) -> Plan:
+    def plans(self, budget_bytes: int) -> list[Plan]:
+        return [self.as_plan(self.plan(budget_bytes), budget_bytes)]
+
+    def as_plan(self, found: DryRunChoice, budget_bytes: int, *, minimum_budget_bytes: int | None = None) -> Plan:
         """The plan as a document. ``minimum_budget_bytes``: where it is known otherwise."""
         trace, choice = self.trace, found.solution.choice
         layers: dict[str, LayerPlan] = {}
@@ -279,7 +277,7 @@ class Planner:
         for call, key in zip(trace.calls, choice.regions, strict=True):
             program = trace.program(call)
             point = self._point(call.class_key, key, program)
-            if call.name in followers:  # the block before computes this one's input again
+            if call.name in followers:  # the block before recomputes this one's input
                 linked = {position for position, _ in call.links}
                 inputs = trace.classes[call.class_key].trace.inputs
                 held = frozenset(b for b in point.kept - point.moved if inputs.get(b) not in linked)
@@ -287,8 +285,7 @@ class Planner:
             if call.name not in layers or point.kept_bytes < layers[call.name].kept_bytes:
                 layers[call.name] = layer_plan(call.name, program, point)
         certificate = found.solution.certificate
-        unplanned = self.options.problem.plain_seconds
-        added = found.added_seconds
+        unplanned, added = self.problem.plain_seconds, certificate.objective_seconds
         return Plan(
             budget_bytes=budget_bytes,
             minimum_budget_bytes=self.minimum_budget_bytes if minimum_budget_bytes is None else minimum_budget_bytes,
@@ -312,9 +309,14 @@ class Planner:
         )
 
 
+def _infeasible(budget_bytes: int, minimum_bytes: int, fewest: DryRunChoice) -> Infeasible:
+    reason = f"The {fewest.step.phase} pass sets the peak."
+    return Infeasible(minimum_budget_bytes=minimum_bytes, budget_bytes=budget_bytes, reason=reason)
+
+
 def untimed(problem: StepProblem) -> StepProblem:
-    """What does not hang on seconds that were measured, and is there whenever a plan is made: both ends, and what
-    lowers the peak of the lower one.
+    """Options that depend on no measured seconds, and are there whenever a plan is made: both ends, and what lowers the
+    peak of the lower one.
     """
     regions = tuple(replace(r, options=_ends(r.options)) for r in problem.regions)
     return replace(problem, regions=regions, root=_ends(problem.root))
@@ -324,6 +326,9 @@ def _ends(options: tuple[Option, ...]) -> tuple[Option, ...]:
     keys: list[str] = [o.key for o in options if SEND not in o.key and not o.key.endswith(PACK)]
     ends = {keys[0], keys[-1], *(key for key in keys if is_lean(key))}
     return tuple(o for o in options if o.key.removesuffix(PACK).partition(SEND)[0] in ends and not is_timed(o.key))
+
+
+# plans as documents ---------------------------------------------------------------------------------------------------
 
 
 def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
@@ -380,174 +385,188 @@ def fingerprint(trace: ModelTrace) -> str:
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
 
-# judge ----------------------------------------------------------------------------------------------------------------
-#
-# What a choice takes: by dry-running the whole step, or by putting it together from steps that were dry-run One choice
-# is dry-run whole. Where many are asked for, as in a sweep of budgets, most of what a step does was seen before: the
-# same block under the same option, in another place. A dry run of a mixture, in which every block has another option,
-# shows many of them at once (NOTE [ What may be put together ] in dryrun/composed.py).
-#
-# The first step that is put together is dry-run whole as well, and must be the same in every level.
+def plan_tensors(traced: ModelTrace) -> tuple[PlanTensor, ...]:
+    """Saved tensors for whoever reads a plan, of the root and of one example of each program. Parameters cost a step
+    nothing, and are left out.
+    """
+    found = dict.fromkeys(_tensors_of(traced.root.program, traced.root, traced.fake_model))
+    for call in traced.calls:
+        cls, program = traced.classes[call.class_key], traced.program(call)
+        if any(tensor.digest == program.digest() for tensor in found):
+            continue
+        region = cls.trace if cls.program is cls.trace.program else None  # of a compiled block there are only its ops
+        found |= dict.fromkeys(_tensors_of(program, region, traced.fake_model.get_submodule(call.name)))
+    return tuple(found)
 
 
-Offers = Mapping[str, Sequence[CheckpointPolicy]]
-"""By class of blocks: what may be asked for, most likely first."""
-ALIKE = 2
-"""Blocks of a kind, on average, from which on a mixture shows more than the choice itself."""
+def _tensors_of(program: Program, region: RegionTrace | None, module: nn.Module) -> Iterator[PlanTensor]:
+    roles = None if region is None else Roles(trace=region, module=module)
+    refs = dict(zip(program.slots, region.slots, strict=True)) if region is not None else {}
+    for slot in program.slots:
+        buffer = program.buffers[slot.buffer]
+        if buffer.source is Source.PARAMETER or (region is not None and slot.buffer in region.names):
+            continue
+        yield PlanTensor(
+            digest=program.digest(),
+            buffer=slot.buffer,
+            path=slot.path,
+            op=slot.op if roles is None else roles.saver(slot),
+            role="" if roles is None else roles.role(slot, refs[slot]),
+            shape=slot.shape,
+            dtype=slot.dtype,
+            nbytes=buffer.nbytes,
+            free=buffer.free,
+        )
 
 
-def why_whole(trace: ModelTrace, dry_step: DryStep, *, offloads: bool) -> str:
-    """Why steps of this kind are not put together; empty where they may be."""
-    names = [call.name for call in trace.calls]
-    if not isinstance(dry_step, OneBatch):
-        return "the step is somebody's own"
-    if offloads:
-        return "tensors move to the host, and blocks wait for each other's copies"
-    if any(cls.stood_in for cls in trace.classes.values()):
-        return "some blocks are stood in for"
-    if not names or len(set(names)) < len(names):
-        return "the model has no blocks" if not names else "a block is called twice"
-    return ""
+# several parts --------------------------------------------------------------------------------------------------------
+
+
+class PartsPlanner(Protocol):
+    """Plans for the parts of a step."""
+
+    def plans(self, budget_bytes: int) -> list[Plan]:
+        """One for each part, together under the budget.
+
+        Raises:
+            Infeasible: no plans fit; ``minimum_budget_bytes`` says what would.
+        """
+        ...
+
+
+def planner_of(
+    traces: Sequence[ModelTrace],
+    in_flight: Sequence[int],
+    dry_step: DryStep,
+    *,
+    hardware: Hardware | None = None,
+    host: Host | None = None,
+    progress: Callable[[str], None],
+) -> PartsPlanner:
+    """Learn all that plans for the parts of a rank need: one module, or the stages of a pipeline.
+
+    Args:
+        in_flight: of each part, the most micro-batches that it holds at a time.
+        host: where tensors may wait, if anywhere; several parts have equal shares of it.
+    """
+    if len(traces) == 1 and in_flight[0] == 1:
+        return make_planner(traces[0], dry_step=dry_step, hardware=hardware, host=host, progress=progress)
+    share = None if host is None else host.shared(len(traces))
+    planners = [make_planner(trace, hardware=hardware, host=share, progress=progress) for trace in traces]
+    progress("choosing")
+    offers = [Offer(_times(one.problem, count)) for one, count in zip(planners, in_flight, strict=True)]
+    return _Stages(dry_step=dry_step, planners=planners, offers=offers, host=host)
 
 
 @dataclass(kw_only=True)
-class Judge:
-    """Says what steps take.
+class _Stages:
+    """See NOTE [ Several parts ]."""
 
-    Args:
-        book: of what was seen; None: every step is dry-run whole.
-    """
-
-    trace: ModelTrace
     dry_step: DryStep
-    pricing: Pricing
-    book: Book | None = None
-    whole_steps: int = 0
-    _proven: bool = False
-    _last_root: CheckpointPolicy | None = None  # of a whole step in which something around the blocks was dropped
-    _offers: dict[str, list[CheckpointPolicy]] = field(default_factory=dict, init=False)
+    planners: list[Planner]
+    offers: list[Offer]
+    host: Host | None = None
+    seen: dict[tuple[Choice, ...], DryRunChoice] = field(default_factory=dict)
+    pricing: Pricing = field(default_factory=Pricing)
 
-    @classmethod
-    def of(cls, trace: ModelTrace, dry_step: DryStep, pricing: Pricing, *, composes: bool, offloads: bool) -> Judge:
-        """One that puts steps together if that is wanted, and possible."""
-        book = None
-        if composes:
-            names, classes = [call.name for call in trace.calls], [call.class_key for call in trace.calls]
-            book = Book(names=names, classes=classes, problem=why_whole(trace, dry_step, offloads=offloads))
-        return cls(trace=trace, dry_step=dry_step, pricing=pricing, book=book)
+    @functools.cached_property
+    def ends(self) -> list[tuple[int, int]]:
+        """Of each stage, the fewest bytes, and those of the choice that recomputes least."""
+        return [(offer.least_bytes, max(offer.least_bytes, _fastest_peak(offer))) for offer in self.offers]
 
-    @property
-    def problem(self) -> str:
-        """Why no step is put together."""
-        return "nobody asked for it" if self.book is None else self.book.problem
+    def at(self, share: float) -> DryRunChoice:
+        """The answers at this share of the way from the fewest bytes (0) to the fewest seconds (1)."""
+        return self._answers(self.offers, [low + round(share * (high - low)) for low, high in self.ends])
 
-    def offer(self, offers: Offers) -> None:
-        """What may be asked for."""
-        self._offers = {key: list(policies) for key, policies in offers.items()}
+    @functools.cached_property
+    def sure(self) -> DryRunChoice:
+        """The fewest bytes that there are answers for whenever they are asked for.
 
-    def whole(self, part: ModulePolicy) -> StepPeaks:
-        """A step that is dry-run."""
-        self.whole_steps += 1
-        if self.book is None or self.book.problem:
-            return step_of([part], self.dry_step, self.pricing)
-        told: list[tuple[Tape, int]] = []
-        found = step_of([part], self.dry_step, self.pricing, lambda tape, live_bytes: told.append((tape, live_bytes)))
-        self._last_root = part.root if not isinstance(part.root, KeepAll) else self._last_root
-        self.book.record(told[-1][0], labels_of(part), told[-1][1])  # of the run that knew every workspace
-        return found
+        What a stage's root holds for calls in flight is bounded from above (`_times`), by more in one of its options
+        than in another: so each is asked for by itself.
+        """
+        problems = [untimed(offer.problem) for offer in self.offers]
+        found = [self.at(1.0)]
+        for number in range(max(len(problem.root) for problem in problems)):
+            alone = [Offer(replace(p, root=(p.root[min(number, len(p.root) - 1)],))) for p in problems]
+            found.append(self._answers(alone, [offer.least_bytes for offer in alone]))
+        return min(found, key=lambda one: one.needs)
 
-    def step(self, part: ModulePolicy) -> StepPeaks:
-        """A step, put together if possible."""
-        if self.book is None or self.book.problem:
-            return self.whole(part)
-        labels = labels_of(part)
-        if not self.book.knows_root(labels.root):
-            self._see_around(labels.root)
-        found = self._composed(labels)
-        if found is None and (mixture := self._mixture(part, labels)) is not None:
-            self.whole(mixture)
-            found = self._composed(labels)
-        if found is None:
-            return self.whole(part)
-        if self._proven:
-            return found
-        seen = self.whole(part)
-        if seen == replace(found, composed=False):
-            self._proven = True
-        else:
-            self.book.problem = "a step that was put together is not what it is when it is run"
-        return seen
+    def _answers(self, offers: Sequence[Offer], budgets: Sequence[int]) -> DryRunChoice:
+        """One a stage; with less on the host where pinning takes more than that may give."""
+        while True:
+            pairs = zip(offers, budgets, strict=True)
+            found = self._dry_run(offer.choose(max(budget, offer.least_bytes)) for offer, budget in pairs)
+            if self._held(found):
+                return found
+            host, pinned_bytes = self.host, found.step.pinned_bytes
+            assert host is not None
+            each = zip(offers, found.solutions, strict=True)
+            offers = [Offer(less_on_host(o.problem, s.levels, host, pinned_bytes)) for o, s in each]
 
-    def _see_around(self, root: CheckpointPolicy) -> None:
-        """What is around the blocks, in a step over stubs, if such steps show it."""
-        assert self.book is not None
-        known = self._last_root
-        if self.book.stubs is None and known is not None:
-            self._over_stubs(known)
-        if self.book.stubs:
-            self._over_stubs(root)
+    def _held(self, found: DryRunChoice) -> bool:
+        return self.host is None or self.host.holds(found.step.pinned_bytes)
 
-    def _over_stubs(self, root: CheckpointPolicy) -> None:
-        assert self.book is not None
-        seen = self.pricing.known(lambda workspace: around_stubs(self.trace, root, self.dry_step, workspace))
-        if seen is None:
-            self.book.stubs = False
-        else:
-            self.book.record_around(seen[0], root, seen[1])
+    def _dry_run(self, found: Iterable[Solution]) -> DryRunChoice:
+        solutions = tuple(found)
+        choices = tuple(solution.choice for solution in solutions)
+        if choices not in self.seen:
+            parts = tuple(planner.part(choice) for planner, choice in zip(self.planners, choices, strict=True))
+            step = step_of(parts, self.dry_step, self.pricing)
+            self.seen[choices] = DryRunChoice(solutions=solutions, parts=parts, step=step)
+        return self.seen[choices]
 
-    def _composed(self, labels: Labels) -> StepPeaks | None:
-        assert self.book is not None
-        found = self.book.compose(labels)
-        if found is None:
-            return None
-        beside = self.trace.loop.elsewhere_bytes
-        forward = found.peak_of("forward")
-        optimizer = bool(self.dry_step.last)
-        backward, last = max(forward, found.peak_of("backward")), found.peak_of("optimizer")
-        return StepPeaks(
-            peak_bytes=max(forward, backward, last) + beside,
-            static_bytes=found.start_bytes + beside,
-            forward_peak_bytes=forward + beside,
-            backward_peak_bytes=backward + beside,
-            optimizer_peak_bytes=last + beside if optimizer else 0,
-            levels=found.levels(beside),
-            composed=True,
+    def plans(self, budget_bytes: int) -> list[Plan]:
+        if min(self.sure.needs, self.at(0.0).needs) > budget_bytes:
+            raise _infeasible(budget_bytes, self.sure.needs, self.sure)
+        fewest_bytes, most_bytes = (sum(ends) for ends in zip(*self.ends, strict=True))
+        way = max(1, most_bytes - fewest_bytes)
+        refine(lambda asked: self.at(min(1.0, (asked - fewest_bytes) / way)), budget_bytes, fewest_bytes)
+        best = fastest(filter(self._held, self.seen.values()), budget_bytes)
+        assert best is not None, "the smallest fits"
+        return [
+            planner.as_plan(
+                DryRunChoice(solutions=(solution,), parts=(part,), step=best.step),
+                budget_bytes,
+                minimum_budget_bytes=self.sure.needs,
+            )
+            for planner, solution, part in zip(self.planners, best.solutions, best.parts, strict=True)
+        ]
+
+
+def _fastest_peak(offer: Offer) -> int:
+    """Of the choice that recomputes least."""
+    problem = offer.problem
+    unbounded = sum(o.resident_bytes + o.backward_peak_bytes for r in problem.regions for o in r.options)
+    unbounded += sum(r.gradient_bytes for r in problem.regions) + 2 * offer.least_bytes
+    unbounded += max(root.loss_peak_bytes + root.tail_peak_bytes for root in problem.root)
+    return offer.choose(unbounded).levels.peak_bytes
+
+
+def _times(problem: StepProblem, count: int) -> StepProblem:
+    """The problem of so many micro-batches in flight, as the last of them goes through.
+
+    What the root holds for each is no more than its peak at the loss.
+    """
+    more = count - 1
+
+    def held(option: Held) -> Held:
+        resident = option.resident_bytes
+        forward = option.forward_peak_bytes + more * resident
+        return replace(option, resident_bytes=count * resident, forward_peak_bytes=forward)
+
+    def root(option: RootOption) -> RootOption:
+        others = more * option.loss_peak_bytes
+        return replace(
+            option,
+            loss_peak_bytes=option.loss_peak_bytes + others,
+            held_forward_bytes=tuple(n + others for n in option.held_forward_bytes),
+            held_backward_bytes=tuple(n + others for n in option.held_backward_bytes),
         )
 
-    def _mixture(self, part: ModulePolicy, labels: Labels) -> ModulePolicy | None:
-        """A step that shows what is missing of another, and more; None where that is shown best by itself."""
-        assert self.book is not None
-        missing = self.book.missing(labels)
-        kinds: dict[int, list[int]] = {}
-        for call in range(len(labels.calls)):
-            kinds.setdefault(self.book.alike(call), []).append(call)
-        if not missing or len(labels.calls) < ALIKE * len(kinds) or any(_run_of(labels, call) for call in missing):
-            return None
-        policies = dict(part.policies)
-        for calls in kinds.values():
-            wanted = [labels.calls[call] for call in calls if call in missing]
-            offered = self._offers.get(self.trace.calls[calls[0]].class_key, [])
-            wanted += [(policy, None) for policy in offered if not self.book.seen(calls[0], (policy, None))]
-            for call, label in zip(calls, _to_and_fro(list(dict.fromkeys(wanted))), strict=False):
-                policies[self.trace.calls[call].name] = label[0]
-        return replace(part, policies=policies, segments=())
-
-
-def labels_of(part: ModulePolicy) -> Labels:
-    """How a part is treated, call by call."""
-    names = [call.name for call in part.trace.calls]
-    runs = [(names.index(run[0]), names.index(run[-1]) + 1) for run in part.segments]
-    places = {call: (call - first, past - first) for first, past in runs for call in range(first, past)}
-    calls: list[Label] = [(part.policies[name], places.get(call)) for call, name in enumerate(names)]
-    return Labels(root=part.root, calls=tuple(calls), runs=tuple(runs))
-
-
-def _run_of(labels: Labels, call: int) -> bool:
-    return any(first <= call < past for first, past in labels.runs)
-
-
-def _to_and_fro(labels: Sequence[Label]) -> Iterator[Label]:
-    """Again and again, so that each comes beside others."""
-    while labels:
-        yield from labels
-        yield from reversed(labels)
+    return replace(
+        problem,
+        regions=tuple(replace(r, options=tuple(map(held, r.options)), copies=count) for r in problem.regions),
+        segments=tuple(map(held, problem.segments)),
+        root=tuple(map(root, problem.root)),
+    )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+import torch
+
 from jettison.capture.model_trace import BlockClass, CompiledProgram
 from jettison.capture.recording import RegionTrace
 from jettison.cost.matmul import memory_seconds, op_seconds
+from jettison.dryrun.kernel_trial import REPEATS
 from jettison.ledger.program import Program
-from jettison.runtime.packing import Pack
+from jettison.runtime.packing import Form, Pack, narrow, widen
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
 from jettison.solve.policy import SMALLEST_BYTES, CheckpointPolicy, Exactly, KeepAll, KeepShare, policy_named
@@ -109,6 +113,38 @@ def _packed(region: RegionTrace, point: FrontierPoint, price: Callable[[Pack], f
         seconds=point.seconds + sum(map(price, packs.values())),
         narrowed=frozenset(packs),
     )
+
+
+SAMPLE_BYTES: Final = 1 << 24
+"""Of a tensor that is packed for its price; a larger one takes as many times that as it is larger."""
+_PACKING: dict[tuple[int, str, Form, int], float] = {}
+"""Of this process, by threads, device, form and bytes: the same plan is made twice from the same prices."""
+
+
+def packing_seconds(pack: Pack, device: str = "cpu") -> float:
+    """Seconds to pack a kept tensor and to have it back: the least of a few runs, whose time depends on no values."""
+    nbytes = pack.move.nbytes
+    tried = min(nbytes, SAMPLE_BYTES)
+    key = torch.get_num_threads(), device, pack.form, tried
+    if key not in _PACKING:
+        with torch.no_grad():
+            flat = torch.zeros(tried, dtype=torch.uint8, device=device)
+            _PACKING[key] = min(_pack_once(flat, pack.form) for _ in range(REPEATS + 1))  # the first is cold
+            if flat.is_cuda:
+                del flat
+                torch.cuda.empty_cache()  # it is not held on to
+    return _PACKING[key] * nbytes / max(1, tried)
+
+
+def _pack_once(flat: torch.Tensor, form: Form) -> float:
+    def now() -> float:
+        if flat.is_cuda:
+            torch.cuda.synchronize(flat.device)
+        return time.perf_counter()
+
+    start = now()
+    widen(narrow(flat, form), form, flat.numel())
+    return now() - start
 
 
 def seconds_by_traffic(pack: Pack, hardware: Hardware) -> float:

@@ -1,11 +1,11 @@
-"""What cannot be planned is said in one line before anything runs; models without values are traced on fake tensors."""
+"""What cannot be planned is refused in one line before anything runs; models are traced on fake tensors."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,19 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.capture.dispatch import refuse_scripted
 from jettison.capture.fakes import fake_batch, fake_copy, fake_mode
-from jettison.capture.model_trace import Loop, LossFn, ModelTrace, expect_module
+from jettison.capture.model_trace import CompileSettings, Loop, LossFn, ModelTrace, expect_module, settings_of
+from jettison.capture.tensor_subclasses import plain
 from jettison.capture.tracer import trace_model
-from jettison.core.errors import UnsupportedModule, UsageError
-from jettison.planner.compile_blocks import compiled_modules, refuse_compiled_whole, survey_blocks
-from jettison.planner.optimizers import Together
+from jettison.core.errors import TraceError, UnsupportedModule, UsageError
+from jettison.dryrun.compiled import survey
 from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign
+from jettison.runtime.compiled import check_compiler
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.structure import refuse_checkpointing
 
+BLOCKS: Final = "blocks"
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+"""What ``optimizer=`` takes."""
 _LOCAL_PARTS: Final = "torch.distributed.tensor.parallel.ddp"
 """Its hooks make DTensors of plain parameters as the outermost forward begins."""
 
@@ -46,7 +50,12 @@ def check_model(model: nn.Module) -> None:
 
 def _check_module(name: str, module: nn.Module) -> None:
     refuse_scripted(name, module)
-    refuse_compiled_whole(name, module)
+    made = isinstance(module, torch._dynamo.OptimizedModule)
+    if made or (name == "the model" and module._compiled_call_impl is not None):
+        raise UnsupportedModule(
+            f"{name} is compiled as a whole; a plan can take part where blocks are compiled one by one. Pass the model "
+            'as it was before torch.compile, with compile="blocks", or call block.compile() on each block'
+        )
     replicate = sys.modules.get("torch.distributed._composable.replicate")
     if replicate is not None and isinstance(module, replicate.DDP):
         raise UnsupportedModule(
@@ -68,39 +77,30 @@ def _check_module(name: str, module: nn.Module) -> None:
     refuse_checkpointing(name, module)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    """Whether a step of it can be dry-run.
+def check_states(model: nn.Module) -> None:
+    """Whether its tensors have sizes, and are all on meta or none.
 
     Raises:
-        UsageError: it is no optimizer, holds nothing of this model, calls the forward from inside its step, or is
-            spread over ranks.
+        UsageError: they have not.
     """
-    if isinstance(optimizer, Together):
-        for one in optimizer.optimizers:
-            check_optimizer(one, model)
-        return
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"optimizer= is {optimizer!r}; expected a torch.optim.Optimizer over the model's parameters")
-    library = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if library is not None and isinstance(optimizer, library.ZeroRedundancyOptimizer):
-        raise UsageError(
-            "ZeroRedundancyOptimizer keeps other parameters' state on every rank and sends them inside of its step, "
-            "which no dry run follows; leave optimizer= out and lower the budget by the bytes of its state, or shard "
-            "with FSDP2"
-        )
-    own = {id(p) for p in model.parameters()}
-    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-        raise UsageError(
-            f"the {type(optimizer).__name__} holds no parameter of this model; make it of model.parameters()"
-        )
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UsageError(
-            f"{type(optimizer).__name__} runs forward and backward from inside its step, as often as it likes, which "
-            "no dry run can follow; leave optimizer= out and lower the budget by the bytes of its state"
-        )
+    states = list(_states(model))
+    for name, tensor in states:
+        if is_lazy(tensor):
+            raise UsageError(
+                f"{name} has no size before the model's first forward (a lazy module); run one batch through the model "
+                "first: model(*batch)"
+            )
+    without = [name for name, tensor in states if tensor.is_meta]
+    if without and len(without) < len(states):
+        raise UsageError(f"{without[0]} is on meta and other parameters are not; move the model to one device first")
+
+
+def _states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+# traces ---------------------------------------------------------------------------------------------------------------
 
 
 def traced(
@@ -131,7 +131,8 @@ def _traced(
     if regions is None and loop is not None and loop.compile is not None:
         regions = list(compiled_modules(model)) or None
     states = [tensor for _, tensor in _states(model)]
-    given = [leaf for leaf in tree_leaves(_plain(batch)) if isinstance(leaf, Tensor)]
+    plain_batch = dict(batch) if hasattr(batch, "keys") else batch  # other mappings, as transformers' BatchEncoding
+    given = [leaf for leaf in tree_leaves(plain_batch) if isinstance(leaf, Tensor)]
     model_device = next((t.device for t in states if not t.is_meta), None)
     batch_device = next((t.device for t in given if not t.is_meta), None)
     if (model_device is None) == (batch_device is None) or not states or not given:
@@ -141,32 +142,191 @@ def _traced(
     if model_device is None:
         model = fake_copy(model, mode, batch_device)
     else:
-        batch = fake_batch(_plain(batch), mode, model_device)
+        batch = fake_batch(plain_batch, mode, model_device)
     return trace_model(model, batch, loss_fn=loss_fn, regions=regions, mode=mode, loop=loop)
 
 
-def check_states(model: nn.Module) -> None:
-    """Whether its tensors have sizes, and are all on meta or none.
+# blocks that run compiled ---------------------------------------------------------------------------------------------
+
+
+def compile_settings(compile: str | None, models: Sequence[nn.Module]) -> CompileSettings | None:
+    """How the blocks of these models are compiled; None where they are not.
+
+    Args:
+        compile: ``blocks``, or nothing; then they are if somebody has called ``block.compile()``.
 
     Raises:
-        UsageError: they have not.
+        UnsupportedModule: a compiler that no plan can take part in; blocks that were compiled in different ways.
+        UsageError: another word.
     """
-    for name, tensor in _states(model):
-        if is_lazy(tensor):
+    if compile not in (None, BLOCKS):
+        raise UsageError(f'got compile={compile!r}; expected "blocks", or leave it out')
+    named = [(name, module) for model in models for name, module in compiled_modules(model).items()]
+    told = {name: settings_of(name, module) for name, module in named}
+    if len({repr(settings) for settings in told.values()}) > 1:
+        first, other = next((a, b) for a in told for b in told if repr(told[a]) != repr(told[b]))
+        raise UnsupportedModule(
+            f"{first} and {other} are compiled with different options; compile all blocks in one way"
+        )
+    if not told:
+        return CompileSettings() if compile == BLOCKS else None
+    return next(iter(told.values()))
+
+
+def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules inside of which somebody has called ``.compile()``, by name."""
+    return {name: module for name, module in model.named_modules() if module._compiled_call_impl is not None}
+
+
+def survey_blocks(trace: ModelTrace, model: nn.Module) -> ModelTrace:
+    """Ask Inductor what it has of every class of blocks, where they are to run compiled. Takes seconds.
+
+    A block that torch cannot make one graph of is planned op by op, with a warning.
+
+    Args:
+        model: what was traced, with its values.
+
+    Raises:
+        UnsupportedModule: a module is compiled that is no block; there is no compiler; there are no blocks.
+    """
+    settings = trace.loop.compile
+    if settings is None:
+        return trace
+    names = {call.name for call in trace.calls}
+    inside = [name for name in compiled_modules(model) if name not in names]
+    if inside:
+        raise UnsupportedModule(
+            f"{inside[0]} is compiled and is no block of the plan; the blocks are {', '.join(sorted(names)[:4])}. "
+            "Compile whole blocks, or name what is compiled with regions=[...]"
+        )
+    if not names:
+        raise UnsupportedModule(
+            f"{type(model).__name__} has no repeated blocks to compile; name them with regions=[...], or plan without "
+            "compile="
+        )
+    if any(plain(p) is not p for p in trace.fake_model.parameters()):
+        raise UnsupportedModule(
+            "parameters are DTensors inside of the blocks (tensor parallelism), and what a compiled block takes is "
+            "measured on one rank alone; plan without compiling, or use FSDP2 or DistributedDataParallel alone"
+        )
+    check_compiler(trace.device_type or "cpu")
+    for each in (trace, *trace.more):
+        for cls in each.classes.values():
+            if cls.compiled is not None:
+                continue
+            problem = cls.problem
+            if not problem:
+                try:
+                    cls.compiled = survey(each, cls, settings)
+                    continue
+                except TraceError as error:
+                    problem = str(error)
+            each.warnings.append(f"blocks like {cls.example} do not run compiled: {problem}")
+    return trace
+
+
+# optimizers -----------------------------------------------------------------------------------------------------------
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """Several optimizers (two networks', one for each kind of parameters), which step one after the other. It has
+    nothing of its own.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> Any:
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    @property
+    def state(self) -> Any:
+        return {parameter: state for one in self.optimizers for parameter, state in one.state.items()}
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.optimizers:
+            one.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.optimizers:
+            one.zero_grad(set_to_none)
+
+    def __getstate__(self) -> Any:
+        return self.optimizers
+
+    def __setstate__(self, optimizers: Any) -> None:
+        self.optimizers = optimizers
+
+
+def as_one(optimizer: Optimizers) -> torch.optim.Optimizer | None:
+    """The argument ``optimizer=`` as one that steps.
+
+    Raises:
+        UsageError: something among several is no optimizer.
+    """
+    if not isinstance(optimizer, list | tuple):
+        return _own(optimizer)  # what is none is refused later, with a clear error
+    for one in optimizer:
+        if not isinstance(one, torch.optim.Optimizer):
             raise UsageError(
-                f"{name} has no size before the model's first forward (a lazy module); run one batch through the model "
-                "first: model(*batch)"
+                f"optimizer= has {one!r} among several; expected optimizers, as in optimizer=(first, second)"
             )
-    without = [name for name, tensor in _states(model) if tensor.is_meta]
-    if without and len(without) < sum(1 for _ in _states(model)):
-        raise UsageError(f"{without[0]} is on meta and other parameters are not; move the model to one device first")
+    if len(optimizer) < 2:
+        return _own(optimizer[0]) if optimizer else None
+    return JointOptimizer([_own(one) for one in optimizer])
 
 
-def _plain(batch: Any) -> Any:
-    """Mappings of other kinds (Hugging Face's BatchEncoding) as a dict."""
-    return dict(batch) if hasattr(batch, "keys") else batch
+_WRAP: Final = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+"""Libraries whose ``prepare``, ``setup`` or ``optimizers()`` give a wrapper that has no state of its own. Its step may
+wait for the last of several micro-batches (accelerate/optimizer.py), and no copy can be made of some (Lightning's
+``__getattr__``, lightning/pytorch/core/optimizer.py).
+"""
 
 
-def _states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _own(optimizer: Any) -> Any:
+    """The optimizer that such a wrapper steps."""
+    wraps = any(cls.__module__.partition(".")[0] in _WRAP for cls in type(optimizer).__mro__)
+    inner = getattr(optimizer, "optimizer", None) if wraps else None
+    return _own(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def inside_of(optimizer: Any) -> list[Any]:
+    """Optimizers that step: wrappers (Accelerate's, torchtitan's, ours) have them inside."""
+    several = getattr(optimizer, "optimizers", None)
+    return list(several) if several else [getattr(optimizer, "optimizer", optimizer)]
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+    """Whether a step of it can be dry-run.
+
+    Raises:
+        UsageError: it is no optimizer, holds nothing of this model, calls the forward from inside its step, or is
+            spread over ranks.
+    """
+    if isinstance(optimizer, JointOptimizer):
+        for one in optimizer.optimizers:
+            check_optimizer(one, model)
+        return
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer= is {optimizer!r}; expected a torch.optim.Optimizer over the model's parameters")
+    library = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if library is not None and isinstance(optimizer, library.ZeroRedundancyOptimizer):
+        raise UsageError(
+            "ZeroRedundancyOptimizer keeps other parameters' state on every rank and sends them inside of its step, "
+            "which no dry run follows; leave optimizer= out and lower the budget by the bytes of its state, or shard "
+            "with FSDP2"
+        )
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise UsageError(
+            f"the {type(optimizer).__name__} holds no parameter of this model; make it of model.parameters()"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} runs forward and backward from inside its step, as often as it likes, which "
+            "no dry run can follow; leave optimizer= out and lower the budget by the bytes of its state"
+        )

@@ -16,16 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.model_trace import ModelTrace
 from jettison.core.errors import Infeasible
-from jettison.dryrun.schedules import Scheduled, stages_of
+from jettison.dryrun.user_step import Scheduled, stages_of
 from jettison.parallel.agree import Agreement, BudgetVerdict, Group, groups_for, ranks_in, talking_groups
+from jettison.planner.apply import likeness
 from jettison.planner.handle import Applied
 from jettison.planner.kept_plans import KeptPlans
 from jettison.solve.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Together:
-    """The words of one call of `auto_checkpoint`, before the first of which nothing waits.
+class PlanningRanks:
+    """Exchanges of one call of `auto_checkpoint`, before the first of which nothing waits. Each raises `PlanMismatch`
+    where a rank failed, or did not come in time.
 
     Args:
         sharing: with ranks that share parameters with this one: one plan.
@@ -38,58 +40,43 @@ class Together:
     stages: Agreement
 
     def least(self, budget_bytes: int) -> int:
-        """The budget of all that have one plan, or the same one. All ranks are ready to plan when this returns.
-
-        Raises:
-            PlanMismatch: one is not.
-        """
+        """The budget of all that have one plan, or the same one. All ranks are ready to plan when this returns."""
         self.stages.least(0)
         return self.sharing.least(self.replicas.least(budget_bytes))
 
     def reached(self, names: Collection[str]) -> set[str]:
-        """Parameters that some rank's step reaches, of those that average gradients.
-
-        Raises:
-            PlanMismatch: one failed, or did not come in time.
-        """
+        """Parameters that some rank's step reaches, of those that average gradients."""
         return set(self.sharing.union(self.replicas.union(names)))
 
     def follow(self, kept: KeptPlans | None) -> bool:
-        """Whether all ranks follow plans that were kept. All of them ask, also those that keep none.
-
-        Raises:
-            PlanMismatch: one failed, or did not come in time.
-        """
+        """Whether all ranks follow plans that were kept. All of them ask, also those that keep none."""
         makes = self.sharing.leads and self.replicas.leads  # plans that others are told of, or its own
         here = not makes if kept is None else kept.can_be_followed(makes=makes)
         number = self.replicas.least(self.stages.least(int(here)))
         return bool(self.sharing.least(number))
 
     def with_traced(self, traces: Iterable[ModelTrace], budget_bytes: int) -> int:
-        """The budget, once ranks that the models talk to by themselves plan together, too.
-
-        Raises:
-            PlanMismatch: one failed, or did not come in time.
-        """
+        """The budget, once ranks that the models talk to by themselves plan together, too."""
         return self.sharing.also(talking_groups(traces), budget_bytes)
 
-    def plans(self, make: Callable[[], list[Plan]], likes: list[str]) -> list[Plan] | str:
-        """Plans of this rank, or what another one says of those that it has made for the same step.
-
-        Args:
-            likes: what each model is like. A replica may have another batch, and then plans for itself.
+    def plans(self, make: Callable[[], list[Plan]], traces: Sequence[ModelTrace]) -> list[Plan] | str:
+        """Plans of this rank, or what another one says of those that it has made for the same step. A replica may have
+        another batch, and then plans for itself.
 
         Raises:
             Infeasible: there are none, on all ranks that would have followed them.
-            PlanMismatch: the rank that was to make them failed.
         """
 
         def tell(made: list[Plan] | str) -> str:
-            return made if isinstance(made, str) else json.dumps([[plan.to_json() for plan in made], likes])
+            if isinstance(made, str):
+                return made
+            return json.dumps([[plan.to_json() for plan in made], [likeness(trace) for trace in traces]])
 
         def from_a_replica() -> list[Plan] | str:
             said = self.replicas.first(make, tell)
-            return make() if isinstance(said, str) and json.loads(said)[1] != likes else said
+            if isinstance(said, str) and json.loads(said)[1] != [likeness(trace) for trace in traces]:
+                return make()
+            return said
 
         return self.sharing.first(from_a_replica, tell)
 
@@ -98,7 +85,6 @@ class Together:
 
         Raises:
             Infeasible: some rank has none.
-            PlanMismatch: a rank failed, or follows another plan than those that it shares parameters with.
         """
         applied: Applied | None = None
         try:
@@ -121,7 +107,7 @@ class Together:
 
 
 @contextlib.contextmanager
-def together(models: Sequence[nn.Module | Scheduled], group: Group | None) -> Iterator[Together]:
+def together(models: Sequence[nn.Module | Scheduled], group: Group | None) -> Iterator[PlanningRanks]:
     """Where this rank fails in here, the others learn why and do not wait.
 
     Args:
@@ -142,7 +128,7 @@ def together(models: Sequence[nn.Module | Scheduled], group: Group | None) -> It
         Agreement(_outermost(copies, sharing)) as replicas,
         Agreement(_outermost(sharing)) as shared,
     ):
-        yield Together(sharing=shared, replicas=replicas, stages=stages)
+        yield PlanningRanks(sharing=shared, replicas=replicas, stages=stages)
 
 
 def _outermost(groups: set[tuple[int, ...]], beside: Collection[tuple[int, ...]] = ()) -> list[tuple[int, ...]]:

@@ -9,18 +9,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Final
 
 from jettison.core.errors import Infeasible
 from jettison.core.units import format_bytes
 from jettison.cost.execution import execution_of
 from jettison.predict.forecast import Forecast, Stage, forecast
-from jettison.predict.stage_choice import Answer, StageChoice
+from jettison.predict.stage_choice import StageChoice, StageOutcome
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import StageRegion, Staying, kept_by
-from jettison.predict.time import recomputing
+from jettison.predict.stages import Staying, kept_by
+from jettison.predict.time import estimate, recomputing
+from jettison.predict.whole_micro_batches import largest_window, with_whole
 from jettison.solve.plan import PolicyWord, policy_word
 from jettison.spec.hardware import Hardware
-from jettison.spec.recompute import Mode
+from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import Run
 
 
@@ -69,7 +71,7 @@ class AutoForecast:
 
 Stages = dict[tuple[object, ...], StageChoice]
 """What stages can do, by `_key`: the same at every budget."""
-StageAnswer = tuple[int, Answer | None]
+StageAnswer = tuple[int, StageOutcome | None]
 """The fewest bytes that a stage is known to fit, and its answer."""
 
 
@@ -96,10 +98,8 @@ def choose(
         Infeasible: some stage fits no choice; the error carries a budget that all stages fit.
         UsageError: the run itself makes no sense, or the hardware's file lacks a figure.
     """
-    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
-    offload = run.recompute.offload
+    plain, offload = _undecided(run), run.recompute.offload
     host = hardware.host_memory_bytes if host_budget_bytes is None else host_budget_bytes
-    plain = _undecided(run)
     shared: Stages = {} if stages is None else stages
     chosen: dict[str, Staying | None] = {}
     known = {_key(plain.stages[index]): answer for index, answer in solved.items()}
@@ -109,19 +109,21 @@ def choose(
         key = _key(stage)
         if key not in known:
             if key not in shared:
-                shared[key] = StageChoice(run=plain.run, stage=stage, timing=timing, host_budget_bytes=host)
+                shared[key] = _choice(run, stage, hardware, host)
             known[key] = shared[key].solve(budget_bytes)
         fewest, answer = known[key]
         smallest = max(smallest, fewest)
-        if answer is None:
-            continue
-        answers.append(answer)
-        answers[-1] = replace(answer, added_seconds=recomputing(run, stage.index) * answer.added_seconds)
-        names = [part.name for chunk in stage.parts for part in chunk]
-        chosen.update(zip(names, answer.staying, strict=True))
+        if answer is not None:
+            answers.append(replace(answer, added_seconds=recomputing(run, stage.index) * answer.added_seconds))
+            names = [part.name for chunk in stage.parts for part in chunk]
+            chosen.update(zip(names, answer.staying, strict=True))
     if len(answers) < len(plain.stages):
-        reason = _reason(offload, host)
-        raise Infeasible(minimum_budget_bytes=smallest, budget_bytes=budget_bytes, reason=reason)
+        how = "Every layer computes all that it can again, alone or in a segment with others."
+        if offload:
+            room = "" if host is None else f", which has {format_bytes(host)} for it"
+            how = f"Every layer computes all that it can again, alone or with others, or sends it to the host{room}."
+        raise Infeasible(minimum_budget_bytes=smallest, budget_bytes=budget_bytes, reason=how)
+    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
     by_layer = [chosen.get(name) for name in run.model.layer_names]
     most = max(answers, key=lambda answer: answer.added_seconds)
     return AutoForecast(
@@ -140,11 +142,8 @@ def choose(
 
 def smallest_budget(run: Run, hardware: Hardware) -> int:
     """The fewest bytes of allocations on each rank for which `choose` has an answer."""
-    plain = _undecided(run)
-    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
-    host = hardware.host_memory_bytes
-    stages = [plain.stages[index] for index in distinct_stages(run)]
-    each = (StageChoice(run=plain.run, stage=stage, timing=timing, host_budget_bytes=host) for stage in stages)
+    stages = (_undecided(run).stages[index] for index in distinct_stages(run))
+    each = (_choice(run, stage, hardware, hardware.host_memory_bytes) for stage in stages)
     return max(one.smallest_budget_bytes for one in each)
 
 
@@ -160,23 +159,18 @@ def solve_stage(
     run: Run, index: int, budget_bytes: int, hardware: Hardware, *, host_budget_bytes: int | None = None
 ) -> StageAnswer:
     """One stage of `choose`, which several processes can so share."""
-    plain = _undecided(run)
-    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
     host = hardware.host_memory_bytes if host_budget_bytes is None else host_budget_bytes
-    stage = StageChoice(run=plain.run, stage=plain.stages[index], timing=timing, host_budget_bytes=host)
-    return stage.solve(budget_bytes)
+    return _choice(run, _undecided(run).stages[index], hardware, host).solve(budget_bytes)
+
+
+def _choice(run: Run, stage: Stage, hardware: Hardware, host_budget_bytes: int | None) -> StageChoice:
+    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
+    return StageChoice(run=_undecided(run).run, stage=stage, timing=timing, host_budget_bytes=host_budget_bytes)
 
 
 @lru_cache(maxsize=4)
 def _undecided(run: Run) -> Forecast:
     return forecast(replace(run, recompute=replace(run.recompute, mode=Mode.AUTO)))
-
-
-def _reason(offload: bool, host: int | None) -> str:
-    if not offload:
-        return "Every layer computes all that it can again, alone or in a segment with others."
-    room = "" if host is None else f", which has {format_bytes(host)} for it"
-    return f"Every layer computes all that it can again, alone or with others, or sends it to the host{room}."
 
 
 def _plain_seconds(timing: Timing, stage: Stage) -> float:
@@ -203,13 +197,66 @@ def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:
         if part.is_layer:
             moved = frozenset() if part.chosen is None else part.chosen.moved
             word = policy_word(part.region.program, part.kept, moved)
-            if word is PolicyWord.MIXED and not moved and _only_attention(part):
-                word = PolicyWord.SELECTIVE
+            if word is PolicyWord.MIXED and not moved:
+                program = part.region.program
+                core = program.recompute_set(kept_by(part.region, Mode.SELECTIVE))
+                if set(program.recompute_set(part.kept)) <= set(core):  # all that is recomputed
+                    word = PolicyWord.SELECTIVE
             yield part.name, str(word)
 
 
-def _only_attention(part: StageRegion) -> bool:
-    """Is the attention core all that is computed again?"""
-    program = part.region.program
-    core = program.recompute_set(kept_by(part.region, Mode.SELECTIVE))
-    return set(program.recompute_set(part.kept)) <= set(core)
+# beside micro-batches that are kept whole -----------------------------------------------------------------------------
+#
+# With more of them whole there is less room for the others, which recompute more. Neither the bytes nor the seconds of
+# that are a convex function of the number, so some numbers are tried, and then those between the best one and its
+# neighbours, until none is left.
+
+TRIED: Final = 6
+"""Numbers at first, from none to all of the first stage's window."""
+
+
+def choose_with_whole(
+    run: Run, budget_bytes: int, hardware: Hardware, *, host_budget_bytes: int | None = None
+) -> AutoForecast:
+    """`choose`; where `MOST` are asked for, with the number of micro-batches kept whole that makes the fastest step.
+
+    Raises:
+        Infeasible, UsageError: see `choose`.
+    """
+    if run.recompute.whole != MOST:
+        return choose(run, budget_bytes, hardware, host_budget_bytes=host_budget_bytes)
+    known: dict[int, tuple[float, AutoForecast | None]] = {}
+
+    def seconds(whole: int) -> float:
+        if whole not in known:
+            known[whole] = _tried(with_whole(run, whole), budget_bytes, hardware)
+        return known[whole][0]
+
+    plain = choose(with_whole(run, 0), budget_bytes, hardware)
+    known[0] = _step_seconds(plain), plain
+    size = largest_window(run)
+    tried = sorted({size * i // (TRIED - 1) for i in range(TRIED)})
+    while True:
+        best = min(tried, key=seconds)
+        at = tried.index(best)
+        beside = [(best + tried[i]) // 2 for i in (at - 1, at + 1) if 0 <= i < len(tried)]
+        fresh = [whole for whole in beside if whole not in tried]
+        if not fresh:
+            found = known[best][1]
+            assert found is not None, "without any whole it fits"
+            return found
+        tried = sorted({*tried, *fresh})
+
+
+def _tried(run: Run, budget_bytes: int, hardware: Hardware) -> tuple[float, AutoForecast | None]:
+    try:
+        found = choose(run, budget_bytes, hardware)
+    except Infeasible:
+        return float("inf"), None
+    return _step_seconds(found), found
+
+
+def _step_seconds(found: AutoForecast) -> float:
+    kept = {part.name: part.chosen for part in found.forecast.parts}
+    run = found.forecast.run
+    return estimate(run, found.hardware, chosen=[kept[name] for name in run.model.layer_names]).step_seconds

@@ -10,53 +10,65 @@ What is offloaded is on the host n times, and on the device once: a stage does o
 and only neighbours' copies stand beside it (NOTE [ What is on its way ] in `solve.problem`). Of each chunk the last
 layer sends nothing: what comes after it is the head, another micro-batch's pass, or its own backward at once.
 
-Runs of layers may be segments (NOTE [ Which segments ] in `stage_segments`). Where the host's budget binds, they are
-only asked for where layers by themselves do not fit: plans near the relaxation's vertex (`solve.rounding`) have none.
+NOTE [ Which segments ]
+Runs of layers may be segments, which hold the first one's input alone. One may begin at any layer of a chunk. Its
+backward rises with its length, so that for each beginning the lengths are taken from 2 on as long as the run would fit,
+alone, into the smallest budget that layers by themselves fit: a longer one cannot lower it. Above `LONGEST` none is
+offered: what k layers together let go of beyond k layers alone is k - 1 inputs of k, and from 16 on a longer run adds
+less than a sixteenth of an input a layer. Where inputs may go to the host, there is room for them, and their copies
+hide behind single layers, none is offered: each layer by itself then holds nothing and recomputes less. Where all
+segments of a stage are of one length, as a recompute mode has them, every length is looked at: `uniform`. Where the
+host's budget binds, segments are only asked for where layers by themselves do not fit: plans near the relaxation's
+vertex (`solve.rounding`) have none.
 
 NOTE [ A mask that nobody reads again ]
-The mask of packed documents is one for all layers, and goes with the forward where none of them computes again what
-reads it. The solver has no price that many layers share. So the stage is solved twice: with the mask in place, and
-without it, where layers choose among what does not read it, and the better answer is taken.
+The mask of packed documents is one for all layers, and goes with the forward where none of them recomputes what reads
+it. The solver has no price that many layers share. So the stage is solved twice: with the mask in place, and without
+it, where layers choose among what does not read it, and the better answer is taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
+from operator import mul
 from typing import Final
 
 from jettison.core.units import MIB
 from jettison.cost.collective import host_seconds
+from jettison.cost.flops import everything, repeated
 from jettison.cost.layer import PriceModel
 from jettison.formula.region import HEAD, Region
 from jettison.memory.step import Event
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Stage, stage_sizes
-from jettison.predict.fsdp2 import FsdpGroups, GroupPlace
-from jettison.predict.stage_buffers import document_mask, reads_mask
-from jettison.predict.stage_segments import HELD, StageSegments
+from jettison.predict.fsdp_groups import Grouped, Place
+from jettison.predict.set_aside import document_mask, reads_mask
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import MIXED, RegionGroup, StageRegion, Staying
-from jettison.predict.units import unit_within
+from jettison.predict.stages import FULL, MIXED, RegionGroup, StageRegion, Staying, kept_by
+from jettison.predict.timeline_units import unit_within
 from jettison.solve.actions import ActionPoint, action_points, kept_points
-from jettison.solve.chain import choose as choose_options
 from jettison.solve.frontier import pareto_frontier, plain_point
 from jettison.solve.levels import Choice
-from jettison.solve.moves import Walk, least_of, walks
-from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption, StepProblem
-from jettison.solve.refine import fastest, refine
+from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
+from jettison.solve.refine import Offer, fastest, refine
 from jettison.spec.precision import Gradients
+from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 
 LEAST_MOVED: Final = 1 * MIB
 """Smaller tensors stay: what a copy costs beside its bytes is as much as these."""
+LONGEST: Final = 16
+HELD, SENT = "segment", "segment-sent"
+"""Keys of segments: the input is on the device, or on the host."""
 
 Points = tuple[ActionPoint, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class StageOutcome:
     """By part of the stage what stays of it, or None for everything; and the peak by its timeline.
 
     ``added_seconds`` of a micro-batch are recompute and ``stalled_seconds``; ``host_bytes`` of all in flight.
@@ -66,44 +78,195 @@ class Answer:
     needs: int
     level: int
     added_seconds: float
-    stalled_seconds: float
-    host_bytes: int
-    gap: float
+    stalled_seconds: float = 0.0
+    host_bytes: int = 0
+    gap: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Way:
-    """A problem as paths, and the smallest budget that one of them fits."""
-
-    problem: StepProblem
-    walks: tuple[Walk, ...]
-    least_bytes: int
-
-    @classmethod
-    def of(cls, problem: StepProblem) -> _Way:
-        found = walks(problem)
-        return cls(problem=problem, walks=found, least_bytes=least_of(found))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageChoice:
-    """One stage's problem. See NOTE [ A stage as a step problem ].
-
-    Args:
-        host_budget_bytes: for what the stage's micro-batches in flight offload; None: no limit.
-        mask: may layers compute again what reads the mask of packed documents?
-    """
+class StageParts:
+    """Regions of a stage, chunk by chunk, and their places."""
 
     run: Run
     stage: Stage
     timing: Timing
-    host_budget_bytes: int | None = None
-    mask: bool = True
 
     @cached_property
     def parts(self) -> list[StageRegion]:
-        """The stage's regions, chunk by chunk."""
+        """All of them."""
         return [part for chunk in self.stage.parts for part in chunk]
+
+    @cached_property
+    def chunks(self) -> list[tuple[int, Grouped]]:
+        """By region, where its chunk begins, and the regions of that."""
+        begins = accumulate((len(parts) for parts in self.stage.parts), initial=0)
+        found = (
+            (at, Grouped.of(self.run, parts)) for at, parts in zip(begins, self.stage.parts, strict=False) if parts
+        )
+        return [(begin, chunk) for begin, chunk in found for _ in chunk.parts]
+
+    def place(self, start: int, stop: int) -> Place:
+        """Of a run of regions, in their chunk."""
+        begin, chunk = self.chunks[start]
+        return Place.of(chunk, start - begin, stop - begin)
+
+    def unit(self, start: int, stays: Sequence[Staying | None]) -> Unit:
+        """Spans of the regions from a place on; of each what stays, or None for what its run says."""
+        parts = self.parts[start : start + len(stays)]
+        groups = [
+            RegionGroup(part=part if kept is None else replace(part, policy=MIXED, chosen=kept), names=(part.name,))
+            for part, kept in zip(parts, stays, strict=True)
+        ]
+        return unit_within(self.run, groups, self.place(start, start + len(stays)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSegments(StageParts):
+    """Segments that may stand in a stage's problem beside the options of its layers; see NOTE [ Which segments ].
+
+    Args:
+        fresh: gradients appear one by one in the only backward of a step.
+    """
+
+    fresh: bool
+    _known: dict[tuple[object, ...], tuple[Unit, float]] = field(default_factory=dict, init=False, compare=False)
+
+    def options(self, problem: StepProblem, most_bytes: int) -> Iterator[SegmentOption]:
+        """By beginning, and then by length.
+
+        Args:
+            problem: of the stage's regions, one by one.
+            most_bytes: the smallest budget that it fits.
+        """
+        regions = problem.regions
+        if self._inputs_go_freely(problem):
+            return
+        later = list(accumulate((region.gradient_bytes for region in reversed(regions)), initial=0))[::-1]
+        for start, end in self._ends.items():
+            for stop in range(start + 2, min(start + LONGEST, end) + 1):
+                one = self._option(problem, start, stop)
+                rise = one.resident_bytes + one.backward_peak_bytes[-1] + later[stop]
+                if problem.static_bytes + max(one.forward_peak_bytes, rise) > most_bytes:
+                    break
+                yield one
+                sent = self._sent(start)
+                if problem.link is not None and sent >= LEAST_MOVED and stop < end:
+                    left = one.resident_bytes - regions[start].copies * sent
+                    yield replace(one, key=SENT, resident_bytes=left, offloaded_bytes=sent)
+
+    def _inputs_go_freely(self, problem: StepProblem) -> bool:
+        """To the host, in all of its room, and without waiting."""
+        link, regions = problem.link, problem.regions
+        if link is None:
+            return False
+        room = link.host_budget_bytes
+        if room is not None and sum(regions[r].copies * self._sent(r) for r in self._ends) > room:
+            return False
+        beside = [(self._sent(r), regions[r + 1]) for r, end in self._ends.items() if r + 1 < end]
+        return not any(link.stall(sent, min(o.forward_seconds, o.backward_seconds)) for sent, o in beside)
+
+    def staying(self, start: int, stop: int, key: str) -> Iterator[Staying]:
+        """What a planner lets stay of each layer of a segment."""
+        for place, part in enumerate(self.parts[start:stop]):
+            kept = kept_by(part.region, FULL)
+            moved = kept if key == SENT and place == 0 else frozenset[int]()
+            yield Staying(kept, moved, place, stop - start)
+
+    def uniform(self) -> Iterator[tuple[int, int]]:
+        """Lengths of segments that are all alike, each with its peak, as long as a longer one may need less."""
+        best = None
+        longest = max((end - start for start, end in self._ends.items()), default=0)
+        for size in range(2, longest + 1):
+            mode = Recompute(mode=Mode.EVERY, number=size, whole=self.run.recompute.whole)
+            stage = stage_sizes(replace(self.run, recompute=mode), self.stage.index)
+            load, needs = stage.load, stage.peak_bytes
+            yield size, needs
+            best = needs if best is None else min(best, needs)
+            each = [load.held(chunk) for chunk in range(len(load.chunks))]
+            held = max(sum(map(mul, state.alive, each)) for state in load.occupancies)
+            if needs - held >= best:  # how far backwards rise grows with the length
+                return
+
+    def cut(self, size: int) -> Iterator[tuple[int, int]]:
+        """Beginnings and ends of segments of so many layers, the last of each chunk shorter; none of a single layer."""
+        for start, end in self._ends.items():
+            if start == 0 or self._ends.get(start - 1) != end:  # the first layer of its chunk
+                yield from ((at, min(at + size, end)) for at in range(start, end, size) if end - at > 1)
+
+    def seconds(self, start: int, stop: int) -> float:
+        """Of recomputing a segment: all but the last layer run through to their outputs."""
+        parts = self.parts[start:stop]
+        spent = sum(sum(self._op_seconds(part)) for part in parts[:-1])
+        own = self._op_seconds(parts[-1])
+        return spent + sum(own[o] for o in repeated(parts[-1].region, kept_by(parts[-1].region, FULL)))
+
+    @cached_property
+    def _ends(self) -> dict[int, int]:
+        """By layer's place in the stage, one past the last layer of its chunk."""
+        found: dict[int, int] = {}
+        at = 0
+        for chunk in self.stage.parts:
+            layers = [at + i for i, part in enumerate(chunk) if part.is_layer]
+            found |= dict.fromkeys(layers, layers[-1] + 1 if layers else 0)
+            at += len(chunk)
+        return found
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        """Layers with one number are alike."""
+        numbers: dict[object, int] = {}
+        return [numbers.setdefault((part.layer, part.region), len(numbers)) for part in self.parts]
+
+    def _option(self, problem: StepProblem, start: int, stop: int) -> SegmentOption:
+        kinds = (*self._kinds[start:stop], self.place(start, stop).shards)
+        if kinds not in self._known:
+            unit = self.unit(start, list(self.staying(start, stop, HELD)))
+            self._known[kinds] = unit, self.seconds(start, stop)
+        unit, seconds = self._known[kinds]
+        return SegmentOption(
+            key=HELD,
+            start=start,
+            stop=stop,
+            resident_bytes=problem.regions[start].copies * unit.resident,
+            forward_peak_bytes=unit.forward_peak,
+            # the unit's peak counts gradients of its own layers: it is told where none of them is there yet
+            backward_peak_bytes=(*(0,) * (stop - start - 1), unit.backward_peak if self.fresh else unit.adding_peak),
+            seconds=seconds,
+        )
+
+    def _sent(self, start: int) -> int:
+        region = self.parts[start].region
+        return region.program.kept_bytes(kept_by(region, FULL))
+
+    def _op_seconds(self, part: StageRegion) -> Sequence[float]:
+        assert len(everything(part.region)) == len(part.region.program.ops)
+        return self.timing.prices(part.layer).op_seconds(part.region)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageChoice(StageParts):
+    """One stage's problem. See NOTE [ A stage as a step problem ].
+
+    Args:
+        host_budget_bytes: for what the stage's micro-batches in flight offload; None: no limit.
+        mask: may layers recompute what reads the mask of packed documents?
+    """
+
+    host_budget_bytes: int | None = None
+    mask: bool = True
+
+    def solve(self, budget_bytes: int) -> tuple[int, StageOutcome | None]:
+        """The fewest bytes that the stage is known to fit, and the fastest answer that fits."""
+        least = self._least
+        found = [least, *refine(self._ask, budget_bytes, self._lowest)]
+        other = self._without_mask
+        others = [] if other is None else refine(other._ask, budget_bytes, other._lowest)
+        bests = [best for each in (found, others) if (best := fastest(each, budget_bytes)) is not None]
+        if not bests:
+            return least.needs, None  # the answer that any budget leads to
+        best = min(bests, key=lambda one: one.added_seconds)
+        # the slower one's gap is of a lower bound as well
+        return min(one.needs for one in (*found, *others)), replace(best, gap=max(one.gap for one in bests))
 
     @cached_property
     def _link(self) -> Link | None:
@@ -120,19 +283,6 @@ class StageChoice:
             hides=self.timing.execution.hides_offload,
         )
 
-    def solve(self, budget_bytes: int) -> tuple[int, Answer | None]:
-        """The fewest bytes that the stage is known to fit, and the fastest answer that fits."""
-        least = self._least
-        found = [least, *refine(self._ask, budget_bytes, self._lowest)]
-        other = self._without_mask
-        others = [] if other is None else refine(other._ask, budget_bytes, other._lowest)
-        fewest = min(one.needs for one in (*found, *others))
-        if fewest > budget_bytes:
-            return least.needs, None  # the answer that any budget leads to
-        bests = [fastest(each, budget_bytes) for each in (found, others) if any(o.needs <= budget_bytes for o in each)]
-        best = min(bests, key=lambda one: one.added_seconds)
-        return fewest, replace(best, gap=max(one.gap for one in bests))  # the slower one's is of a lower bound as well
-
     @cached_property
     def _without_mask(self) -> StageChoice | None:
         """See NOTE [ A mask that nobody reads again ]."""
@@ -146,10 +296,10 @@ class StageChoice:
     @cached_property
     def _lowest(self) -> int:
         """A budget below which the problem, as the solver sees it, has no answer."""
-        return min(way.least_bytes for way in self._ways)
+        return min(offer.least_bytes for offer in self._offers)
 
     @cached_property
-    def _least(self) -> Answer:
+    def _least(self) -> StageOutcome:
         """Of answers that hold little the one with the lowest peak by the timeline, the same whatever the budget.
 
         They are what recompute modes say, and what the solver has for the smallest budget that it sees.
@@ -158,19 +308,18 @@ class StageChoice:
         if self._without_mask is not None:
             found.append(self._without_mask._least)
         least = min(found, key=lambda one: (one.needs, one.added_seconds))
-        plain = sum(r.forward_seconds + r.backward_seconds for r in self._problem.regions)
-        step = plain + least.added_seconds
+        step = sum(r.forward_seconds + r.backward_seconds for r in self._problem.regions) + least.added_seconds
         return replace(least, gap=least.added_seconds / step if step else 0.0)  # a better one may add nothing
 
     @property
-    def _fewest(self) -> Answer:
+    def _fewest(self) -> StageOutcome:
         """Each layer by itself holds what it must."""
         ends = [
             min(options, key=lambda o: (o.kept_bytes + o.offloaded_bytes, o.offloaded_bytes)) for options in self.points
         ]
         return self._unasked(Choice(root="", regions=tuple(end.key for end in ends)), sum(end.seconds for end in ends))
 
-    def _uniform(self) -> Iterator[Answer]:
+    def _uniform(self) -> Iterator[StageOutcome]:
         """Segments of one length, of which the peak is lowest."""
         size, _ = min(self._segments.uniform(), key=lambda pair: pair[1], default=(0, 0))
         if not size:
@@ -183,19 +332,16 @@ class StageChoice:
         seconds += sum(self._segments.seconds(start, stop) for start, stop in cut)
         yield self._unasked(Choice(root="", regions=keys, segments=cut), seconds)
 
-    def _unasked(self, choice: Choice, seconds: float) -> Answer:
+    def _unasked(self, choice: Choice, seconds: float) -> StageOutcome:
         """What holds little, whatever the budget is, and sends nothing."""
         staying = self._staying(choice)
         needs = self._peak(staying)
-        return Answer(
-            staying=staying, needs=needs, level=needs, added_seconds=seconds, stalled_seconds=0.0, host_bytes=0, gap=1.0
-        )
+        return StageOutcome(staying=staying, needs=needs, level=needs, added_seconds=seconds)
 
-    def _ask(self, asked: int) -> Answer:
-        way = next(way for way in self._ways if way.least_bytes <= asked)
-        found = choose_options(way.problem, asked, known=way.walks)
+    def _ask(self, asked: int) -> StageOutcome:
+        found = next(offer for offer in self._offers if offer.least_bytes <= asked).choose(asked)
         staying = self._staying(found.choice)
-        return Answer(
+        return StageOutcome(
             staying=staying,
             needs=self._peak(staying),
             level=found.levels.peak_bytes,
@@ -212,24 +358,21 @@ class StageChoice:
         """What each part can do, fewest bytes of the device first; only layers have a choice."""
         known: dict[tuple[object, ...], Points] = {}
         found = []
-        for part, following in zip(self.parts, self._following, strict=True):
+        following = [part for chunk in self.stage.parts if chunk for part in (*chunk[1:], None)]
+        for at, (part, after) in enumerate(zip(self.parts, following, strict=True)):
             if not part.is_layer:
                 found.append(kept_points([plain_point(part.region.program)]))
                 continue
-            key = (self.timing.prices(part.layer), part.region, following and following.region)
+            after = after if after is not None and after.is_layer else None  # beside which what it sends is on its way
+            key = (self.timing.prices(part.layer), part.region, after and after.region)
             if key not in known:
-                points, program = self._of_layer(part, following), part.region.program
+                points, program = self._of_layer(at, after), part.region.program
                 known[key] = points if self.mask else tuple(p for p in points if not reads_mask(program, p.stays))
             found.append(known[key])
         return found
 
-    @cached_property
-    def _following(self) -> list[StageRegion | None]:
-        """By part, the next layer of its chunk, beside which what it sends is on its way."""
-        found = [part for chunk in self.stage.parts if chunk for part in (*chunk[1:], None)]
-        return [part if part is not None and part.is_layer else None for part in found]
-
-    def _of_layer(self, part: StageRegion, following: StageRegion | None) -> Points:
+    def _of_layer(self, at: int, following: StageRegion | None) -> Points:
+        part = self.parts[at]
         if self._link is None or following is None:
             return layer_points(self.timing.prices(part.layer), part.region)
         forward, backward = self._passes(following)
@@ -241,11 +384,11 @@ class StageChoice:
             seconds,
             movable=frozenset(b.index for b in program.buffers if b.nbytes >= LEAST_MOVED),
             kinks=[int(each * self._link.bytes_per_second) for each in beside] if self._link.hides else [],
-            peaks=lambda stays: self._peaks(part, stays),
+            peaks=lambda stays: self._peaks(at, stays),
         )
 
     def _passes(self, part: StageRegion) -> tuple[float, float]:
-        """Seconds of a forward, and of a backward that computes nothing again."""
+        """Seconds of a forward, and of a backward that recomputes nothing."""
         plain = self.timing.items([RegionGroup(part=replace(part, chosen=None, policy="none"), names=(part.name,))])
         return plain[0].seconds.forward.seconds, plain[0].seconds.backward_seconds
 
@@ -262,7 +405,9 @@ class StageChoice:
     @cached_property
     def _problem(self) -> StepProblem:
         load = self.stage.load
-        static = load.fixed + load.state + load.there(Event.BACKWARD) + self._whole_bytes
+        held = {chunk: load.held(chunk) for chunk in range(load.order.own, load.order.chunks)}
+        whole = max(sum(state.alive[c] * nbytes for c, nbytes in held.items()) for state in load.occupancies)
+        static = load.fixed + load.state + load.there(Event.BACKWARD) + whole
         static -= 0 if self.mask else document_mask(self.run)
         static += 0 if self._fresh else load.gradient_bytes
         regions = tuple(self._regions())
@@ -285,83 +430,63 @@ class StageChoice:
             link=self._link,
         )
 
-    @property
-    def _whole_bytes(self) -> int:
-        """Of micro-batches that are kept whole, at most."""
-        load = self.stage.load
-        held = {chunk: load.held(chunk) for chunk in range(load.order.own, load.order.chunks)}
-        return max(sum(state.alive[c] * nbytes for c, nbytes in held.items()) for state in load.occupancies)
-
     @cached_property
-    def _ways(self) -> tuple[_Way, ...]:
+    def _offers(self) -> tuple[Offer, ...]:
         """The problem with segments; before it without, where the host's budget binds."""
-        alone = _Way.of(self._problem)
+        alone = Offer(self._problem)
         segments = tuple(self._segments.options(self._problem, alone.least_bytes)) if self.mask else ()
         if not segments:
             return (alone,)
-        together = _Way.of(replace(self._problem, segments=segments))
+        together = Offer(replace(self._problem, segments=segments))
         binds = any(walk.host_budget_bytes is not None for walk in alone.walks)
         return (alone, together) if binds else (together,)
 
     @cached_property
     def _segments(self) -> StageSegments:
-        return StageSegments(
-            run=self.run, stage=self.stage, timing=self.timing, fresh=self._fresh, least_moved=LEAST_MOVED
-        )
+        return StageSegments(run=self.run, stage=self.stage, timing=self.timing, fresh=self._fresh)
 
     def _regions(self) -> Iterator[ProblemRegion]:
         """One a part; what is alike is worked out once."""
         known: dict[tuple[object, ...], ProblemRegion] = {}
-        points = iter(self.points)
-        for chunk, parts in enumerate(self.stage.parts):
+        chunks = [chunk for chunk, parts in enumerate(self.stage.parts) for _ in parts]
+        for at, (part, chunk, options) in enumerate(zip(self.parts, chunks, self.points, strict=True)):
             copies = self.stage.load.order.most_alive[chunk]
-            for part in parts:
-                options = next(points)
-                alike = id(options), copies, part.name == HEAD, self._places[part.name].shards
-                if alike not in known:
-                    known[alike] = self._region(part, options, copies)
-                yield replace(known[alike], name=part.name, class_key=part.name)
+            alike = id(options), copies, part.name == HEAD, self.place(at, at + 1).shards
+            if alike not in known:
+                known[alike] = self._region(at, options, copies)
+            yield replace(known[alike], name=part.name, class_key=part.name)
 
-    def _region(self, part: StageRegion, options: Points, copies: int) -> ProblemRegion:
-        made = []
-        whole = self._unit(part, options[-1].stays).whole
-        for point in options:
-            forward, backward = self._peaks(part, point.stays)
-            made.append(
+    def _region(self, at: int, options: Points, copies: int) -> ProblemRegion:
+        plain = self._unit(at, options[-1].stays)
+        forward_seconds, backward_seconds = self._passes(self.parts[at])
+        return ProblemRegion(
+            name="",
+            class_key="",
+            options=tuple(
                 RegionOption(
                     key=point.key,
-                    resident_bytes=copies * point.kept_bytes + whole,
+                    resident_bytes=copies * point.kept_bytes + plain.whole,
                     forward_peak_bytes=forward,
                     backward_peak_bytes=backward,
                     seconds=point.seconds,
                     offloaded_bytes=point.offloaded_bytes,
                 )
-            )
-        forward_seconds, backward_seconds = self._passes(part)
-        return ProblemRegion(
-            name=part.name,
-            class_key=part.name,
-            options=tuple(made),
-            gradient_bytes=self._unit(part, options[-1].stays).gradient if self._fresh else 0,
+                for point in options
+                for forward, backward in [self._peaks(at, point.stays)]
+            ),
+            gradient_bytes=plain.gradient if self._fresh else 0,
             forward_seconds=forward_seconds,
             backward_seconds=backward_seconds,
             copies=copies,
         )
 
-    def _peaks(self, part: StageRegion, stays: frozenset[int]) -> tuple[int, int]:
-        """Of both passes with these buffers staying."""
-        unit = self._unit(part, stays)
+    def _peaks(self, at: int, stays: frozenset[int]) -> tuple[int, int]:
+        """Of both passes of a part with these buffers staying."""
+        unit = self._unit(at, stays)
         return unit.forward_peak, unit.backward_peak if self._fresh else unit.adding_peak
 
-    def _unit(self, part: StageRegion, stays: frozenset[int]) -> Unit:
-        alone = replace(part, policy=MIXED, chosen=Staying(stays)) if part.is_layer else part
-        return unit_within(self.run, [RegionGroup(part=alone, names=(part.name,))], self._places[part.name])
-
-    @cached_property
-    def _places(self) -> dict[str, GroupPlace]:
-        """By region, where it is in its chunk."""
-        chunks = (FsdpGroups.of(self.run, parts) for parts in self.stage.parts if parts)
-        return {part.name: GroupPlace.of(chunk, at, at + 1) for chunk in chunks for at, part in enumerate(chunk.parts)}
+    def _unit(self, at: int, stays: frozenset[int]) -> Unit:
+        return self.unit(at, [Staying(stays) if self.parts[at].is_layer else None])
 
     def _staying(self, choice: Choice) -> tuple[Staying | None, ...]:
         found: list[Staying | None] = []

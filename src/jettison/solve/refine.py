@@ -6,12 +6,39 @@ is off by the difference: a secant where only one side is known, halving where b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, TypeVar
+
+from jettison.solve.chain import Solution, choose
+from jettison.solve.moves import Walk, least_of, walks
+from jettison.solve.problem import StepProblem
 
 ATTEMPTS = 8
 CLOSE = 500
 """An answer within this part of the budget is not improved."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A problem that is asked for many budgets: its paths are made once."""
+
+    problem: StepProblem
+
+    @cached_property
+    def walks(self) -> tuple[Walk, ...]:
+        """One a root option."""
+        return walks(self.problem)
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """The smallest budget that some choice fits; see `least_of`."""
+        return least_of(self.walks)
+
+    def choose(self, budget_bytes: int) -> Solution:
+        """See `choose`."""
+        return choose(self.problem, budget_bytes, known=self.walks)
 
 
 class Judged(Protocol):
@@ -69,6 +96,7 @@ def refine(ask: Callable[[int], J], budget_bytes: int, least_bytes: int, *, know
     return found
 
 
-def fastest(found: list[J], budget_bytes: int) -> J:
-    """Of the answers that fit."""
-    return min((one for one in found if one.needs <= budget_bytes), key=lambda one: one.added_seconds)
+def fastest(found: Iterable[J], budget_bytes: int) -> J | None:
+    """Of the answers that fit; None where none does."""
+    fitting = (one for one in found if one.needs <= budget_bytes)
+    return min(fitting, key=lambda one: one.added_seconds, default=None)

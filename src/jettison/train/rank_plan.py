@@ -21,13 +21,12 @@ from jettison.dryrun.step import DryStep
 from jettison.parallel.agree import Agreement, groups_for
 from jettison.planner.apply import agreed, apply, apply_from_another_rank, likeness
 from jettison.planner.budget import Budget
-from jettison.planner.compile_blocks import compile_settings, survey_blocks
 from jettison.planner.handle import Applied, note_losses
 from jettison.planner.host import hardware_of, host_of
 from jettison.planner.kept_plans import Keeping
-from jettison.planner.parts import plan_parts
 from jettison.planner.plan_facts import bytes_of_state
-from jettison.planner.planner import fingerprint
+from jettison.planner.planner import fingerprint, planner_of
+from jettison.planner.readiness import compile_settings, survey_blocks
 from jettison.runtime.chunked_loss import Hold, holding
 from jettison.runtime.offload import place_of
 from jettison.solve.plan import Plan
@@ -146,7 +145,8 @@ def _made(
     counts = [part.in_flight for part in parts]
     device = hardware_of(section.gpu)
     host = host_of(section.offload, section.host_budget, device, place_of(parts[0].model))
-    made = plan_parts(traces, counts, dry_step, budget_bytes, hardware=device, host=host, progress=progress)
+    planner = planner_of(traces, counts, dry_step, hardware=device, host=host, progress=progress)
+    made = planner.plans(budget_bytes)
     if kept is not None:
         state_bytes = bytes_of_state(dry_step.optimizer)
         kept.write(made, state_bytes=state_bytes, planning_seconds=time.perf_counter() - began)

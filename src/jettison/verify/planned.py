@@ -23,7 +23,7 @@ from jettison.core.objects import swapped
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.ledger.program import Program
 from jettison.planner import Applied, apply, auto_checkpoint
-from jettison.planner.plan_tensors import plan_tensors
+from jettison.planner.planner import plan_tensors
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.chunked_loss import whole_losses

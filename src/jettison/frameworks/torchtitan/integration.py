@@ -24,7 +24,7 @@ from jettison.core.errors import UnsupportedModule
 from jettison.frameworks.trainer import TrainerPlan, holding
 from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
-from jettison.planner.optimizers import as_one
+from jettison.planner.readiness import as_one
 
 
 class AutoCheckpoint(ActivationCheckpointing):
