@@ -44,11 +44,12 @@ from jettison.formula.region import HEAD, Region
 from jettison.memory.step import Event
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Stage, stage_sizes
-from jettison.predict.fsdp_groups import Grouped, Place
-from jettison.predict.set_aside import document_mask, reads_mask
+from ?? import Grouped
+from jettison.runtime.recompute_code import Place
+from jettison.predict.stage_buffers import document_mask, reads_mask
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, MIXED, RegionGroup, StageRegion, Staying, kept_by
-from jettison.predict.timeline_units import unit_within
+from jettison.predict.units import unit_within
 from jettison.solve.actions import ActionPoint, action_points, kept_points
 from jettison.solve.frontier import pareto_frontier, plain_point
 from jettison.solve.levels import Choice
