@@ -14,7 +14,7 @@ from jettison.capture.recording import RegionTrace
 from jettison.cost.matmul import memory_seconds, op_seconds
 from jettison.dryrun.kernel_trial import REPEATS
 from jettison.ledger.program import Program
-from jettison.runtime.packing import Form, Pack, narrow, widen
+from jettison.runtime.packing import Pack, PackedForm, narrow, widen
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
 from jettison.solve.policy import SMALLEST_BYTES, CheckpointPolicy, Exactly, KeepAll, KeepShare, policy_named
@@ -117,7 +117,7 @@ def _packed(region: RegionTrace, point: FrontierPoint, price: Callable[[Pack], f
 
 SAMPLE_BYTES: Final = 1 << 24
 """Of a tensor that is packed for its price; a larger one takes as many times that as it is larger."""
-_PACKING: dict[tuple[int, str, Form, int], float] = {}
+_PACKING: dict[tuple[int, str, PackedForm, int], float] = {}
 """Of this process, by threads, device, form and bytes: the same plan is made twice from the same prices."""
 
 
@@ -136,7 +136,7 @@ def packing_seconds(pack: Pack, device: str = "cpu") -> float:
     return _PACKING[key] * nbytes / max(1, tried)
 
 
-def _pack_once(flat: torch.Tensor, form: Form) -> float:
+def _pack_once(flat: torch.Tensor, form: PackedForm) -> float:
     def now() -> float:
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)

@@ -44,8 +44,7 @@ from jettison.formula.region import HEAD, Region
 from jettison.memory.step import Event
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Stage, stage_sizes
-from ?? import Grouped
-from jettison.runtime.recompute_code import Place
+from jettison.predict.fsdp2 import FsdpGroups, GroupPlace
 from jettison.predict.stage_buffers import document_mask, reads_mask
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, MIXED, RegionGroup, StageRegion, Staying, kept_by
@@ -98,18 +97,18 @@ class StageParts:
         return [part for chunk in self.stage.parts for part in chunk]
 
     @cached_property
-    def chunks(self) -> list[tuple[int, Grouped]]:
+    def chunks(self) -> list[tuple[int, FsdpGroups]]:
         """By region, where its chunk begins, and the regions of that."""
         begins = accumulate((len(parts) for parts in self.stage.parts), initial=0)
         found = (
-            (at, Grouped.of(self.run, parts)) for at, parts in zip(begins, self.stage.parts, strict=False) if parts
+            (at, FsdpGroups.of(self.run, parts)) for at, parts in zip(begins, self.stage.parts, strict=False) if parts
         )
         return [(begin, chunk) for begin, chunk in found for _ in chunk.parts]
 
-    def place(self, start: int, stop: int) -> Place:
+    def place(self, start: int, stop: int) -> GroupPlace:
         """Of a run of regions, in their chunk."""
         begin, chunk = self.chunks[start]
-        return Place.of(chunk, start - begin, stop - begin)
+        return GroupPlace.of(chunk, start - begin, stop - begin)
 
     def unit(self, start: int, stays: Sequence[Staying | None]) -> Unit:
         """Spans of the regions from a place on; of each what stays, or None for what its run says."""
