@@ -15,13 +15,13 @@ from jettison.spec.model import (
     Attention,
     DropoutSites,
     Layer,
-    Mamba2,
     Mlp,
     ModelSpec,
     Moe,
     Norm,
     NormKind,
     Router,
+    StateSpaceDual,
 )
 from jettison.spec.model_variants import with_mtp
 
@@ -43,7 +43,7 @@ def hybrid(row: Mapping[str, str], more: Mapping[str, str], name: str) -> ModelS
     head_dim = int(more.get("mamba-head-dim", 64))
     activation = Activation.RELU_SQUARED if squared else Activation.GELU_TANH
     blocks = {
-        "M": Mamba2(
+        "M": StateSpaceDual(
             heads=int(more.get("mamba-num-heads", 2 * hidden // head_dim)),
             head_dim=head_dim,
             state=int(more.get("mamba-state-dim", 128)),

@@ -20,7 +20,7 @@ from formula import (
     test_formula_more,
 )
 from jettison.families import config
-from jettison.families.family import FAMILIES, PAIRS, WRAPPERS, Family, Files
+from jettison.families.family import FAMILIES, PAIRS, WRAPPERS, Family, files
 from support.kernel_sets import HUGGINGFACE
 from support.patience import PATIENCE
 from support.spec_cases import TINY, decoded
@@ -46,7 +46,6 @@ import sys
 opened = set()
 sys.addaudithook(lambda event, args: opened.add(str(args[0])) if event == "open" else None)
 from jettison.cli import run_command
-from support.kernel_sets import HUGGINGFACE
 sys.argv = ["jettison", "ledger", "llama3-405b"]
 try:
     run_command()
@@ -87,7 +86,7 @@ def test_wrappers_hold_families() -> None:
 
 def test_a_family_of_known_blocks_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.toml").write_text('like = "llama"\nqk_norm = "head"\n\n[defaults]\nvocab_size = 100\n')
-    mine = Files(tmp_path)
+    mine = files(tmp_path)
     assert isinstance(mine["mine"], Family)
     monkeypatch.setattr(config, "FAMILIES", mine)
     values = {**decoded("llama"), "model_type": "mine"}

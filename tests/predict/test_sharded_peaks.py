@@ -133,7 +133,7 @@ def test_what_is_gathered_needs_zero_three() -> None:
 def test_torchtitan_without_zero_three_gathers_nothing() -> None:
     run = resolve(preset("llama3-8b"), RunRequest(like="torchtitan", dp=2, zero=1)).run
     assert run.layout.reshard is Reshard.ALWAYS
-    assert resolve(preset("llama3-8b"), RunRequest(like="torchtitan", dp=2)).run.layout.reshard is Reshard.TORCHTITAN
+    assert resolve(preset("llama3-8b"), RunRequest(like="torchtitan", dp=2)).run.layout.reshard is Reshard.BUT_FIRST
 
 
 def _peak(**words: Any) -> int:

@@ -58,7 +58,7 @@ def said(case: ShardedCase) -> Forecast:
         virtual_stages=len(case.stage_layers) // 2,
         stage_layers=case.stage_layers,
         stage_buffers=True,
-        reshard=Reshard.ALWAYS if case.reshard else Reshard.TORCHTITAN,
+        reshard=Reshard.ALWAYS if case.reshard else Reshard.BUT_FIRST,
         schedule=Schedule(case.schedule),
     )
     recompute = Recompute.parse("full" if case.full else "none", layers=run.model.depth)

@@ -16,7 +16,7 @@ NOTE [ Once to each node ]
 Libraries for experts (DeepEP, HybridEP: Megatron-Core's flex dispatcher) send a token once to each node that has one of
 its experts, from there once to each such rank, and add results up on the way back (README of deepseek-ai/DeepEP,
 "NVLink and RDMA forwarding"). Of c experts chosen evenly over M places, M (1 - (1 - 1/M)^c) have one, in the place of
-c rows. Rows are not copied before they are sent, nor summed after: see `expert_kernels`.
+c rows. Rows are not copied before they are sent, nor summed after: see `launches`.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ class Execution:
         delayed_scaling: fp8 scales come from earlier steps, so that norms and activations can write fp8 themselves and
             nothing is read for its largest magnitude first; weights are quantised once a step (Transformer Engine).
         loops_experts: a grouped product is handed over expert by expert, and what stands around it op by op: see
-            NOTE [ Experts in Megatron ] in `expert_kernels`. Otherwise products, activation and quantising are few
+            NOTE [ Experts in Megatron ] in `launches`. Otherwise products, activation and quantising are few
             kernels.
-        permutes: rows that experts are given go back as they came: NOTE [ Permuted rows ] in `expert_kernels`.
-        graphs_experts: they replay those of experts, too; otherwise NOTE [ Expert by expert ] of `host` stands.
+        permutes: rows that experts are given go back as they came: NOTE [ Permuted rows ] in `launches`.
+        graphs_experts: they replay those of experts, too; otherwise NOTE [ Expert by expert ] of `cost.layer` stands.
         narrow_attention: query, key and value are quantised, and so is the gradient of what comes out
             (``fp8_dot_product_attention`` of Megatron), under recipes for which there are figures.
         whole_sequences: under context parallelism attention is one call, of whole sequences, and not one for each piece
@@ -67,7 +67,7 @@ class Execution:
     once_to_node: bool = False  # they do as in NOTE [ Once to each node ] of `collective`
     loops_experts: bool = False
     permutes: bool = False
-    rotates_in_place: bool = False  # NOTE [ Rotated in place ] in `rotary_kernels`
+    rotates_in_place: bool = False  # NOTE [ Rotated in place ] in `launches`
     graphed: bool = False  # CUDA graphs replay the kernels of layers, and the host hands none over
     graphs_experts: bool = True
     stack: str = ""  # whose figures of the hardware file hold, where it has any

@@ -52,7 +52,7 @@ from jettison.cost.kernel import (
     KernelWork,
     Product,
 )
-from jettison.cost.narrow_kernels import NarrowKernels
+from jettison.cost.narrow_kernels import NarrowKernels, narrow_kernels
 from jettison.formula.region import Region
 from jettison.formula.tape import NAMES, Tape, TapeOp, Value
 from jettison.spec.fp8 import Fp8Recipe
@@ -155,15 +155,7 @@ class _Listing:
     @cached_property
     def narrow(self) -> NarrowKernels:
         """What products of narrow copies launch beside themselves."""
-        return NarrowKernels(
-            tape=self.tape,
-            product=self.product,
-            recipe=self.recipe,
-            delayed=self.how.delayed_scaling,
-            loops=self.how.loops_experts,
-            compiled=self.how.fusion is Fusion.COMPILED,
-            head=self.how.narrow_head,
-        )
+        return narrow_kernels(self.tape, self.how, self.product, self.recipe)
 
     @cached_property
     def experts(self) -> ExpertKernels:

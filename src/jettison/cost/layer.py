@@ -17,11 +17,11 @@ from functools import cached_property, lru_cache
 from typing import Final
 
 from jettison.cost.collective import bandwidth, group, transfer_seconds
-from jettison.cost.execution import Execution, Fusion
+from jettison.cost.execution import Execution
 from jettison.cost.kernel import BATCHED, GROUPED, IN_ORDER, PRODUCTS, TRANSFER, Half, Kernel, KernelWork
 from jettison.cost.launches import work
 from jettison.cost.matmul import kernel_seconds
-from jettison.cost.narrow_kernels import NarrowKernels
+from jettison.cost.narrow_kernels import NarrowKernels, narrow_kernels
 from jettison.formula.region import Region
 from jettison.formula.tape import Collective, Tape
 from jettison.spec.fp8 import NARROW_4
@@ -104,19 +104,6 @@ class RegionSeconds:
 
 
 NOTHING = RegionSeconds(forward=PassSeconds(), again=PassSeconds(), inputs=PassSeconds(), weights=PassSeconds())
-
-
-def narrow_kernels(tape: Tape, execution: Execution, precision: Precision) -> NarrowKernels:
-    """What products of narrow copies launch, and how shards travel to them."""
-    return NarrowKernels(
-        tape=tape,
-        product=precision.product,
-        recipe=precision.recipe or execution.recipe,
-        delayed=execution.delayed_scaling,
-        loops=execution.loops_experts,
-        compiled=execution.fusion is Fusion.COMPILED,
-        head=execution.narrow_head,
-    )
 
 
 def kernels_of(region: Region, execution: Execution, precision: Precision) -> KernelWork:
@@ -286,7 +273,7 @@ class _Timer:
 
     @cached_property
     def _narrow(self) -> NarrowKernels:
-        return narrow_kernels(self.region.tape, self.execution, self.precision)
+        return narrow_kernels(self.region.tape, self.execution, self.precision.product, self.precision.recipe)
 
     def _exposed(self, axis: str) -> float:
         """Share of a transfer that is waited for. See NOTE [ What hides behind what ]."""

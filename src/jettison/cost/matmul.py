@@ -129,7 +129,7 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware, *, visible: float, dtype:
 
 
 def _attention_seconds(kernel: Kernel, hardware: Hardware, visible: float, dtype: str) -> float:
-    """Of a fused attention's arithmetic: NOTE [ Edges of attention ] in `spec.attention_rates`, where the file knows.
+    """Of a fused attention's arithmetic: NOTE [ Edges of attention ] in `spec.hardware`, where the file knows.
 
     cuDNN's backward of narrow tensors skips what is after a query, and nothing that a window masks (9.22: a window of
     128 takes as long as none; tests/facts/cudnn_attention.csv).

@@ -41,6 +41,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
+from jettison.cost.execution import Execution, Fusion
 from jettison.cost.kernel import GROUPED, PRODUCTS, QUANTISE, Half, Kernel
 from jettison.formula.tape import Collective, Tape, TapeOp, Value, Weight
 from jettison.spec.fp8 import WIDE, Fp8Recipe, Library, Scales
@@ -313,3 +314,16 @@ def copying_bytes(recipe: Fp8Recipe, rows: int, columns: int, *, both: bool, loo
 def _sizes(value: Value) -> tuple[int, int]:
     """Rows and columns on one rank."""
     return prod(value.local_shape[:-1]), value.local_shape[-1]
+
+
+def narrow_kernels(tape: Tape, how: Execution, product: str | None, recipe: Fp8Recipe | None) -> NarrowKernels:
+    """Those of a tape under an execution, whose recipe counts where none is given."""
+    return NarrowKernels(
+        tape=tape,
+        product=product,
+        recipe=recipe or how.recipe,
+        delayed=how.delayed_scaling,
+        loops=how.loops_experts,
+        compiled=how.fusion is Fusion.COMPILED,
+        head=how.narrow_head,
+    )

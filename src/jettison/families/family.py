@@ -28,7 +28,7 @@ neither required nor among the defaults is not read by the architecture, and so 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from functools import cache, cached_property
@@ -186,7 +186,7 @@ def _merge(into: dict[str, Any], table: Mapping[str, Any]) -> None:
 
 def _table(file: Path) -> dict[str, Any]:
     """All that a file says, with all that it begins with."""
-    own, merged = tomllib.loads(file.read_text(encoding="utf-8")), dict[str, Any]()
+    own, merged = read_table(file), dict[str, Any]()
     if like := own.pop("like", ""):
         _merge(merged, _table(_HERE / "models" / f"{like}.toml"))
         merged.pop("described_kernels", None)
@@ -219,57 +219,51 @@ def _family(file: Path) -> Family:
     )
 
 
-class Files(Mapping[str, Family]):
-    """Families by the name of their file, which is read when it is asked for."""
+class Named(Mapping[str, Any]):
+    """Entries by name: the names are listed when one is asked for, and an entry is read when it is."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, listed: Callable[[], Mapping[str, Any]], read: Callable[[Any], Any]) -> None:
+        self._listed, self._read = listed, read
 
     @cached_property
-    def _names(self) -> dict[str, Path]:
-        return {file.stem: file for file in sorted(self._folder.glob("*.toml"))}
+    def names(self) -> Mapping[str, Any]:
+        """What `read` is given, by name."""
+        return self._listed()
 
-    def __getitem__(self, kind: str) -> Family:
-        return _family(self._names[kind])
+    def __getitem__(self, name: str) -> Any:
+        return self._read(self.names[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
-    def __contains__(self, kind: object) -> bool:
-        return isinstance(kind, str) and kind in self._names
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self.names
 
 
-FAMILIES: Final[Mapping[str, Family]] = Files(_HERE / "models")
+def read_table(file: Path) -> dict[str, Any]:
+    """A TOML file."""
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def files(folder: Path) -> Mapping[str, Family]:
+    """Families by the names of their files."""
+    return Named(lambda: {file.stem: file for file in sorted(folder.glob("*.toml"))}, _family)
+
+
+FAMILIES: Final[Mapping[str, Family]] = files(_HERE / "models")
 """By ``model_type``."""
 PLAIN: Final = "llama"
 """What to suggest where no name is similar."""
-PAIRS: Final[Mapping[str, Family]] = Files(_HERE / "pairs")
+PAIRS: Final[Mapping[str, Family]] = files(_HERE / "pairs")
 """Towers of texts by the ``model_type`` of two encoders beside each other, one of texts and one of images."""
 
 
-class _Wrappers(Mapping[str, str]):
-    """Models around a language model: which family that is where their ``text_config`` does not say. Of two encoders
-    beside each other, the one that a batch of images with classes runs.
-    """
-
-    @cached_property
-    def _table(self) -> dict[str, str]:
-        return tomllib.loads((_HERE / "wrappers.toml").read_text(encoding="utf-8"))
-
-    def __getitem__(self, kind: str) -> str:
-        return self._table[kind]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-
-WRAPPERS: Final[Mapping[str, str]] = _Wrappers()
+WRAPPERS: Final[Mapping[str, str]] = Named(lambda: read_table(_HERE / "wrappers.toml"), str)
+"""Models around a language model: which family that is where their ``text_config`` does not say. Of two encoders beside
+each other, the one that a batch of images with classes runs."""
 
 
 def kernels_for(model: ModelSpec, name: str) -> Kernels:

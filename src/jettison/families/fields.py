@@ -157,11 +157,7 @@ Read = tuple[Family, Mapping[str, Any]]
 
 
 def read(family: Family, values: Mapping[str, Any], name: str) -> Read:
-    """The family and the values of a configuration, in the usual words.
-
-    Raises:
-        UsageError: a value that makes no sense, by its key.
-    """
+    """The family and the values of a configuration, in the usual words; a `UsageError` names what makes none."""
     for default, cases in ((False, family.when), (True, family.unless)):
         for key, then in cases.items():
             if _flag(values, key, default, name) is not default:

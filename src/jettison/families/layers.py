@@ -19,13 +19,13 @@ from jettison.spec.model import (
     GatedDelta,
     LatentAttention,
     Layer,
-    Mamba1,
-    Mamba2,
     Mlp,
     Moe,
     Norm,
     QkNorm,
     Scan,
+    SelectiveScan,
+    StateSpaceDual,
 )
 
 _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
@@ -199,10 +199,10 @@ def scan_of(fields: ConfigFields) -> Scan:
             raise AssertionError("a family without scans")
 
 
-def _mamba1(fields: ConfigFields, *, normed: bool) -> Mamba1:
+def _mamba1(fields: ConfigFields, *, normed: bool) -> SelectiveScan:
     rank = fields.value("mamba_dt_rank")
     hidden = fields.size("hidden_size")
-    return Mamba1(
+    return SelectiveScan(
         inner=fields.optional_size("mamba_inner") or fields.size("mamba_expand") * hidden,
         state=fields.size("mamba_d_state"),
         rank=-(-hidden // 16) if rank == "auto" else fields.size("mamba_dt_rank"),
@@ -213,7 +213,7 @@ def _mamba1(fields: ConfigFields, *, normed: bool) -> Mamba1:
     )
 
 
-def _mamba2(fields: ConfigFields) -> Mamba2:
+def _mamba2(fields: ConfigFields) -> StateSpaceDual:
     heads, groups = fields.size("mamba_num_heads"), fields.size("n_groups")
     if fields.knows("expand"):
         keys = ("hidden_size", "expand", "mamba_num_heads", "mamba_head_dim")
@@ -223,7 +223,7 @@ def _mamba2(fields: ConfigFields) -> Mamba2:
             raise UsageError(f"{fields.name}: got {got}; expected expand x hidden_size = num_heads x head_dim")
     if heads % groups:
         raise fields.error("mamba_num_heads", f"a multiple of the {groups} groups")
-    return Mamba2(
+    return StateSpaceDual(
         heads=heads,
         head_dim=fields.size("mamba_head_dim"),
         state=fields.size("ssm_state_size"),

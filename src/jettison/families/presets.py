@@ -4,45 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError, install
 from jettison.families.config import parse_config
+from jettison.families.family import Named, read_table
 from jettison.spec.model import ModelSpec
 
 _FILE: Final = Path(__file__).with_name("presets.toml")
 
 
-class _Presets(Mapping[str, Mapping[str, Any]]):
-    """Configurations by name."""
-
-    @cached_property
-    def tables(self) -> Mapping[str, Mapping[str, Any]]:
-        """All of them, as the file has them."""
-        return tomllib.loads(_FILE.read_text(encoding="utf-8"))
-
-    def __getitem__(self, name: str) -> Mapping[str, Any]:
-        own = dict(self.tables[name])
-        like, null = own.pop("like", None), own.pop("null", ())
-        own.pop("family", None)
-        return {**(self[like] if like else {}), **own, **dict.fromkeys(null)}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tables)
-
-    def __len__(self) -> int:
-        return len(self.tables)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tables
+def _preset(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    own = dict(table)
+    like, null = own.pop("like", None), own.pop("null", ())
+    own.pop("family", None)
+    return {**(PRESETS[like] if like else {}), **own, **dict.fromkeys(null)}
 
 
-_PRESETS: Final = _Presets()
+_PRESETS: Final = Named(lambda: read_table(_FILE), _preset)
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = _PRESETS
 """Configurations by name, in the form of a ``config.json``: transformers' own classes take them too."""
 
@@ -66,7 +49,7 @@ def preset(name: str) -> ModelSpec:
     if name not in PRESETS:
         raise unknown_preset(name, "A config.json or its folder")
     model = parse_config(PRESETS[name], name=name)
-    return replace(model, family=_PRESETS.tables[name].get("family", model.family))
+    return replace(model, family=_PRESETS.names[name].get("family", model.family))
 
 
 # Models by their Hugging Face id: the `config.json` that a cache has, or that the Hub gives ---------------------------

@@ -7,9 +7,19 @@ from jettison.formula.basic import add, cast, copy, dropout, enter, leave, linea
 from jettison.formula.mlp import mlp
 from jettison.formula.moe import moe
 from jettison.formula.norm import norm
-from jettison.formula.scans import gated_delta, mamba1, mamba2
+from jettison.formula.scans import gated_delta, selective_scan, state_space
 from jettison.formula.tape import Value, Writer
-from jettison.spec.model import Arrangement, Attention, GatedDelta, LatentAttention, Layer, Mamba1, Mamba2, Mlp, Norm
+from jettison.spec.model import (
+    Arrangement,
+    Attention,
+    GatedDelta,
+    LatentAttention,
+    Layer,
+    Mlp,
+    Norm,
+    SelectiveScan,
+    StateSpaceDual,
+)
 
 
 def layer(w: Writer, x: Value, spec: Layer) -> Value:
@@ -72,10 +82,10 @@ def _attend(w: Writer, x: Value, spec: Layer) -> Value:
             return latent_attention(w, x, mixer, spec.norm)
         case GatedDelta() as mixer:
             return gated_delta(w, x, mixer)
-        case Mamba2() as mixer:
-            return mamba2(w, x, mixer)
-        case Mamba1() as mixer:
-            return mamba1(w, x, mixer, spec.norm)
+        case StateSpaceDual() as mixer:
+            return state_space(w, x, mixer)
+        case SelectiveScan() as mixer:
+            return selective_scan(w, x, mixer, spec.norm)
         case _:
             raise AssertionError(f"nobody wrote down {spec.attention}")
 

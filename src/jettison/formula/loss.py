@@ -188,41 +188,37 @@ def _rows(w: Writer, logits: Value, labels: Value) -> Value:
     return loss
 
 
-def _vocab_parallel(w: Writer, logits: Value, labels: Value) -> Value:
-    """Megatron's loss over a sharded vocabulary: its fp32 softmax stays, 4sbv/t, and where the targets are.
-
-    ``megatron/core/tensor_parallel/cross_entropy.py``: ``logits.float()``, then in place ``-=``,
-    ``torch.exp(..., out=)`` and ``div_``; ``prepare_gradient_calculation_operands`` takes the softmax for the gradient
-    and multiplies it in place. So one fp32 buffer from the cast to the gradient, beside the 16-bit logits or their
-    gradient: 6 bytes a logit at the most.
-    """
-    return _sharded(w, cast(w, logits, "float32"), labels, "vocab_parallel_cross_entropy")
-
-
-def _native(w: Writer, logits: Value, labels: Value) -> Value:
-    """Megatron's ``--cross-entropy-loss-fusion`` with the implementation "native", for the same mathematics.
-
-    ``megatron/core/fusions/fused_cross_entropy.py``: each piece is compiled, and a compiled piece returns new tensors:
-    the exponentials stand beside the fp32 logits, and the 16-bit logits are held by the caller: 10 bytes a logit. The
-    gradient is made in bf16 at once.
-    """
-    wide = cast(w, logits, "float32")
-    exponentials = w.tape.op("fused_cross_entropy.exp", [wide, _unread(logits)])
-    return _sharded(w, exponentials, labels, "fused_vocab_parallel_cross_entropy")
+_OVER_SHARDS: Final = MappingProxyType(
+    {
+        # Megatron's: ``megatron/core/tensor_parallel/cross_entropy.py``: ``logits.float()``, then in place ``-=``,
+        # ``torch.exp(..., out=)`` and ``div_``; ``prepare_gradient_calculation_operands`` takes the softmax for the
+        # gradient and multiplies it in place. One fp32 buffer from the cast to the gradient, beside 16-bit logits or
+        # their gradient: 6 bytes a logit at the most.
+        Loss.VOCAB_PARALLEL: (None, "vocab_parallel_cross_entropy"),
+        # Megatron's ``--cross-entropy-loss-fusion`` with the implementation "native",
+        # ``megatron/core/fusions/fused_cross_entropy.py``: each piece is compiled, and a compiled piece returns new
+        # tensors: the exponentials stand beside the fp32 logits, and the 16-bit logits are held by the caller: 10 bytes
+        # a logit. The gradient is made in bf16 at once.
+        Loss.NATIVE: ("fused_cross_entropy.exp", "fused_vocab_parallel_cross_entropy"),
+        # nanotron's, ``parallel/tensor_parallel/functional.py``, ``_ShardedCrossEntropy.forward``: ``sharded_logits =
+        # sharded_logits - logits_max...``, from there on in place. ``models/llama.py``, ``LlamaForTraining.forward``,
+        # has a name for the fp32 logits meanwhile: 8 bytes a logit. Backward writes the gradient over the softmax.
+        Loss.SHARDED: ("aten.sub.Tensor", "sharded_cross_entropy"),
+    }
+)
+"""Losses over a sharded vocabulary, whose fp32 softmax stays, 4sbV/t: the op that copies fp32 logits, and the loss."""
 
 
-def _beside_logits(w: Writer, logits: Value, labels: Value) -> Value:
-    """nanotron's ``sharded_cross_entropy``: the softmax has an fp32 tensor of its own.
-
-    ``parallel/tensor_parallel/functional.py``, ``_ShardedCrossEntropy.forward``: ``sharded_logits = sharded_logits -
-    logits_max...``, from there on in place. ``models/llama.py``, ``LlamaForTraining.forward``, has a name for the fp32
-    logits meanwhile: 8 bytes a logit. Backward writes the gradient over the softmax.
-    """
-    wide = cast(w, logits, "float32")
-    shifted = w.tape.op("aten.sub.Tensor", [wide], passes=True)
-    loss = _sharded(w, shifted, labels, "sharded_cross_entropy")
-    w.tape.name(wide)
-    return loss
+def _over_shards(w: Writer, logits: Value, labels: Value) -> Value:
+    loss, (copying, name) = w.kernels.loss, _OVER_SHARDS[w.kernels.loss]
+    softmax = wide = cast(w, logits, "float32")
+    if copying is not None:
+        held = [_unread(logits)] if loss is Loss.NATIVE else []
+        softmax = w.tape.op(copying, [wide, *held], passes=loss is Loss.SHARDED)
+    found = _sharded(w, softmax, labels, name)
+    if loss is Loss.SHARDED:
+        w.tape.name(wide)
+    return found
 
 
 def _sharded(w: Writer, wide: Value, labels: Value, name: str) -> Value:
@@ -293,9 +289,9 @@ _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = Mapping
         Loss.UPCAST: _upcast,
         Loss.OUTSIDE: _upcast,
         Loss.ROWS: _rows,
-        Loss.VOCAB_PARALLEL: _vocab_parallel,
-        Loss.SHARDED: _beside_logits,
-        Loss.NATIVE: _native,
+        Loss.VOCAB_PARALLEL: _over_shards,
+        Loss.SHARDED: _over_shards,
+        Loss.NATIVE: _over_shards,
         Loss.TE: _te,
         Loss.COMPILED: _compiled,
         Loss.DTENSOR: _dtensor,

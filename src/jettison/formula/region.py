@@ -171,13 +171,10 @@ class Region:
         )
 
     def _recompute(self, buffer: int) -> tuple[tuple[int, ...], list[int], str | None]:
-        found = self._closures.get(buffer)
-        if found is None:
-            closure = self.program.closure(buffer)
-            storages = list(self.buffers)
-            found = closure.ops, [storages[stop] for stop in closure.stops], closure.anchor
-            self._closures[buffer] = found
-        return found
+        if buffer not in self._closures:
+            closure, storages = self.program.closure(buffer), list(self.buffers)
+            self._closures[buffer] = closure.ops, [storages[stop] for stop in closure.stops], closure.anchor
+        return self._closures[buffer]
 
     @cached_property
     def _closures(self) -> dict[int, tuple[tuple[int, ...], list[int], str | None]]:
@@ -342,11 +339,7 @@ def trained_parameter_count(model: ModelSpec, tuning: Tuning) -> int:
 
 
 def refuse_idle(model: ModelSpec, tuning: Tuning) -> None:
-    """Adapters that no product of a model has.
-
-    Raises:
-        UsageError: nothing would be trained.
-    """
+    """Refuse adapters that no product of a model has: nothing would be trained."""
     if ALL not in tuning.targets and not trained_parameter_count(model, tuning):
         raise UsageError(
             f"got --lora targets={'+'.join(sorted(tuning.targets))}; {model.name} has none of these products, so that "

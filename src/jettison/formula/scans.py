@@ -1,6 +1,6 @@
-"""What scans keep where they are one kernel: flash-linear-attention's and mamba-ssm's, as transformers calls them.
+"""State-space (SSM) and linear-attention layers: as one kernel, and op by op as transformers writes them.
 
-Read in flash-linear-attention bc3b101d (``fla/ops/gated_delta_rule/chunk.py``, ``ChunkGatedDeltaRuleFunction``),
+The kernels: flash-linear-attention bc3b101d (``fla/ops/gated_delta_rule/chunk.py``, ``ChunkGatedDeltaRuleFunction``),
 mamba e9594ce1 (``mamba_ssm/ops/triton/ssd_combined.py``, ``MambaSplitConv1dScanCombinedFn``) and causal-conv1d
 (``CausalConv1dFn``: input and weights). Each names what it keeps in ``ctx.save_for_backward``; the rest its backward
 works out again, of which the largest are counted: states and their gradients, and what is made of keys and values or
@@ -34,7 +34,7 @@ from jettison.formula.norm import norm, root_mean_square
 from jettison.formula.tape import Saved, Value, Weight, Writer
 from jettison.ledger.record import EACH_ROUND
 from jettison.spec.kernels import Scans
-from jettison.spec.model import Activation, GatedDelta, Mamba1, Mamba2, Norm, NormKind
+from jettison.spec.model import Activation, GatedDelta, Norm, NormKind, SelectiveScan, StateSpaceDual
 
 WIDE = "float32"
 DELTA = "flash-linear-attention, ChunkGatedDeltaRuleFunction"
@@ -85,7 +85,7 @@ def fused_delta(w: Writer, mixed: Value, strength: Value, rate: Value, spec: Gat
     return out
 
 
-def fused_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
+def fused_split(w: Writer, joint: Value, rate: Value, spec: StateSpaceDual) -> Value:
     """Convolution, scan, norm and the product behind them, whose input is worked out again in backward."""
     b, s, hidden = w.run.micro_batch, w.run.seq, w.run.model.hidden
     weights = [w.parameter("dt_bias", spec.heads), w.parameter("D", spec.heads), *_convolution(w, spec)]
@@ -125,7 +125,7 @@ def fused_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
         )
 
 
-def shared_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
+def shared_split(w: Writer, joint: Value, rate: Value, spec: StateSpaceDual) -> Value:
     """Convolution, scan and gate; the norm and the product behind it are operators of their own.
 
     Megatron-Core, ``ssm/mamba_mixer.py``, ``_ssm_training``: ``rmsnorm_weight`` and ``outproj_weight`` are not given,
@@ -169,14 +169,14 @@ def shared_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
     return leave(w, linear(w, normal, w.run.model.hidden, "out_proj", bias=spec.bias, split="row"))
 
 
-def _convolution(w: Writer, spec: Mamba2) -> list[Weight]:
+def _convolution(w: Writer, spec: StateSpaceDual) -> list[Weight]:
     """Of the channels that pass it, which ranks of tp share."""
     with w.tape.scope("convolution"):
         weights = [w.parameter("weight", spec.convolved, 1, spec.taps, split=0)]
         return weights + ([w.parameter("bias", spec.convolved, split=0)] if spec.convolution_bias else [])
 
 
-def _dual(w: Writer, joint: Value, spec: Mamba2) -> tuple[int, int]:
+def _dual(w: Writer, joint: Value, spec: StateSpaceDual) -> tuple[int, int]:
     """FLOPs of a rank's convolution and scan, and what only their backward has: states with their gradients, and what
     the convolution returned.
     """
@@ -514,7 +514,7 @@ KERNELS_OF_A_TOKEN = 4
 """A product, a sum, a cast, and the product with what is asked."""
 
 
-def mamba1(w: Writer, x: Value, spec: Mamba1, norm_spec: Norm) -> Value:
+def selective_scan(w: Writer, x: Value, spec: SelectiveScan, norm_spec: Norm) -> Value:
     """The whole block, from the normed residual stream to what is added to it."""
     b, s = w.run.micro_batch, w.run.seq
     channels = (b, s, spec.inner)
@@ -534,7 +534,7 @@ def mamba1(w: Writer, x: Value, spec: Mamba1, norm_spec: Norm) -> Value:
         return linear(w, out, w.run.model.hidden, "out_proj", bias=spec.bias)
 
 
-def _selected(w: Writer, mixed: Value, spec: Mamba1, norm_spec: Norm) -> tuple[Value, Value, Value]:
+def _selected(w: Writer, mixed: Value, spec: SelectiveScan, norm_spec: Norm) -> tuple[Value, Value, Value]:
     """Time steps, b × s × I, what is written and what is asked, b × s × N: all made of what is scanned."""
     b, s, _ = mixed.shape
     rows = copy(w, mixed) if b > 1 and s > 1 else mixed  # tokens are innermost in it
@@ -627,7 +627,7 @@ DUAL = "arXiv 2405.21060 §6, block decomposition"
 STEP, CARRIED = "time step", "carried state"
 
 
-def mamba2(w: Writer, x: Value, spec: Mamba2) -> Value:
+def state_space(w: Writer, x: Value, spec: StateSpaceDual) -> Value:
     """The whole block, from the normed residual stream to what is added to it."""
     b, s = w.run.micro_batch, w.run.seq
     with w.tape.scope("mixer"):
@@ -672,7 +672,7 @@ class _DualScan:
     """The scan over chunks, all of it in fp32."""
 
     w: Writer
-    spec: Mamba2
+    spec: StateSpaceDual
 
     @property
     def count(self) -> int:

@@ -17,9 +17,8 @@ in the dtype of products (``torch/distributed/fsdp/_fully_shard/_fsdp_param_grou
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Final
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.tape import Weight
@@ -66,22 +65,41 @@ class Static:
         if count == 1:
             return self
         crossing = self.last + 2 * self.first
-        counted = {name: count * getattr(self, name) for name in _COUNTED}
-        return replace(self, **counted, stepping=max(self.stepping, crossing))
+        return Static(
+            parameters=count * self.parameters,
+            gradients=count * self.gradients,
+            state=count * self.state,
+            master=count * self.master,
+            copies=count * self.copies,
+            gathered=count * self.gathered,
+            reduced=count * self.reduced,
+            largest=self.largest,
+            stepping=self.stepping if self.stepping > crossing else crossing,
+            first=self.first,
+            last=self.last,
+            host_state=count * self.host_state,
+            host_elements=count * self.host_elements,
+            host_parameters=count * self.host_parameters,
+        )
 
     def __add__(self, other: Static) -> Static:
-        """Both together, the other's weights behind."""
-        summed = {name: getattr(self, name) + getattr(other, name) for name in _COUNTED}
+        """Both together, the other's weights behind. Written out, since a search adds millions."""
         return Static(
-            **summed,
+            parameters=self.parameters + other.parameters,
+            gradients=self.gradients + other.gradients,
+            state=self.state + other.state,
+            master=self.master + other.master,
+            copies=self.copies + other.copies,
+            gathered=self.gathered + other.gathered,
+            reduced=self.reduced + other.reduced,
             largest=max(self.largest, other.largest),
             stepping=max(self.stepping, other.stepping, self.last + 2 * other.first if other.first else 0),
             first=self.first or other.first,
             last=other.last or self.last,
+            host_state=self.host_state + other.host_state,
+            host_elements=self.host_elements + other.host_elements,
+            host_parameters=self.host_parameters + other.host_parameters,
         )
-
-
-_COUNTED: Final = tuple(f.name for f in fields(Static) if f.name not in ("largest", "stepping", "first", "last"))
 
 
 def declared(weights: list[Weight], order: Sequence[str]) -> list[Weight]:
@@ -195,7 +213,7 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
     moment = DTYPE_BYTES[precision.moment or precision.master or precision.parameter]
     matrix = len(weight.shape) >= 2
     match kind:
-        case Optimizer.ADAMW | Optimizer.ADAMW_FOREACH | Optimizer.ADAMW_DEEPSPEED:
+        case Optimizer.ADAMW | Optimizer.ADAMW_FOREACH | Optimizer.ADAMW_ON_COPIES:
             return 2 * moment * elements
         case Optimizer.ADAMW_BF16:
             return 2 * 2 * elements

@@ -1,6 +1,6 @@
 """What models beside the trained one take: their weights, and the height of a forward that keeps nothing.
 
-See NOTE [ When a frozen model runs ] in `spec.frozen_models`. Such a model is walked as any other is, with weights that
+See NOTE [ When a frozen model runs ] in `spec.tuning`. Such a model is walked as any other is, with weights that
 are all frozen, no dropout (TRL's ``disable_dropout_in_model``) and the policy's layout and kernels.
 """
 

@@ -110,7 +110,7 @@ class FsdpGroups:
                 return cls(parts=tuple(parts), kept=(), ranks=layout.reshard_ranks)
             kept = parts if not layout.resharded else [part for part in parts[-1:] if part.name == HEAD]
             return cls(parts=tuple(parts), kept=tuple(kept), in_flight=layout.pp > 1 and not layout.resharded)
-        late = layout.reshard is Reshard.TORCHTITAN
+        late = layout.reshard is Reshard.BUT_FIRST
         first, *layers, last = parts
         ends = first.static + last.static
         both = replace(first.static, gathered=ends.gathered, reduced=ends.reduced, gradients=ends.gradients)

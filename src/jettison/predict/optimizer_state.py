@@ -248,7 +248,7 @@ def step_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
         return 0  # it is among a backward's, or on the host
     if run.optimizer is Optimizer.ADAMW_FOREACH:
         return (total.state - total.master) // 2
-    if run.optimizer is Optimizer.ADAMW_DEEPSPEED:
+    if run.optimizer is Optimizer.ADAMW_ON_COPIES:
         return _copied_gradients(run, total)
     if muon := muon_step_bytes(run, chunks):
         return muon

@@ -136,7 +136,7 @@ def sending(run: Run, index: int) -> tuple[int, ...]:
 def workspace_bytes(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
     """Return the bytes from the first forward on, and from the first backward on.
 
-    See NOTE [ Workspaces ] in `spec.workspaces`.
+    See NOTE [ Workspaces ] in `spec.kernels`.
     """
     spaces, dummies = run.workspaces, run.adding is Adding.DUMMY
     if not spaces.torch_bytes and not dummies:

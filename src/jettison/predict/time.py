@@ -1,7 +1,7 @@
 """What a step costs: seconds of each pipeline stage, how the schedule plays them, and where the time goes.
 
 NOTE [ A step ]
-Regions are priced by `cost.region`; a chunk of a stage is the sum of its regions, of which equal ones are priced once.
+Regions are priced by `cost.layer`; a chunk of a stage is the sum of its regions, of which equal ones are priced once.
 On top of a micro-batch come ZeRO 3's gathering of each region before it runs and the reduction of its gradients after,
 beside the work of its neighbours; offloading, beside the next region's; and sending to the next stage. `cost.pipeline`
 plays the schedule. What is left of the reduction of gradients when backwards are over is waited for, then the optimizer

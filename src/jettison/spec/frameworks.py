@@ -56,11 +56,7 @@ def foreign_flags() -> Mapping[str, str]:
 
 
 def software(name: str) -> str:
-    """A software stack by name.
-
-    Raises:
-        UsageError: no framework has it.
-    """
+    """A software stack by name, or a `UsageError`."""
     known = (BASE_STACK, *named("stacks"))
     if name not in known:
         raise UsageError(f"got --stack {name!r}; expected one of {', '.join(known)}")
@@ -68,11 +64,7 @@ def software(name: str) -> str:
 
 
 def rule(name: str, *, tp: int, dp: int = 1, zero: int = 0) -> Mapping[str, Any]:
-    """Fields of a request that a framework sets where a run says nothing else.
-
-    Raises:
-        UsageError: no such framework.
-    """
+    """Fields of a request that a framework sets where a run says nothing else; a `UsageError` of an unknown one."""
     presets = named("presets")
     if name not in presets:
         raise UsageError(f"got --like {name!r}; expected one of {', '.join(presets)}")

@@ -99,7 +99,7 @@ class Delays:
 
     Args:
         experts: for the host to hand over a layer of experts of Megatron in fp8, forward and backward, where no CUDA
-            graph does, beside ``product``: see NOTE [ Launch-bound ] in `cost.host`.
+            graph does, beside ``product``: see NOTE [ Launch-bound ] in `cost.layer`.
         product: for it to hand over the product of one expert, where a library does so expert by expert; 0: that is in
             ``experts``.
         hook: for each tensor that a planned layer saves, until Jettison's runtime has dealt with it on the host; 0: not
@@ -446,11 +446,7 @@ class AttentionRates:
 
 
 def attention_rates(who: str, section: object) -> AttentionRates | None:
-    """The section of a file; None: it has none.
-
-    Raises:
-        UsageError: unknown keys, no edge, or shares that are none.
-    """
+    """The section of a file; None: it has none. A `UsageError` names the key that is wrong."""
     if section is None:
         return None
     where = f"{who}, section [attention]"

@@ -273,11 +273,7 @@ def kernel_names() -> tuple[str, ...]:
 
 @cache
 def kernels(name: str) -> Kernels:
-    """A set by name.
-
-    Raises:
-        UsageError: no such set.
-    """
+    """A set by name, or a `UsageError`."""
     sets = named("kernels")
     if name not in sets:
         raise UsageError(f"got the kernels {name!r}; expected one of {', '.join(sets)}")
@@ -355,11 +351,7 @@ WORKSPACES: Final = MappingProxyType(
 
 
 def workspaces(name: str) -> Workspaces:
-    """By name.
-
-    Raises:
-        UsageError: no such set.
-    """
+    """A set by name, or a `UsageError`."""
     if name not in WORKSPACES:
         raise UsageError(f"got --workspaces {name!r}; expected one of {', '.join(WORKSPACES)}")
     return WORKSPACES[name]

@@ -16,7 +16,17 @@ from typing import Final
 
 from jettison.core.errors import UsageError
 from jettison.core.objects import non_defaults
-from jettison.spec.model import Attention, LatentAttention, Layer, Mamba2, Mlp, ModelSpec, Moe, RecordedLayer, Scan
+from jettison.spec.model import (
+    Attention,
+    LatentAttention,
+    Layer,
+    Mlp,
+    ModelSpec,
+    Moe,
+    RecordedLayer,
+    Scan,
+    StateSpaceDual,
+)
 
 
 class Schedule(StrEnum):
@@ -42,7 +52,7 @@ class Reshard(StrEnum):
     """With zero 3, which weights are sharded again after a forward that has gathered them."""
 
     ALWAYS = "always"  # all
-    TORCHTITAN = "torchtitan"  # all but those whose backward comes first; in a pipeline none: its default policy
+    BUT_FIRST = "torchtitan"  # all but those whose backward comes first; in a pipeline none: its default policy
     NEVER = "never"  # none: ``reshard_after_forward=False``
 
 
@@ -238,7 +248,7 @@ class Layout:
     @property
     def resharded(self) -> bool:
         """Are layers sharded again after a forward?"""
-        return self.reshard is Reshard.ALWAYS or (self.reshard is Reshard.TORCHTITAN and self.pp == 1)
+        return self.reshard is Reshard.ALWAYS or (self.reshard is Reshard.BUT_FIRST and self.pp == 1)
 
     @property
     def world(self) -> int:
@@ -389,7 +399,7 @@ class Layout:
 
     def _check_scan(self, scan: Scan, name: str) -> None:
         shared = self.tp > 1
-        if isinstance(scan, Mamba2):  # by Megatron-Core: `Run` looks whose kernels they are
+        if isinstance(scan, StateSpaceDual):  # by Megatron-Core: `Run` looks whose kernels they are
             if scan.heads % self.tp or scan.groups % self.tp:
                 raise UsageError(f"--tp {self.tp} does not divide {scan.heads} heads in {scan.groups} groups of a scan")
             shared = False
@@ -514,11 +524,7 @@ def stages_by_cost(*, layers: int, layer_cost: int, head_cost: int, stages: int)
 
 
 def check_stage_layers(counts: tuple[int, ...], *, layers: int, chunks: int) -> None:
-    """Do they add up?
-
-    Raises:
-        UsageError: no.
-    """
+    """Refuse layers of stages that do not add up to the model's, or to its stages."""
     typed = ",".join(map(str, counts))
     if len(counts) != chunks:
         raise UsageError(
@@ -645,11 +651,7 @@ def uncut(model: ModelSpec) -> str:
 
 
 def refuse_as_built(model: ModelSpec, given: tuple[str, ...]) -> None:
-    """Is something asked that the recording has already?
-
-    Raises:
-        UsageError: yes.
-    """
+    """Refuse what is asked of a recorded model that has it as it is built."""
     for name in given:
         if model.recorder is not None and name in AS_BUILT:
             raise UsageError(

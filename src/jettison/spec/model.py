@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Final
+from typing import ClassVar, Final
 
 from jettison.core.errors import UsageError
 from jettison.core.objects import summary
@@ -279,7 +279,7 @@ class GatedDelta(Scan):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mamba2(Scan):
+class StateSpaceDual(Scan):
     """State space duality (arXiv 2405.21060): each head has a matrix of ``head_dim`` x ``state``, which decays by a
     number a token.
 
@@ -320,7 +320,7 @@ class Mamba2(Scan):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mamba1(Scan):
+class SelectiveScan(Scan):
     """A selective state space (arXiv 2312.00752): each channel has ``state`` numbers, which decay at their own rates.
 
     Args:
@@ -354,7 +354,7 @@ class Layer:
     ``plain_start``: no norm before its attention, since the embedding ends with one.
     ``ahead``: it predicts a token that many places further on, after the model's own layers; 0: it is one of these.
     ``repeats``: its weights are those of the layer before it, which it runs once more.
-    ``products``: globs of its products, and recipes in the place of the run's: NOTE [ Other products ] in `products`.
+    ``products``: globs of its products, and recipes in the place of the run's: NOTE [ Other products ].
     """
 
     attention: Attention | LatentAttention | Scan | None
@@ -441,26 +441,10 @@ class RecordedLayer:
     attended_width: int = 0  # of all heads together; 0 where there are none
     fused: bool = True  # its attention is one kernel
     chained: bool = True
-
-    @property
-    def ahead(self) -> int:
-        """Where layers that predict further tokens come from is not recorded."""
-        return 0
-
-    @property
-    def experts(self) -> None:
-        """None that ranks could share."""
-        return
-
-    @property
-    def window(self) -> None:
-        """What a mask leaves out is computed."""
-        return
-
-    @property
-    def heads(self) -> int:
-        """One, since nothing divides it."""
-        return 1
+    ahead: ClassVar[int] = 0  # where layers for multi-token prediction come from is not recorded
+    experts: ClassVar[None] = None  # that ranks could share
+    window: ClassVar[None] = None  # what a mask leaves out is computed
+    heads: ClassVar[int] = 1  # nothing divides it
 
 
 AnyLayer = Layer | RecordedLayer
@@ -595,11 +579,7 @@ class Audio:
         return max(0, last)
 
     def tokens(self, name: str, samples: int) -> int:
-        """The same of what is asked for.
-
-        Raises:
-            UsageError: they are too few for one.
-        """
+        """The same of what is asked for; too few for one token are refused."""
         if samples < (least := self.samples(1)):
             raise UsageError(f"got --source-seq {samples}; {name} needs {least} samples or more for a token")
         return self.frames(samples)
@@ -619,11 +599,7 @@ class Audio:
         return max(1, samples * CHARACTERS // SECOND)
 
     def check(self, name: str, *, seq: int, samples: int) -> None:
-        """Do samples make so many tokens?
-
-        Raises:
-            UsageError: no.
-        """
+        """Refuse samples that do not make so many tokens."""
         if samples and self.frames(samples) != seq:
             raise UsageError(
                 f"got --source-seq {samples} and --seq {seq}; {name} makes {self.frames(samples)} tokens of so many "

@@ -71,11 +71,7 @@ class Precision:
         return self.name if self.recipe is None else f"{self.name}, products by {self.recipe}"
 
     def check(self, optimizer: Optimizer, *, on_host: bool) -> None:
-        """Is there an optimizer that holds this?
-
-        Raises:
-            UsageError: no.
-        """
+        """Refuse an optimizer that does not hold this."""
         if self.moment and (on_host or optimizer not in (Optimizer.ADAMW, Optimizer.NONE)):
             where = " and states on the host" if on_host else ""
             raise UsageError(
@@ -84,11 +80,7 @@ class Precision:
             )
 
     def with_recipe(self, recipe: Fp8Recipe) -> Precision:
-        """The same with narrow products.
-
-        Raises:
-            UsageError: activations are not in 16 bits.
-        """
+        """The same with narrow products; refused unless activations are in 16 bits."""
         if self.compute != "bfloat16":
             raise UsageError(f"got --fp8-recipe {recipe.name} with --precision {self.name}; give one in bf16")
         return replace(self, product=NARROW, recipe=recipe)
@@ -178,7 +170,7 @@ class Optimizer(StrEnum):
 
     ADAMW = "adamw"  # two fp32 moments (bf16 ones for bf16-pure: state follows the parameter's dtype)
     ADAMW_FOREACH = "adamw-foreach"  # the same as torch runs it on CUDA unless told otherwise: all at once, unfused
-    ADAMW_DEEPSPEED = "adamw-deepspeed"  # the same on copies of its gradients, as DeepSpeed's ZeRO steps
+    ADAMW_ON_COPIES = "adamw-deepspeed"  # the same on copies of its gradients, as DeepSpeed's ZeRO steps
     ADAMW_BF16 = "adamw-bf16"  # two bf16 moments, whatever is updated: torchtitan's fused_opt_states_bf16
     SGD = "sgd"
     SGD_MOMENTUM = "sgd-momentum"
@@ -194,22 +186,14 @@ MUONS: Final = (Optimizer.MUON, Optimizer.DIST_MUON, Optimizer.DIST_MUON_PINGPON
 
 
 def precision(name: str) -> Precision:
-    """A precision by name.
-
-    Raises:
-        UsageError: no such precision.
-    """
+    """A precision by name, or a `UsageError`."""
     if name not in PRECISIONS:
         raise UsageError(f"got the precision {name!r}; expected one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
 
 
 def optimizer(name: str) -> Optimizer:
-    """An optimizer by name.
-
-    Raises:
-        UsageError: no such optimizer.
-    """
+    """An optimizer by name, or a `UsageError`."""
     if name not in set(Optimizer):
         raise UsageError(f"got the optimizer {name!r}; expected one of {', '.join(Optimizer)}")
     return Optimizer(name)

@@ -41,11 +41,7 @@ def listed(text: str, flag: str) -> tuple[str, ...]:
 
 
 def check_lists(again: tuple[str, ...], sent: tuple[str, ...]) -> None:
-    """Do these go together? As ``TransformerConfig.__post_init__`` has it.
-
-    Raises:
-        UsageError: no.
-    """
+    """Refuse lists that do not go together, as ``TransformerConfig.__post_init__`` does."""
     if "attn_proj" in sent and CORE_ATTENTION not in sent:
         raise UsageError(
             "got --offload-modules attn_proj without core_attn, which needs what attn_proj reads; give both"
@@ -59,14 +55,11 @@ def check_lists(again: tuple[str, ...], sent: tuple[str, ...]) -> None:
 
 
 def check_parts(model: ModelSpec, kernels: Kernels, names: Iterable[str], *, own_norms: bool) -> None:
-    """Has this model, in this code, such parts?
+    """Refuse parts that this model, in this code, has not.
 
     Args:
         own_norms: TransformerEngine has the products, and a norm is a module of its own where it cannot be part of one:
             NOTE [ Norms of their own ] in `solve.modules`.
-
-    Raises:
-        UsageError: no.
     """
     if not kernels.module_lists:
         raise UsageError(
@@ -114,7 +107,7 @@ class Mode(StrEnum):
     BLOCK = "block"  # the first N layers of a stage are full, the rest is none (Megatron's block method)
     INTERVAL = "interval"  # one layer in K is full, the rest is none (torchtitan's selective layer)
     PARTS = "parts"  # attention, feed-forward block and norms of a layer are a checkpoint each: `solve.parts`
-    MODULES = "modules"  # parts of a layer by Megatron's names: `spec.modules`
+    MODULES = "modules"  # parts of a layer by Megatron's names, as lists above
     AUTO = "auto"  # as a planner decides for a budget
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from reprlib import repr as short
 from typing import Final
 
@@ -13,7 +13,7 @@ from jettison.core.objects import summary
 from jettison.spec.fp8 import Fp8Recipe, Library, Scales
 from jettison.spec.kernels import WORKSPACES, ContextExchange, Device, Documents, Kernels, Loss, Scans, Workspaces
 from jettison.spec.layout import Layout, exchange_misfit
-from jettison.spec.model import Attention, Biases, LatentAttention, Layer, Mamba1, Mlp, ModelSpec, Moe, Pooling
+from jettison.spec.model import Attention, Biases, LatentAttention, Layer, Mlp, ModelSpec, Moe, Pooling, SelectiveScan
 from jettison.spec.precision import (
     MUONS,
     PRECISIONS,
@@ -178,15 +178,14 @@ class Run:
     @property
     def _scene_kernels(self) -> Kernels:
         """The loss of a pipeline is the schedule's, of what its last stage has returned. Code of an encoder beside a
-        decoder knows of its checkpoints: `formula.attention_biases`.
+        decoder knows of its checkpoints: `formula.attention`.
         """
         found = self.kernels
-        if self.layout.pp > 1 and found.loss is Loss.UPCAST:
-            found = replace(found, loss=Loss.OUTSIDE)
+        outside = self.layout.pp > 1 and found.loss is Loss.UPCAST
         asked = self.recompute.mode in (Mode.FULL, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE)
         attentions = (layer.attention for layer in self.model.described)
-        handed_on = any(isinstance(one, Attention) and one.biases is Biases.FIRST for one in attentions)
-        return replace(found, learned_zeros=True) if asked and handed_on else found
+        handed_on = asked and any(isinstance(one, Attention) and one.biases is Biases.FIRST for one in attentions)
+        return _adjusted(found, outside, handed_on) if outside or handed_on else found
 
     @cached_property
     def scene(self) -> RegionSignature:
@@ -210,12 +209,15 @@ class Run:
         )
 
 
-def expect_run(value: object) -> None:
-    """Public functions take runs, and people give names.
+@lru_cache(maxsize=256)
+def _adjusted(kernels: Kernels, outside: bool, learned_zeros: bool) -> Kernels:
+    """Kept, since a search asks for thousands of runs, and copying so many fields takes as long as all checks."""
+    found = replace(kernels, loss=Loss.OUTSIDE) if outside else kernels
+    return replace(found, learned_zeros=True) if learned_zeros else found
 
-    Raises:
-        UsageError: it is none.
-    """
+
+def expect_run(value: object) -> None:
+    """Refuse what is no run: public functions take runs, and people give names."""
     if not isinstance(value, Run):
         raise UsageError(f"got {short(value)}; expected a run, such as jettison.run_of('llama3-8b') makes of a name")
 
@@ -489,7 +491,7 @@ def _in_backward(run: Run) -> Iterator[str]:
         why = f"--zero {layout.zero}, whose replicas reduce buckets of gradients; --zero 2 or 3 reduces each"
     elif run.adding is not Adding.WHOLE or run.precision.accumulator or run.precision.optimizer_gradient:
         why = "gradients that are gathered up in another buffer"
-    elif run.optimizer in (Optimizer.ADAMW_FOREACH, Optimizer.ADAMW_DEEPSPEED, *MUONS):
+    elif run.optimizer in (Optimizer.ADAMW_FOREACH, Optimizer.ADAMW_ON_COPIES, *MUONS):
         why = f"--optimizer {run.optimizer}, which steps for many parameters at once"
     if why:
         yield f"got --gradients in-backward with {why}"
@@ -501,7 +503,7 @@ def _host(run: Run) -> Iterator[str]:
     if not rule.moves:
         return
     own = run.precision.master is None
-    ours = (Optimizer.ADAMW, Optimizer.ADAMW_DEEPSPEED)
+    ours = (Optimizer.ADAMW, Optimizer.ADAMW_ON_COPIES)
     kinds = ours if rule.steps_there else (Optimizer.ADAMW, Optimizer.ADAM8BIT)
     quantised = run.precision.recipe is not None or (run.tuning is not None and run.tuning.base.packed)
     if rule.moves_parameters and quantised:
@@ -552,15 +554,11 @@ def _beside(run: Run, beside: FrozenModel) -> Iterator[str]:
 
 
 def check_scans(model: ModelSpec, kernels: Kernels) -> None:
-    """Refuse --scans where the model has none, or none that are described so.
-
-    Raises:
-        UsageError: it has not.
-    """
+    """Refuse --scans where the model has none, or none that are described so."""
     scans = [layer.scan for layer in model.described if layer.scan is not None]
     if not scans:
         raise UsageError(f"got --scans {kernels.scans}; no layer of {model.name} carries a state: leave it away")
-    if kernels.scans is Scans.FUSED and any(isinstance(scan, Mamba1) for scan in scans):
+    if kernels.scans is Scans.FUSED and any(isinstance(scan, SelectiveScan) for scan in scans):
         raise UsageError(
             f"got --scans fused; what mamba-ssm keeps of the selective scan of {model.name} is not described: written"
         )

@@ -49,11 +49,7 @@ NOT_MOVED: Final = StatesOnHost()
 
 
 def states_on_host(name: str) -> StatesOnHost:
-    """A rule by name.
-
-    Raises:
-        UsageError: no framework has it.
-    """
+    """A rule by name, or a `UsageError`."""
     rules = named("states_on_host")
     if name == "none":
         return NOT_MOVED
