@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from jettison.core.errors import HostBudgetExceeded, UsageError
 from jettison.runtime import host_pool
-from jettison.runtime.device import Device, Slab, power_of_two, whole_pages
+from jettison.runtime.device import Slab, StreamDevice, power_of_two, whole_pages
 from jettison.runtime.host_pool import ALIGNMENT_BYTES, PARTS, HostPool, SlabRanges, slabs_for, usable
 
 UNIT = ALIGNMENT_BYTES
 
 
-class Rounding(Device):
+class Rounding(StreamDevice):
     """Pins as torch's allocator does, and remembers."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`Device` of the runtime without one: copies really go to host memory and back, on virtual streams whose order can be
+"""`StreamDevice` of the runtime without one: copies go to host memory and back, on virtual streams whose order can be
 chosen.
 
 NOTE [ Legal moments ]
@@ -121,18 +121,18 @@ class Recorder:
         """Found so far."""
         return self.clocks.races
 
-    # what a `Device` does ---------------------------------------------------------------------------------------------
+    # what a `StreamDevice` does -------------------------------------------------------------------------------------
 
     def current_stream(self) -> VirtualStream:
-        """See `Device`."""
+        """See `StreamDevice`."""
         return self._current
 
     def record(self, stream: VirtualStream) -> Point:
-        """See `Device`."""
+        """See `StreamDevice`."""
         return Point(stream, stream.queued, self.clocks.record(stream))
 
     def wait(self, stream: VirtualStream, event: Point) -> None:
-        """See `Device`."""
+        """See `StreamDevice`."""
         self.clocks.wait(stream, event.clock)
         if stream.copies:
             stream.queue.append(event)
@@ -141,14 +141,14 @@ class Recorder:
         self.moment()
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """See `Device`."""
+        """See `StreamDevice`."""
         made = torch.empty(nbytes, dtype=torch.uint8, device=device)
         ctypes.memset(made.data_ptr(), POISON, nbytes)
         self.clocks.run(self._current, "allocation", writes=[self._bytes(made)])
         return made
 
     def rounded(self, nbytes: int) -> int:
-        """See `Device`."""
+        """See `StreamDevice`."""
         return whole_pages(nbytes)
 
     def pin(self, nbytes: int) -> Slab:
@@ -157,7 +157,7 @@ class Recorder:
         return Slab((ctypes.c_char * real_bytes).from_buffer(mmap.mmap(-1, real_bytes)), real_bytes)
 
     def send(self, source: Tensor, slab: Slab, offset: int) -> None:
-        """See `Device`."""
+        """See `StreamDevice`."""
         nbytes = source.numel()
         host = Bytes(id(slab.memory), offset, offset + nbytes)
         self.clocks.run(self.sends, "copy to the host", reads=[self._bytes(source)], writes=[host])
@@ -165,7 +165,7 @@ class Recorder:
         self._queue(self.sends, _Copy(source.data_ptr(), _address(slab, offset), nbytes, alive, None))
 
     def fetch(self, slab: Slab, offset: int, into: Tensor) -> None:
-        """See `Device`."""
+        """See `StreamDevice`."""
         nbytes = into.numel()
         host = Bytes(id(slab.memory), offset, offset + nbytes)
         self.clocks.run(self.fetches, "copy from the host", reads=[host], writes=[self._bytes(into)])

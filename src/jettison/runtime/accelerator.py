@@ -1,4 +1,4 @@
-"""`Device` on whatever `torch.accelerator` knows (CUDA, ROCm, XPU and others with streams), and CUDA graph capture.
+"""`StreamDevice` on whatever `torch.accelerator` knows (CUDA, ROCm, XPU, others with streams), and CUDA graph capture.
 
 NOTE [ Captured steps ]
 Under `torch.cuda.graph` Python runs once, and a replay launches the kernels that it launched. A planned step is
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from jettison.core.errors import UsageError
-from jettison.runtime.device import Device, Event, OnHost, Slab, Stream
+from jettison.runtime.device import Event, OnHost, Slab, Stream, StreamDevice
 
 
 def is_capturing() -> bool:
@@ -43,7 +43,7 @@ class Accelerator(OnHost):
         self.sends, self.fetches = torch.Stream(device), torch.Stream(device)
 
     def current_stream(self) -> Stream:
-        """See `Device`. Raises `UsageError` in a capture, which would freeze the order of host and device."""
+        """See `StreamDevice`. Raises `UsageError` in a capture, which would freeze the order of host and device."""
         if is_capturing():
             raise UsageError(
                 "a CUDA graph is being captured under a plan that offloads tensors to the CPU; expected one that only "
@@ -69,7 +69,7 @@ class Accelerator(OnHost):
             into.copy_(slab.memory[offset : offset + into.numel()], non_blocking=True)
 
 
-def device_for(device: torch.device) -> Device:
+def device_for(device: torch.device) -> StreamDevice:
     """What moves tensors of this device. Raises `UsageError` without streams or memory that this process can read."""
     if device.type == "cpu":
         return OnHost(device)

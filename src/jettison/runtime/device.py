@@ -43,7 +43,7 @@ def rounding_of(place: torch.device) -> Callable[[int], int]:
     return whole_pages if place.type == "cpu" else power_of_two
 
 
-class Device:
+class StreamDevice:
     """What a device does. Nothing here makes Python wait, except `pin`. Copies to the host go through the stream
     ``sends``, those back through ``fetches``; what computes is `current_stream`.
 
@@ -90,7 +90,7 @@ class Device:
         """Queue a copy to ``into``, flat bytes, from the host, in ``fetches``."""
 
 
-class OnHost(Device):
+class OnHost(StreamDevice):
     """The CPU: copies run when they are queued, to memory that torch's allocators do not count."""
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from jettison.core.errors import HostBudgetExceeded, UsageError
-from jettison.runtime.device import Device, Event, Slab
+from jettison.runtime.device import Event, Slab, StreamDevice
 
 ALIGNMENT_BYTES: Final = 512
 MEMINFO: Final = Path("/proc/meminfo")  # where Linux says what a machine has left
@@ -138,7 +138,7 @@ class HostPool:
     """
 
     def __init__(
-        self, device: Device, budget_bytes: int | None = None, *, left: Callable[[], int] | None = left_on_host
+        self, device: StreamDevice, budget_bytes: int | None = None, *, left: Callable[[], int] | None = left_on_host
     ) -> None:
         if budget_bytes is not None and budget_bytes < 0:
             raise UsageError(f"got a host budget of {budget_bytes} bytes; expected 0 or more")

@@ -41,7 +41,7 @@ from jettison.capture.recording import TensorRef
 from jettison.capture.tensor_subclasses import plain, version_of
 from jettison.core.errors import StaleTensor
 from jettison.runtime.accelerator import device_for
-from jettison.runtime.device import Device, Event, Stream
+from jettison.runtime.device import Event, Stream, StreamDevice
 from jettison.runtime.host_pool import HostPool, SlabSpan
 from jettison.runtime.views import view_of
 
@@ -121,7 +121,7 @@ class Moved:
 class OffloadEngine:
     """Moves bytes of the device ``place``; tensors elsewhere stay. ``transfers`` are the copies so far, in order."""
 
-    def __init__(self, device: Device, pool: HostPool, place: torch.device) -> None:
+    def __init__(self, device: StreamDevice, pool: HostPool, place: torch.device) -> None:
         self.device, self.pool, self.place = device, pool, place
         self.transfers: list[Transfer] = []
         self._moving: dict[int, weakref.ref[Moved]] = {}  # by storage
@@ -264,7 +264,7 @@ def engine_for(place: torch.device, budget_bytes: int | None = None, *, dry: boo
     """Return an engine for tensors of one device, with a budget for pinning (None: what the host has), and without
     copies for a dry run. Raises `UsageError` where nothing can be moved from there.
     """
-    device = Device(place) if dry else device_for(place)
+    device = StreamDevice(place) if dry else device_for(place)
     pool = HostPool(device, None, left=None) if dry else HostPool(device, budget_bytes)
     return OffloadEngine(device, pool, place)
 
