@@ -237,9 +237,9 @@ class BatchPlans:
         """A new plan, installed beside the others."""
         began = time.perf_counter()
         try:
-            plans = described.plans(self.budget_bytes)
+            plans = described.planner.plans(self.budget_bytes)
         except Infeasible as error:
-            plans = described.plans(error.minimum_budget_bytes)
+            plans = described.planner.plans(error.minimum_budget_bytes)
             warnings.warn(
                 f"{self._named(shape, trained)} does not fit into {format_bytes(self.budget_bytes)}: the smallest plan "
                 f"for it needs {format_bytes(error.minimum_budget_bytes)}, and is what it runs under. Use a smaller "

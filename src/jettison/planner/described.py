@@ -42,10 +42,9 @@ from jettison.parallel.imagined import (
 )
 from jettison.parallel.pipeline import stand_in_loss
 from jettison.planner.host import Host
-from jettison.planner.planner import PartsPlanner, planner_of
+from jettison.planner.planner import Planner, StagesPlanner, planner_of
 from jettison.planner.readiness import compiled_modules, survey_blocks
 from jettison.runtime.batch_shape import BatchShape
-from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware
 
 MOST_KINDS = 32
@@ -102,21 +101,14 @@ class Described:
         return OneBatch(trace=part.trace, optimizer=mirrored)
 
     @functools.cached_property
-    def planner(self) -> PartsPlanner:
+    def planner(self) -> Planner | StagesPlanner:
         """Made when it is first asked for: seconds."""
         if self.counted is not None:  # no dry run meets an op without a price, and is repeated
             measure_ops(self.counted.ops.values(), timed=False)
         in_flight = [1 if part.use is None else part.use.in_flight for part in self.parts]
-        more: dict[str, Any] = {"hardware": self.hardware, "host": self.host, "progress": self.progress}
-        return planner_of(self.traces, in_flight, self.dry_step, **more)
-
-    def plans(self, budget_bytes: int) -> list[Plan]:
-        """One for each of the models.
-
-        Raises:
-            Infeasible: none fit.
-        """
-        return self.planner.plans(budget_bytes)
+        return planner_of(
+            self.traces, in_flight, self.dry_step, hardware=self.hardware, host=self.host, progress=self.progress
+        )
 
     def peak_bytes(self, parts: Sequence[ModulePolicy]) -> int:
         """Of the step under these policies."""

@@ -62,23 +62,6 @@ class KeptPlans:
     plans: list[Plan] = field(default_factory=list, init=False)
     planning_seconds: float = field(default=0.0, init=False)
 
-    @classmethod
-    def at(cls, where: str | os.PathLike[str], facts: Facts, **more: Any) -> KeptPlans:
-        """Plans in a file, or in one of a folder, which is there or ends in a slash; each rank has its own.
-
-        Raises:
-            UsageError: the file is something else, or no file can be there.
-        """
-        path = Path(where)
-        if path.is_dir() or str(where).endswith(("/", os.sep)):
-            name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-            path = path / f"plan-{name}.json"
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            path = path.with_name(f"{path.stem}-rank{torch.distributed.get_rank()}{path.suffix}")
-        found = cls(file=path, facts=facts, **more)
-        found._read()
-        return found
-
     def _read(self) -> None:
         """Read the file; say why its plans are not followed, if they are not."""
         try:
@@ -179,7 +162,8 @@ def _kept_in(text: str, file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """What ``plan=`` of `auto_checkpoint` asks for.
+    """What ``plan=`` of `auto_checkpoint` asks for: plans in a file, or in one of a folder, which is there or ends in a
+    slash; each rank has its own.
 
     Args:
         options: of the call, beside what a step shows.
@@ -214,12 +198,20 @@ class Keeping:
         facts |= {name: digest(value) for name, value in (more or {}).items()}
         if levels is not None:
             facts["levels"] = digest([(name, list(stretch)) for name, stretch in levels])
-        return KeptPlans.at(
-            self.where,
-            facts,
+        path = Path(self.where)
+        if path.is_dir() or str(self.where).endswith(("/", os.sep)):
+            name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+            path = path / f"plan-{name}.json"
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            path = path.with_name(f"{path.stem}-rank{torch.distributed.get_rank()}{path.suffix}")
+        found = KeptPlans(
+            file=path,
+            facts=facts,
             asked=self.asked,
             budget=budget,
             state_bytes=bytes_of_state(optimizer),
             elsewhere_bytes=max((trace.loop.elsewhere_bytes for trace in traces), default=0),
             progress=progress,
         )
+        found._read()
+        return found

@@ -403,7 +403,7 @@ class _Request:
         )
         if isinstance(model, nn.Module) and self.step is None and not self.models and not wrapped and batches == 1:
             return None
-        self._check_step()
+        self._check_arguments()
         for one in modules_of(self.given):
             check_model(one)
             check_states(one)
@@ -425,7 +425,7 @@ class _Request:
 
         return self.step or whole
 
-    def _check_step(self) -> None:
+    def _check_arguments(self) -> None:
         models, step = self.models, self.step
         for one in models:
             if not (isinstance(one, nn.Module) or is_schedule(one)):
@@ -531,7 +531,7 @@ class _Planning:
         def plans() -> list[Plan]:
             if kept is not None and follows and kept.plans:
                 return kept.followed()
-            made = one.plans(budget.nbytes)
+            made = one.planner.plans(budget.nbytes)
             if kept is not None:
                 state_bytes = bytes_of_state(one.dry_step.optimizer)
                 kept.write(made, state_bytes=state_bytes, planning_seconds=time.perf_counter() - began)

@@ -16,7 +16,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -267,6 +267,7 @@ class Planner:
         return best
 
     def plans(self, budget_bytes: int) -> list[Plan]:
+        """The plan for the only part, as a document; see `plan`."""
         return [self.as_plan(self.plan(budget_bytes), budget_bytes)]
 
     def as_plan(self, found: DryRunChoice, budget_bytes: int, *, minimum_budget_bytes: int | None = None) -> Plan:
@@ -422,18 +423,6 @@ def _tensors_of(program: Program, region: RegionTrace | None, module: nn.Module)
 # several parts --------------------------------------------------------------------------------------------------------
 
 
-class PartsPlanner(Protocol):
-    """Plans for the parts of a step."""
-
-    def plans(self, budget_bytes: int) -> list[Plan]:
-        """One for each part, together under the budget.
-
-        Raises:
-            Infeasible: no plans fit; ``minimum_budget_bytes`` says what would.
-        """
-        ...
-
-
 def planner_of(
     traces: Sequence[ModelTrace],
     in_flight: Sequence[int],
@@ -442,7 +431,7 @@ def planner_of(
     hardware: Hardware | None = None,
     host: Host | None = None,
     progress: Callable[[str], None],
-) -> PartsPlanner:
+) -> Planner | StagesPlanner:
     """Learn all that plans for the parts of a rank need: one module, or the stages of a pipeline.
 
     Args:
@@ -455,12 +444,12 @@ def planner_of(
     planners = [make_planner(trace, hardware=hardware, host=share, progress=progress) for trace in traces]
     progress("choosing")
     offers = [Offer(_times(one.problem, count)) for one, count in zip(planners, in_flight, strict=True)]
-    return _Stages(dry_step=dry_step, planners=planners, offers=offers, host=host)
+    return StagesPlanner(dry_step=dry_step, planners=planners, offers=offers, host=host)
 
 
 @dataclass(kw_only=True)
-class _Stages:
-    """See NOTE [ Several parts ]."""
+class StagesPlanner:
+    """Plans of a rank's stages; see NOTE [ Several parts ]."""
 
     dry_step: DryStep
     planners: list[Planner]
@@ -517,6 +506,11 @@ class _Stages:
         return self.seen[choices]
 
     def plans(self, budget_bytes: int) -> list[Plan]:
+        """One for each part, together under the budget.
+
+        Raises:
+            Infeasible: none fit; the error carries the dry-run peak of the smallest plans.
+        """
         if min(self.sure.needs, self.at(0.0).needs) > budget_bytes:
             raise _infeasible(budget_bytes, self.sure.needs, self.sure)
         fewest_bytes, most_bytes = (sum(ends) for ends in zip(*self.ends, strict=True))
