@@ -163,7 +163,8 @@ class BudgetVerdict:
 
 class Agreement:
     """One comparison, in each of several groups. Entered before the work whose result is compared: if that fails, the
-    other ranks learn why instead of waiting. With no groups it does nothing.
+    other ranks learn why instead of waiting. With no groups it does nothing. Methods raise `PlanMismatch` where a rank
+    fails, or does not come in time.
     """
 
     def __init__(self, groups: Iterable[tuple[int, ...]], *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
@@ -199,11 +200,7 @@ class Agreement:
         return own
 
     def settled(self, own: BudgetVerdict) -> BudgetVerdict:
-        """What this rank's verdict and those of all others come to. An agreement says this or `check`, not both.
-
-        Raises:
-            PlanMismatch: a rank failed, or did not come in time.
-        """
+        """What this rank's verdict and those of all others come to. An agreement says this or `check`, not both."""
         own = self._merged(own, operator.or_)
         for each in self.rounds:
             each.over = True
@@ -215,23 +212,12 @@ class Agreement:
         return not self.rounds or self.rounds[0].leads
 
     def least(self, number: int) -> int:
-        """The smallest that any rank has. None of them goes on before all are there.
-
-        Raises:
-            PlanMismatch: a rank failed, or did not come in time.
-        """
+        """The smallest that any rank has. None of them goes on before all are there."""
         return self._merged(number, min)
 
     def also(self, groups: Iterable[tuple[int, ...]], number: int = 0) -> int:
         """Ranks of further groups, unless they are in it already: with them, too, this rank has one plan. All of them
-        have come so far when this returns.
-
-        Returns:
-            The smallest number that any of them has.
-
-        Raises:
-            PlanMismatch: a rank failed, or did not come in time.
-        """
+        have come so far when this returns the smallest number that any of them has."""
         known = [set(each.ranks) for each in self.rounds]
         new = [ranks for ranks in sorted(groups) if not any(set(ranks) <= other for other in known)]
         added = [_next_round(ranks, self.timeout_seconds) for ranks in new]
@@ -241,11 +227,7 @@ class Agreement:
         return number
 
     def union(self, own: Iterable[Made]) -> list[Made]:
-        """Return all that some rank has, in one order for all.
-
-        Raises:
-            PlanMismatch: a rank failed, or did not come in time.
-        """
+        """Return all that some rank has, in one order for all."""
         return sorted(self._merged(set(own), operator.or_), key=repr)
 
     def first(self, make: Callable[[], Made], tell: Callable[[Made], str]) -> Made | str:
