@@ -85,7 +85,7 @@ def train(
         stepping = held.enter_context(ExitStack())
         stepping.enter_context(waiting_for(world, seconds))
         watch = stepping.enter_context(HangWatch(world, seconds, leave if world.device.type == "cuda" else None))
-        run = _Loop(session, watch, stop, say, warn)
+        run = _StepLoop(session, watch, stop, say, warn)
         try:
             result = run.to_the_end()
             stepping.close()
@@ -138,7 +138,7 @@ class _RunFacts:
     levels: StepLevels | None = None  # over this rank's second step, or its first
 
 
-class _Loop:
+class _StepLoop:
     def __init__(self, session: Session, watch: HangWatch, stop: StopRequest, say: Progress, warn: Progress) -> None:
         self.session = session
         self.world: World = session.world

@@ -146,7 +146,7 @@ class _RankStage(PipelineStage):
             return super().forward_maybe_with_nosync(*args, **more)
 
 
-class Pipeline(Engine):
+class PipelineEngine(Engine):
     """This rank's stages. Each draws from streams of its own, seeded by micro-batch and stage."""
 
     stage_class: type[_RankStage] = _RankStage
@@ -190,7 +190,7 @@ class Pipeline(Engine):
         *,
         autocast: bool,
         document_end: int | None,
-    ) -> Pipeline:
+    ) -> PipelineEngine:
         """Cut the model.
 
         Raises:
@@ -204,10 +204,10 @@ class Pipeline(Engine):
             stage.register_forward_pre_hook(lambda *_, chunk=chunk: made._seed(chunk))
         return made
 
-    def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> Pipeline:
+    def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> PipelineEngine:
         stages = [cast(StageModule, m) for m in fake_modules]
         batch, end = self._batch, self._document_end
-        return _ImaginedPipeline(stages, places, batch, self._device, autocast=self._autocast, document_end=end)
+        return _ImaginedEngine(stages, places, batch, self._device, autocast=self._autocast, document_end=end)
 
     def dry_run_counts(self, micro_batches: int) -> tuple[int, ...]:
         """With GPipe the peak grows with every micro-batch, alike; other schedules repeat themselves after a while."""
@@ -379,7 +379,7 @@ class _ImaginedRankStage(ImaginedStage, _RankStage):
             torch.clear_autocast_cache()  # the recording's autocast is around this one, which else would do it
 
 
-class _ImaginedPipeline(Pipeline):
+class _ImaginedEngine(PipelineEngine):
     stage_class = _ImaginedRankStage
 
     def _laid_out(self, micro_batches: int, kind: Schedule) -> tuple[list[Any], Any]:

@@ -34,7 +34,7 @@ from jettison.train.engine import Engine, LoopStep, WholeModel, alive, named_par
 from jettison.train.evaluation import EvaluationSet, evaluation_set
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
 from jettison.train.phase_memory import MemoryMeter
-from jettison.train.pipeline import Pipeline
+from jettison.train.pipeline import PipelineEngine
 from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import RankDecision, RankModule, RankPlans, carry_out, decide
 from jettison.train.ranks import World, agreed
@@ -260,7 +260,7 @@ def _engine(recipe: TrainRecipe, built: Built, places: Places, device: torch.dev
     autocast = recipe.precision == "bf16-autocast"
     if places.layout.pp > 1:
         end = recipe.data.document_end
-        return Pipeline.of(built.model, places, recipe.batch, device, autocast=autocast, document_end=end)
+        return PipelineEngine.of(built.model, places, recipe.batch, device, autocast=autocast, document_end=end)
     return WholeModel(built, places, device, autocast=autocast)
 
 
