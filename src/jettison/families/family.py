@@ -19,6 +19,9 @@
     [kernels]                       # fields of `Kernels` in which transformers' code of this family differs
 
     described_kernels = ["liger"]   # not passed on to those that are like it
+    [tensor_parallel]               # nor this: how classes and parts are called, for parallel/known_models.py
+    name = "Llama"                  # how its classes begin
+    parts = "llama_parts"           # a file of ``blocks/``, unless the parts stand here
 
 Tables are merged key by key, but for ``norm``; anything else that is said again replaces what was said before.
 ``defaults`` are those of the configuration classes of transformers 5 (``models/*/configuration_*.py``). A key that is
@@ -40,6 +43,7 @@ from jettison.spec.kernels import AttentionKernel, Kernels, kernels
 from jettison.spec.model import Activation, Arrangement, Biases, ModelSpec, Norm, NormKind, Pooling, QkNorm, Router
 
 _HERE: Final = Path(__file__).parent
+BLOCKS: Final = _HERE / "blocks"
 
 
 class ScanKind(StrEnum):
@@ -150,6 +154,7 @@ class Family:
     kernels: Mapping[str, Any] = field(default_factory=dict)
     pair: Mapping[str, Any] = field(default_factory=dict)  # what stands beside it
     described_kernels: tuple[str, ...] = ()
+    tensor_parallel: Mapping[str, Any] = field(default_factory=dict)
     when: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     unless: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reader: str = ""
@@ -189,9 +194,10 @@ def _table(file: Path) -> dict[str, Any]:
     own, merged = read_table(file), dict[str, Any]()
     if like := own.pop("like", ""):
         _merge(merged, _table(_HERE / "models" / f"{like}.toml"))
-        merged.pop("described_kernels", None)
+        for name in ("described_kernels", "tensor_parallel"):
+            merged.pop(name, None)
     for block in own.pop("blocks", ()):
-        _merge(merged, _table(_HERE / "blocks" / f"{block}.toml"))
+        _merge(merged, _table(BLOCKS / f"{block}.toml"))
     own["defaults"] = dict.fromkeys(own.pop("optional", ())) | own.get("defaults", {})
     _merge(merged, own)
     return merged
@@ -212,6 +218,7 @@ def _family(file: Path) -> Family:
         experts=Experts(**experts) if experts else None,
         kernels=_typed(table.get("kernels", {})),
         pair=table.get("pair", {}),
+        tensor_parallel=table.get("tensor_parallel", {}),
         layer_words=table.get("layer_words", {}),
         when={key: _typed(then) for key, then in table.get("when", {}).items()},
         unless={key: _typed(then) for key, then in table.get("unless", {}).items()},

@@ -38,7 +38,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from jettison.core.errors import UnsupportedModule, UsageError
-from jettison.parallel.known_models import HEADS, LAYERS, STACKS, class_of
+from jettison.parallel.known_models import RECORD, HeadForm, LayerForm, StackForm, class_of, known
 from jettison.parallel.regions import Axis
 from jettison.runtime.planned import PlannedForward
 
@@ -304,8 +304,7 @@ def _flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) ->
 
 NAME: Final = "jettison_context"
 """Of the function, among transformers' attention functions."""
-_RECORD: Final = "jettison.models.reference"
-_CORES: Final = {f"{_RECORD}.GptAttention": False, f"{_RECORD}.LlamaAttention": True}
+_CORES: Final = {f"{RECORD}.GptAttention": False, f"{RECORD}.LlamaAttention": True}
 """Attentions of the models of record: is the core a kernel that knows a causal mask?"""
 
 
@@ -364,12 +363,12 @@ def set_cores(model: nn.Module, context: Context) -> None:
                 f"{path or 'the model'} runs under a plan; apply context parallelism before plans are made"
             )
     kind = class_of(model)
-    if kind in HEADS:
+    if kind in known(HeadForm):
         _apply_to_hub(model, context)
-    elif kind in STACKS and kind.startswith(_RECORD):
+    elif kind in known(StackForm) and kind.startswith(RECORD):
         _apply_to_record(model, context)
     else:
-        names = [name.rpartition(".")[2] for name in HEADS] + ["Gpt", "Llama"]
+        names = [name.rpartition(".")[2] for name in known(HeadForm)] + ["Gpt", "Llama"]
         raise UnsupportedModule(
             f"context parallelism: it is not known where a {type(model).__name__} has the core of its attention; known "
             f"are {', '.join(sorted(names))}"
@@ -406,7 +405,7 @@ _SHARE: Final = "context_share"
 
 def _hub_attentions(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
-        form = LAYERS.get(class_of(module))
+        form = known(LayerForm).get(class_of(module))
         if form is not None:
             yield module.get_submodule(form.attention)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from jettison.core.errors import JettisonError, UnsupportedModule, UsageError
+from jettison.families.family import BLOCKS, FAMILIES
 from jettison.parallel.dropout import OwnDraws
 from jettison.parallel.regions import Axis
 from jettison.parallel.styles import (
@@ -80,25 +82,42 @@ class HeadForm(NamedTuple):
     head: str
 
 
+RECORD: Final = "jettison.models.reference"
 _Form = TypeVar("_Form")
-_MODELS: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["model"]
+_NORMS: Final = ("torch.nn.modules.normalization.LayerNorm", "torch.nn.modules.normalization.RMSNorm")
 
 
-def _known_as(part: str, form: type[_Form]) -> Mapping[str, _Form]:
-    found: dict[str, dict[str, Any]] = {}
-    for model in (one for one in _MODELS if part in one):
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in model[part].items()}
-        found |= dict.fromkeys([name + values["class"] for name in model["classes"]], values)
-    return {name: form(**{key: v for key, v in values.items() if key != "class"}) for name, values in found.items()}
+@cache
+def _tables() -> dict[str, Mapping[str, Any]]:
+    """Names of parts, by how the names of a model's classes begin."""
+    found = {f"{RECORD}.{table['name']}": table for table in _read(Path(__file__).with_suffix(".toml"))["model"]}
+    for kind, family in FAMILIES.items():
+        if (table := family.tensor_parallel) and "parts" in table:
+            table = _read(BLOCKS / f"{table['parts']}.toml") | table
+        if table:
+            found[f"transformers.models.{kind}.modeling_{kind}.{table['name']}"] = table
+    return found
 
 
-LAYERS: Final = _known_as("layer", LayerForm)
-STACKS: Final = _known_as("stack", StackForm)
-HEADS: Final = _known_as("head", HeadForm)
-NORMS: Final = frozenset(name + model["norm"] for model in _MODELS if "norm" in model for name in model["classes"]) | {
-    "torch.nn.modules.normalization.LayerNorm",
-    "torch.nn.modules.normalization.RMSNorm",
-}
+def _read(file: Path) -> dict[str, Any]:
+    return tomllib.loads(file.read_text("utf-8"))
+
+
+@cache
+def known(form: type[_Form]) -> Mapping[str, _Form]:
+    """Forms of a part by the names of their classes."""
+    part = form.__name__.removesuffix("Form").lower()
+    found = {}
+    for name, table in _tables().items():
+        if part in table:
+            values = {key: tuple(value) if isinstance(value, list) else value for key, value in table[part].items()}
+            cls = values.pop("class")
+            found[name + cls] = form(**values)
+    return found
+
+
+def _norms() -> list[str]:
+    return sorted([*_NORMS, *(name + table["norm"] for name, table in _tables().items() if "norm" in table)])
 
 
 def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True) -> Plan:
@@ -162,19 +181,21 @@ class _StylePlanner:
     plan: Plan = field(default_factory=dict)
 
     def visit(self, module: nn.Module, path: str) -> None:
-        if (head := _form(module, HEADS)) is not None:
+        if (head := known(HeadForm).get(class_of(module))) is not None:
             self._headed(module, path, head)
-        elif (stack := _form(module, STACKS)) is not None:
+        elif (stack := known(StackForm).get(class_of(module))) is not None:
             self._stack(module, path, stack)
-        elif (layer := _form(module, LAYERS)) is not None:
+        elif (layer := known(LayerForm).get(class_of(module))) is not None:
             self._layer(module, path, layer)
         elif isinstance(module, nn.ModuleList | nn.Sequential):
             for name, child in module.named_children():
                 self.visit(child, _join(path, name))
         elif next(module.parameters(), None) is not None:
+            every = (name for form in (HeadForm, StackForm, LayerForm) for name in known(form))
+            names = [name.rpartition(".")[2] for name in every]
             raise UnsupportedModule(
                 f"no tensor-parallel plan is known for {path or 'the model'}, a {class_of(module)}; known are "
-                f"{', '.join(sorted(name.rpartition('.')[2] for name in (*HEADS, *STACKS, *LAYERS)))}. Give a plan of "
+                f"{', '.join(sorted(names))}. Give a plan of "
                 "your own: apply_tensor_parallel(..., plan={path: style})"
             )
 
@@ -189,7 +210,7 @@ class _StylePlanner:
 
     def _headed(self, model: nn.Module, path: str, form: HeadForm) -> None:
         body = _child(model, form.body, path)
-        self._stack(body, _join(path, form.body), _known(body, STACKS, _join(path, form.body)))
+        self._stack(body, _join(path, form.body), _known(body, StackForm, _join(path, form.body)))
         self._head(model, path, form.head)
 
     def _head(self, model: nn.Module, path: str, name: str) -> None:
@@ -202,9 +223,8 @@ class _StylePlanner:
 
     def _stack(self, stack: nn.Module, path: str, form: StackForm) -> None:
         layers = _child(stack, form.layers, path)
-        dims = {
-            _known(layer, LAYERS, _join(path, f"{form.layers}.{name}")).dim for name, layer in layers.named_children()
-        }
+        within = _join(path, form.layers)
+        dims = {_known(layer, LayerForm, _join(within, name)).dim for name, layer in layers.named_children()}
         dim = next(iter(dims), 1) if self.sequence_parallel else None
         scattered = dim if form.scatters else None
         if getattr(stack, form.tokens, None) is not None:
@@ -212,7 +232,7 @@ class _StylePlanner:
         if form.positions is not None and getattr(stack, form.positions, None) is not None:
             self.plan[_join(path, form.positions)] = Replicated(sharded=scattered is not None, split_ids=scattered)
         for name, layer in layers.named_children():
-            self._layer(layer, _join(path, f"{form.layers}.{name}"), _known(layer, LAYERS, path))
+            self._layer(layer, _join(path, f"{form.layers}.{name}"), _known(layer, LayerForm, path))
         if dim is not None and not form.scatters and getattr(stack, form.tokens, None) is not None:
             first = form.splits or f"{form.layers}.{next(name for name, _ in layers.named_children())}"
             self.plan[_join(path, first)] = SplitInput(dim=dim)
@@ -246,8 +266,8 @@ class _StylePlanner:
         self, parent: nn.Module, path: str, name: str, *, heads: int | None = None, gathers: int | None = None
     ) -> None:
         norm = _child(parent, name, path)
-        if class_of(norm) not in NORMS:
-            raise _unexpected(norm, _join(path, name), "one of " + ", ".join(sorted(NORMS)))
+        if class_of(norm) not in _norms():
+            raise _unexpected(norm, _join(path, name), "one of " + ", ".join(_norms()))
         for parameter in norm.parameters():
             if heads is not None and parameter.numel() != heads:
                 raise _unexpected(norm, _join(path, name), f"a norm of single heads, {heads} wide")
@@ -265,15 +285,11 @@ def class_of(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _form(module: nn.Module, forms: Mapping[str, _Form]) -> _Form | None:
-    return forms.get(class_of(module))
-
-
-def _known(module: nn.Module, forms: Mapping[str, _Form], path: str) -> _Form:
-    form = _form(module, forms)
-    if form is None:
-        raise _unexpected(module, path, "one of " + ", ".join(sorted(forms)))
-    return form
+def _known(module: nn.Module, form: type[_Form], path: str) -> _Form:
+    found = known(form).get(class_of(module))
+    if found is None:
+        raise _unexpected(module, path, "one of " + ", ".join(sorted(known(form))))
+    return found
 
 
 def _child(parent: nn.Module, name: str, path: str) -> nn.Module:
