@@ -420,9 +420,7 @@ def _check(model: nn.Module, kernel: str) -> None:
     why = ""
     if kernel not in ("eager", "sdpa"):
         why = f"its attention is {kernel!r}; expected eager or sdpa"
-    elif set(getattr(config, "layer_types", None) or ()) - {"full_attention"} or (
-        getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    ):
+    elif set(getattr(config, "layer_types", None) or ()) - {"full_attention"} or has_window(config):
         why = "its attention has a sliding window"
     elif getattr(config, "reorder_and_upcast_attn", False):
         why = "its attention computes scores in fp32 by code of its own (reorder_and_upcast_attn)"
@@ -430,6 +428,11 @@ def _check(model: nn.Module, kernel: str) -> None:
         why = "its attention has dropout, for which no kernel is known here; expected attention = eager, or none"
     if why:
         raise UnsupportedModule(f"context parallelism cannot be applied to this {type(model).__name__}: {why}")
+
+
+def has_window(config: Any) -> bool:
+    """Does attention of one of transformers' models see a window only?"""
+    return getattr(config, "sliding_window", None) is not None and bool(getattr(config, "use_sliding_window", True))
 
 
 def asked_kernel(model: nn.Module) -> str | None:

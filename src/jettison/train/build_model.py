@@ -39,7 +39,7 @@ from jettison.models.reference import (
     positions_within,
 )
 from jettison.models.request import made_by
-from jettison.parallel.context import Context, asked_kernel
+from jettison.parallel.context import Context, asked_kernel, has_window
 from jettison.parallel.parameters import put_whole
 from jettison.spec.model import ModelSpec
 from jettison.train.checkpoint_reading import DAMAGE, read_tensors, reason
@@ -363,7 +363,7 @@ def _check(model: nn.Module) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
         raise _refused(name, f"it has layers of {', '.join(sorted(kinds))}")
-    if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
+    if has_window(config):
         raise _refused(name, "its attention has a sliding window")
     if _hears_across(_with_weights(model)):
         raise _refused(name, "what it says of one document changes with the one before")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,7 @@ from jettison.core.progress import Progress
 from jettison.cost.flops import PASSES, forward_flops, utilisation
 from jettison.dryrun.step import DryStep
 from jettison.models.pretrained import HubForm, hub_form
+from jettison.parallel.agree import BudgetVerdict
 from jettison.parallel.styles import can_split_backward
 from jettison.planner.budget import AskedBudget
 from jettison.planner.kept_plans import Keeping
@@ -284,23 +286,21 @@ def _plan(
             return None
         wanted = PlanSection(policy="none")  # compiled, each as without a plan
 
-    def decided() -> RankDecision | Infeasible | None:
+    def decided() -> tuple[RankDecision | None, BudgetVerdict]:
         try:
-            return decide(parts, wanted, dry_step, say, _keeping(recipe, places)) if places.plans else None
+            own = decide(parts, wanted, dry_step, say, _keeping(recipe, places)) if places.plans else None
+            return own, BudgetVerdict.fits(())
         except Infeasible as error:
-            if places.layout.pp == 1:
-                return error
-            where = f"That is what stage {places.stage} of the pipeline needs. {error.reason}"
-            return Infeasible(
-                minimum_budget_bytes=error.minimum_budget_bytes, budget_bytes=error.budget_bytes, reason=where
-            )
+            if places.layout.pp > 1:
+                error.reason = f"That is what stage {places.stage} of the pipeline needs. {error.reason}"
+            return None, BudgetVerdict.refuses(error)
 
-    own = world.together(decided)
-    failed = world.merged(own if isinstance(own, Infeasible) else None, _needier)
-    if failed is not None:
-        raise agreed(failed)
-    highest = int(world.most(own.predicted_peak_bytes or 0 if isinstance(own, RankDecision) else 0))
-    if isinstance(own, RankDecision):
+    own, verdict = world.together(decided)
+    refusal = world.merged(verdict, operator.or_).error
+    if refusal is not None:
+        raise agreed(refusal)
+    highest = int(world.most(own.predicted_peak_bytes or 0 if own else 0))
+    if own is not None:
         world.tell(f"plan of stage {places.stage}", own)
     # rank 0, which is in stage 0, keeps the plans of all stages; the others follow that of their own
     stages = range(places.layout.pp) if world.leads else (places.stage,)
@@ -329,12 +329,6 @@ def _keeping(recipe: TrainRecipe, places: Places) -> Keeping | None:
         options[f"the recipe's {name}"] = repr({key: value for key, value in section.items() if key not in left_out})
     options |= {"the recipe's precision": recipe.precision, "evaluation": str(recipe.eval.data is not None)}
     return Keeping(where=Path(recipe.checkpoint.folder) / KEPT_PLAN, asked=asked, options=options)
-
-
-def _needier(one: Infeasible | None, other: Infeasible | None) -> Infeasible | None:
-    if one is None or other is None:
-        return one or other
-    return max(one, other, key=lambda error: error.minimum_budget_bytes)
 
 
 def _work(recipe: TrainRecipe, layout: Layout, accumulation: int, built: Built, batches: Batches) -> StepWork:

@@ -196,45 +196,38 @@ def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[tuple[LayerPr
     def moved(name: str, program: Program) -> frozenset[int]:
         return frozenset() if regions[name].plan.stays else offloaded_by(regions[name].plan.policy, program)
 
-    programs = {call.name: traced.program(call) for call in traced.calls}
-    words = {
-        n: str(policy_word(p, regions[n].plan.policy.kept(p), moved(n, p), packed_by(regions[n].plan.policy, p)))
-        for n, p in programs.items()
-    }
+    programs = {"": traced.root.program} | {call.name: traced.program(call) for call in traced.calls}
+
+    def treated(name: str) -> dict[str, Any]:
+        program, policy = programs[name], regions[name].plan.policy
+        stays, goes, packs = policy.kept(program), moved(name, program), packed_by(policy, program)
+        word = policy_word(program, stays, goes, packs) if name else policy_word(program, kept("", program))
+        buffers = {"kept": stays, "offloaded": goes, "packed": packs}
+        return {"policy": str(word), "digest": program.digest()} | {key: tuple(sorted(b)) for key, b in buffers.items()}
+
     packed = {
         call.name: _saved_by_packing(traced.classes[call.class_key].trace, regions[call.name].plan.policy)
         for call in traced.calls
     }
-    words |= {ROOT_LAYER: str(policy_word(traced.root.program, kept("", traced.root.program)))}
-    done: dict[str, dict[str, Any]] = {
-        name: {
-            "digest": program.digest(),
-            "kept": tuple(sorted(regions[name].plan.policy.kept(program))),
-            "offloaded": tuple(sorted(moved(name, program))),
-            "packed": tuple(sorted(packed_by(regions[name].plan.policy, program))),
-        }
-        for name, program in {**programs, "": traced.root.program}.items()
-    }
-    done[ROOT_LAYER] = done.pop("")
     before, after = ledger_of(traced).by_layer(), ledger_of(traced, kept).by_layer()
     observed = observed_saved_bytes(planned.model, planned.batch, loss_fn=planned.loss_fn)
     planned.model.zero_grad(set_to_none=True)
-    names = {ROOT_LAYER: "", OUTSIDE_LAYER: OUTSIDE}
     opaque = {call.name for call in traced.calls if call.problem}
     opaque |= {name for name, region in regions.items() if isinstance(region, CompiledRegion)}
-    found = tuple(
-        LayerProof(
-            layer=layer,
-            policy=words.get(layer, "none"),
-            plain_bytes=before[layer],
-            predicted_bytes=after.get(layer, 0) - packed.get(layer, 0),
-            observed_bytes=observed.get(names.get(layer, layer), 0),
-            counted=layer not in opaque,
-            **done.get(layer, {}),
+    found = []
+    for layer in before:
+        name = "" if layer == ROOT_LAYER else layer
+        found.append(
+            LayerProof(
+                layer=layer,
+                plain_bytes=before[layer],
+                predicted_bytes=after.get(layer, 0) - packed.get(layer, 0),
+                observed_bytes=observed.get(OUTSIDE if layer == OUTSIDE_LAYER else name, 0),
+                counted=layer not in opaque,
+                **(treated(name) if name in programs else {"policy": "none"}),
+            )
         )
-        for layer in before
-    )
-    return found, plan_tensors(traced)
+    return tuple(found), plan_tensors(traced)
 
 
 def _saved_by_packing(region: RegionTrace, policy: CheckpointPolicy) -> int:
