@@ -26,7 +26,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.progress import Progress
@@ -39,6 +38,7 @@ from jettison.train.checkpoint_reading import (
     load_tensors,
     reason,
 )
+from jettison.train.optim import local_of
 from jettison.train.ranks import World, agreed, sockets_when_used
 from jettison.train.recipe import CheckpointSection, ModelSection, OptimizerSection, TrainRecipe
 from jettison.train.run_folder import PARTIAL, put_in_place, remove, sync_folder, write_durably
@@ -435,7 +435,7 @@ def _state_for(run: RunState, path: Path) -> tuple[RunState, dict[str, Any]]:
 
 def _is_finite(tensor: Tensor) -> bool:
     """Without a copy of it: the largest absolute value is NaN if any is."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     if not (local.is_floating_point() or local.is_complex()) or not local.numel():
         return True
     return bool(torch.linalg.vector_norm(local.detach(), float("inf")).isfinite())

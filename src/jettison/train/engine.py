@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -24,7 +23,7 @@ from jettison.dryrun.counter import AllocationCounter
 from jettison.parallel.parameters import forget_forwards
 from jettison.train.build_model import Built
 from jettison.train.data import MicroBatch
-from jettison.train.optim import make_optimizer
+from jettison.train.optim import local_of, make_optimizer
 from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import RankModule
 from jettison.train.recipe import OptimizerSection
@@ -341,4 +340,4 @@ def alive(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> lis
     state = [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)]
     gradients = [p.grad for p in parameters if p.grad is not None]
     found = [*parameters, *buffers, *gradients, *state]
-    return [t.to_local() if isinstance(t, DTensor) else t for t in found]
+    return list(map(local_of, found))

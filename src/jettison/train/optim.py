@@ -86,7 +86,7 @@ def squared_norm(
     for parameter in parameters:
         if parameter.grad is not None:
             alike = ranks / _shards(parameter.grad) * (2 if parameter in copies else 1)
-            held.setdefault(alike, []).append(_local(parameter.grad))
+            held.setdefault(alike, []).append(local_of(parameter.grad))
     norms = [torch.nn.utils.get_total_norm(group).double().square() / alike for alike, group in held.items()]
     return torch.stack(norms).sum()
 
@@ -140,12 +140,13 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, largest: float) -> No
     by_kind: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            by_kind.setdefault(parameter.grad.dtype, []).append(_local(parameter.grad))
+            by_kind.setdefault(parameter.grad.dtype, []).append(local_of(parameter.grad))
     for dtype, group in by_kind.items():
         torch._foreach_mul_(group, scale.to(dtype))
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

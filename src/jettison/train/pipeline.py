@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,6 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.tensor import DTensor
 
 from jettison.capture.model_trace import as_batch
 from jettison.core.errors import UsageError
@@ -41,6 +41,7 @@ from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.train.data import MicroBatch, derived_seed
 from jettison.train.engine import Engine, Phase
+from jettison.train.optim import local_of
 from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import RankModule
 from jettison.train.recipe import BatchSection
@@ -88,15 +89,10 @@ class StageModule(nn.Module):
         """Of one micro-batch, on the last stage."""
         return mean_loss(logits, labels_bs.t() if self.is_gpt else labels_bs)
 
-    def stream(self, micro_batch: int, seq: int, dtype: torch.dtype) -> Tensor:
-        """A tensor without values, like what one stage hands to the next."""
-        sizes = (seq, micro_batch) if self.is_gpt else (micro_batch, seq)
-        return torch.empty((*sizes, self.config.hidden), dtype=dtype, device="meta", requires_grad=True)
-
-    def logits(self, micro_batch: int, dtype: torch.dtype) -> Tensor:
-        """A tensor without values, like what the last stage returns."""
-        sizes = (self.seq, micro_batch) if self.is_gpt else (micro_batch, self.seq)
-        return torch.empty((*sizes, self.config.vocab), dtype=dtype, device="meta", requires_grad=True)
+    def like(self, micro_batch: int, seq: int, width: int, dtype: torch.dtype) -> Tensor:
+        """A tensor without values, like the stream or the logits."""
+        sizes = (seq, micro_batch, width) if self.is_gpt else (micro_batch, seq, width)
+        return torch.empty(sizes, dtype=dtype, device="meta", requires_grad=True)
 
     def _embedded(self, ids_bs: Tensor, documents_bs: Tensor | None) -> Tensor:
         if not self.is_gpt:
@@ -118,22 +114,16 @@ def cut(whole: nn.Module, layout: Layout, rank: int, *, seq: int) -> list[StageM
             f"layout.pp: a {type(whole).__name__} cannot be cut into stages; expected a reference model: "
             'model.architecture with code = "reference"'
         )
-    chunks = list(_chunks(whole, layout))
-    for number, layers in enumerate(chunks[1:-1], start=1):
-        if not layers:
+    counts = layout.layers_per_chunk(len(whole.layers))
+    ends = list(accumulate(counts))
+    for number, count in enumerate(counts[1:-1], start=1):
+        if not count:
             raise UsageError(f"layout.stage_layers: stage {number} has no layers; only the first and the last may")
     return [
-        StageModule(whole, layers, seq=seq, ends=(number == 0, number == len(chunks) - 1))
-        for number, layers in enumerate(chunks)
+        StageModule(whole, range(end - count, end), seq=seq, ends=(number == 0, number == len(counts) - 1))
+        for number, (end, count) in enumerate(zip(ends, counts, strict=True))
         if number % layout.pp == rank
     ]
-
-
-def _chunks(whole: Gpt | Llama, layout: Layout) -> Iterator[range]:
-    start = 0
-    for count in layout.layers_per_chunk(len(whole.layers)):
-        yield range(start, start + count)
-        start += count
 
 
 class _RankStage(PipelineStage):
@@ -157,7 +147,6 @@ class PipelineEngine(Engine):
         places: Places,
         batch: BatchSection,
         device: torch.device,
-        ends: dist.ProcessGroup | None = None,
         *,
         autocast: bool,
         document_end: int | None,
@@ -165,7 +154,6 @@ class PipelineEngine(Engine):
         """Over stages as they are cut, or fake copies of them. Plan and shard them next, then call `start`.
 
         Args:
-            ends: the first and the last rank, if their stages have a weight in common.
             autocast: forwards run under it.
             document_end: the token that ends a document, where documents are kept apart.
         """
@@ -174,7 +162,7 @@ class PipelineEngine(Engine):
         self.stages = stages
         rank = places.mesh["pp"].get_local_rank()
         self._numbers = [rank + places.layout.pp * chunk for chunk in range(len(stages))]
-        self._ends = ends
+        self._ends: dist.ProcessGroup | None = None  # of the stages that have a weight in common
         self._schedule: Any = None
         self._made: list[Any] = []
         self._seeds: list[int] = []
@@ -182,24 +170,18 @@ class PipelineEngine(Engine):
 
     @classmethod
     def of(
-        cls,
-        whole: nn.Module,
-        places: Places,
-        batch: BatchSection,
-        device: torch.device,
-        *,
-        autocast: bool,
-        document_end: int | None,
+        cls, whole: nn.Module, places: Places, batch: BatchSection, device: torch.device, **options: Any
     ) -> PipelineEngine:
         """Cut the model.
 
         Raises:
-            UsageError: see `stages.cut`.
+            UsageError: see `cut`.
         """
         stages = cut(whole, places.layout, places.mesh["pp"].get_local_rank(), seq=batch.seq)
-        tied = getattr(whole, "tokens", None) is not None and whole.tokens.weight is whole.head.weight
-        ends = _group_of_ends(places) if tied else None
-        made = cls(stages, places, batch, device, ends, autocast=autocast, document_end=document_end)
+        made = cls(stages, places, batch, device, **options)
+        if getattr(whole, "tokens", None) is not None and whole.tokens.weight is whole.head.weight:
+            pipelines = places.mesh.mesh.flatten(1).t().tolist()  # all ranks make the groups of all
+            made._ends, _ = dist.new_subgroups_by_enumeration([[ranks[0], ranks[-1]] for ranks in pipelines])
         for chunk, stage in enumerate(stages):
             stage.register_forward_pre_hook(lambda *_, chunk=chunk: made._seed(chunk))
         return made
@@ -241,8 +223,9 @@ class PipelineEngine(Engine):
         )
         held = DeviceOrder(steps=work, own=layout.virtual_stages, chunks=layout.virtual_stages).most_alive
         for stage, number, alive in zip(self.stages, self._numbers, held, strict=True):
-            stream = torch.zeros_like(self._stream(stage), device=self._device)
-            batch = (rows[:, :-1],) if stage.is_first else received(stream)
+            batch: tuple[Tensor, ...] = (rows[:, :-1],)
+            if not stage.is_first:
+                batch = received(torch.zeros_like(self._handed(stage), device=self._device))
             yield RankModule(
                 model=stage,
                 batch=as_batch(batch, self._told(rows)),
@@ -270,8 +253,8 @@ class PipelineEngine(Engine):
                 count,
                 self._device,
                 group=self._places.group("pp"),
-                input_args=self._input(stage),
-                output_args=self._output(stage),
+                input_args=self._ids() if stage.is_first else self._handed(stage),
+                output_args=self._handed(stage, logits=stage.is_last),
             )
             for stage, number in zip(self.stages, self._numbers, strict=True)
         ]
@@ -293,42 +276,40 @@ class PipelineEngine(Engine):
         rows = torch.cat([batch.rows for batch in batches])
         self._seeds = [batch.seed for batch in batches]
         self._calls = [0] * len(self.stages)
-        first, last = self.stages[0].is_first, self.stages[-1].is_last
-        losses: list[Tensor] = []
         with phase("passes"):
-            self._schedule.step(
-                *((rows[:, :-1],) if first else ()),
-                target=rows[:, 1:] if last else None,
-                losses=losses if last else None,
-                return_outputs=False,
-                **self._told(rows),
-            )
+            losses = self._passes(self._schedule.step, rows)
             parameters = [p for stage in self.stages for p in stage.parameters()]
             self._places.complete(parameters)
             for parameter in self.tied:
-                _summed(parameter, self._ends)
+                assert parameter.grad is not None
+                dist.all_reduce(local_of(parameter.grad), group=self._ends)
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor | None:
         """See `Engine`. One after another: each stage holds one, as it does not in torch's schedules of several."""
-        first, last = self.stages[0].is_first, self.stages[-1].is_last
         _, schedule = self._laid_out(1, Schedule.GPIPE)
         losses: list[Tensor] = []
         try:
             for batch in batches:
                 self._places.seed(batch.seed)
-                of_this: list[Tensor] = []
-                schedule.eval(
-                    *((batch.rows[:, :-1],) if first else ()),
-                    target=batch.rows[:, 1:] if last else None,
-                    losses=of_this if last else None,
-                    return_outputs=False,
-                )
-                losses += of_this
+                losses += self._passes(schedule.eval, batch.rows)
         finally:
             for stage in self.stages:
                 forget_forwards(stage)
-        return torch.stack(losses) if last else None
+        return torch.stack(losses) if losses else None
+
+    def _passes(self, run: Callable[..., object], rows: Tensor) -> list[Tensor]:
+        """Losses of micro-batches, on the last stage."""
+        losses: list[Tensor] = []
+        last = self.stages[-1].is_last
+        run(
+            *((rows[:, :-1],) if self.stages[0].is_first else ()),
+            target=rows[:, 1:] if last else None,
+            losses=losses if last else None,
+            return_outputs=False,
+            **self._told(rows),
+        )
+        return losses
 
     def micro_batch_bytes(self) -> int:
         """Its rows once more."""
@@ -351,24 +332,19 @@ class PipelineEngine(Engine):
             return {}
         return {"documents_bs": document_numbers(rows[:, :-1], self._document_end)}
 
-    def _dtype(self, stage: StageModule) -> torch.dtype:
-        """Of the stream: autocast leaves what is added up in the type of the parameters."""
-        return torch.bfloat16 if self._places.mixed else next(stage.parameters()).dtype
-
-    def _stream(self, stage: StageModule) -> Tensor:
-        layout = self._places.layout
-        seq = self._batch.seq // (layout.tp if layout.sp else 1)
-        return stage.stream(self._batch.micro_batch, seq, self._dtype(stage))
-
-    def _input(self, stage: StageModule) -> Tensor:
-        if not stage.is_first:
-            return self._stream(stage)
+    def _ids(self) -> Tensor:
         return torch.empty(self._batch.micro_batch, self._batch.seq, dtype=torch.int64, device="meta")
 
-    def _output(self, stage: StageModule) -> Tensor:
-        if not stage.is_last:
-            return self._stream(stage)
-        return stage.logits(self._batch.micro_batch, torch.bfloat16 if self._autocast else self._dtype(stage))
+    def _handed(self, stage: StageModule, *, logits: bool = False) -> Tensor:
+        """A tensor without values, like what stages hand on, or like a stage's logits."""
+        layout, batch = self._places.layout, self._batch
+        # autocast leaves what is added up in the type of the parameters
+        dtype = torch.bfloat16 if self._places.mixed else next(stage.parameters()).dtype
+        if logits:
+            bf16 = torch.bfloat16 if self._autocast else dtype
+            return stage.like(batch.micro_batch, stage.seq, stage.config.vocab, bf16)
+        seq = batch.seq // (layout.tp if layout.sp else 1)
+        return stage.like(batch.micro_batch, seq, stage.config.hidden, dtype)
 
 
 class _ImaginedRankStage(ImaginedStage, _RankStage):
@@ -395,16 +371,3 @@ class _ImaginedEngine(PipelineEngine):
 
     def micro_batch_bytes(self) -> int:
         return super().micro_batch_bytes() + self._transferred_bytes
-
-
-def _group_of_ends(places: Places) -> dist.ProcessGroup | None:
-    """The first and the last rank of this pipeline; None on those between. All ranks call it."""
-    pipelines = places.mesh.mesh.flatten(1).t().tolist()
-    ends, _ = dist.new_subgroups_by_enumeration([[ranks[0], ranks[-1]] for ranks in pipelines])
-    return ends
-
-
-def _summed(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> None:
-    gradient = parameter.grad
-    assert gradient is not None
-    dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
