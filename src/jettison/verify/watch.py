@@ -19,7 +19,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -41,19 +41,22 @@ _FOLDERS: Final = tuple(f"{folder}{os.sep}" for folder in (*torch.__path__, Path
 _ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-class LoopMeter(Protocol):
+class LoopMeter:
     """What says how much is allocated."""
 
     device: str
 
     def step(self) -> tuple[int, int | None]:
         """Allocated now, and the most since the last call where that is known."""
+        raise NotImplementedError
 
     def survivors(self) -> tuple[Survivor, ...]:
         """Places that leave something behind in most steps, where they are known."""
+        return ()
 
     def snapshot(self, path: Path) -> bool:
         """Write one, where there is any."""
+        return False
 
 
 class LoopWatch:
@@ -162,7 +165,7 @@ def _on_cuda(model: nn.Module | None) -> bool:
     return any(parameter.is_cuda for parameter in model.parameters())
 
 
-class CudaLoopMeter:
+class CudaLoopMeter(LoopMeter):
     """The caching allocator, its history, and a snapshot at the moment at which it gives up."""
 
     device = "cuda"
@@ -183,10 +186,6 @@ class CudaLoopMeter:
         self._highest = highest
         return torch.cuda.memory_allocated(), highest if highest > before else None
 
-    def survivors(self) -> tuple[Survivor, ...]:
-        """They are in the snapshot."""
-        return ()
-
     def snapshot(self, path: Path) -> bool:
         """Write one."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +193,7 @@ class CudaLoopMeter:
         return True
 
 
-class CountingMeter:
+class CountingMeter(LoopMeter):
     """Storages that operators return, followed to their death."""
 
     device = "cpu"
@@ -227,10 +226,6 @@ class CountingMeter:
                 nbytes = sum(nbytes for _, nbytes in pairs)
                 found.append(Survivor(module=place, role=StepPhase.UNKNOWN, nbytes=nbytes, steps=steps))
         return tuple(sorted(found, key=lambda one: -one.nbytes))
-
-    def snapshot(self, path: Path) -> bool:
-        """There is none of the CPU's."""
-        return False
 
 
 class _Placed(AllocationCounter):
