@@ -207,7 +207,13 @@ def unchanged(folder: Path) -> TrainRecipe:
     return recipe(folder, steps=1, optimizer=OptimizerSection(lr=0.0))
 
 
+def apart(folder: Path) -> TrainRecipe:
+    """A space ends a document."""
+    return replace(unchanged(folder), data=DataSection(document_end=32))
+
+
 MODES = {
+    "documents": apart,
     "with": lambda folder: recipe(folder, plan=PlanSection(budget="16MiB")),
     "without": lambda folder: recipe(folder, evaluates=False),
     "unchanged": unchanged,
@@ -231,7 +237,8 @@ def test_every_layout_evaluates_alike_under_its_budget(found: Path, name: str, t
     for loss, peak, predicted in (rank[name] for rank in ranks):
         assert loss == ranks[0][name][0]
         assert 0 < peak <= predicted
-    train(replace(unchanged(tmp_path), layout=LayoutSection()))
-    (alone,) = (entry["loss"] for entry in entries(tmp_path, "eval"))
-    (shared,) = (entry["loss"] for entry in entries(found / name / "unchanged", "eval"))
-    assert shared == (pytest.approx(alone, rel=1e-6) if "tp" in name or LAYOUTS[name].tp > 1 else alone)
+    for mode in ("unchanged", "documents"):
+        train(replace(MODES[mode](tmp_path / mode), layout=LayoutSection()))
+        (alone,) = (entry["loss"] for entry in entries(tmp_path / mode, "eval"))
+        (shared,) = (entry["loss"] for entry in entries(found / name / mode, "eval"))
+        assert shared == (pytest.approx(alone, rel=1e-6) if "tp" in name or LAYOUTS[name].tp > 1 else alone), mode
