@@ -76,7 +76,7 @@ def test_a_file_says_what_exists(kind: str) -> None:
 @pytest.mark.parametrize(("name", "other"), [*SAME.items(), *IN_WRAPPERS.items()])
 def test_other_names_differ_in_their_code_alone(name: str, other: str) -> None:
     theirs = FAMILIES[other]
-    known = {"kernels": theirs.kernels, "described_kernels": theirs.described_kernels}
+    known = {name: getattr(theirs, name) for name in ("kernels", "described_kernels", "tensor_parallel")}
     assert replace(FAMILIES[name], **known) == theirs
 
 

@@ -93,7 +93,7 @@ def _tables() -> dict[str, Mapping[str, Any]]:
     found = {f"{RECORD}.{table['name']}": table for table in _read(Path(__file__).with_suffix(".toml"))["model"]}
     for kind, family in FAMILIES.items():
         if (table := family.tensor_parallel) and "parts" in table:
-            table = _read(BLOCKS / f"{table['parts']}.toml") | table
+            table = {**_read(BLOCKS / f"{table['parts']}.toml"), **table}
         if table:
             found[f"transformers.models.{kind}.modeling_{kind}.{table['name']}"] = table
     return found
@@ -103,16 +103,21 @@ def _read(file: Path) -> dict[str, Any]:
     return tomllib.loads(file.read_text("utf-8"))
 
 
-@cache
 def known(form: type[_Form]) -> Mapping[str, _Form]:
     """Forms of a part by the names of their classes."""
-    part = form.__name__.removesuffix("Form").lower()
-    found = {}
+    made: Any = form
+    found: Mapping[str, _Form] = _forms(made)
+    return found
+
+
+@cache
+def _forms(form: Any) -> dict[str, Any]:
+    found, part = {}, form.__name__.removesuffix("Form").lower()
     for name, table in _tables().items():
         if part in table:
             values = {key: tuple(value) if isinstance(value, list) else value for key, value in table[part].items()}
-            cls = values.pop("class")
-            found[name + cls] = form(**values)
+            suffix = str(values.pop("class"))
+            found[name + suffix] = form(**values)
     return found
 
 
