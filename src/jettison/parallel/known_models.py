@@ -90,12 +90,13 @@ _NORMS: Final = ("torch.nn.modules.normalization.LayerNorm", "torch.nn.modules.n
 @cache
 def _tables() -> dict[str, Mapping[str, Any]]:
     """Names of parts, by how the names of a model's classes begin."""
-    found = {f"{RECORD}.{table['name']}": table for table in _read(Path(__file__).with_suffix(".toml"))["model"]}
+    own = _read(Path(__file__).with_suffix(".toml"))
+    found: dict[str, Mapping[str, Any]] = {f"{RECORD}.{table['name']}": table for table in own["model"]}
     for kind, family in FAMILIES.items():
         if (table := family.tensor_parallel) and "parts" in table:
             table = {**_read(BLOCKS / f"{table['parts']}.toml"), **table}
         if table:
-            found[f"transformers.models.{kind}.modeling_{kind}.{table['name']}"] = table
+            found[f"{own['families'].format(kind)}.{table['name']}"] = table
     return found
 
 
