@@ -23,11 +23,10 @@ from jettison.memory.schedule import ScheduledPass, Work
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_time import Item, StageSeconds, Timing
-from jettison.predict.stages import Chunk
+from jettison.predict.stages import Chunk, segment_length
 from jettison.predict.time import Estimate, recomputing, works
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Schedule
-from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
 
 
@@ -138,7 +137,7 @@ def _device(
     Args:
         ends: of all reductions, and of the step.
     """
-    share, size = recomputing(run, stage.index), run.recompute.number if run.recompute.mode is Mode.EVERY else 1
+    share, size = recomputing(run, stage.index), segment_length(run)
     found = [list(_regions(timing, chunk, size, share)) for chunk in stage.groups]
     both = zip(found, seconds.late, strict=True)
     regions = [list(_late(own) if late else _repeating(own, size)) for own, late in both]

@@ -29,7 +29,7 @@ from jettison.predict.optimizer_state import (
     step_bytes,
 )
 from jettison.predict.stage_buffers import buffers_of, packed_batch, sending, workspace_bytes
-from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
+from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, segment_length, walk
 from jettison.predict.units import stream_bytes, units
 from jettison.spec.layout import Reshard, Schedule
 from jettison.spec.precision import Gradients
@@ -160,8 +160,8 @@ class Forecast:
 
     def _first_of_segment(self) -> dict[str, bool]:
         """For layers in segments: is it the one whose input stays?"""
-        size = self.run.recompute.number
-        if str(self.run.recompute.mode) != "every" or size == 1:
+        size = segment_length(self.run)
+        if size == 1:
             return {part.name: False for part in self.parts if not part.first}
         found = {}
         for stage in self.stages:
@@ -238,12 +238,13 @@ def _stage(
         known[alike] = stage_state(run, chunks)
     total: Static = known[alike]
     reduces_once = layout.stage_buffers and layout.keeps_whole_gradients
-    buffers, order = list(buffers_of(run, index)), stage_order(run, index)
+    buffers, order = buffers_of(run, index), stage_order(run, index)
     before, late = workspace_bytes(run, chunks)
     aside = before + late + sum(nbytes for row, nbytes in buffers if row.until is None)
     # a chunk is sent the residual stream and its gradient, which stay (megatron/core/transformer/transformer_block.py,
     # ``set_input_tensor``; megatron/core/pipeline_parallel/schedules.py has the gradient retained there)
     received = 2 * stream_bytes(run) if layout.keeps_received and layout.pp > 1 else 0
+    in_flight = sum(whole_in_flight(run, chunk) for chunk in chunks) if layout.resharding_differs else 0
     outputs = layout.keeps_stage_outputs and not layout.stage_buffers and index < layout.pp - 1
     load = StageLoad(
         chunks=made,
@@ -263,7 +264,7 @@ def _stage(
         late=late,
         lifetimes=lifetimes(
             ("packed batch", packed_batch(run, chunks), Event.FORWARD, Event.OPTIMIZER),
-            ("all-gathered weights", _in_flight(run, chunks), Event.FORWARD, Event.OPTIMIZER),
+            ("all-gathered weights", in_flight, Event.FORWARD, Event.OPTIMIZER),
             (GRADIENT_COPIES, total.copies, Event.OPTIMIZER, Event.STEP),
             *((row.name, nbytes, row.begin, row.until) for row, nbytes in buffers if row.until is not None),
         ),
@@ -303,10 +304,6 @@ def stage_order(run: Run, index: int, *, every: bool = False) -> DeviceOrder:
 def played_load(run: Run, stage: Stage) -> StageLoad:
     """Return a stage's load with the order of all micro-batches, which `memory.step.actions` may walk through."""
     return replace(stage.load, order=stage_order(run, stage.index, every=True))
-
-
-def _in_flight(run: Run, chunks: tuple[Chunk, ...]) -> int:
-    return sum(whole_in_flight(run, chunk) for chunk in chunks) if run.layout.resharding_differs else 0
 
 
 def _output_bytes(run: Run, chunk: Chunk) -> int:

@@ -28,12 +28,9 @@ model: where norm and head are sharded again, none of their weights is there whi
 
 In a pipeline of ``torch.distributed.pipelining`` (`Layout.keeps_whole_gradients`) nothing is reduced until a chunk's
 last backward (``stage.py``, ``backward_maybe_with_nosync``): gradients stay unsharded, in the dtype that is reduced in
-(``to_accumulated_grad_if_needed``, one parameter after the other), and are added to. Then group after group frees its
-weights, and its gradients once they are copied: the chunk has shards from there on (``schedules.py``,
-``_add_reduce_grad``). Nor are weights sharded again behind a backward there (``set_reshard_after_backward(False)``). Of
-stages that reshard after a forward (`Layout.regathers`) they are unsharded from a chunk's backward to its next forward,
-which gathers nothing and frees group after group. ``_PipelineScheduleRuntime`` gathers those of the next three chunks
-when they come up (``_add_unshard_reshard``), so that the first forward of each finds them unsharded, too.
+(``to_accumulated_grad_if_needed``, one parameter after the other). Then group after group frees its weights, and its
+gradients once they are copied. Of stages that reshard after a forward (`Layout.regathers`) weights are unsharded from a
+chunk's backward to its next forward. Decision 0074.
 
 Where the ends of a model have no groups of their own (`has_outer_ends`) they belong to the model's: unsharded from
 before the first layer on, and in backward until the engine's last callback, as are the gradients of both. Nothing is
@@ -305,7 +302,7 @@ class _Sharded:
             backward_peak=backward - (0 if own[0].name == HEAD else chunk.late_shards),
             adding_peak=adding,
             gradient=unit.gradient,
-            pending=unit.pending + self._reduced_again(),
+            pending=unit.pending + (0 if layout.zero_replicas == 1 else self._reduced_again()),
             is_loss=unit.is_loss,
             frozen=unit.frozen,
             weights=sum(part.static.gathered for part in own) if layout.regathers else 0,
@@ -330,7 +327,9 @@ class _Sharded:
         if run.precision.gradient == run.precision.compute:
             return replace(unit, backward_peak=rise, adding_peak=before.adding_peak, gradient=wide)
         last = min((w.numel for part in own for w in part.region.weights if not w.frozen), default=0)
-        turned = _given(self.place.before) + wide + last * DTYPE_BYTES[run.precision.compute] - unit.resident
+        source = self.place.before
+        given = 0 if source is None or not source.region.output.grad else source.region.output.nbytes
+        turned = given + wide + last * DTYPE_BYTES[run.precision.compute] - unit.resident
         return replace(unit, backward_peak=max(rise, turned), adding_peak=rise, gradient=wide)
 
     def _single(self, part: StageRegion) -> tuple[int, int]:
@@ -392,9 +391,11 @@ class _Sharded:
         shard = part.static.gradients
         if run.states_on_host.copies_shards:  # reduced on the device, then copied
             shard = part.static.reduced // run.layout.shards
-        copied = named + shard - apart.gradients + _cloned(run, part, apart.reduced)
+        own = part.static.reduced - apart.reduced
+        copied = named + shard - apart.gradients + (own if run.kernels.device is Device.CPU else 0)  # see `_cloned`
         most = max(_unsharded(run, part, apart.reduced), copied)
-        return _given(before) + apart.gradients + part.static.reduced - apart.reduced + most
+        given = 0 if before is None or not before.region.output.grad else before.region.output.nbytes
+        return given + apart.gradients + own + most
 
     def _segment(self) -> tuple[int, int, int]:
         unit, own, chunk = self.unit, self.place.own, self.place.chunk
@@ -439,10 +440,6 @@ class _Sharded:
         return peak
 
 
-def _given(before: StageRegion | None) -> int:
-    return 0 if before is None or not before.region.output.grad else before.region.output.nbytes
-
-
 def _on_its_way(run: Run, part: StageRegion | None) -> int:
     """Copies of a group's shards that come from the host, until the buffer that is gathered has them.
 
@@ -454,9 +451,9 @@ def _on_its_way(run: Run, part: StageRegion | None) -> int:
     return part.static.host_parameters + (part.static.gathered // run.layout.shards if cast else 0)
 
 
-def _cloned(run: Run, part: StageRegion, apart: int = 0) -> int:
+def _cloned(run: Run, part: StageRegion) -> int:
     """gloo reduces a copy (``ProcessGroupGloo.cpp``, ``reduce_scatter_tensor_coalesced``: ``clone``)."""
-    return part.static.reduced - apart if run.kernels.device is Device.CPU else 0
+    return part.static.reduced if run.kernels.device is Device.CPU else 0
 
 
 # experts within a layer -----------------------------------------------------------------------------------------------

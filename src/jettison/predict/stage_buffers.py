@@ -22,7 +22,7 @@ micro-batch's of the next step.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from math import prod
 from types import CodeType
@@ -73,8 +73,8 @@ def framework_buffers() -> tuple[FrameworkBuffer, ...]:
     )
 
 
-def buffers_of(run: Run, index: int) -> Iterator[tuple[FrameworkBuffer, int]]:
-    """Yield the buffers of a stage, with their bytes."""
+def buffers_of(run: Run, index: int) -> list[tuple[FrameworkBuffer, int]]:
+    """Return the buffers of a stage, with their bytes."""
     layout, model = run.layout, run.model
     letters: dict[str, Any] = {
         "loader_masks": run.loader_masks,
@@ -85,7 +85,7 @@ def buffers_of(run: Run, index: int) -> Iterator[tuple[FrameworkBuffer, int]]:
     }
     rows = [row for row in framework_buffers() if letters[row.when.co_names[0]]]  # a ``when`` begins with an option
     if not rows:
-        return
+        return []
     places, neighbours = layout.places(index), layout.neighbours(index)
     letters |= {
         "b": run.micro_batch,
@@ -109,9 +109,8 @@ def buffers_of(run: Run, index: int) -> Iterator[tuple[FrameworkBuffer, int]]:
         "compute": DTYPE_BYTES[run.precision.compute],
         "min": min,
     }
-    for row in rows:
-        if eval(row.when, {"__builtins__": {}}, letters):  # of files of this package
-            yield row, eval(row.nbytes, {"__builtins__": {}}, letters)
+    there = [row for row in rows if eval(row.when, {"__builtins__": {}}, letters)]  # of files of this package
+    return [(row, eval(row.nbytes, {"__builtins__": {}}, letters)) for row in there]
 
 
 def _transfers(run: Run, index: int) -> tuple[int, ...]:

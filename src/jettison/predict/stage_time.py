@@ -21,7 +21,7 @@ from jettison.formula.split_backward import computing_groups
 from jettison.formula.static import Static, state_bytes, static
 from jettison.predict.frozen_models import frozen_groups, frozen_run
 from jettison.predict.optimizer_state import host_states
-from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, again_by, kept_by
+from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, again_by, kept_by, segment_length
 from jettison.predict.units import by_torch, moved_bytes, splits
 from jettison.spec.fp8 import WIDE, Library
 from jettison.spec.hardware import Hardware
@@ -225,7 +225,7 @@ class Timing:
 
     def items(self, chunk: Sequence[RegionGroup]) -> list[Item]:
         """Regions of one visit to a stage."""
-        segment = self.run.recompute.number if self.run.recompute.mode is Mode.EVERY else 1
+        segment = segment_length(self.run)
         found, begun = [], 0
         for same in chunk:
             part, count = same.part, len(same.names)
@@ -324,7 +324,7 @@ class Timing:
         A whole segment for each group of weights in it: NOTE [ Checkpoints under two halves ] in
         `formula.split_backward`. A model's first stage has no halves, and computes once.
         """
-        size = self.run.recompute.number if self.run.recompute.mode is Mode.EVERY else 1
+        size = segment_length(self.run)
         layers = list(in_segments([item for item in items if item.groups], size))
         again, flops = PassSeconds(), 0.0
         for at in range(0, len(layers), size):

@@ -172,8 +172,9 @@ def walk(run: Run, chosen: Chosen | None = None) -> tuple[tuple[Chunk, ...], ...
 
 def _named(run: Run, chunk: Chunk, at: int) -> Chunk:
     """A chunk whose first layer is number ``at`` of the model."""
-    if all(group.part.layer is None or group.names[0] == run.model.layer_names[at] for group in chunk[:2]):
-        return chunk
+    for group in chunk[:2]:  # of the embedding and a layer, or of layers
+        if group.part.layer is not None and group.names[0] == run.model.layer_names[at]:
+            return chunk
     found = []
     for group in chunk:
         if group.part.layer is not None:
@@ -273,6 +274,18 @@ def _chunk(run: Run, place: int, kinds: Sequence[tuple[Kind, range]], parts: dic
     if place == run.layout.pp * run.layout.virtual_stages - 1:
         groups.append(RegionGroup(part=_end(run, HEAD), names=(HEAD,)))
     return tuple(groups)
+
+
+def schedule_sizes(run: Run) -> dict[str, int]:
+    """Return what `memory.schedule` asks of a run's pipeline, but for the stage."""
+    layout = run.layout
+    sizes = {"stages": layout.pp, "micro_batches": run.micro_batches, "virtual_stages": layout.virtual_stages}
+    return sizes | {"group": layout.micro_batch_group}
+
+
+def segment_length(run: Run) -> int:
+    """Return the layers of each segment, where the recompute mode makes segments; else 1."""
+    return run.recompute.number if run.recompute.mode is Mode.EVERY else 1
 
 
 def local_shape(run: Run, weight: Weight) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from jettison.cost.matmul import rate
 from jettison.cost.pipeline import Replay, schedule_seconds
 from jettison.memory.schedule import recomputing_share
 from jettison.predict.stage_time import Item, StageSeconds, Timing
-from jettison.predict.stages import Chosen, Chunk, outline
+from jettison.predict.stages import Chosen, Chunk, outline, schedule_sizes
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Run, expect_run
 
@@ -189,18 +189,10 @@ def estimate(
 
 def recomputing(run: Run, stage: int) -> float:
     """The share of a stage's micro-batches that compute again."""
-    layout = run.layout
-    if not run.recompute.whole:
+    whole = run.recompute.whole
+    if not whole:
         return 1.0
-    return recomputing_share(
-        layout.schedule,
-        stage=stage,
-        stages=layout.pp,
-        micro_batches=run.micro_batches,
-        virtual_stages=layout.virtual_stages,
-        group=layout.micro_batch_group,
-        whole=run.recompute.whole,
-    )
+    return recomputing_share(run.layout.schedule, stage=stage, whole=whole, **schedule_sizes(run))
 
 
 def _stages(

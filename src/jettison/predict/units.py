@@ -46,7 +46,7 @@ from jettison.predict.passes import (
     sums_apart,
     tied_table,
 )
-from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
+from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, segment_length, sent_by
 from jettison.spec.kernels import AttentionKernel, Loss
 from jettison.spec.model import Attention, Biases, Layer, ModelSpec
 from jettison.spec.precision import GradientRule, Gradients
@@ -133,8 +133,8 @@ class _How:
 
 
 def _made(run: Run, groups: Sequence[RegionGroup]) -> list[Unit]:
-    size, how = run.recompute.number if run.recompute.mode is Mode.EVERY else 1, _How.of(run)
-    if size > 1 or any(group.part.segment > 1 for group in groups):
+    size, how = segment_length(run), _How.of(run)
+    if size > 1 or any(group.part.chosen is not None and group.part.chosen.layers > 1 for group in groups):
         return list(_segments(run, groups, size, how))
     # layers of two kinds may take turns: a group each, of the same two regions
     known = {part: _unit(run, group, how) for part, group in {group.part: group for group in groups}.items()}

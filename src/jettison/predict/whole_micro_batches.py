@@ -13,21 +13,14 @@ from dataclasses import replace
 from jettison.core.errors import UsageError
 from jettison.memory.schedule import window
 from jettison.predict.forecast import forecast_sizes
+from jettison.predict.stages import schedule_sizes
 from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import Run
 
 
 def largest_window(run: Run) -> int:
     """Of the first stage, which has most in flight."""
-    layout = run.layout
-    return window(
-        layout.schedule,
-        stage=0,
-        stages=layout.pp,
-        micro_batches=run.micro_batches,
-        virtual_stages=layout.virtual_stages,
-        group=layout.micro_batch_group,
-    )
+    return window(run.layout.schedule, stage=0, **schedule_sizes(run))
 
 
 def most_whole(run: Run, limit_bytes: int) -> Run:
