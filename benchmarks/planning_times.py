@@ -28,7 +28,8 @@ from jettison.predict.auto_recompute import choose as plan_stages
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from jettison.search.request import SearchRequest
-from jettison.solve import choose, minimum_budget
+from jettison.solve.solver import choose
+from jettison.solve.walk import minimum_budget
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Mode, Recompute
 from support.offload_cases import deep_offload

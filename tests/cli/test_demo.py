@@ -9,7 +9,7 @@ from rich.console import Console
 from jettison.cli.demo_run import DemoSize, batches_of, run_demo
 from jettison.core.errors import UsageError
 from jettison.report.proof import Proof
-from jettison.solve import Plan
+from jettison.solve.plan import Plan
 from jettison.train.data import standard_library_text
 
 SMALL = DemoSize(layers=3, hidden=64, heads=4, kv_heads=2, ffn=192, sequence=64, micro_batch=2)

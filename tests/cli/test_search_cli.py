@@ -21,7 +21,7 @@ from jettison.predict.forecast import forecast
 from jettison.predict.run_request import model_spec
 from jettison.report.search import SearchReport
 from jettison.search import evaluate
-from jettison.search.journal import Journal
+from jettison.search.evaluate import Journal
 from jettison.search.request import SearchRequest
 from jettison.search.space import setup_run
 from jettison.spec.hardware import hardware
@@ -131,7 +131,7 @@ def test_a_search_that_fails_leaves_neither_processes_nor_threads() -> None:
     threads = set(threading.enumerate())
     with (
         pytest.raises(RuntimeError, match="nothing fits"),
-        evaluate.Bench(evaluate.Question(template=space.template, hardware=device), jobs=2) as bench,
+        evaluate.Bench(evaluate.SearchQuestion(template=space.template, hardware=device), jobs=2) as bench,
     ):
         bench.planner_bounds(setups, [GIB] * len(setups))
         assert multiprocessing.active_children()

@@ -23,7 +23,7 @@ from jettison.dryrun.composed import why_whole
 from jettison.dryrun.step import ModulePolicy, step_of
 from jettison.dryrun.tape import Tape
 from jettison.planner.planner import Planner, make_planner
-from jettison.solve.levels import Choice
+from jettison.solve.problem import Choice
 from support.families import Case, build
 from support.toys import Headed
 

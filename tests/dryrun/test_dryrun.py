@@ -22,10 +22,10 @@ from jettison.planner.apply import policies_of
 from jettison.planner.planner import Planner, make_planner
 from jettison.runtime.install import install
 from jettison.runtime.recompute_code import RecomputeCode
-from jettison.solve.chain import choose
-from jettison.solve.levels import Choice, LevelPhase, evaluate
-from jettison.solve.moves import minimum_budget
 from jettison.solve.policy import KeepAll
+from jettison.solve.problem import Choice, LevelPhase, evaluate
+from jettison.solve.solver import choose
+from jettison.solve.walk import minimum_budget
 from jettison.verify.gradients import independent_copy
 from support.families import Built, Case, build
 from support.stacks import Block, rows, stack

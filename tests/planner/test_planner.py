@@ -24,7 +24,7 @@ from jettison.dryrun.peak import measured_peak
 from jettison.dryrun.step import dry_run_batch, fake_optimizer
 from jettison.planner.apply import apply, apply_candidate
 from jettison.planner.planner import Planner, make_planner
-from jettison.solve import Plan
+from jettison.solve.plan import Plan
 from jettison.solve.policy import Full, KeepAll
 from jettison.verify.gradients import compare_gradients, independent_copy, same_bits
 from support.toys import Headed

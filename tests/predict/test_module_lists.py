@@ -16,9 +16,9 @@ from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
-from jettison.search.evaluate import Bench, Question, Task
+from jettison.search.evaluate import Bench, SearchQuestion, Task
 from jettison.search.request import SearchRequest
-from jettison.search.space import Candidate
+from jettison.search.space import SearchCandidate
 from jettison.spec.hardware import hardware
 from jettison.spec.model import ModelSpec
 from jettison.spec.recompute import Recompute
@@ -131,8 +131,8 @@ def _host_bytes(found: Forecast) -> int:
     asked_for = SearchRequest(kernels="megatron", seq=S, tp="2", sp=True, pp="1", cp="1", ep="1", micro_batch="4")
     space = asked_for.space(run.model, hardware("h100-80gb"), gpus=TP, global_batch=4)
     (setup, *_) = space.setups
-    with Bench(Question(template=space.template, hardware=hardware("h100-80gb"))) as bench:
-        (figures,) = bench.figures([Task(candidate=Candidate(setup=setup, recompute=run.recompute))])
+    with Bench(SearchQuestion(template=space.template, hardware=hardware("h100-80gb"))) as bench:
+        (figures,) = bench.figures([Task(candidate=SearchCandidate(setup=setup, recompute=run.recompute))])
     assert figures.peak_bytes == found.peak_bytes
     return figures.host_bytes
 
@@ -191,4 +191,4 @@ def test_a_search_tries_lists() -> None:
     assert space.plans(space.setups[0]) == (Recompute(), Recompute.parse("full", layers=4), mlp)
     alone = replace(asked_for, recompute=None).space(LLAMA, hardware("h100-80gb"), gpus=4, global_batch=8)
     assert alone.every_plan == (mlp,)
-    assert Candidate(setup=alone.setups[0], recompute=mlp).flags.endswith("--recompute modules:mlp")
+    assert SearchCandidate(setup=alone.setups[0], recompute=mlp).flags.endswith("--recompute modules:mlp")

@@ -24,13 +24,12 @@ from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.time import estimate
 from jettison.report.search import SearchReport
 from jettison.search.bounds import SHAVED, bound, least_seconds, static_bytes
-from jettison.search.branch_and_bound import REACH, Hunt
-from jettison.search.evaluate import Bench, Question
+from jettison.search.branch_and_bound import REACH, Hunt, MemoryLimit
+from jettison.search.evaluate import Bench, SearchQuestion
 from jettison.search.planner_time_bound import planner_seconds
 from jettison.search.request import SearchRequest
 from jettison.search.search import NothingFits, search
 from jettison.search.space import Setup, Space, setup_run
-from jettison.search.state import Room
 from jettison.spec.hardware import hardware
 from jettison.spec.model import ModelSpec
 from jettison.spec.recompute import Recompute
@@ -265,10 +264,11 @@ def test_bounds_are_below_everything_that_they_bound(
     for plan in whole.plans(setup):
         found = forecast(setup_run(setup, whole.template, plan))
         took = estimate(found.run, A100).step_seconds
-        assert of_group.seconds(setup, depth, plan) * (1 - SHAVED) <= took
+        ((seconds, nbytes),) = of_group.least(setup, depth, (plan,))
+        assert seconds * (1 - SHAVED) <= took
         assert least_seconds(plain) * (1 - SHAVED) <= took
-        assert of_group.nbytes(setup, depth, plan) <= found.peak_bytes
-        assert of_group.nbytes(setup, depth, plan) >= static_bytes(found) // 2 // setup.layout.pp
+        assert nbytes <= found.peak_bytes
+        assert nbytes >= static_bytes(found) // 2 // setup.layout.pp
         assert static_bytes(found) <= found.peak_bytes
         assert found.worst.peak.nbytes == found.peak_bytes  # the moment, and the product alone
 
@@ -280,7 +280,8 @@ def test_experts_that_are_spread_over_ranks_are_not_whole_all_through_a_backward
     assert len(spread) >= 10
     for setup in spread:
         run = setup_run(setup, whole.template)
-        assert bound(run, A100).nbytes(setup, EXPERTS.depth, Recompute()) <= forecast(run).peak_bytes
+        ((_, nbytes),) = bound(run, A100).least(setup, EXPERTS.depth, (Recompute(),))
+        assert nbytes <= forecast(run).peak_bytes
 
 
 def test_nor_does_a_planner_find_them_whole() -> None:
@@ -298,7 +299,7 @@ def test_nor_does_a_planner_find_them_whole() -> None:
 
 def test_the_rough_bounds_of_a_search_are_below_the_sharp_ones() -> None:
     whole = space(EXPERTS, 8, 16)
-    bench = Bench(Question(template=whole.template, hardware=A100))
+    bench = Bench(SearchQuestion(template=whole.template, hardware=A100))
     depth = whole.template.model.depth
     setups = whole.setups[::37]
     for setup, rough, bounds in zip(setups, bench.rough(setups), bench.bounds(setups), strict=True):
@@ -375,8 +376,8 @@ def fastest(whole: Space, *, budget: int | None = None, top: int = 1, reach: flo
     """Of a search what is looked for first, without more memory and more devices."""
     hunt = Hunt(
         space=whole,
-        room=Room(hardware=A100, budget_bytes=budget),
-        bench=Bench(Question(template=whole.template, hardware=A100)),
+        room=MemoryLimit(hardware=A100, budget_bytes=budget),
+        bench=Bench(SearchQuestion(template=whole.template, hardware=A100)),
         say=lambda _text: None,
         top=top,
         reach=reach,

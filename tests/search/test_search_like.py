@@ -13,7 +13,7 @@ from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.search.request import SearchRequest
 from jettison.search.search import search
-from jettison.search.space import Candidate, Setup, setup_run
+from jettison.search.space import SearchCandidate, Setup, setup_run
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.precision import Gradients
@@ -103,7 +103,7 @@ def test_candidates_with_another_loss_are_not_taken_for_each_other() -> None:
         for loss in (None, "upcast")
     )
     assert one.template == other.template
-    texts = [{Candidate(setup=s, recompute=Recompute()).text for s in whole.setups} for whole in (one, other)]
+    texts = [{SearchCandidate(setup=s, recompute=Recompute()).text for s in whole.setups} for whole in (one, other)]
     assert not texts[0] & texts[1]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jettison.core.errors import PlanMismatch, UsageError
-from jettison.solve import LayerPlan, Plan, PolicyWord, Predicted, SolverReport
+from jettison.solve.plan import LayerPlan, Plan, PolicyWord, Predicted, SolverReport
 
 
 def layer_plan(layer: str, kept: tuple[int, ...] = (0, 3)) -> LayerPlan:

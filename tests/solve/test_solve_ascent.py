@@ -6,10 +6,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jettison.solve import StepProblem, choose, label_setting, minimum_budget
+from jettison.solve import labels
 from jettison.solve.bound import BudgetedWalk, Multipliers, ascend, relax, relaxation
-from jettison.solve.label_setting import fastest_path
-from jettison.solve.moves import walks
+from jettison.solve.labels import fastest_path
+from jettison.solve.problem import StepProblem
+from jettison.solve.solver import choose
+from jettison.solve.walk import minimum_budget, walks
 from support.plan_cases import brute_force, deep_problem, step_problems
 
 GIB = 1 << 30
@@ -83,7 +85,7 @@ def test_labels_in_lists_are_those_in_arrays(
         bound = relax(budgeted, relaxation(budgeted).multipliers)
         arrays = fastest_path(budgeted, bound, width=width, below=limit, beam=beam)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(label_setting, "np", None)
+            patch.setattr(labels, "np", None)
             assert fastest_path(budgeted, bound, width=width, below=limit, beam=beam) == arrays
 
 
@@ -92,5 +94,5 @@ def test_a_deep_model_is_planned_in_lists(same: bool, monkeypatch: pytest.Monkey
     problem = deep_problem(same=same, gradient=1 << 20, count=32)
     budget = minimum_budget(problem) + 5 * GIB
     expected = choose(problem, budget)
-    monkeypatch.setattr(label_setting, "np", None)
+    monkeypatch.setattr(labels, "np", None)
     assert choose(problem, budget).levels.seconds == expected.levels.seconds

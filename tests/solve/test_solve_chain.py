@@ -8,22 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jettison.core.errors import Infeasible
-from jettison.solve import (
-    Choice,
-    LevelPhase,
-    RegionOption,
-    RootOption,
-    SegmentOption,
-    Solution,
-    Status,
-    StepProblem,
-    choose,
-    evaluate,
-    minimum_budget,
-)
 from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
-from jettison.solve.label_setting import fastest_path
-from jettison.solve.moves import walks
+from jettison.solve.labels import fastest_path
+from jettison.solve.problem import Choice, LevelPhase, RegionOption, RootOption, SegmentOption, StepProblem, evaluate
+from jettison.solve.solver import Solution, SolverStatus, choose
+from jettison.solve.walk import minimum_budget, walks
 from support.plan_cases import all_choices, brute_force, deep_problem, layer, step_problems
 from support.work import worked
 
@@ -44,7 +33,7 @@ def test_the_choice_is_the_best_of_all(problem: StepProblem, budget: int) -> Non
     assert solution.levels.peak_bytes <= budget
     assert solution.levels.seconds == pytest.approx(min(fitting), abs=EXACT)
     assert solution.certificate.lower_bound_seconds <= min(fitting) + EXACT
-    assert solution.certificate.status in {Status.OPTIMAL, Status.NOTHING_TO_DO}
+    assert solution.certificate.status in {SolverStatus.OPTIMAL, SolverStatus.NOTHING_TO_DO}
 
 
 @settings(max_examples=200, deadline=None)
@@ -166,7 +155,7 @@ def test_levels_of_a_segment_by_hand() -> None:
 def test_everything_kept_is_a_normal_answer() -> None:
     solution = choose(small_problem(), 10_000)
     assert solution.choice == Choice(root="none", regions=("none",) * 3)
-    assert solution.certificate.status is Status.NOTHING_TO_DO
+    assert solution.certificate.status is SolverStatus.NOTHING_TO_DO
     assert (solution.certificate.gap, solution.certificate.objective_seconds) == (0.0, 0.0)
 
 

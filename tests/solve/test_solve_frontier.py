@@ -6,16 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
-from jettison.solve import (
-    NONE_KEY,
-    FrontierPoint,
-    PolicyWord,
-    fewest_bytes_point,
-    pareto_frontier,
-    plain_point,
-    policy_word,
-    recompute_flops,
-)
+from jettison.solve.frontier import NONE_KEY, FrontierPoint, fewest_bytes_point, pareto_frontier, plain_point
+from jettison.solve.plan import PolicyWord, policy_word, recompute_flops
 from support.plan_cases import all_kept_sets, programs
 from support.work import calls
 

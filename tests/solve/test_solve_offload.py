@@ -10,23 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jettison.core.errors import Infeasible
-from jettison.solve import (
-    Choice,
-    ProblemRegion,
-    RegionOption,
-    RootOption,
-    Status,
-    StepProblem,
-    choose,
-    evaluate,
-    label_setting,
-    minimum_budget,
-)
+from jettison.solve import labels
 from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
-from jettison.solve.exchange import exchanged
-from jettison.solve.label_setting import fastest_path
-from jettison.solve.moves import Move, Walk, walks
-from jettison.solve.problem import Link
+from jettison.solve.exchanges import exchanged
+from jettison.solve.labels import fastest_path
+from jettison.solve.problem import Choice, Link, ProblemRegion, RegionOption, RootOption, StepProblem, evaluate
+from jettison.solve.solver import SolverStatus, choose
+from jettison.solve.walk import StepWalk, WalkMove, minimum_budget, walks
 from support.offload_cases import Case, cases, deep_offload, fastest
 from support.work import worked
 
@@ -63,7 +53,7 @@ def brute_force_is_not_faster(case: Case, share: float) -> None:
         assert solution.levels.host_bytes <= case.link.host_budget_bytes
     assert solution.levels.seconds == pytest.approx(best, abs=EXACT)
     assert solution.certificate.lower_bound_seconds <= best + EXACT
-    assert solution.certificate.status in {Status.OPTIMAL, Status.NOTHING_TO_DO}
+    assert solution.certificate.status in {SolverStatus.OPTIMAL, SolverStatus.NOTHING_TO_DO}
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -124,7 +114,7 @@ def test_exchanges_keep_both_budgets_and_lose_nothing(case: Case, more: int, see
     assert after.seconds <= before.seconds + moves
 
 
-def walked(problem: StepProblem, walk: Walk, budget: int, seed: int) -> tuple[Move, ...]:
+def walked(problem: StepProblem, walk: StepWalk, budget: int, seed: int) -> tuple[WalkMove, ...]:
     """Some plan that fits: the fastest, with regions changed by chance where it still fits."""
     rng = random.Random(seed)
     keys = choose(problem, budget).choice.regions
@@ -152,7 +142,7 @@ def test_without_numpy_and_highs_the_answer_is_as_fast(case: Case, more: int) ->
     budget = minimum_budget(problem) + more
     expected = choose(problem, budget).levels.seconds
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(label_setting, "np", None)
+        patch.setattr(labels, "np", None)
         assert choose(problem, budget).levels.seconds == pytest.approx(expected, abs=EXACT)
         patch.setitem(sys.modules, "highspy", None)
         assert choose(problem, budget).levels.seconds == pytest.approx(expected, abs=EXACT)
@@ -214,7 +204,7 @@ def test_a_plan_that_needs_no_offload_makes_none() -> None:
     assert keys[133] == ("keep", "keep", "keep")
     assert keys[132] == ("send6", "keep", "keep")
     assert keys[126] == ("send8", "keep", "keep")
-    assert choose(problem, 133 * 10**6).certificate.status is Status.NOTHING_TO_DO
+    assert choose(problem, 133 * 10**6).certificate.status is SolverStatus.NOTHING_TO_DO
 
 
 def test_a_host_budget_of_nothing_moves_nothing() -> None:
@@ -243,7 +233,7 @@ def test_bytes_of_the_host_are_saved_for_where_they_are_worth_most(
     link = Link(bytes_per_second=1e12, host_budget_bytes=8)
     problem = StepProblem(static_bytes=0, optimizer_peak_bytes=0, regions=regions, root=(quiet(4),), link=link)
     if not numpy:
-        monkeypatch.setattr(label_setting, "np", None)
+        monkeypatch.setattr(labels, "np", None)
     (walk,) = walks(problem)
     budgeted = BudgetedWalk.of(walk, 100)
     found = fastest_path(budgeted, relax(budgeted, Multipliers(device=[0.0] * 5)), width=100)

@@ -7,13 +7,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from jettison.solve import StepProblem, choose, evaluate, minimum_budget
-from jettison.solve.bound import Bound, BudgetedWalk, Relaxation, relax, relaxation
-from jettison.solve.chain import rounded
-from jettison.solve.exchange import mended
-from jettison.solve.fixing import Fixing
-from jettison.solve.label_setting import fastest_path
-from jettison.solve.moves import Move, walks
+from jettison.solve.bound import Bound, BudgetedWalk, Fixing, Relaxation, relax, relaxation
+from jettison.solve.exchanges import mended, rounded
+from jettison.solve.labels import fastest_path
+from jettison.solve.problem import StepProblem, evaluate
+from jettison.solve.solver import choose
+from jettison.solve.walk import WalkMove, minimum_budget, walks
 from support.offload_cases import Case, cases, deep_offload
 
 LARGE = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -27,7 +26,7 @@ def relaxed(problem: StepProblem, budget: int) -> tuple[BudgetedWalk, Relaxation
     return budgeted, solved, relax(budgeted, solved.multipliers)
 
 
-def fits(problem: StepProblem, budgeted: BudgetedWalk, moves: tuple[Move, ...]) -> bool:
+def fits(problem: StepProblem, budgeted: BudgetedWalk, moves: tuple[WalkMove, ...]) -> bool:
     levels = evaluate(problem, budgeted.walk.choice(moves))
     limit = problem.link.host_budget_bytes if problem.link is not None else None
     return levels.peak_bytes <= budgeted.budget_bytes and (limit is None or levels.host_bytes <= limit)

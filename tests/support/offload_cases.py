@@ -7,9 +7,8 @@ from itertools import product
 from hypothesis import strategies as st
 
 from jettison.ledger.program import Program
-from jettison.solve import ProblemRegion, RegionOption, RootOption, StepProblem
 from jettison.solve.actions import action_points
-from jettison.solve.problem import Link
+from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption, StepProblem
 from support.plan_cases import MIB, MILLISECOND, programs
 
 Costs = tuple[int, int, float, int, int]

@@ -7,7 +7,7 @@ from itertools import chain, combinations, product
 from hypothesis import strategies as st
 
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
-from jettison.solve import Choice, ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem, evaluate
+from jettison.solve.problem import Choice, ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem, evaluate
 
 MILLISECOND = 1e-3
 MIB = 1 << 20

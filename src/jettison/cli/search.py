@@ -33,7 +33,7 @@ from jettison.predict.run_request import is_live
 from jettison.predict.training_cost import Wanted
 from jettison.report.console import hint, json_text, progress
 from jettison.report.search import SearchReport, nothing_document
-from jettison.search.journal import Journal
+from jettison.search.evaluate import Journal
 from jettison.search.request import MARGIN, SearchRequest
 from jettison.search.search import NothingFits
 from jettison.search.search import search as find

@@ -33,7 +33,7 @@ from jettison.dryrun.counter import quiet_gc
 from jettison.dryrun.peak import allocation_deltas
 from jettison.runtime.compiled import compiled, first_lines, looking, one_graph, staying
 from jettison.solve.policy import CheckpointPolicy, KeepAll
-from jettison.solve.problem import RegionOption, Sent
+from jettison.solve.problem import RegionOption, SentTensor
 
 WARM_UPS = 2  # the first compiles, the second makes what libraries keep
 ROUNDS = 5
@@ -56,7 +56,7 @@ class ChoiceLevels(NamedTuple):
     backward_peak_bytes: int
     lasting_bytes: int
     seconds: float
-    saved: Mapping[int, Sent] = MappingProxyType({})
+    saved: Mapping[int, SentTensor] = MappingProxyType({})
 
 
 def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> CompiledProgram:
@@ -121,7 +121,7 @@ def _measured(
     block = _CompiledBlock.of(trace, cls)
     own, settings = block.module.forward, cls.compiled.settings
     forwards = {key: compiled(own, settings, policy, says=may_move) for key, policy in choices.items()}
-    saved: dict[str, Mapping[int, Sent]] = {}
+    saved: dict[str, Mapping[int, SentTensor]] = {}
     bytes_of: dict[str, tuple[int, int, int, int]] = {}
     for number, (key, forward) in enumerate(forwards.items(), 1):
         progress(f"compiling blocks like {cls.example}: way {number} of {len(forwards)}")
@@ -161,7 +161,7 @@ class _CompiledBlock:
         for phase in self._phases():
             phase()
 
-    def saved(self) -> dict[int, Sent]:
+    def saved(self) -> dict[int, SentTensor]:
         """What a forward saves that could wait on the host."""
         leaves, spec = tree_flatten(opaque_copy(self.call))
         given = given_to_block(leaves, self.shared)

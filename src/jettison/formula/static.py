@@ -17,8 +17,10 @@ in the dtype of products (``torch/distributed/fsdp/_fully_shard/_fsdp_param_grou
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
+from operator import attrgetter
+from typing import Final
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.tape import Weight
@@ -60,46 +62,25 @@ class Static:
     host_elements: int = 0
     host_parameters: int = 0
 
-    def times(self, count: int) -> Static:
-        """So many alike."""
-        if count == 1:
-            return self
-        crossing = self.last + 2 * self.first
-        return Static(
-            parameters=count * self.parameters,
-            gradients=count * self.gradients,
-            state=count * self.state,
-            master=count * self.master,
-            copies=count * self.copies,
-            gathered=count * self.gathered,
-            reduced=count * self.reduced,
-            largest=self.largest,
-            stepping=self.stepping if self.stepping > crossing else crossing,
-            first=self.first,
-            last=self.last,
-            host_state=count * self.host_state,
-            host_elements=count * self.host_elements,
-            host_parameters=count * self.host_parameters,
-        )
 
-    def __add__(self, other: Static) -> Static:
-        """Both together, the other's weights behind. Written out, since a search adds millions."""
-        return Static(
-            parameters=self.parameters + other.parameters,
-            gradients=self.gradients + other.gradients,
-            state=self.state + other.state,
-            master=self.master + other.master,
-            copies=self.copies + other.copies,
-            gathered=self.gathered + other.gathered,
-            reduced=self.reduced + other.reduced,
-            largest=max(self.largest, other.largest),
-            stepping=max(self.stepping, other.stepping, self.last + 2 * other.first if other.first else 0),
-            first=self.first or other.first,
-            last=other.last or self.last,
-            host_state=self.host_state + other.host_state,
-            host_elements=self.host_elements + other.host_elements,
-            host_parameters=self.host_parameters + other.host_parameters,
-        )
+_COUNTED: Final = tuple(f.name for f in fields(Static) if f.name not in ("largest", "stepping", "first", "last"))
+_counted = attrgetter(*_COUNTED)
+
+
+def together(several: Iterable[tuple[Static, int]]) -> Static:
+    """Regions one after another, each so many times."""
+    sums, largest, stepping, first, last = [0] * len(_COUNTED), 0, 0, 0, 0
+    for each, count in several:
+        sums = [n + count * own for n, own in zip(sums, _counted(each), strict=True)]
+        largest = each.largest if each.largest > largest else largest
+        stepping = each.stepping if each.stepping > stepping else stepping
+        if each.first:  # a loop goes from the last weight of one region to the first of the next
+            before = each.last if count > 1 and each.last > last else last
+            crossing = before + 2 * each.first
+            stepping = crossing if crossing > stepping else stepping
+        first, last = first or each.first, each.last or last
+    counted = dict(zip(_COUNTED, sums, strict=True))
+    return Static(**counted, largest=largest, stepping=stepping, first=first, last=last)
 
 
 def declared(weights: list[Weight], order: Sequence[str]) -> list[Weight]:

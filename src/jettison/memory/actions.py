@@ -136,11 +136,18 @@ class DeviceOrder:
             alike: by chunk, the first one that it does not differ from.
         """
         if alike not in self._compiled:
+            kinds, sequence = self._kinds
             numbers: dict[DeviceAction, int] = {}
-            merged = (action._replace(chunk=alike[action.chunk]) for action, _ in self._all)
-            sequence = tuple(numbers.setdefault(action, len(numbers)) for action in merged)
-            self._compiled[alike] = tuple(numbers), sequence
+            merged = [numbers.setdefault(kind._replace(chunk=alike[kind.chunk]), len(numbers)) for kind in kinds]
+            self._compiled[alike] = tuple(numbers), tuple(map(merged.__getitem__, sequence))
         return self._compiled[alike]
+
+    @cached_property
+    def _kinds(self) -> tuple[tuple[DeviceAction, ...], tuple[int, ...]]:
+        """The different actions, and of each action in order its number among them."""
+        numbers: dict[DeviceAction, int] = {}
+        sequence = tuple(numbers.setdefault(action, len(numbers)) for action, _ in self._all)
+        return tuple(numbers), sequence
 
     @cached_property
     def _compiled(self) -> dict[tuple[int, ...], tuple[tuple[DeviceAction, ...], tuple[int, ...]]]:

@@ -23,14 +23,13 @@ from jettison.runtime.install import returned
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.actions import parts_to_send
 from jettison.solve.frontier import FrontierPoint
-from jettison.solve.levels import Levels
 from jettison.solve.policy import SMALLEST_BYTES, can_move
-from jettison.solve.problem import Link, RegionOption, Sent, StepProblem
+from jettison.solve.problem import ChoiceLevels, Link, RegionOption, SentTensor, StepProblem
 from jettison.spec.hardware import Hardware, hardware
 
 SEND: Final = "-send-"
 ALL: Final = "all"
-Saved = Mapping[str, Mapping[int, Sent]]
+Saved = Mapping[str, Mapping[int, SentTensor]]
 """Of a compiled block, by point and buffer: tensors that could wait on the host, as they were seen when measured."""
 LESS: Final = 0.9
 """Of what a choice sends at most, where pinning that took more of the host than there is."""
@@ -131,7 +130,7 @@ def host_of(
     )
 
 
-def less_on_host(problem: StepProblem, levels: Levels, host: Host, pinned_bytes: int) -> StepProblem:
+def less_on_host(problem: StepProblem, levels: ChoiceLevels, host: Host, pinned_bytes: int) -> StepProblem:
     """With less room than a choice took that rounding, or more forwards at a time, made too much: so many bytes."""
     assert problem.link is not None and host.budget_bytes is not None
     share = min(LESS, host.budget_bytes / pinned_bytes)
@@ -187,7 +186,7 @@ def with_parts_sent(
     point: FrontierPoint,
     free: frozenset[int],
     kinks: Sequence[int],
-    seen: Mapping[int, Sent] = MappingProxyType({}),
+    seen: Mapping[int, SentTensor] = MappingProxyType({}),
 ) -> Iterator[FrontierPoint]:
     """A point with parts of what it keeps on the host.
 

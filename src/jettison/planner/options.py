@@ -29,10 +29,10 @@ from jettison.planner.host import Host, movable, option_at, with_moves, with_mov
 from jettison.planner.points import compiled_points, exactly, packing_seconds, policy_of, seconds_by_traffic, with_packs
 from jettison.runtime.packing import Pack
 from jettison.runtime.recipe import costs_like
+from jettison.solve.actions import MOST_CUTS, lean_points
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
 from jettison.solve.policy import Full, KeepAll
 from jettison.solve.problem import ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
-from jettison.solve.transients import MOST_CUTS, lean_points
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
 

@@ -33,9 +33,8 @@ from jettison.ledger.program import Program, Source
 from jettison.planner.host import SEND, Host, is_timed, less_on_host
 from jettison.planner.options import Options, options_of
 from jettison.planner.points import PACK, exactly, policy_kept, policy_of
-from jettison.solve.chain import Solution
+from jettison.solve.actions import is_lean
 from jettison.solve.frontier import FrontierPoint
-from jettison.solve.levels import Choice
 from jettison.solve.plan import (
     LayerPlan,
     Plan,
@@ -47,9 +46,9 @@ from jettison.solve.plan import (
     recompute_flops,
 )
 from jettison.solve.policy import Full
-from jettison.solve.problem import RegionOption, RootOption, SegmentOption, StepProblem
+from jettison.solve.problem import Choice, RegionOption, RootOption, SegmentOption, StepProblem
 from jettison.solve.refine import Offer, fastest, refine
-from jettison.solve.transients import is_lean
+from jettison.solve.solver import Solution
 from jettison.spec.hardware import Hardware
 
 UNSEEN_BYTES = 256  # Python numbers that C++ wraps into tensors live for an op, out of any dispatch mode's sight

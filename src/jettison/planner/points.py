@@ -16,9 +16,9 @@ from jettison.dryrun.kernel_trial import REPEATS
 from jettison.ledger.program import Program
 from jettison.runtime.packing import Pack, PackedForm, narrow, widen
 from jettison.runtime.recipe import compile_recipe
+from jettison.solve.actions import lean_points
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
 from jettison.solve.policy import SMALLEST_BYTES, CheckpointPolicy, Exactly, KeepAll, KeepShare, policy_named
-from jettison.solve.transients import lean_points
 from jettison.spec.hardware import Hardware
 
 HULL_POINTS = 16

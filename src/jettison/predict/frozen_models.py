@@ -13,7 +13,7 @@ from functools import lru_cache
 from jettison.families.family import kernels_for
 from jettison.formula.liveness import forward_height
 from jettison.formula.region import Region, score_region
-from jettison.formula.static import Static, static
+from jettison.formula.static import static, together
 from jettison.ledger.program import Source
 from jettison.predict.fsdp2 import FsdpGroups
 from jettison.predict.passes import held_over
@@ -118,7 +118,7 @@ def frozen_groups(run: Run, beside: FrozenModel) -> tuple[RegionGroup, ...]:
 def _bytes(run: Run, beside: FrozenModel) -> FrozenBytes:
     groups = frozen_groups(run, beside)
     own = frozen_run(run, beside)
-    total = sum((group.part.static.times(len(group.names)) for group in groups), Static())
+    total = together((group.part.static, len(group.names)) for group in groups)
     tables, names = held_over(groups[0].part.region), own.kernels.forward_names
     embedded = groups[0].part.region.output.nbytes if names else 0  # its ``inputs_embeds``
     heights = {group.part.region: _height(group.part.region, own.kernels.named_attention) for group in groups}

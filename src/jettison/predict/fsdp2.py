@@ -58,7 +58,7 @@ from typing import NamedTuple
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.liveness import Backward, begin
 from jettison.formula.region import EMBEDDING, HEAD, Region
-from jettison.formula.static import Static, static
+from jettison.formula.static import Static, static, together
 from jettison.memory.unit import Unit
 from jettison.predict.passes import named_frames, named_passes, passes_of, sums_apart
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
@@ -109,7 +109,7 @@ class FsdpGroups:
             return cls(parts=tuple(parts), kept=tuple(kept), in_flight=layout.pp > 1 and not layout.resharded)
         late = layout.reshard is Reshard.BUT_FIRST
         first, *layers, last = parts
-        ends = first.static + last.static
+        ends = together([(first.static, 1), (last.static, 1)])
         both = replace(first.static, gathered=ends.gathered, reduced=ends.reduced, gradients=ends.gradients)
         first, end = replace(first, static=both), replace(last, static=replace(last.static, gathered=0, reduced=0))
         tied = sum(w.numel for w in last.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[run.precision.compute]
@@ -271,8 +271,8 @@ def reducing(run: Run, chunk: Sequence[RegionGroup]) -> int:
 
 def freed(run: Run, chunk: Sequence[RegionGroup]) -> int:
     """Return what of a chunk is gone once it is reduced: unsharded weights, and of its gradients all but the shards."""
-    parts = [group.part.static.times(len(group.names)) for group in chunk]
-    return whole_in_flight(run, chunk) + sum(part.reduced - part.gradients for part in parts)
+    total = together((group.part.static, len(group.names)) for group in chunk)
+    return whole_in_flight(run, chunk) + total.reduced - total.gradients
 
 
 # units ----------------------------------------------------------------------------------------------------------------

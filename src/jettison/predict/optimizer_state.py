@@ -38,7 +38,7 @@ from math import lcm, prod
 from typing import Final
 
 from jettison.core.dtypes import DTYPE_BYTES
-from jettison.formula.static import Static, state_bytes, static
+from jettison.formula.static import Static, state_bytes, static, together
 from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk, local_shape
 from jettison.spec.kernels import Device
@@ -55,7 +55,7 @@ SUB_GROUP: Final = 10**9
 
 def stage_state(run: Run, chunks: Sequence[Chunk]) -> Static:
     """Return what a stage's parameters, gradients and optimizer take on the rank that has most."""
-    even = sum((group.part.static.times(len(group.names)) for chunk in chunks for group in chunk), Static())
+    even = together([(group.part.static, len(group.names)) for chunk in chunks for group in chunk])
     if run.optimizer in WHOLE_TENSORS:
         even = _with_whole_tensors(run, chunks, even)
     return _with_whole_parameters(run, chunks, even) if run.layout.zero_whole and run.layout.shards > 1 else even

@@ -9,7 +9,7 @@ from jettison.formula.embedding import TOKENS
 from jettison.formula.liveness import Passes, replay
 from jettison.formula.region import Region
 from jettison.predict.stages import CONTEXTS, FULL, PARTS, StageRegion, kept_by
-from jettison.solve.parts import parts
+from jettison.solve.policy import ops_of_parts
 from jettison.spec.kernels import Loss
 from jettison.spec.precision import GradientRule
 from jettison.spec.run import Run
@@ -33,7 +33,7 @@ def named_passes(region: Region, policy: str, rule: GradientRule, accumulates: b
 def named_frames(region: Region, policy: str) -> Sequence[frozenset[int]]:
     """Ops of each checkpoint."""
     if policy == PARTS:
-        return parts(region.program)
+        return ops_of_parts(region.program)
     return (frozenset(range(len(region.program.ops))),) if policy == FULL or policy in CONTEXTS else ()
 
 

@@ -1,7 +1,7 @@
 """One pipeline stage as a problem for the solver: what its layers can do, and the fastest choice that fits.
 
 NOTE [ A stage as a step problem ]
-The planner of a single step (`solve.chain`) counts each region's held bytes once. A stage with n micro-batches in
+The planner of a single step (`solve.solver`) counts each region's held bytes once. A stage with n micro-batches in
 flight holds them n times at the start of a backward, so they are given n times. That is exact for the last region's
 backward, where the peak mostly is, and too little for earlier ones, whose successors still hold n - 1 of them. The
 choice is therefore played through the stage's real timeline, which is the judge (`solve.refine`).
@@ -19,7 +19,7 @@ less than a sixteenth of an input a layer. Where inputs may go to the host, ther
 hide behind single layers, none is offered: each layer by itself then holds nothing and recomputes less. Where all
 segments of a stage are of one length, as a recompute mode has them, every length is looked at: `uniform`. Where the
 host's budget binds, segments are only asked for where layers by themselves do not fit: plans near the relaxation's
-vertex (`solve.rounding`) have none.
+vertex (`solve.exchanges`) have none.
 
 NOTE [ A mask that nobody reads again ]
 The mask of packed documents is one for all layers, and goes with the forward where none of them recomputes what reads
@@ -51,8 +51,7 @@ from jettison.predict.stages import FULL, MIXED, RegionGroup, StageRegion, Stayi
 from jettison.predict.units import unit_within
 from jettison.solve.actions import ActionPoint, action_points, kept_points
 from jettison.solve.frontier import pareto_frontier, plain_point
-from jettison.solve.levels import Choice
-from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
+from jettison.solve.problem import Choice, Link, ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
 from jettison.solve.refine import Offer, fastest, refine
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Mode, Recompute

@@ -18,7 +18,7 @@ from jettison.cost.layer import NOTHING, PassSeconds, PriceModel, RegionSeconds
 from jettison.cost.matmul import memory_seconds
 from jettison.formula.region import Region, embedding_region
 from jettison.formula.split_backward import computing_groups
-from jettison.formula.static import Static, state_bytes, static
+from jettison.formula.static import Static, state_bytes, static, together
 from jettison.predict.frozen_models import frozen_groups, frozen_run
 from jettison.predict.optimizer_state import host_states
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, again_by, kept_by, segment_length
@@ -485,8 +485,7 @@ class Timing:
         run = self.run
         if not run.states_on_host.moves:
             return 0.0
-        total = sum((self._static(item).times(item.count) for item in items), Static())
-        moved = host_states(run, total)
+        moved = host_states(run, together((self._static(item), item.count) for item in items))
         behind = moved.to_device_bytes - moved.gathered_bytes  # the others are with `Item.gathered`
         sent, fetched = (host_seconds(n, self.hardware) for n in (moved.to_host_bytes, behind))
         if not run.states_on_host.steps_there:

@@ -11,11 +11,8 @@ from math import prod
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, head_region, layer_region
 from jettison.formula.static import Static, declared, static
 from jettison.formula.tape import Weight
-from jettison.solve.compiled import NARROW, Compiled
-from jettison.solve.compiled import WORD as COMPILED
 from jettison.solve.modules import OWN, Again, computed_again, predicts_further, sent
-from jettison.solve.parts import kept_apart
-from jettison.solve.policy import SelectiveOp, policy_named
+from jettison.solve.policy import COMPILED, COMPILED_QUANTIZED, Compiled, SelectiveOp, kept_apart, policy_named
 from jettison.spec.fp8 import Fp8Recipe
 from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer, Layer, ModelSpec
@@ -115,13 +112,13 @@ Chunk = tuple[RegionGroup, ...]
 
 def compiled_word(recipe: Fp8Recipe | None) -> str:
     """Which rule of a compiler goes with a recipe."""
-    return COMPILED if recipe is None or recipe.wide_weight_gradient else NARROW
+    return COMPILED if recipe is None or recipe.wide_weight_gradient else COMPILED_QUANTIZED
 
 
 @lru_cache(maxsize=65536)
 def kept_by(region: Region, policy: str) -> frozenset[int]:
     """Buffers that a named policy keeps."""
-    if policy in (COMPILED, NARROW):
+    if policy in (COMPILED, COMPILED_QUANTIZED):
         return Compiled(word=policy).kept(region.program)
     if policy in CONTEXTS:
         return _selective(policy).cached(region.program)

@@ -18,8 +18,8 @@ from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted,
 from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, device_notes, facts, grid
 from jettison.search.branch_and_bound import REACH
-from jettison.search.figures import Found, Seconds
-from jettison.search.search import Answer, More, NothingFits
+from jettison.search.evaluate import Evaluated, Seconds
+from jettison.search.search import NothingFits, SearchAnswer, WithMore
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.recompute import Mode
@@ -46,7 +46,7 @@ class SearchReport:
 
     model: str
     hardware: Hardware
-    answer: Answer
+    answer: SearchAnswer
     seconds: float
     wanted: Wanted = NOTHING_WANTED
     request: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class SearchReport:
     def trainings(self) -> tuple[TrainingCost, ...]:
         """Days and price of so many tokens with the fastest, and with the fastest on more devices."""
         space, more = self.answer.space, self.answer.more_gpus
-        chosen = [(space.gpus, self.answer.best)] + ([(more.gpus, more.best)] if isinstance(more, More) else [])
+        chosen = [(space.gpus, self.answer.best)] + ([(more.gpus, more.best)] if isinstance(more, WithMore) else [])
         step_tokens = space.global_batch * space.template.seq
         found = (
             training_cost(
@@ -113,7 +113,7 @@ class SearchReport:
             runner_up=[_loss(answer.best, found) for found in rivals(answer)],
             without_recompute=_candidate(answer.plain, sure),
             more_memory=_more(answer.more_memory, answer.best, sure),
-            more_gpus=_more(more_gpus, answer.best, sure) if isinstance(more_gpus, More) else None,
+            more_gpus=_more(more_gpus, answer.best, sure) if isinstance(more_gpus, WithMore) else None,
             explanation=list(sentences(answer)),
             seconds=self.seconds,
         )
@@ -169,7 +169,7 @@ def nothing_document(
     )
 
 
-def rivals(answer: Answer) -> Iterator[Found]:
+def rivals(answer: SearchAnswer) -> Iterator[Evaluated]:
     """The second, and the first of those listed whose devices are divided otherwise, where that is another one."""
     yield from answer.ranked[1:2]
     mesh = _mesh(answer.best)
@@ -178,7 +178,7 @@ def rivals(answer: Answer) -> Iterator[Found]:
         yield from (found for found, _ in zip(others, range(1), strict=False))
 
 
-def sentences(answer: Answer) -> Iterator[str]:
+def sentences(answer: SearchAnswer) -> Iterator[str]:
     """The answer in words."""
     best = answer.best
     shares = [f"{name} {format_percent(took / best.seconds.step)}" for name, took in _shares(best.seconds)]
@@ -192,7 +192,7 @@ def sentences(answer: Answer) -> Iterator[str]:
     yield _more_gpus(answer)
 
 
-def _recompute(answer: Answer) -> Iterator[str]:
+def _recompute(answer: SearchAnswer) -> Iterator[str]:
     best, plain = answer.best, answer.plain
     if best.candidate.recompute.mode is Mode.NONE:
         return
@@ -211,7 +211,7 @@ def _recompute(answer: Answer) -> Iterator[str]:
         )
 
 
-def _more_memory(answer: Answer) -> str:
+def _more_memory(answer: SearchAnswer) -> str:
     best, found = answer.best, answer.more_memory.best
     share = format_percent(float(answer.more_memory.memory) - 1)
     saved = best.seconds.step - found.seconds.step
@@ -223,7 +223,7 @@ def _more_memory(answer: Answer) -> str:
     )
 
 
-def _more_gpus(answer: Answer) -> str:
+def _more_gpus(answer: SearchAnswer) -> str:
     more, best = answer.more_gpus, answer.best
     if isinstance(more, str):
         return f"Nothing was found for more devices: {more}."
@@ -235,7 +235,7 @@ def _more_gpus(answer: Answer) -> str:
     )
 
 
-def _difference(best: Found, other: Found) -> str:
+def _difference(best: Evaluated, other: Evaluated) -> str:
     """Seconds in words: what costs it more, and what less."""
     lost = other.seconds.step - best.seconds.step
     least = WORTH_SAYING * best.seconds.step
@@ -251,7 +251,7 @@ def _shares(seconds: Seconds) -> list[tuple[str, float]]:
     return sorted(((n, t) for n, t in seconds.parts.items() if t > 0), key=lambda part: -part[1])
 
 
-def _mesh(found: Found) -> tuple[int, ...]:
+def _mesh(found: Evaluated) -> tuple[int, ...]:
     layout = found.candidate.setup.layout
     return layout.tp, layout.pp, layout.cp, layout.ep
 
@@ -259,7 +259,7 @@ def _mesh(found: Found) -> tuple[int, ...]:
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
-def _table(title: str, rows: Sequence[Found], sure: Sureness) -> FittedTable:
+def _table(title: str, rows: Sequence[Evaluated], sure: Sureness) -> FittedTable:
     """Axes that are 1 throughout have no column."""
     layouts = [found.candidate.setup.layout for found in rows]
     axes = [
@@ -323,15 +323,15 @@ _AXES: Final[tuple[tuple[str, Callable[[Layout], str]], ...]] = (
 )
 
 
-def _plan(found: Found) -> str:
+def _plan(found: Evaluated) -> str:
     recompute = found.candidate.recompute
     text = replace(recompute, whole=0).words
     return f"{text}, {found.figures.whole} whole" if found.figures.whole else text
 
 
-def _thinned(front: Sequence[Found]) -> list[Found]:
+def _thinned(front: Sequence[Evaluated]) -> list[Evaluated]:
     """Rows far enough apart to be told from one another."""
-    kept: list[Found] = []
+    kept: list[Evaluated] = []
     for found in front:
         if not kept or found.needed_bytes < (1 - STEP_OF_FRONT) * kept[-1].needed_bytes:
             kept.append(found)
@@ -341,7 +341,7 @@ def _thinned(front: Sequence[Found]) -> list[Found]:
 # documents ------------------------------------------------------------------------------------------------------------
 
 
-def _candidate(found: Found, sure: Sureness | None) -> dict[str, Any]:
+def _candidate(found: Evaluated, sure: Sureness | None) -> dict[str, Any]:
     setup, recompute, figures = found.candidate.setup, found.candidate.recompute, found.figures
     chosen, seconds, layout = bool(figures.policies), figures.seconds, setup.layout
     uneven = list(layout.stage_layers) or None
@@ -372,14 +372,14 @@ def _candidate(found: Found, sure: Sureness | None) -> dict[str, Any]:
     )
 
 
-def _loss(best: Found, other: Found) -> dict[str, Any]:
+def _loss(best: Evaluated, other: Evaluated) -> dict[str, Any]:
     """Seconds that a rival takes more than the best, by part."""
     more = {f"{name}_seconds": other.seconds.parts[name] - took for name, took in best.seconds.parts.items()}
     lost = other.seconds.step - best.seconds.step
     return part("RivalLoss", flags=other.candidate.flags, lost_seconds=lost, more=more, words=_difference(best, other))
 
 
-def _more(more: More, best: Found, sure: Sureness) -> dict[str, Any]:
+def _more(more: WithMore, best: Evaluated, sure: Sureness) -> dict[str, Any]:
     saved = best.seconds.step - more.best.seconds.step
     candidate = _candidate(more.best, sure)
     return part("MoreResources", more, memory=float(more.memory), saved_seconds=saved, candidate=candidate)

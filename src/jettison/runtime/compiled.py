@@ -39,7 +39,7 @@ from jettison.runtime.report import RegionReport
 from jettison.runtime.without_recipe import OffloadHooks, run_moving
 from jettison.runtime.witness import Check
 from jettison.solve.policy import CheckpointPolicy, Exactly, KeepAll, Offload, can_move, offloaded_by, packed_by
-from jettison.solve.problem import Sent
+from jettison.solve.problem import SentTensor
 
 if TYPE_CHECKING:
     from jettison.runtime.partition import Split
@@ -523,7 +523,7 @@ class Looked:
         self.tensors.append(tensor)
         return tensor
 
-    def alone(self, alive: Iterable[Any], given: Sequence[Any], returned: Sequence[Any]) -> dict[int, Sent]:
+    def alone(self, alive: Iterable[Any], given: Sequence[Any], returned: Sequence[Any]) -> dict[int, SentTensor]:
         """By buffer, what is saved as one storage of its own and lives because of that alone; in the order of places.
 
         Args:
@@ -545,7 +545,7 @@ class Looked:
             nbytes = tensor.untyped_storage().nbytes()
             if not more and owners[storage] == {b} and storage not in living and nbytes:
                 place_of = _place(storage, given, is_result=False) or _place(storage, returned, is_result=True)
-                found[b] = Sent(nbytes=nbytes, place=place_of)
+                found[b] = SentTensor(nbytes=nbytes, place=place_of)
         return found
 
 

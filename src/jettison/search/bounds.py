@@ -32,20 +32,21 @@ Arithmetic in floating point: bounds are shaved by `SHAVED` of themselves.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Final
+from operator import ge, mul
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from jettison.cost.execution import execution_of
-from jettison.predict.forecast import Forecast, Stage
+from jettison.memory.actions import OrderOptions, device_order
+from jettison.memory.schedule import Work
+from jettison.predict.forecast import Forecast
 from jettison.predict.fsdp2 import own_experts
 from jettison.predict.passes import passes_of
-from jettison.predict.stage_time import Timing
-from jettison.predict.stages import FULL, Chunk, kept_by, outline
+from jettison.predict.stage_time import Item, Timing
+from jettison.predict.stages import FULL, Chunk, StageRegion, kept_by, outline
 from jettison.predict.time import Estimate
-from jettison.search.memory_bound import LayerBytes, Parts, ShardBytes, in_flight
 from jettison.search.space import Setup
-from jettison.search.time_bound import PassSeconds, Pipeline, Sends, ShardSeconds, pass_seconds, shard_seconds
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Schedule
 from jettison.spec.precision import GradientRule, Gradients
@@ -57,112 +58,170 @@ _TREATMENTS: Final = (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTI
 """Plans that do the same with every layer."""
 _SEGMENTS: Final = frozenset((*_TREATMENTS, Mode.EVERY))
 """Plans that hold no less of each segment of layers than the least layer's."""
+_N = TypeVar("_N", int, float)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ends(Generic[_N]):
+    """One quantity: a layer's, the least; what the first stage has beside layers, and what the last one has."""
+
+    layer: _N
+    first: _N
+    last: _N
+
+    def of_first(self, layers: int, *, alone: bool) -> _N:
+        """The first stage with so many layers; ``alone``, it has the head, too."""
+        return self.first + layers * self.layer + (self.last if alone else 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanBound:
-    """Of one plan.
+    """One plan: seconds of a micro-batch through the whole model, the cheapest layer, and the last stage's rest.
 
     Args:
-        held: of a micro-batch, by the layer that holds least, in bytes.
-        rise: of the layer whose backward rises least above what is held before it, where gradients are there.
+        longest: the work that hides most of a transfer, by pass.
+        held: bytes of a micro-batch, by the layer that holds least.
     """
 
-    seconds: PassSeconds
+    whole: float
+    forward: float
+    backward: float
+    head_forward: float
+    head_backward: float
+    longest: tuple[float, float]
     held: int
-    rise: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardBound:
-    """Of one stage of ZeRO."""
-
-    seconds: ShardSeconds
-    nbytes: ShardBytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FirstBackward:
-    """What is worked out where a fullest state comes before it, and not again behind it.
+    """What the ranks that share weights add to any plan, at one stage of ZeRO; of a layer the least.
 
     Args:
-        inner: as `_inner` has it.
-        adds: it finds gradients there, or goes as one that does.
+        gathered: seconds of a region beside its forward, and again beside its backward.
+        reduced: seconds of a region beside its backward.
+        added: to add a weight's gradients to those of earlier micro-batches; ``added_whole``: of the whole model.
+        longest_added: of one region.
+        end: behind the last backward.
+        optimizer: of the optimizer's step.
+        everything: bytes of parameters, state and gradients of the whole model.
+        settled: bytes of parameters and state.
+        gathered_bytes: beside any pass of a layer.
     """
 
-    inner: Run
-    rule: GradientRule
-    adds: bool
-
-    def rise(self, mode: Mode) -> int:
-        """As `PlanBound.rise`."""
-        return _least_rise(self.inner, mode, self.rule, self.adds)
-
-    @property
-    def plain(self) -> LayerBytes:
-        """As `Bounds.plain`."""
-        return _layer_bytes(self.inner, self.rule, self.adds)
+    gathered: float
+    reduced: float
+    added: Ends[float]
+    added_whole: float
+    longest_added: float
+    end: Ends[float]
+    optimizer: Ends[float]
+    everything: int
+    settled: Ends[int]
+    gradients: Ends[int]
+    gathered_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bounds:
-    """Of all setups that share a batch and all axes but virtual stages.
+class SetupBounds:
+    """All setups that share a batch and all axes but virtual stages.
 
     Args:
         plans: by what happens to a layer.
-        plain: a layer of which everything stays, and whose gradients are there.
-        first: of a chunk's first backward, in which they may appear.
+        inner: as `_inner` has it.
+        adds: do backwards go as those that find gradients? A chunk's first one, and later ones.
+        send: seconds of a send between stages; ``waited``: for by both devices, or else on the way while they go on.
         upfront: gradients are there from the start.
-        hidden: share of the device that a transfer takes while it hides.
+        hidden: share of the device that a transfer takes while it hides; 1: nothing hides.
+        rises: what `_rise` has worked out.
     """
 
     plans: dict[Mode, PlanBound]
-    plain: LayerBytes
-    first: FirstBackward
     shard: ShardBound
-    sends: Sends
+    inner: Run
+    rule: GradientRule
+    adds: tuple[bool, bool]
+    send: float
+    waited: bool
     upfront: bool
     hidden: float
+    rises: dict[tuple[Mode | int, bool], int] = field(default_factory=dict)
 
     def of_any(self, setup: Setup, depth: int) -> tuple[float, int]:
         """Seconds and bytes of every plan of a setup of a model of so many layers."""
-        seconds = self._pipeline(setup, depth).least_seconds(self.plans[Mode.NONE].seconds, self.shard.seconds)
-        return seconds, self._base(setup, depth)
+        sizes = setup.layout.layers_per_chunk(depth)
+        return self._seconds(setup, sizes, Mode.NONE), self._base(setup, sizes)
 
     def least(self, setup: Setup, depth: int, plans: Sequence[Recompute]) -> list[tuple[float, int]]:
         """Seconds and bytes of each of these plans."""
-        pipeline, base = self._pipeline(setup, depth), self._base(setup, depth)
-        first, alone, own = pipeline.sizes[:: setup.layout.pp], setup.layout.pp == 1, self.shard.nbytes
-        always = own.settled.of(sum(first), alone=alone) + (own.gathered if all(first) else 0)
-        entrance = own.gradients.of(0, alone=alone)
+        sizes, own, alone = setup.layout.layers_per_chunk(depth), self.shard, setup.layout.pp == 1
+        first, base = sizes[:: setup.layout.pp], self._base(setup, sizes)
+        always = own.settled.of_first(sum(first), alone=alone) + (own.gathered_bytes if all(first) else 0)
+        entrance = own.gradients.of_first(0, alone=alone)
         seconds: dict[Mode, float] = {}
         found = []
         for plan in plans:
             treated = _treated(plan)
             timed = Mode.NONE if plan.whole else treated
             if timed not in seconds:
-                seconds[timed] = pipeline.least_seconds(self.plans[timed].seconds, self.shard.seconds)
+                seconds[timed] = self._seconds(setup, sizes, timed)
             nbytes = base
             if plan.mode in _SEGMENTS and not plan.offload:
                 nbytes = max(base, always + self._in_backwards(setup, first, plan, treated, entrance))
             found.append((seconds[timed], nbytes))
         return found
 
-    def _pipeline(self, setup: Setup, depth: int) -> Pipeline:
-        return Pipeline(
-            layout=setup.layout,
-            sizes=setup.layout.layers_per_chunk(depth),
-            count=setup.micro_batches,
-            hidden=self.hidden,
-            sends=self.sends,
-        )
+    # seconds: rules 1 and 2 -------------------------------------------------------------------------------------------
 
-    def _base(self, setup: Setup, depth: int) -> int:
-        """Rule 3, of the largest stage and of the first."""
-        layout = setup.layout
-        first = sum(layout.layers_per_chunk(depth)[:: layout.pp])
-        nbytes = self.shard.nbytes
-        return max(nbytes.everything // layout.pp, nbytes.first_stage(first, alone=layout.pp == 1))
+    def _seconds(self, setup: Setup, sizes: tuple[int, ...], mode: Mode) -> float:
+        """Args: sizes: layers by place."""
+        layout, plan, shard = setup.layout, self.plans[mode], self.shard
+        stages, shape = layout.pp, _shape(sizes, layout.pp)
+        drains = layout.schedule is not Schedule.ZERO_BUBBLE  # backwards are whole
+        hiding, hiding_back = plan.longest[0], plan.longest[1] + shard.longest_added
+        backward, gathered = plan.backward + shard.added.layer, self._beside(shard.gathered, hiding)
+        opening = shard.gathered - gathered
+        pair = self._beside(shard.gathered, hiding_back) + self._beside(shard.reduced, hiding_back)
+        inner = self._beside(shard.gathered + shard.reduced, hiding_back)
+
+        def ahead(tally: _Tally) -> float:
+            return tally.layers * gathered + tally.opened * opening
+
+        def beside(tally: _Tally) -> float:
+            return ahead(tally) + tally.pairs * pair + tally.inner * inner
+
+        def both(tally: _Tally) -> float:
+            return tally.layers * (plan.forward + backward) + beside(tally)
+
+        def before_and_after(tally: _Tally) -> float:
+            return both(tally) if drains else tally.layers * plan.forward + ahead(tally)
+
+        waited, hops = self.send if self.waited else 0.0, layout.virtual_stages * stages - 1
+        every = plan.whole + shard.added_whole + beside(shape.every) + 2 * hops * waited
+        last = both(shape.last) + plan.head_forward + plan.head_backward + shard.added.last
+        last += (2 * layout.virtual_stages - 1) * waited
+        ended = setup.micro_batches * every
+        if stages > 1:
+            # a stage that waits for a send has the last one of its ramp in its own work
+            less, sides = (1 if self.waited and drains else 0), (2 if drains else 1)
+            ramp = before_and_after(shape.ramp) + (sides * (stages - 1) - less) * self.send
+            ramps = before_and_after(shape.ramps) + (stages - 1) * (sides * stages / 2 - less) * self.send
+            ended = max(ended + ramps, stages * (setup.micro_batches * last + ramp)) / stages
+        end = shard.end.first + shape.first_layers * shard.end.layer if drains else 0.0
+        return ended + end + _optimizer(shard.optimizer, shape, stages)
+
+    def _beside(self, transfer: float, work: float) -> float:
+        """What a transfer adds to the work beside it: what is longer than that, and what the rest slows it down."""
+        over = max(0.0, transfer - work)
+        return over + (transfer - over) * self.hidden
+
+    # bytes: rules 3 and 4 ---------------------------------------------------------------------------------------------
+
+    def _base(self, setup: Setup, sizes: tuple[int, ...]) -> int:
+        """Rule 3, of the largest stage and of the first when its optimizer steps."""
+        layout, own = setup.layout, self.shard
+        first, alone = sum(sizes[:: layout.pp]), layout.pp == 1
+        steps = own.settled.of_first(first, alone=alone) + own.gradients.of_first(first, alone=alone)
+        return max(own.everything // layout.pp, steps)
 
     def _in_backwards(self, setup: Setup, first: tuple[int, ...], plan: Recompute, treated: Mode, entrance: int) -> int:
         """Rule 4, beside what is always there.
@@ -172,39 +231,33 @@ class Bounds:
             treated: what the plan does to a layer.
             entrance: gradients of an embedding, and of a head behind it.
         """
-        held, gradients = self.plans[treated].held, self.shard.nbytes.gradients.layer
+        layout, gradients = setup.layout, self.shard.gradients.layer
+        held = self.plans[treated].held
         if plan.whole:
             held = min(held, self.plans[Mode.NONE].held)
-        rises: dict[bool, int] = {}
+        schedule = layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B
+        segment = plan.number if plan.mode is Mode.EVERY else 1
+        states = _in_flight(
+            schedule, layout.pp, setup.micro_batches, layout.virtual_stages, first, segment, self.upfront
+        )
         most = 0
-        for state in in_flight(setup, first, plan.number if plan.mode is Mode.EVERY else 1, upfront=self.upfront):
-            if state.adds not in rises:
-                rises[state.adds] = self._rise(plan, first, treated, state.adds)
-            found = held * state.segments + gradients * state.learned + rises[state.adds]
+        for state in states:
+            found = held * state.segments + gradients * state.learned + self._rise(plan, first, treated, state.adds)
             found += entrance if state.entrance else 0
             most = found if found > most else most
         return most
 
     def _rise(self, plan: Recompute, first: tuple[int, ...], treated: Mode, adds: bool) -> int:
-        """Of the last layer's backward, or the last segment's; of micro-batches that are kept whole, or not."""
+        """The last layer's backward, or the last segment's; of micro-batches that are kept whole, or not."""
         if not all(first):
             return 0
+        what: Mode | int = treated
         if plan.mode is Mode.EVERY and plan.number > 1:
-            plain = self.plain if adds else self.first.plain
-            rise = plain.segment(min(1 + (n - 1) % plan.number for n in first))
-        else:
-            rise = self.plans[treated].rise if adds else self.first.rise(treated)
-        if not plan.whole:
-            return rise
-        return min(rise, self.plans[Mode.NONE].rise if adds else self.first.rise(Mode.NONE))
-
-    def seconds(self, setup: Setup, depth: int, plan: Recompute) -> float:
-        """Of one plan: rules 1 and 2."""
-        return self.least(setup, depth, (plan,))[0][0]
-
-    def nbytes(self, setup: Setup, depth: int, plan: Recompute) -> int:
-        """Of one plan: rules 3 and 4."""
-        return self.least(setup, depth, (plan,))[0][1]
+            what = min(1 + (n - 1) % plan.number for n in first)
+        for each in (what, Mode.NONE):
+            if (each, adds) not in self.rises:
+                self.rises[each, adds] = _least_rise(self.inner, each, self.rule, self.adds[adds])
+        return min(self.rises[what, adds], self.rises[Mode.NONE, adds]) if plan.whole else self.rises[what, adds]
 
 
 def _treated(plan: Recompute) -> Mode:
@@ -220,44 +273,250 @@ def treatments(plans: Iterable[Recompute]) -> tuple[Mode, ...]:
     return tuple(mode for mode in _TREATMENTS if mode in asked or mode is Mode.NONE)
 
 
-def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _TREATMENTS) -> Bounds:
-    """Of the setups that are like a run in all but m, the schedule and layers by stage.
+def _optimizer(seconds: Ends[float], shape: _Shape, stages: int) -> float:
+    """The stage whose step takes longest."""
+    if stages == 1:
+        return seconds.first + shape.most * seconds.layer + seconds.last
+    first = seconds.first + shape.first_layers * seconds.layer
+    return max(first, shape.most * seconds.layer, seconds.last + shape.last_layers * seconds.layer)
+
+
+# places of a pipeline, and what is in flight --------------------------------------------------------------------------
+
+
+class _Tally(NamedTuple):
+    """Some places, each counted so many times: their layers; those with layers in front of which no other region is, so
+    that nothing hides their first gathering; those with two layers or more, and of their layers those with one on both
+    sides.
+    """
+
+    layers: int
+    opened: int
+    pairs: int
+    inner: int
+
+    @classmethod
+    def of(cls, places: Iterable[tuple[int, int, int]]) -> _Tally:
+        """Args: places: layers of each, how often it counts, and its number."""
+        layers = opened = pairs = inner = 0
+        for n, times, place in places:
+            layers += n * times
+            opened += times if n and place else 0
+            pairs += times if n >= 2 else 0
+            inner += max(0, n - 2) * times
+        return cls(layers, opened, pairs, inner)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shape:
+    """A pipeline's places. ``ramp``: those before the last stage; ``ramps``: the same of every stage, together."""
+
+    every: _Tally
+    last: _Tally
+    ramp: _Tally
+    ramps: _Tally
+    most: int
+    first_layers: int
+    last_layers: int
+
+
+@lru_cache(maxsize=65536)
+def _shape(sizes: tuple[int, ...], stages: int) -> _Shape:
+    """Args: sizes: layers by place."""
+    own = [sum(sizes[i::stages]) for i in range(stages)]
+    return _Shape(
+        every=_Tally.of((n, 1, place) for place, n in enumerate(sizes)),
+        last=_Tally.of((n, 1, place) for place, n in enumerate(sizes) if place % stages == stages - 1),
+        ramp=_Tally.of((n, 1, place) for place, n in enumerate(sizes[: stages - 1])),
+        ramps=_Tally.of((n, stages - 1 - place, place) for place, n in enumerate(sizes[: stages - 1])),
+        most=max(own),
+        first_layers=own[0],
+        last_layers=own[-1],
+    )
+
+
+class _BackwardState(NamedTuple):
+    """What the first stage holds before a backward.
+
+    Args:
+        segments: of layers, times micro-batches.
+        learned: layers whose gradients are there; ``entrance``: those of the first chunk are, and of the embedding.
+        adds: the backward finds its chunk's gradients there. Where they appear, it may rise higher: a bound does
+            without it.
+    """
+
+    segments: int
+    learned: int
+    entrance: bool
+    adds: bool
+
+
+@lru_cache(maxsize=65536)
+def _in_flight(
+    schedule: Schedule,
+    stages: int,
+    micro_batches: int,
+    virtual_stages: int,
+    layers: tuple[int, ...],
+    segment: int,
+    upfront: bool,
+) -> tuple[_BackwardState, ...]:
+    """The fullest of these states.
+
+    Args:
+        layers: of each chunk of the first stage; so many of a ``segment`` are one.
+        upfront: gradients are there from the start.
+    """
+    order = device_order(
+        schedule,
+        stage=0,
+        stages=stages,
+        micro_batches=micro_batches,
+        virtual_stages=virtual_stages,
+        walk=OrderOptions(learning=not upfront),
+    )
+    counts = [-(-n // segment) for n in layers]
+    found = []
+    for state in order.fullest.values():
+        if state.step.work is not Work.FORWARD:
+            learned = state.learned or (1,) * virtual_stages
+            segments, layers_learned = sum(map(mul, state.alive, counts)), sum(map(mul, learned, layers))
+            found.append(_BackwardState(segments, layers_learned, bool(learned[0]), bool(learned[state.step.chunk])))
+    kept: list[_BackwardState] = []
+    for each in sorted(found, reverse=True):
+        if not any(all(map(ge, other, each)) for other in kept):
+            kept.append(each)
+    return tuple(kept)
+
+
+# what bounds are made of ----------------------------------------------------------------------------------------------
+
+
+def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _TREATMENTS) -> SetupBounds:
+    """The setups that are like a run in all but m, the schedule and layers by stage.
 
     Args:
         modes: what happens to layers under the plans that are asked for.
     """
     alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B)
     inner, upfront = _inner(run), run.gradients is Gradients.UPFRONT
-    adds = not run.gradients_come_whole
-    rule, execution = run.gradient_rule, execution_of(run)
-    return Bounds(
-        plans={mode: _plan_bound(inner, mode, rule, adds, hardware) for mode in modes},
-        plain=_layer_bytes(inner, rule, adds),
-        first=FirstBackward(inner=inner, rule=rule, adds=adds and (upfront or run.frees_gradients)),
+    adds, execution = not run.gradients_come_whole, execution_of(run)
+    return SetupBounds(
+        plans={mode: _plan_bound(inner, mode, hardware) for mode in modes},
         shard=_shard_bound(replace(run, layout=alone, recompute=Recompute()), hardware),
-        sends=Sends(
-            seconds=Timing(run=run, hardware=hardware, execution=execution).sending(), waited=not execution.hides_stages
-        ),
+        inner=inner,
+        rule=run.gradient_rule,
+        adds=(adds and (upfront or run.frees_gradients), adds),
+        send=Timing(run=run, hardware=hardware, execution=execution).sending(),
+        waited=not execution.hides_stages,
         upfront=upfront,
         hidden=hardware.reached.shared if execution.hides_data else 1.0,
     )
 
 
+def whole_seconds(run: Run, hardware: Hardware) -> float:
+    """W of rule 2 without recompute."""
+    return _plan_bound(_inner(run), Mode.NONE, hardware).whole
+
+
+def whole_static_bytes(run: Run) -> int:
+    """Parameters, state and gradients on one rank of a run without a pipeline."""
+    return _everything(outline(run)[0][0], stays=run.gradients is not Gradients.ADDED)
+
+
+def _inner(run: Run) -> Run:
+    """What the seconds of its regions depend on: no replicas, no ZeRO, no pipeline, no recompute."""
+    return replace(run, layout=run.layout.within_stage, micro_batches=1, recompute=Recompute())
+
+
+def _layers(inner: Run, mode: Mode) -> tuple[Run, Chunk, list[StageRegion]]:
+    """A run whose layers are treated so, the whole model, and its layers."""
+    run = replace(inner, recompute=Recompute(mode=mode))
+    chunk = outline(run)[0][0]
+    return run, chunk, [group.part for group in chunk if group.part.is_layer]
+
+
+@lru_cache(maxsize=4096)
+def _plan_bound(inner: Run, mode: Mode, hardware: Hardware) -> PlanBound:
+    run, chunk, parts = _layers(inner, mode)
+    items = Timing(run=run, hardware=hardware, execution=execution_of(run)).items(chunk)
+    layers = [item for item in items if item.in_layer]
+    passes = [(item.seconds.forward.seconds, item.seconds.backward_seconds) for item in items]
+    return PlanBound(
+        whole=sum(item.count * (forward + backward) for item, (forward, backward) in zip(items, passes, strict=True)),
+        forward=min(item.seconds.forward.seconds for item in layers),
+        backward=min(item.seconds.backward_seconds for item in layers),
+        head_forward=passes[-1][0],
+        head_backward=passes[-1][1],
+        longest=(max(forward for forward, _ in passes), max(backward for _, backward in passes)),
+        held=min(part.region.program.kept_bytes(part.kept) for part in parts),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _least_rise(inner: Run, what: Mode | int, rule: GradientRule, adds: bool) -> int:
+    """How far a backward rises at least above what is held before it: a layer's under a mode, or a segment's, which
+    holds its input and runs so many layers again.
+
+    Args:
+        rule: of gradients, which ZeRO decides as well.
+        adds: it finds gradients there, which it adds to.
+    """
+    _, _, parts = _layers(inner, what if isinstance(what, Mode) else Mode.NONE)
+    passes = [passes_of(part, rule, accumulates=adds) for part in parts]
+    backward = min(p.backward_peak for p in passes)
+    if isinstance(what, Mode):
+        return backward
+    resident = min(p.resident for p in passes)
+    again = min(p.output for p in passes) + (what - 1) * resident + min(p.forward_peak for p in passes)
+    shared = max(part.region.program.kept_bytes(kept_by(part.region, FULL) & part.kept) for part in parts)
+    return max(again, what * resident + backward) - shared
+
+
 def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
     """Args: run: on one stage, with nothing computed again."""
-    (chunk,) = outline(run)[0]
+    layout, (chunk,) = run.layout, outline(run)[0]
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
-    statics = [(group.part.is_layer, group.part.static) for group in chunk]
+    items = timing.items(chunk)
+    in_layer = [item.in_layer for item in items]
+    layers = [item for item in items if item.in_layer]
+    added = [timing.adding(item.region) for item in items]
+    shards = layout.zero >= 2 and layout.shards > 1
     stays = run.gradients is not Gradients.ADDED
+    statics, is_layer = [group.part.static for group in chunk], [group.part.is_layer for group in chunk]
     return ShardBound(
-        seconds=shard_seconds(timing, chunk),
-        nbytes=ShardBytes(
-            everything=_everything(chunk, stays=stays),
-            settled=_parts([(layer, s.parameters + s.state) for layer, s in statics]),
-            gradients=_parts([(layer, s.gradients if stays else 0) for layer, s in statics]),
-            gathered=_least_gathered(run, [g.part.static.gathered - own_experts(run, g.part).gathered for g in chunk]),
+        gathered=min(i.gathered for i in layers) if shards and layout.zero == 3 and layout.resharded else 0.0,
+        reduced=min(i.reduced for i in layers) if shards and timing.execution.reduces_each else 0.0,
+        added=_ends(in_layer, added),
+        added_whole=sum(seconds * item.count for seconds, item in zip(added, items, strict=True)),
+        longest_added=max(added),
+        end=_behind(timing, items),
+        optimizer=_ends(in_layer, [timing.optimizer((item,), least=True) / item.count for item in items]),
+        everything=_everything(chunk, stays=stays),
+        settled=_ends(is_layer, [s.parameters + s.state for s in statics]),
+        gradients=_ends(is_layer, [s.gradients if stays else 0 for s in statics]),
+        gathered_bytes=_least_gathered(
+            run, [g.part.static.gathered - own_experts(run, g.part).gathered for g in chunk]
         ),
     )
+
+
+def _ends(is_layer: Sequence[bool], each: Sequence[_N]) -> Ends[_N]:
+    """Args: each: region's quantity, of a model from its embedding to its head."""
+    return Ends(layer=min(n for n, layer in zip(each, is_layer, strict=True) if layer), first=each[0], last=each[-1])
+
+
+def _behind(timing: Timing, items: Sequence[Item]) -> Ends[float]:
+    """What is left behind the last backward, whatever hides."""
+    layout, in_layer = timing.run.layout, [item.in_layer for item in items]
+    if layout.shards == 1:
+        return Ends(layer=0.0, first=0.0, last=0.0)
+    after = [item.gathered if timing.gathers_after else 0.0 for item in items]
+    if layout.zero >= 2 and timing.execution.reduces_each:
+        gathered = _ends(in_layer, after)  # and the reduction of the first region is the last
+        return replace(gathered, first=gathered.first + items[0].reduced)
+    shared = timing.hardware.reached.shared if timing.execution.hides_data else 1.0
+    return _ends(in_layer, [item.reduced * shared + each for item, each in zip(items, after, strict=True)])
 
 
 def _least_gathered(run: Run, gathered: Sequence[int]) -> int:
@@ -266,24 +525,7 @@ def _least_gathered(run: Run, gathered: Sequence[int]) -> int:
     Experts that are a group of their own are not whole all through it: NOTE [ Experts within a layer ] in
     `predict.fsdp2`.
     """
-    if not run.layout.resharded:
-        return 0
-    return min(gathered[1:-1]) + min(gathered)
-
-
-def _parts(nbytes: Sequence[tuple[bool, int]]) -> Parts:
-    """Args: nbytes: of the regions of a model, and are they layers?"""
-    return Parts(layer=min(n for layer, n in nbytes if layer), first=nbytes[0][1], last=nbytes[-1][1])
-
-
-def whole_seconds(run: Run, hardware: Hardware) -> float:
-    """W of rule 2 without recompute."""
-    return _pass_seconds(_inner(run), hardware).whole
-
-
-def whole_static_bytes(run: Run) -> int:
-    """Parameters, state and gradients on one rank of a run without a pipeline."""
-    return _everything(outline(run)[0][0], stays=run.gradients is not Gradients.ADDED)
+    return min(gathered[1:-1]) + min(gathered) if run.layout.resharded else 0
 
 
 def _everything(chunk: Chunk, *, stays: bool) -> int:
@@ -292,48 +534,7 @@ def _everything(chunk: Chunk, *, stays: bool) -> int:
     return sum(n * (s.parameters + s.state + (s.gradients if stays else 0)) for n, s in counted)
 
 
-def _inner(run: Run) -> Run:
-    """What the seconds of its regions depend on: no replicas, no ZeRO, no pipeline, no recompute."""
-    return replace(run, layout=run.layout.within_stage, micro_batches=1, recompute=Recompute())
-
-
-@lru_cache(maxsize=4096)
-def _pass_seconds(run: Run, hardware: Hardware) -> PassSeconds:
-    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
-    return pass_seconds(timing.items(outline(run)[0][0]))
-
-
-@lru_cache(maxsize=4096)
-def _plan_bound(inner: Run, mode: Mode, rule: GradientRule, adds: bool, hardware: Hardware) -> PlanBound:
-    """Args: rule: of gradients, which ZeRO decides as well; adds: backwards find gradients there, which they add to."""
-    run = replace(inner, recompute=Recompute(mode=mode))
-    layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
-    return PlanBound(
-        seconds=_pass_seconds(run, hardware),
-        held=min(part.region.program.kept_bytes(part.kept) for part in layers),
-        rise=min(passes_of(part, rule, accumulates=adds).backward_peak for part in layers),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _least_rise(inner: Run, mode: Mode, rule: GradientRule, adds: bool) -> int:
-    """`PlanBound.rise` alone."""
-    layers = [g.part for g in outline(replace(inner, recompute=Recompute(mode=mode)))[0][0] if g.part.is_layer]
-    return min(passes_of(part, rule, accumulates=adds).backward_peak for part in layers)
-
-
-@lru_cache(maxsize=4096)
-def _layer_bytes(run: Run, rule: GradientRule, adds: bool) -> LayerBytes:
-    """Args: run: with nothing computed again; adds: as `_plan_bound` has it."""
-    layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
-    passes = [passes_of(part, rule, accumulates=adds) for part in layers]
-    return LayerBytes(
-        resident=min(p.resident for p in passes),
-        forward=min(p.forward_peak for p in passes),
-        backward=min(p.backward_peak for p in passes),
-        output=min(p.output for p in passes),
-        shared=max(part.region.program.kept_bytes(kept_by(part.region, FULL) & part.kept) for part in layers),
-    )
+# of a setup whose plan without recompute is known ---------------------------------------------------------------------
 
 
 def least_seconds(plain: Estimate) -> float:
@@ -356,9 +557,5 @@ def with_ends(plain: Estimate, ends: Sequence[float], hiding: Sequence[float]) -
 
 def static_bytes(found: Forecast) -> int:
     """Of any plan of a setup, from a forecast of one: rule 3."""
-    return max(_static(stage) for stage in found.stages)
-
-
-def _static(stage: Stage) -> int:
-    load = stage.load
-    return load.fixed + load.state + load.gradient_bytes
+    loads = [stage.load for stage in found.stages]
+    return max(load.fixed + load.state + load.gradient_bytes for load in loads)

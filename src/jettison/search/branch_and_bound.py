@@ -19,18 +19,20 @@ Nothing here depends on how many processes work.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from itertools import count
 from typing import Final
 
 from jettison.core.progress import Progress
+from jettison.predict.allowance import available_to
 from jettison.search.bounds import SHAVED, treatments
-from jettison.search.evaluate import Bench, Task
-from jettison.search.figures import Figures, Found
-from jettison.search.space import Candidate, Space
-from jettison.search.state import Node, Room, State
+from jettison.search.evaluate import Bench, Evaluated, Task
+from jettison.search.space import SearchCandidate, Setup, Space
+from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import Mode, Recompute
 
 REACH: Final = 1.5
@@ -46,6 +48,10 @@ RUNNERS: Final = 2
 """Places that are exact at least: the best, and what it is compared with."""
 
 
+_Asked = tuple[tuple[int, int], Task]
+"""Numbers of a setup and of its plan, and what is to be worked out."""
+
+
 @dataclass(kw_only=True)
 class Hunt:
     """One branch and bound. See NOTE [ The order of a search ].
@@ -58,24 +64,24 @@ class Hunt:
     """
 
     space: Space
-    room: Room
+    room: MemoryLimit
     bench: Bench
     say: Progress
     top: int = 1
     reach: float | None = None
-    known: Found | None = None
+    known: Evaluated | None = None
     least: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
-    front: list[Found] = field(default_factory=list)
+    front: list[Evaluated] = field(default_factory=list)
     _heap: list[tuple[float, int, Node]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=count)
-    _best: dict[int, Found] = field(default_factory=dict)
+    _best: dict[int, Evaluated] = field(default_factory=dict)
     _rough: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, setup and bytes, the least last
     _limits: dict[int, int] = field(default_factory=dict)
-    _closest: Found | None = None
-    _planners: list[tuple[float, int, int]] = field(default_factory=list)
+    _lacks: Evaluated | None = None  # the least of those that do not fit
+    _planners: list[tuple[float, int, bool]] = field(default_factory=list)  # bound, setup, and is it the planner's own?
 
     @property
-    def ranked(self) -> list[Found]:
+    def ranked(self) -> list[Evaluated]:
         """The best of each setup."""
         return sorted(self._best.values(), key=lambda found: found.rank)
 
@@ -96,21 +102,18 @@ class Hunt:
         """
         if self.known is not None:
             self._best[self.known.number[0]] = self.known
-        self._open()
+        rough = enumerate(self.bench.rough(self.space.setups))
+        self._rough = [(s, number, nbytes) for number, (s, nbytes) in rough if nbytes <= self._limit(number)]
+        self._rough.sort(reverse=True)
         while self._heap or self._rough:
-            self._work()
+            self._round()
 
-    def ask_planner(self) -> None:
-        """After that, the planner, where its choice is asked for and could matter."""
-        if self.space.asks_planner:
-            self._ask_planners()
-
-    def plain(self, number: int) -> Found:
+    def plain(self, number: int) -> Evaluated:
         """A setup without recompute."""
-        candidate = Candidate(setup=self.space.setups[number], recompute=Recompute())
-        return self._found(candidate, self.bench.figures([Task(candidate=candidate)])[0], (number, 0))
+        candidate = SearchCandidate(setup=self.space.setups[number], recompute=Recompute())
+        return self._worked_out([((number, 0), Task(candidate=candidate))])[0]
 
-    def closest(self) -> Found:
+    def closest(self) -> Evaluated:
         """Where nothing fits: the candidate that lacks least, among plans that have a name if there are any."""
         self._know_least(range(len(self.space.setups)))
         pairs = sorted(
@@ -119,33 +122,49 @@ class Hunt:
             for number, (_, nbytes) in enumerate(least)
             if number < len(self.space.plans(self.space.setups[setup])) or len(least) == 1
         )
-        found = self._closest
         for at in range(0, len(pairs), PLANNER_BOUNDS):
-            chunk = [pair for pair in pairs[at : at + PLANNER_BOUNDS] if found is None or pair[0] < found.lacks]
+            chunk = [
+                pair for pair in pairs[at : at + PLANNER_BOUNDS] if self._lacks is None or pair[0] < self._lacks.lacks
+            ]
             if not chunk:
                 break
-            self._measure([(setup, number) for _, setup, number in chunk])
-            found = self._closest
-        assert found is not None
-        return found
-
-    def _measure(self, numbers: Sequence[tuple[int, int]]) -> None:
-        """Bytes of candidates that do not fit."""
-        tasks = []
-        for setup, number in numbers:
-            candidate = self._candidate(setup, self._all_plans(setup)[number])
-            tasks.append(Task(candidate=candidate, limit_bytes=0))
-        for which, task, figures in zip(numbers, tasks, self.bench.figures(tasks), strict=True):
-            self._take(self._found(task.candidate, figures, which))
+            asked = [(setup, number, self._all_plans(setup)[number]) for _, setup, number in chunk]
+            for found in self._worked_out(
+                [((setup, n), Task(candidate=self._candidate(setup, plan), limit_bytes=0)) for setup, n, plan in asked]
+            ):
+                self._take(found)
+        assert self._lacks is not None
+        return self._lacks
 
     # rounds -----------------------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        rough = enumerate(self.bench.rough(self.space.setups))
-        self._rough = [(s, number, nbytes) for number, (s, nbytes) in rough if nbytes <= self._limit(number)]
-        self._rough.sort(reverse=True)
+    def _round(self) -> None:
+        """The most promising nodes that still matter."""
+        state = self._state()
+        self._sharpen(state)
+        plain: set[int] = set()
+        asked: list[_Asked] = []
+        nodes = 0
+        while self._heap and nodes < ROUND:
+            *_, node = heapq.heappop(self._heap)
+            if not state.matters(node.seconds, node.nbytes, ranks=True, named=True):
+                continue
+            if node.setup not in self.least:
+                self._know_least([node.setup, *(near.setup for *_, near in heapq.nsmallest(SHARPENED, self._heap))])
+            wanted = self._wanted(node, state)
+            nodes += bool(wanted)
+            plain |= {node.setup} if node.plain else set()
+            asked += wanted
+        shown = "" if state.fastest == float("inf") else f", {state.fastest:.3g} s so far"
+        self.say(f"{self.space.gpus} GPUs: {self.bench.evaluated:,} candidates{shown}")
+        for found in self._worked_out(asked):
+            if found.number[0] in plain:
+                self._after_plain(found)
+            else:
+                self._take(found)
+        self._sweep()
 
-    def _sharpen(self, state: State) -> None:
+    def _sharpen(self, state: Incumbents) -> None:
         """Of setups with the best rough bounds, sharp ones, until no rough one is better than all of these."""
         while self._rough and (not self._heap or self._rough[-1][0] <= self._heap[0][0]):
             numbers: list[int] = []
@@ -159,11 +178,6 @@ class Hunt:
                 if nbytes <= self._limit(number):
                     self._push(Node(setup=number, plain=True, seconds=seconds, nbytes=nbytes))
 
-    @cached_property
-    def _modes(self) -> tuple[Mode, ...]:
-        """What happens to layers under the plans of the space."""
-        return treatments(self.space.every_plan)
-
     def _know_least(self, numbers: Iterable[int]) -> None:
         """Work out what each plan of these setups takes at least."""
         missing = [number for number in numbers if number not in self.least]
@@ -171,43 +185,28 @@ class Hunt:
         for number, setup, bounds in zip(missing, setups, self.bench.bounds(setups, self._modes), strict=True):
             self.least[number] = bounds.least(setup, depth, self._all_plans(number))
 
+    @cached_property
+    def _modes(self) -> tuple[Mode, ...]:
+        """What happens to layers under the plans of the space."""
+        return treatments(self.space.every_plan)
+
     def _all_plans(self, number: int) -> tuple[Recompute, ...]:
         """The planner's among them: as a bound, one that computes nothing again and holds nothing."""
         return self.space.all_plans(self.space.setups[number])
 
-    def _candidate(self, number: int, plan: Recompute) -> Candidate:
+    def _candidate(self, number: int, plan: Recompute) -> SearchCandidate:
         """With what it is to fit, where that decides about it."""
         budget = self._limit(number) if plan.mode is Mode.AUTO or plan.whole else None
-        return Candidate(setup=self.space.setups[number], recompute=plan, budget_bytes=budget)
+        return SearchCandidate(setup=self.space.setups[number], recompute=plan, budget_bytes=budget)
 
     def _push(self, node: Node) -> None:
         heapq.heappush(self._heap, (node.seconds, next(self._numbers), node))
 
-    def _work(self) -> None:
-        """A round: the most promising nodes that still matter."""
-        state = self._state()
-        self._sharpen(state)
-        batch: list[Node] = []
-        tasks: list[list[tuple[int, Task]]] = []
-        while self._heap and len(batch) < ROUND:
-            *_, node = heapq.heappop(self._heap)
-            if not state.matters(node.seconds, node.nbytes, ranks=True, named=True):
-                continue
-            if node.setup not in self.least:
-                self._know_least([node.setup, *(near.setup for *_, near in heapq.nsmallest(SHARPENED, self._heap))])
-            wanted = self._wanted(node, state)
-            if wanted:
-                batch.append(node)
-                tasks.append(wanted)
-        shown = "" if state.fastest == float("inf") else f", {state.fastest:.3g} s so far"
-        self.say(f"{self.space.gpus} GPUs: {self.bench.evaluated:,} candidates{shown}")
-        self._evaluate(batch, tasks)
-
-    def _state(self) -> State:
+    def _state(self) -> Incumbents:
         exact = self.top if self.reach is None else max(self.top, RUNNERS)
         times = [found.seconds.step for found in self.ranked[:exact]]
         times += [float("inf")] * exact
-        return State(
+        return Incumbents(
             fastest=times[0],
             last=times[exact - 1],
             reach=self.reach,
@@ -215,10 +214,10 @@ class Hunt:
             peaks=[f.needed_bytes for f in self.front],
         )
 
-    def _wanted(self, node: Node, state: State) -> list[tuple[int, Task]]:
-        """What of a node is to be worked out: the number of each plan, and its task."""
+    def _wanted(self, node: Node, state: Incumbents) -> list[_Asked]:
+        """What of a node is to be worked out."""
         setup = self.space.setups[node.setup]
-        limit, found = self._limit(node.setup), []
+        limit, found = self._limit(node.setup), list[_Asked]()
         matter = False
         for number, (plan, least) in enumerate(zip(self._all_plans(node.setup), self.least[node.setup], strict=True)):
             seconds, nbytes = least
@@ -231,26 +230,17 @@ class Hunt:
             if not node.plain and named and plan != Recompute():
                 first = node.ranks and seconds * (1 - SHAVED) <= state.last
                 most = limit if first or plan.whole else min(limit, state.below(seconds))
-                found.append((number, Task(candidate=self._candidate(node.setup, plan), limit_bytes=most)))
+                task = Task(candidate=self._candidate(node.setup, plan), limit_bytes=most)
+                found.append(((node.setup, number), task))
         if node.plain and matter:
             plans = self.space.plans(setup)
             number = plans.index(Recompute()) if Recompute() in plans else len(plans)
-            return [(number, Task(candidate=Candidate(setup=setup, recompute=Recompute())))]
+            return [((node.setup, number), Task(candidate=SearchCandidate(setup=setup, recompute=Recompute())))]
         return found
 
-    def _evaluate(self, batch: Sequence[Node], tasks: Sequence[Sequence[tuple[int, Task]]]) -> None:
-        figures = iter(self.bench.figures([task for each in tasks for _, task in each]))
-        for node, each in zip(batch, tasks, strict=True):
-            made = [self._found(task.candidate, next(figures), (node.setup, number)) for number, task in each]
-            if node.plain:
-                self._after_plain(node.setup, made[0])
-            else:
-                for found in made:
-                    self._take(found)
-        self._sweep()
-
-    def _after_plain(self, number: int, plain: Found) -> None:
+    def _after_plain(self, plain: Evaluated) -> None:
         """Of a setup without recompute: a candidate if it is asked for, and the bound of all others."""
+        number = plain.number[0]
         plans = self.space.plans(self.space.setups[number])
         asked = Recompute() in plans
         if asked:
@@ -259,13 +249,14 @@ class Hunt:
         least, static = plain.seconds.least, plain.figures.static_bytes
         if len(plans) > asked:
             self._push(Node(setup=number, plain=False, seconds=least, nbytes=static, ranks=not done))
-        if not done:
-            self._planners.append((least, static, number))
+        if not done and static <= self._limit(number):
+            self._planners.append((least, number, False))
 
-    def _ask_planners(self) -> None:
-        """Best bound first; a bound of their own is worked out before they are asked."""
-        rough = [(least, number, False) for least, static, number in self._planners if static <= self._limit(number)]
-        heap = sorted(rough)
+    def ask_planner(self) -> None:
+        """After that the planner, where its choice is asked for and could matter: best bound first; a bound of its own
+        is worked out before it is asked.
+        """
+        heap = sorted(self._planners) if self.space.asks_planner else []
         while heap:
             last = self._state().last
             refined, most = heap[0][2], PLANNERS if heap[0][2] else PLANNER_BOUNDS
@@ -275,42 +266,39 @@ class Hunt:
             if not numbers:
                 break
             self.say(f"{self.space.gpus} GPUs: {self.bench.evaluated:,} candidates, the planner's among them")
-            if refined:
-                self._plan(numbers)
+            setups, limits = [self.space.setups[n] for n in numbers], [self._limit(n) for n in numbers]
+            if not refined:
+                least = self.bench.planner_bounds(setups, limits, self.space.planner)
+                for number, seconds in zip(numbers, least, strict=True):
+                    if seconds is not None:
+                        heapq.heappush(heap, (seconds, number, True))
                 continue
-            for number, seconds in zip(numbers, self._planner_bounds(numbers), strict=True):
-                if seconds is not None:
-                    heapq.heappush(heap, (seconds, number, True))
-
-    def _planner_bounds(self, numbers: Sequence[int]) -> list[float | None]:
-        setups = [self.space.setups[number] for number in numbers]
-        return self.bench.planner_bounds(setups, [self._limit(number) for number in numbers], self.space.planner)
-
-    def _plan(self, numbers: Sequence[int]) -> None:
-        tasks = []
-        for number in numbers:
-            tasks.append(Task(candidate=self._candidate(number, self.space.planner)))
-        for number, task, figures in zip(numbers, tasks, self.bench.figures(tasks), strict=True):
-            after = len(self.space.plans(self.space.setups[number]))
-            self._take(self._found(task.candidate, figures, (number, after)))
-        self._sweep()
+            places = [(n, len(self.space.plans(setup))) for n, setup in zip(numbers, setups, strict=True)]
+            tasks = [Task(candidate=self._candidate(n, self.space.planner)) for n in numbers]
+            for found in self._worked_out(list(zip(places, tasks, strict=True))):
+                self._take(found)
+            self._sweep()
 
     # what was found ---------------------------------------------------------------------------------------------------
 
-    def _found(self, candidate: Candidate, figures: Figures, number: tuple[int, int]) -> Found:
-        return Found(
-            candidate=candidate,
-            figures=figures,
-            number=number,
-            limit_bytes=self._limit(number[0]),
-            host_limit_bytes=self.room.hardware.host_memory_bytes,
-        )
+    def _worked_out(self, asked: Sequence[_Asked]) -> list[Evaluated]:
+        figures = self.bench.figures([task for _, task in asked])
+        return [
+            Evaluated(
+                candidate=task.candidate,
+                figures=each,
+                number=number,
+                limit_bytes=self._limit(number[0]),
+                host_limit_bytes=self.room.hardware.host_memory_bytes,
+            )
+            for (number, task), each in zip(asked, figures, strict=True)
+        ]
 
-    def _take(self, found: Found) -> None:
+    def _take(self, found: Evaluated) -> None:
         if not found.fits:
-            closest = self._closest
-            if closest is None or (found.lacks, found.number) < (closest.lacks, closest.number):
-                self._closest = found
+            lacks = self._lacks
+            if lacks is None or (found.lacks, found.number) < (lacks.lacks, lacks.number):
+                self._lacks = found
             return
         best = self._best.get(found.number[0])
         if best is None or found.rank < best.rank:
@@ -322,7 +310,7 @@ class Hunt:
         """Leave on the front what takes less memory than all that is faster."""
         if self.reach is None:
             return
-        kept: list[Found] = []
+        kept: list[Evaluated] = []
         for found in sorted(self.front, key=lambda found: found.rank):
             if not kept or found.needed_bytes < kept[-1].needed_bytes:
                 kept.append(found)
@@ -333,3 +321,88 @@ class Hunt:
         if number not in self._limits:
             self._limits[number] = self.room.limit_bytes(self.space.setups[number], self.space)
         return self._limits[number]
+
+
+# what a search goes by ------------------------------------------------------------------------------------------------
+
+
+_UNBOUNDED: Final = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimit:
+    """What there is for tensors.
+
+    Args:
+        scale: times what the hardware has, and times the budget.
+        margin: what is left beside the expected allowance, as `allowance.available_to` has it.
+    """
+
+    hardware: Hardware
+    budget_bytes: int | None = None
+    scale: Fraction = Fraction(1)
+    margin: float = 0.0
+
+    def limit_bytes(self, setup: Setup, space: Space) -> int:
+        """For a setup: contexts and communicators come off, and the margin."""
+        left = available_to(self._device, setup.layout, space.template.kernels.device, self.margin)
+        return left if self.budget_bytes is None else min(left, int(self.scale * self.budget_bytes))
+
+    @cached_property
+    def _device(self) -> Hardware:
+        memory, usable = (int(self.scale * n) for n in (self.hardware.memory_bytes, self.hardware.usable_bytes))
+        return replace(self.hardware, memory_bytes=memory, usable_bytes=usable)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """Plans of one setup that take at least so many seconds and bytes.
+
+    Args:
+        setup: its number in the space.
+        plain: `none` is to be worked out, for itself and as a bound of the others; otherwise, these others.
+        ranks: could it improve on what is known of its setup?
+    """
+
+    setup: int
+    plain: bool
+    seconds: float
+    nbytes: int
+    ranks: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incumbents:
+    """What a candidate has to be better than.
+
+    Args:
+        fastest: seconds of the best; infinite until there is one.
+        last: of the last whose place is to be exact.
+        reach: of the front; None: there is no need of one.
+        times, peaks: of the front, the fastest first.
+    """
+
+    fastest: float
+    last: float
+    reach: float | None
+    times: list[float]
+    peaks: list[int]
+
+    def matters(self, seconds: float, nbytes: int, *, ranks: bool, named: bool) -> bool:
+        """Could a candidate with these bounds be listed, or be on the front?
+
+        Args:
+            ranks: it could be the best of its setup.
+            named: it is no planner's, whose choice is asked for afterwards.
+        """
+        shaved = seconds * (1 - SHAVED)
+        if ranks and shaved <= self.last:
+            return True
+        if self.reach is None or not named or shaved > self.reach * self.fastest:
+            return False
+        return nbytes <= self.below(seconds)
+
+    def below(self, seconds: float) -> int:
+        """What a candidate that takes so many seconds may need, at most, to be on the front."""
+        at = bisect_right(self.times, seconds * (1 - SHAVED))
+        return self.peaks[at - 1] - 1 if at else _UNBOUNDED

@@ -25,8 +25,7 @@ micro-batch once this is later than without recompute, and hides no more of the 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise, takewhile
 from operator import mul
@@ -36,14 +35,13 @@ from jettison.cost.layer import PriceModel
 from jettison.cost.pipeline import schedule_seconds
 from jettison.formula.region import Region
 from jettison.memory.actions import Occupancy
-from jettison.memory.schedule import ScheduledPass, Work, order
-from jettison.memory.step import StageLoad
+from jettison.memory.schedule import Work, order
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.fsdp2 import beside_last
 from jettison.predict.passes import chosen_passes
 from jettison.predict.stage_choice import layer_points
-from jettison.predict.stage_time import StageSeconds, Timing
+from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, NONE, Chunk, kept_by
 from jettison.predict.time import Estimate, works
 from jettison.search.bounds import least_seconds, with_ends
@@ -68,11 +66,12 @@ def planner_seconds(plain: Forecast, timed: Estimate, limit_bytes: int) -> float
     """
     run = plain.run
     timing = Timing(run=run, hardware=timed.hardware, execution=execution_of(run))
-    chunks = {id(chunk): timing.items(chunk) for stage in plain.stages for chunk in stage.groups}
-    items = [item for each in chunks.values() for item in each]
+    chunks = {id(chunk): chunk for stage in plain.stages for chunk in stage.groups}
+    items = {each: timing.items(chunk) for each, chunk in chunks.items()}
     alike = len(run.model.kinds) == 1
-    hulls = {item.region: _segments(item.prices, item.region, alike) for item in items if item.in_layer}
-    waits = {each: timing.hideable(own) for each, own in chunks.items()}
+    layers = [item for own in items.values() for item in own if item.in_layer]
+    hulls = {item.region: _segments(item.prices, item.region, alike) for item in layers}
+    waits = {each: timing.hideable(own) for each, own in items.items()}
     again, hiding = [], []
     known: dict[tuple[int, bool], Above] = {}
     for stage in plain.stages:
@@ -118,26 +117,18 @@ def _in_line(timed: Estimate, device: int, again: float) -> tuple[float, float]:
     pp, chunks = run.layout.pp, run.layout.virtual_stages
     warm_up = _warm_up(device, pp, min(run.micro_batches, 3 * pp), chunks)
     first = (chunks - 1) * pp + device
-    behind = sum(_at(stages, place).backward[place // pp] for place in range(first + 1, pp * chunks))
+    behind = sum(stages[place % pp].backward[place // pp] for place in range(first + 1, pp * chunks))
     start = sum(sum(stage.forward) for stage in stages) + behind
     own = stages[device]
     rest = run.micro_batches * (sum(own.forward) + sum(own.backward) + again) - sum(own.forward[c] for c in warm_up)
     return start + rest, start + rest + sum(stage.backward[0] for stage in stages[:device])
 
 
-def _at(stages: tuple[StageSeconds, ...], place: int) -> StageSeconds:
-    return stages[place % len(stages)]
-
-
 @lru_cache(maxsize=4096)
 def _warm_up(device: int, stages: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
     """The chunks of the forwards that come before a device's first backward."""
     steps = order(Schedule.ONE_F_ONE_B, stage=device, stages=stages, micro_batches=micro_batches, virtual_stages=chunks)
-
-    def is_forward(step: ScheduledPass) -> bool:
-        return step.work is Work.FORWARD
-
-    return tuple(step.chunk for step in takewhile(is_forward, steps))
+    return tuple(step.chunk for step in takewhile(lambda step: step.work is Work.FORWARD, steps))
 
 
 def _recompute(
@@ -155,44 +146,42 @@ def _recompute(
     load = stage.load
     held = [min(load.held(chunk), load.held_half(chunk)) + load.sent for chunk in range(len(load.chunks))]
     above: dict[tuple[int, bool], Above] = {}
-    states = [state for state in load.occupancies if state.step.work is not Work.FORWARD]
-    for at_work in {_at_work(load, state) for state in states}:
-        chunk, adds = at_work
-        key = id(stage.groups[chunk]), adds
-        if key not in known:
-            there = adds or timing.run.frees_gradients
-            halved = any(unit.halves for unit in load.chunks[chunk])  # neither half rises as the whole does
-            known[key] = (0, ()) if halved else _above(timing, stage.groups[chunk], load.chunks[chunk], there)
-        above[at_work] = known[key]
-    least = {
-        at_work: max(lowest, min((rise for rise, _, _ in ways), default=0)) for at_work, (lowest, ways) in above.items()
-    }
+    least: dict[tuple[int, bool], int] = {}
+    gradients: dict[object, int] = {}
+    states = []
+    for state in load.occupancies:
+        if state.step.work is Work.FORWARD:
+            continue
+        at_work = state.step.chunk, load.adds(state)  # the chunk whose backward comes next, and does it find gradients?
+        marks = state.learned, state.reduced
+        if marks not in gradients:
+            gradients[marks] = load.learned_bytes(*marks)
+        states.append((state, at_work, gradients[marks]))
+        if at_work not in above:
+            chunk, adds = at_work
+            key = id(stage.groups[chunk]), adds
+            if key not in known:
+                finds = adds or timing.run.frees_gradients
+                halved = any(unit.halves for unit in load.chunks[chunk])  # neither half rises as the whole does
+                known[key] = (0, ()) if halved else _above(timing, stage.groups[chunk], load.chunks[chunk], finds)
+            lowest, ways = above[at_work] = known[key]
+            least[at_work] = max(lowest, min((rise for rise, _, _ in ways), default=0))
 
-    marks = {(state.learned, state.reduced) for state in states}
-    gradients = {each: load.learned_bytes(*each) for each in marks}
+    def level(one: tuple[Occupancy, tuple[int, bool], int]) -> int:
+        state, at_work, there = one
+        return least[at_work] + there + sum(map(mul, state.alive, held))
 
-    def level(o: Occupancy) -> int:
-        return least[_at_work(load, o)] + gradients[o.learned, o.reduced] + sum(map(mul, o.alive, held))
-
-    worst = max(states, key=level)
-    chunk, alive = _at_work(load, worst)[0], worst.alive
-    excess = (
-        load.fixed + load.state + gradients[worst.learned, worst.reduced] - limit_bytes + sum(map(mul, alive, held))
-    )
-    lowest, ways = above[_at_work(load, worst)]
-    offers = _Offers.of(sorted(_offers(stage, alive, hulls, without=chunk if ways else -1)))
+    worst, (chunk, adds), learned = max(states, key=level)
+    excess = load.fixed + load.state + learned - limit_bytes + sum(map(mul, worst.alive, held))
+    lowest, ways = above[chunk, adds]
+    cheapest = _cheapest(sorted(_offers(stage, worst.alive, hulls, without=chunk if ways else -1)))
     if not ways:
-        return offers.cheapest(excess + lowest)
+        return cheapest(excess + lowest)
     found = [
-        (seconds, offers.cheapest(excess + max(lowest, rise) - alive[chunk] * released))
+        (seconds, cheapest(excess + max(lowest, rise) - worst.alive[chunk] * released))
         for rise, released, seconds in ways
     ]
     return min((seconds + rest for seconds, rest in found if rest is not None), default=None)
-
-
-def _at_work(load: StageLoad, state: Occupancy) -> tuple[int, bool]:
-    """The chunk whose backward comes next, and does it find its gradients there?"""
-    return state.step.chunk, load.adds(state)
 
 
 def _above(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], there: bool) -> Above:
@@ -241,30 +230,24 @@ def _offers(
                     yield seconds / (nbytes * count), nbytes * count * layers
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Offers:
-    """Bytes for seconds, the cheapest first: prices of a byte, and bytes and seconds of all offers up to each."""
+def _cheapest(offers: Sequence[tuple[float, int]]) -> Callable[[int], float | None]:
+    """Seconds for so many bytes, any part of each offer; None where all of them are not enough.
 
-    prices: tuple[float, ...]
-    nbytes: tuple[int, ...]
-    seconds: tuple[float, ...]
+    Args:
+        offers: seconds a byte, and so many bytes, the cheapest first.
+    """
+    nbytes = tuple(accumulate((n for _, n in offers), initial=0))
+    seconds = tuple(accumulate((price * n for price, n in offers), initial=0.0))
 
-    @classmethod
-    def of(cls, offers: Sequence[tuple[float, int]]) -> _Offers:
-        return cls(
-            prices=tuple(price for price, _ in offers),
-            nbytes=tuple(accumulate((nbytes for _, nbytes in offers), initial=0)),
-            seconds=tuple(accumulate((price * nbytes for price, nbytes in offers), initial=0.0)),
-        )
-
-    def cheapest(self, missing: int) -> float | None:
-        """Seconds for so many bytes, any part of each offer; None where all of them are not enough."""
+    def cheapest(missing: int) -> float | None:
         if missing <= 0:
             return 0.0
-        if missing > self.nbytes[-1]:
+        if missing > nbytes[-1]:
             return None
-        at = bisect_left(self.nbytes, missing) - 1
-        return self.seconds[at] + self.prices[at] * (missing - self.nbytes[at])
+        at = bisect_left(nbytes, missing) - 1
+        return seconds[at] + offers[at][0] * (missing - nbytes[at])
+
+    return cheapest
 
 
 @lru_cache(maxsize=1024)

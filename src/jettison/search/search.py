@@ -13,13 +13,10 @@ from typing import Final
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.progress import Progress, silent
 from jettison.core.units import format_bytes
-from jettison.search.branch_and_bound import REACH, Hunt
-from jettison.search.evaluate import Bench, Question
-from jettison.search.figures import Found
-from jettison.search.journal import Journal
+from jettison.search.branch_and_bound import REACH, Hunt, MemoryLimit
+from jettison.search.evaluate import Bench, Evaluated, Journal, SearchQuestion
 from jettison.search.request import MARGIN
 from jettison.search.space import Space
-from jettison.search.state import Room
 from jettison.spec.hardware import Hardware
 
 MORE_MEMORY: Final = Fraction(11, 10)
@@ -32,7 +29,7 @@ class NothingFits(JettisonError, ValueError):
 
     exit_code = 3
 
-    def __init__(self, closest: Found, *, candidates: int, advice: str) -> None:
+    def __init__(self, closest: Evaluated, *, candidates: int, advice: str) -> None:
         """Say what the closest one lacks."""
         super().__init__(
             f"none of {candidates:,} candidates fits; the closest, {closest.candidate.flags}, lacks "
@@ -43,16 +40,16 @@ class NothingFits(JettisonError, ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class More:
+class WithMore:
     """The fastest with more of something."""
 
     gpus: int
     memory: Fraction
-    best: Found
+    best: Evaluated
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class SearchAnswer:
     """What a search found.
 
     Args:
@@ -65,16 +62,16 @@ class Answer:
     """
 
     space: Space
-    ranked: tuple[Found, ...]
-    front: tuple[Found, ...]
-    plain: Found
-    more_memory: More
-    more_gpus: More | str
+    ranked: tuple[Evaluated, ...]
+    front: tuple[Evaluated, ...]
+    plain: Evaluated
+    more_memory: WithMore
+    more_gpus: WithMore | str
     evaluated: int
     margin: float = 0.0
 
     @property
-    def best(self) -> Found:
+    def best(self) -> Evaluated:
         """The fastest."""
         return self.ranked[0]
 
@@ -89,7 +86,7 @@ def search(
     jobs: int = 1,
     journal: Journal | None = None,
     progress: Progress = silent,
-) -> Answer:
+) -> SearchAnswer:
     """Find the fastest candidates that fit.
 
     Args:
@@ -108,8 +105,8 @@ def search(
         raise UsageError(f"got --top {top} and --jobs {jobs}; expected whole numbers of 1 or more")
     if not 0 <= margin <= 1:
         raise UsageError(f"got --margin {margin:g}; expected a number from 0, none, to 1, all that may be needed")
-    room = Room(hardware=hardware, budget_bytes=budget_bytes, margin=margin)
-    question = Question(template=space.template, hardware=hardware)
+    room = MemoryLimit(hardware=hardware, budget_bytes=budget_bytes, margin=margin)
+    question = SearchQuestion(template=space.template, hardware=hardware)
     with ThreadPoolExecutor(1) as beside, Bench(question, jobs=jobs, journal=journal) as bench:
         hunt = Hunt(space=space, room=room, bench=bench, top=top, reach=REACH, say=progress)
         hunt.find_named()
@@ -125,19 +122,19 @@ def search(
         larger.run()
         progress("with more GPUs")
         more_gpus = _more_gpus(space, room, bench, progress) if begun is None else begun.result()
-        return Answer(
+        return SearchAnswer(
             space=space,
             ranked=ranked,
             front=tuple(hunt.front),
             plain=hunt.plain(best.number[0]),
-            more_memory=More(gpus=space.gpus, memory=MORE_MEMORY, best=larger.ranked[0]),
+            more_memory=WithMore(gpus=space.gpus, memory=MORE_MEMORY, best=larger.ranked[0]),
             more_gpus=more_gpus,
             evaluated=bench.evaluated,
             margin=margin,
         )
 
 
-def _more_gpus(space: Space, room: Room, bench: Bench, progress: Progress) -> More | str:
+def _more_gpus(space: Space, room: MemoryLimit, bench: Bench, progress: Progress) -> WithMore | str:
     """The first multiple of the devices that has a candidate that fits; otherwise, why there is none."""
     why = "nothing fits"
     for times in MORE_GPUS:
@@ -148,7 +145,7 @@ def _more_gpus(space: Space, room: Room, bench: Bench, progress: Progress) -> Mo
             why = str(error)
             continue
         if hunt.ranked:
-            return More(gpus=hunt.space.gpus, memory=Fraction(1), best=hunt.ranked[0])
+            return WithMore(gpus=hunt.space.gpus, memory=Fraction(1), best=hunt.ranked[0])
     return why
 
 

@@ -31,6 +31,11 @@ PLANS: Final = ("none", "selective", "selective-op", "full", EVERY, str(Mode.AUT
 """Searched unless others are asked for."""
 
 
+_FLAGS: Final = ("keeps_stage_outputs", "keeps_received", "stage_buffers")
+_OF_FULL_SHARDS: Final = ("reshard", "outer_ends", "reshard_ranks")
+"""Fields of the template's layout that hold for all of a search; and those that hold under ZeRO 3."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axes:
     """The values that each axis may take; None: all that divide.
@@ -109,7 +114,7 @@ class Setup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class SearchCandidate:
     """A setup and a plan.
 
     Args:
@@ -133,6 +138,11 @@ class Candidate:
         """All that tells it from others of its question."""
         gradients = f" {self.setup.gradients}" if self.setup.gradients else ""
         return f"{self.flags} {self.setup.layout} {self.setup.loss}{gradients} {self.budget_bytes}"
+
+    @property
+    def is_planned(self) -> bool:
+        """Does a planner choose for it?"""
+        return self.budget_bytes is not None and not self.recompute.whole
 
     def run(self, template: Run) -> Run:
         """The run that it is."""
@@ -297,12 +307,9 @@ class Space:
 
     def _layouts(self, refused: Counter[str]) -> Iterator[Layout]:
         axes, template = self.axes, self.template
-        flags: dict[str, Any] = {"keeps_stage_outputs": template.layout.keeps_stage_outputs}
-        flags |= {"keeps_received": template.layout.keeps_received, "further": template.model.further}
-        flags |= {"stage_buffers": template.layout.stage_buffers}
-        grouped: dict[str, Any] = {"reshard": template.layout.reshard, "outer_ends": template.layout.outer_ends}
-        grouped["reshard_ranks"] = template.layout.reshard_ranks
-        alone, over = template.layout.gathered_inputs, self.over_tensor_ranks.gathered_inputs
+        own, over = template.layout, self.over_tensor_ranks.gathered_inputs
+        flags: dict[str, Any] = {name: getattr(own, name) for name in _FLAGS} | {"further": template.model.further}
+        grouped = {name: getattr(own, name) for name in _OF_FULL_SHARDS}
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):
                 for sp, (virtual, schedule, cut) in product(axes.sp if tp > 1 else (False,), self._orders(pp)):
@@ -319,7 +326,7 @@ class Space:
                                 virtual_stages=virtual,
                                 stage_layers=cut,
                                 schedule=schedule,
-                                gathered_inputs=alone if tp == 1 or over is None else over,
+                                gathered_inputs=own.gathered_inputs if tp == 1 or over is None else over,
                                 **flags,
                                 **(grouped if zero == 3 else {}),
                             )

@@ -15,20 +15,18 @@ is then the relaxation's or a better one. Where HiGHS is not installed, an ascen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from jettison.solve.moves import Move, Walk
+from jettison.solve.walk import StepWalk, WalkMove
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
-    from jettison.solve.moves import Move
-
 
 ROUNDING = 1e-9  # share of the dearest path by which bounds are lowered, far above the rounding of their sums
 SCALE = 1e3  # the relaxation counts in thousandths of the budget and of the dearest path: well-scaled for simplex
@@ -68,18 +66,18 @@ class Bound:
 class BudgetedWalk:
     """A walk under a budget, without the moves that no fitting choice can contain."""
 
-    walk: Walk
+    walk: StepWalk
     budget_bytes: int
-    moves: tuple[tuple[Move, ...], ...]
+    moves: tuple[tuple[WalkMove, ...], ...]
 
     @classmethod
-    def of(cls, walk: Walk, budget_bytes: int) -> BudgetedWalk:
+    def of(cls, walk: StepWalk, budget_bytes: int) -> BudgetedWalk:
         """Drop a move if it does not fit even after the shortest prefix that leads to it, with the least on its way."""
         shortest: list[int | None] = [0] + [None] * walk.count
-        kept: list[tuple[Move, ...]] = []
+        kept: list[tuple[WalkMove, ...]] = []
         for r, moves in enumerate(walk.moves):
             prefix = shortest[r]
-            fitting: list[Move] = []
+            fitting: list[WalkMove] = []
             for m in moves if prefix is not None else ():
                 assert prefix is not None
                 floors = walk.floors[m.stop][walk.arrives(m)]
@@ -132,6 +130,51 @@ def _least(through: Sequence[tuple[float, int]], copying: int) -> float:
     return min((cost + max(0, copying - hides) for cost, hides in through), default=float("inf"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fixing:
+    """A walk, and for each of its moves the picoseconds that no plan with it goes below.
+
+    The cheapest path through a move at a bound's prices is the cheapest way there, the move, the cheapest rest: the
+    fixing of variables by reduced costs of integer programming, with the pairs that `relax` tells apart.
+    """
+
+    budgeted: BudgetedWalk
+    bounds: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def of(cls, budgeted: BudgetedWalk, bound: Bound) -> Fixing:
+        """By the prices of a bound."""
+        walk, budget = budgeted.walk, budgeted.budget_bytes
+        ways = [[float("inf")] * len(sizes) for sizes in walk.sent]  # the cheapest to each position and class
+        ways[0][0] = float(walk.root_picoseconds)
+        prices = [max(0.0, float(price)) for price in bound.multipliers.device]
+        found = []
+        for r, moves in enumerate(budgeted.moves):
+            costs = [way + prices[r] * size for way, size in zip(ways[r], walk.sent[r], strict=True)]
+            row = []
+            for m in moves:
+                own = m.picoseconds + prices[r] * (m.need_bytes - budget) + bound.held_price[m.stop] * m.resident_bytes
+                own += bound.host_price * m.host_bytes - sum(prices[r + 1 : m.stop]) * budget
+                there = min(cost + max(0, copy - m.hides) for cost, copy in zip(costs, walk.copying[r], strict=True))
+                number = walk.arrives(m)
+                row.append(there + own + bound.rest[m.stop][number])
+                ways[m.stop][number] = min(ways[m.stop][number], there + own)
+            found.append(tuple(row))
+        return cls(budgeted=budgeted, bounds=tuple(found))
+
+    def below(self, picoseconds: int | None) -> BudgetedWalk:
+        """With the moves that a plan of fewer picoseconds may take; None: any plan."""
+        if picoseconds is None:
+            return self.budgeted
+        return replace(
+            self.budgeted,
+            moves=tuple(
+                tuple(m for m, least in zip(moves, row, strict=True) if least <= picoseconds - 1)
+                for moves, row in zip(self.budgeted.moves, self.bounds, strict=True)
+            ),
+        )
+
+
 def relaxation(budgeted: BudgetedWalk) -> Relaxation:
     """The linear relaxation, solved."""
     try:
@@ -142,7 +185,8 @@ def relaxation(budgeted: BudgetedWalk) -> Relaxation:
     walk = budgeted.walk
     if walk.count == 0:
         return Relaxation(multipliers=Multipliers(device=np.zeros(1)))
-    highs = _quiet(highspy)
+    highs = _quiet(highspy)()
+    highs.silent()
     # these programs are small, and looking for what can be left out of them takes longer than it saves
     for option, value in (("threads", 1), ("random_seed", 0), ("presolve", "off")):
         highs.setOptionValue(option, value)
@@ -161,16 +205,9 @@ def relaxation(budgeted: BudgetedWalk) -> Relaxation:
     return Relaxation(multipliers=Multipliers(device=prices[: walk.count + 1], host=host), shares=shares)
 
 
-def _quiet(highspy: Any) -> Any:
-    """A solver that prints nothing."""
-    solver = _quiet_kind(highspy)()
-    solver.silent()
-    return solver
-
-
 @lru_cache(maxsize=1)
-def _quiet_kind(highspy: Any) -> Any:
-    """highspy 1.16 registers its callbacks, and with that prints its banner on stdout, while a solver is being
+def _quiet(highspy: Any) -> Any:
+    """A solver that prints nothing: highspy 1.16 prints its banner as it registers its callbacks, while it is being
     constructed, where no option can have been set yet."""
 
     class Quiet(highspy.Highs):
@@ -216,7 +253,7 @@ def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte
 
 
 def _columns(
-    moves: Sequence[Move], count: int, waiting: int, host_row: int | None, seconds_scale: float, byte_scale: float
+    moves: Sequence[WalkMove], count: int, waiting: int, host_row: int | None, seconds_scale: float, byte_scale: float
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], Floats]:
     """Where each column starts, and rows and values of all entries: moves, then prefixes, then waits.
 
@@ -306,12 +343,12 @@ def ascend(budgeted: BudgetedWalk) -> list[float]:
     return best
 
 
-def _cheapest(budgeted: BudgetedWalk, prices: Sequence[float]) -> list[Move]:
+def _cheapest(budgeted: BudgetedWalk, prices: Sequence[float]) -> list[WalkMove]:
     """The path of the fewest picoseconds where a byte needed, or held, at a position costs its price."""
     count = budgeted.walk.count
     held = list(accumulate(reversed(prices)))[::-1]
     rest = [float("inf")] * count + [0.0]
-    chosen: list[Move | None] = [None] * count
+    chosen: list[WalkMove | None] = [None] * count
     for r in reversed(range(count)):
         for m in budgeted.moves[r]:
             cost = m.picoseconds + prices[r] * m.need_bytes + held[m.stop] * m.resident_bytes + rest[m.stop]
@@ -327,7 +364,7 @@ def _cheapest(budgeted: BudgetedWalk, prices: Sequence[float]) -> list[Move]:
     return path
 
 
-def _excess(budgeted: BudgetedWalk, path: Sequence[Move]) -> list[float]:
+def _excess(budgeted: BudgetedWalk, path: Sequence[WalkMove]) -> list[float]:
     """Bytes above the budget at each position, and at the loss; below zero where there is room."""
     budget = budgeted.budget_bytes
     found: list[float] = []

@@ -23,10 +23,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jettison.ledger.program import Program
-from jettison.solve.mincut import SINK, SOURCE, CutNetwork, Flow, maximum_flow
 
 PICOSECONDS = 10**12
 NONE_KEY = "none"
@@ -102,15 +101,6 @@ class _Vertex:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Network:
-    """A program's cut network, and which node stands for what."""
-
-    network: CutNetwork
-    needed_node: dict[int, int]  # keepable buffer -> "backward needs it"
-    again_node: dict[int, int]  # op -> "it runs again"
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Sweep:
     """A program, its costs in integers, and its cut."""
 
@@ -118,7 +108,9 @@ class _Sweep:
     seconds: tuple[float, ...]
     picoseconds: tuple[int, ...]
     resolution: int
-    cut: _Network
+    network: CutNetwork
+    needed_node: dict[int, int]  # keepable buffer -> "backward needs it"
+    again_node: dict[int, int]  # op -> "it runs again"
 
     @classmethod
     def of(cls, program: Program, seconds: Callable[[int], float] | Sequence[float]) -> _Sweep:
@@ -130,12 +122,15 @@ class _Sweep:
         total = sum(b.nbytes for b in program.buffers) + 1
         resolution = 1 << (2 * total * total).bit_length()
         unbounded = resolution * (sum(picoseconds) + 1) * (total + 1) * 2
+        network, needed_node, again_node = _build_network(program, picoseconds, resolution, unbounded)
         return cls(
             program=program,
             seconds=by_op,
             picoseconds=picoseconds,
             resolution=resolution,
-            cut=_build_network(program, picoseconds, resolution, unbounded),
+            network=network,
+            needed_node=needed_node,
+            again_node=again_node,
         )
 
     @property
@@ -143,17 +138,15 @@ class _Sweep:
         """At this price one byte outweighs every op together."""
         return self.resolution * (sum(self.picoseconds) + 1)
 
-    def _again_node(self, producer: int | None) -> int:
-        return -1 if producer is None else self.cut.again_node.get(producer, -1)
-
     def query(self, price: int, start: Flow | None) -> _Vertex:
         """The cheapest choice at ``price / resolution`` picoseconds per byte."""
-        flow = maximum_flow(self.cut.network, price, start)
+        flow = maximum_flow(self.network, price, start)
         side, program = flow.source_side, self.program
         kept = [
             b
-            for b, node in self.cut.needed_node.items()
-            if node in side and self._again_node(program.buffers[b].producer) not in side
+            for b, node in self.needed_node.items()
+            if node in side
+            and ((maker := program.buffers[b].producer) is None or self.again_node.get(maker, -1) not in side)
         ]
         again = program.recompute_set(frozenset(kept))
         nbytes = program.kept_bytes(frozenset(kept))
@@ -167,7 +160,9 @@ class _Sweep:
         return _Vertex(point=point, nbytes=nbytes, picoseconds=sum(self.picoseconds[o] for o in again), flow=flow)
 
 
-def _build_network(program: Program, picoseconds: Sequence[int], resolution: int, unbounded: int) -> _Network:
+def _build_network(
+    program: Program, picoseconds: Sequence[int], resolution: int, unbounded: int
+) -> tuple[CutNetwork, dict[int, int], dict[int, int]]:
     """The cut of NOTE [ Keep or recompute is a cut ], over what backward may ask for."""
     repeatable = _repeatable_ops(program)
     wanted, again = _reachable(program, repeatable)
@@ -197,7 +192,7 @@ def _build_network(program: Program, picoseconds: Sequence[int], resolution: int
                 network.add_edge(tail, node(b), fixed=unbounded)
     for b in _costly(program, program.needed_buffers()):
         network.add_edge(SOURCE, node(b), fixed=unbounded)
-    return _Network(network=network, needed_node=needed_node, again_node=again_node)
+    return network, needed_node, again_node
 
 
 def _reachable(program: Program, repeatable: frozenset[int]) -> tuple[list[int], list[int]]:
@@ -284,3 +279,137 @@ def _hull(sweep: _Sweep, max_points: int) -> list[_Vertex]:
             push(fast, middle)
             push(middle, small)
     return sorted(found, key=lambda v: v.nbytes)
+
+
+# mincut
+
+# minimum cut ----------------------------------------------------------------------------------------------------------
+#
+# NOTE [ A cut whose price rises ]
+# Capacities are exact integers that grow with a price. A flow that is feasible at one price stays feasible at any
+# higher one, so a sweep of prices only ever augments, and a copy of the residual is the whole state. The minimal
+# source side of a minimum cut does not depend on the flow that found it, which makes the answer unique. Sources: Ford
+# & Fulkerson 1956 (maximum flow = minimum cut); Dinic 1970 (blocking flows); Picard 1976 (closures).
+
+
+SOURCE, SINK = 0, 1
+
+
+@dataclass(kw_only=True)
+class CutNetwork:
+    """A network under construction. An edge's capacity is ``fixed + price * priced``; ``fixed`` may be `unbounded`."""
+
+    unbounded: int
+    heads: list[int] = field(default_factory=list)  # edge e and its reverse e ^ 1
+    fixed: list[int] = field(default_factory=list)
+    priced: list[tuple[int, int]] = field(default_factory=list)  # (edge, capacity per unit of price)
+    leaving: list[list[int]] = field(default_factory=lambda: [[], []])
+
+    def add_node(self) -> int:
+        """The new node's number."""
+        self.leaving.append([])
+        return len(self.leaving) - 1
+
+    def add_edge(self, tail: int, head: int, *, fixed: int = 0, priced: int = 0) -> None:
+        """An edge and its empty reverse."""
+        edge = len(self.heads)
+        self.heads += (head, tail)
+        self.fixed += (fixed, 0)
+        self.leaving[tail].append(edge)
+        self.leaving[head].append(edge + 1)
+        if priced:
+            self.priced.append((edge, priced))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """A maximum flow at one price, as residual capacities, and the minimal source side of its cut."""
+
+    price: int
+    residual: list[int]
+    source_side: frozenset[int]
+
+
+def maximum_flow(network: CutNetwork, price: int, start: Flow | None = None) -> Flow:
+    """The maximum flow at ``price``, continued from ``start`` at the same or a lower price."""
+    residual = list(start.residual if start else network.fixed)
+    growth = price - (start.price if start else 0)
+    assert growth >= 0, "prices are swept upwards"
+    for edge, per_price in network.priced:
+        residual[edge] += growth * per_price
+    while True:
+        distance = _distances_to_sink(network, residual)
+        if distance[SOURCE] < 0:
+            return Flow(price=price, residual=residual, source_side=_reached(network, residual))
+        _blocking_flow(network, residual, distance)
+
+
+def _distances_to_sink(network: CutNetwork, residual: list[int]) -> list[int]:
+    """Edges to the sink along the residual, -1 where there is no way."""
+    heads, leaving = network.heads, network.leaving
+    distance = [-1] * len(leaving)
+    distance[SINK] = 0
+    frontier = [SINK]
+    while frontier and distance[SOURCE] < 0:
+        following = []
+        for node in frontier:
+            for edge in leaving[node]:
+                tail = heads[edge]
+                if distance[tail] < 0 and residual[edge ^ 1]:
+                    distance[tail] = distance[node] + 1
+                    following.append(tail)
+        frontier = following
+    return distance
+
+
+def _blocking_flow(network: CutNetwork, residual: list[int], distance: list[int]) -> None:
+    """Saturate every shortest path, depth first, each edge looked at once."""
+    heads, leaving = network.heads, network.leaving
+    tried = [0] * len(leaving)
+    path: list[int] = []
+    node = SOURCE
+    while True:
+        if node == SINK:
+            node = _push(path, heads, residual)
+            continue
+        below = distance[node] - 1
+        edges = leaving[node]
+        for i in range(tried[node], len(edges)):
+            edge = edges[i]
+            if residual[edge] and distance[heads[edge]] == below:
+                tried[node] = i
+                path.append(edge)
+                node = heads[edge]
+                break
+        else:
+            if not path:
+                return
+            distance[node] = -1
+            node = heads[path.pop() ^ 1]
+
+
+def _push(path: list[int], heads: list[int], residual: list[int]) -> int:
+    """Send what the path can carry; cut ``path`` before its first full edge and return the node there."""
+    amount = min([residual[edge] for edge in path])
+    first_full = -1
+    for i, edge in enumerate(path):
+        residual[edge] -= amount
+        residual[edge ^ 1] += amount
+        if first_full < 0 and not residual[edge]:
+            first_full = i
+    node = heads[path[first_full] ^ 1]
+    del path[first_full:]
+    return node
+
+
+def _reached(network: CutNetwork, residual: list[int]) -> frozenset[int]:
+    heads, leaving = network.heads, network.leaving
+    reached = {SOURCE}
+    stack = [SOURCE]
+    while stack:
+        for edge in leaving[stack.pop()]:
+            head = heads[edge]
+            if residual[edge] and head not in reached:
+                reached.add(head)
+                stack.append(head)
+    return frozenset(reached)

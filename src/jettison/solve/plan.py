@@ -237,7 +237,7 @@ class Plan:
         from pydantic import ValidationError  # making and running a plan needs none of it
 
         try:
-            stated: _Header = _header_adapter().validate_json(text, strict=True)
+            stated: _PlanHeader = _header_adapter().validate_json(text, strict=True)
             plan: Plan = _adapter().validate_json(text, strict=True)
         except ValidationError as error:
             raise _not_a_plan(error) from error
@@ -269,7 +269,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Header:
+class _PlanHeader:
     """What a document states about itself."""
 
     schema: Literal["jettison.plan/1"]
@@ -294,4 +294,4 @@ def _adapter() -> Any:
 def _header_adapter() -> Any:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(_Header)
+    return TypeAdapter(_PlanHeader)

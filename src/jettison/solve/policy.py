@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Final, Protocol, runtime_checkable
 
 from jettison.core.errors import UsageError
 from jettison.cost.matmul import op_seconds
-from jettison.ledger.program import Op, Program, Source
-from jettison.solve.frontier import pareto_frontier
+from jettison.ledger.program import Anchor, Op, Program, Source
+from jettison.solve.frontier import fewest_bytes_point, pareto_frontier
 from jettison.spec.hardware import usual_hardware
 from jettison.spec.kernels import Device
 
@@ -339,50 +340,36 @@ def attention_core(program: Program) -> frozenset[int]:
 
 def _between_products(program: Program, softmax: Op, readers: dict[int, list[Op]]) -> set[int]:
     """What lies between the product that leads to a softmax and those that use it; empty unless both are batched."""
-    before, seen, begins = _back_to_products(program, softmax)
-    after, ends = _on_to_products(program, softmax, readers, seen)
-    return before | after if begins and ends else set()
-
-
-def _back_to_products(program: Program, softmax: Op) -> tuple[set[int], set[int], bool]:
-    """Buffers and ops on the way, and whether a batched product is at its end."""
-    found: set[int] = set()
     seen: set[int] = set()
-    batched = False
-    waiting = [softmax]
-    while waiting:
-        for b in waiting.pop().inputs:
+
+    def makers(op: Op) -> Iterator[tuple[int, list[Op]]]:
+        for b in op.inputs:
             producer = program.buffers[b].producer
-            if producer is None or producer in seen or program.buffers[b].source is Source.RANDOM:
-                continue
-            seen.add(producer)
-            found.add(b)
-            name = program.ops[producer].name
-            batched = batched or name.startswith(BATCHED)
-            if not name.startswith(MATMULS):
-                waiting.append(program.ops[producer])
-    return found, seen, batched
+            if producer is not None and producer not in seen and program.buffers[b].source is not Source.RANDOM:
+                yield b, [program.ops[producer]]
 
+    def users(op: Op) -> Iterator[tuple[int, list[Op]]]:
+        for b in op.outputs:
+            if program.buffers[b].source is not Source.RANDOM:  # who draws next is no part of the core
+                yield b, readers.get(b, [])
 
-def _on_to_products(
-    program: Program, softmax: Op, readers: dict[int, list[Op]], seen: set[int]
-) -> tuple[set[int], bool]:
-    """Buffers on the way, past ops that were not seen before, and whether a batched product is at its end."""
-    found: set[int] = set()
-    batched = False
-    waiting = [softmax]
-    while waiting:
-        for b in waiting.pop().outputs:
-            if program.buffers[b].source is Source.RANDOM:  # who draws next is no part of the core
-                continue
-            found.add(b)
-            for reader in readers.get(b, ()):
-                if reader.name.startswith(MATMULS):
-                    batched = batched or reader.name.startswith(BATCHED)
-                elif reader.index not in seen:
-                    seen.add(reader.index)
-                    waiting.append(reader)
-    return found, batched
+    def to_products(neighbours: Callable[[Op], Iterator[tuple[int, list[Op]]]]) -> tuple[set[int], bool]:
+        """Buffers on the way, past ops that were not seen before, and whether a batched product is at its end."""
+        found: set[int] = set()
+        batched, waiting = False, [softmax]
+        while waiting:
+            for b, ops in neighbours(waiting.pop()):
+                found.add(b)
+                for op in ops:
+                    if op.name.startswith(MATMULS):
+                        batched = batched or op.name.startswith(BATCHED)
+                    elif op.index not in seen:
+                        waiting.append(op)
+                    seen.add(op.index)
+        return found, batched
+
+    (before, begins), (after, ends) = to_products(makers), to_products(users)
+    return before | after if begins and ends else set()
 
 
 def keeps_everything(policy: CheckpointPolicy) -> bool:
@@ -415,3 +402,86 @@ def policy_named(word: str) -> CheckpointPolicy:
         return NAMED[word]
     except KeyError:
         raise UsageError(f"unknown policy {word!r}; expected one of {', '.join(NAMED)} or every:K") from None
+
+
+# compiled -------------------------------------------------------------------------------------------------------------
+#
+# What a compiled block keeps for its backward where nobody tells the compiler: torch's own rule, on a program
+# NOTE [ What torch's partitioner keeps ]
+# ``torch/_functorch/partitioners.py``, ``solve_min_cut``: the fewest bytes between forward and backward, with ops
+# that may not run again left out of the cut: products, attention and what draws (``compute_intensive``, ``random``);
+# reductions whose results are less than a quarter of what they read; and whatever backward would have to write to
+# memory for an op that nothing is fused into, such as a product (``is_materialized_backwards``). So what products
+# read and return stays, and statistics of norms; activations, sums and rotations between them are computed again. A
+# fused op of ours stands for several of torch's, all of which run again or none.
+#
+# A product of narrow copies reads what a cast makes, and casts are fused: what it casts may run again. torchao's
+# products have that for all three of a layer, unless the weight's gradient is a product of 16-bit tensors.
+
+
+COMPILED: Final = "compiled"
+COMPILED_QUANTIZED: Final = "compiled, narrow products"
+_REDUCES: Final = 4
+"""Times as many bytes as it makes, that an op reads, make it a reduction that does not run again."""
+_COMPUTED: Final = (*MATMULS, "aten.bmm", "aten.baddbmm")
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """See NOTE [ What torch's partitioner keeps ]."""
+
+    word: str = COMPILED
+
+    def kept(self, program: Program) -> frozenset[int]:
+        """Buffers that stay."""
+        casting = MATMULS if self.word == COMPILED_QUANTIZED else ()
+        wide = [op for op in program.ops if op.name.startswith(_COMPUTED) and not op.name.startswith(tuple(casting))]
+        read = {b for op in wide for b in op.inputs}
+        ops = tuple(
+            op if op.anchor is not None or _runs_again(program, op, read) else replace(op, anchor=Anchor.OPAQUE)
+            for op in program.ops
+        )
+        found = fewest_bytes_point(replace(program, ops=ops), [0.0] * len(ops)).kept
+        return found | _statistics(program) if self.word == COMPILED_QUANTIZED else found
+
+
+def _statistics(program: Program) -> frozenset[int]:
+    """Of norms that are one op and run again for what they return: of torch's ops the reduction does not."""
+    small = {
+        b
+        for op in program.ops
+        for b in op.outputs
+        if _REDUCES * program.buffers[b].nbytes < sum(program.buffers[i].nbytes for i in op.inputs)
+    }
+    return program.saved_buffers() & small
+
+
+def _runs_again(program: Program, op: Op, read_by_products: set[int]) -> bool:
+    if op.name.startswith((*_COMPUTED, "c10d.")) or not read_by_products.isdisjoint(op.outputs):
+        return False
+    if any(program.buffers[b].source is Source.RANDOM for b in op.inputs):
+        return False
+    made = sum(program.buffers[b].nbytes for b in op.outputs)
+    return _REDUCES * made >= sum(program.buffers[b].nbytes for b in op.inputs)
+
+
+# Parts of a layer that are checkpoints of their own: attention, the feed-forward block and each norm ------------------
+#
+# NeMo AutoModel, ``components/distributed/activation_checkpointing.py``, ``apply_submodule_checkpointing``: a
+# ``checkpoint_wrapper`` around each. What stands between them, residual sums, keeps what it keeps.
+
+
+def ops_of_parts(program: Program) -> tuple[frozenset[int], ...]:
+    """Ops of each part, in the order of the forward."""
+    found: dict[str, set[int]] = {}
+    for op in program.ops:
+        if name := op.path.partition(".")[0]:
+            found.setdefault(name, set()).add(op.index)
+    return tuple(map(frozenset, found.values()))
+
+
+def kept_apart(program: Program) -> frozenset[int]:
+    """What the checkpoints of all parts were given, and what is saved between them."""
+    between = {slot.buffer for slot in program.slots if not slot.path}
+    inputs = frozenset[int]().union(*(program.given(part) for part in ops_of_parts(program)))
+    return close(program, inputs | between | Full().kept(program))

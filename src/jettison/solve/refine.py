@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeVar
 
-from jettison.solve.chain import Solution, choose
-from jettison.solve.moves import Walk, least_of, walks
 from jettison.solve.problem import StepProblem
+from jettison.solve.solver import Solution, choose
+from jettison.solve.walk import StepWalk, least_of, walks
 
 ATTEMPTS = 8
 CLOSE = 500
@@ -27,7 +27,7 @@ class Offer:
     problem: StepProblem
 
     @cached_property
-    def walks(self) -> tuple[Walk, ...]:
+    def walks(self) -> tuple[StepWalk, ...]:
         """One a root option."""
         return walks(self.problem)
 

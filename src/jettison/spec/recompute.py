@@ -106,7 +106,7 @@ class Mode(StrEnum):
     EVERY = "every"  # segments of K layers: the segment's input stays (arXiv 1604.06174)
     BLOCK = "block"  # the first N layers of a stage are full, the rest is none (Megatron's block method)
     INTERVAL = "interval"  # one layer in K is full, the rest is none (torchtitan's selective layer)
-    PARTS = "parts"  # attention, feed-forward block and norms of a layer are a checkpoint each: `solve.parts`
+    PARTS = "parts"  # attention, feed-forward block and norms of a layer are a checkpoint each: `solve.policy`
     MODULES = "modules"  # parts of a layer by Megatron's names, as lists above
     AUTO = "auto"  # as a planner decides for a budget
 

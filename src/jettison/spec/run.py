@@ -400,7 +400,7 @@ COMPILED_MODES: Final = ("none", "full", "every", "block", "interval", "selectiv
 
 
 def _compiled(run: Run) -> Iterator[str]:
-    """It is known what a compiled layer keeps: NOTE [ What torch's partitioner keeps ] in `solve.compiled`."""
+    """It is known what a compiled layer keeps: NOTE [ What torch's partitioner keeps ] in `solve.policy`."""
     model, mode, why = run.model, run.recompute.mode, ""
     if mode is Mode.PARTS and model.recorder is not None:
         yield f"got --recompute parts; {model.name}'s blocks are recorded as one: give full"

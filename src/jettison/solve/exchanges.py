@@ -1,43 +1,119 @@
-"""A plan made better by exchanges: what one region does is changed, or what two of them do.
+"""Plans under a host budget: around the vertex that the linear relaxation ends at, and made better by exchanges.
 
 Under a host budget labels are many, and what is left of them misses plans in which one region gives bytes of the device
-or of the host to another. Given a plan that fits, each region is asked for its best change, alone or together with a
-change of a later one that is not its neighbour, that fits both budgets and saves seconds; until none does. A plan that
-breaks a budget is mended first, by the cheapest of all such changes after which it fits. Nothing is proven by it.
+or of the host to another. Nothing is proven here.
 
-With s_r the room that is left at position r (NOTE [ The step is a path ] in `moves`), a change at i of the bytes that
-stay by d, of the need by e and of what is sent by f fits where s_i >= e, s_{i+1} >= d + f, and s_q >= d for all q
-behind.
+NOTE [ Rounding ]
+A vertex takes one move in all regions but about as many as there are budgets that bind: two or three of a hundred. In
+these regions moves are tried together, all of each as long as they are few. The promising of these plans, whether they
+fit or not, are mended and improved, among moves that a better plan may take (`Fixing`). Promising is what costs little
+with what it lacks paid at the bound's prices.
+
+NOTE [ Exchanges ]
+Given a plan that fits, each region is asked for its best change, alone or together with a change of a later one that is
+not its neighbour, that fits both budgets and saves seconds; until none does. A plan that breaks a budget is mended
+first, by the cheapest of all such changes after which it fits. With s_r the room that is left at position r (NOTE [ The
+step is a path ] in `walk`), a change at i of the bytes that stay by d, of the need by e and of what is sent by f fits
+where s_i >= e, s_{i+1} >= d + f, and s_q >= d for all q behind.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
 
-from jettison.solve.moves import Move
+from jettison.solve.bound import Bound, BudgetedWalk, Fixing
+from jettison.solve.walk import Path, WalkMove
 
 try:
     import numpy as np
-except ImportError:  # torch comes without it; exchanges are left out then
+except ImportError:  # torch comes without it; nothing is rounded or exchanged then
     np = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
-    from jettison.solve.bound import BudgetedWalk
+    from jettison.solve.bound import Floats
 
     Integers = NDArray[np.int64]
 
+TOGETHER = 600
+"""Plans, at most, that the regions between moves give when more than the vertex's own moves are tried."""
+SPLIT = 6
+"""Regions between moves that are looked at, those that are most so."""
+TRIED = 6
+PATIENCE = 2
+"""Plans that are mended, and so many without a better one end it."""
+WHOLE = 1e-7
 SWEEPS = 12
 """Over all regions, at most."""
 _AMPLE = 1 << 60
 
 
-def exchanged(budgeted: BudgetedWalk, path: Sequence[Move]) -> tuple[Move, ...]:
+def rounded(fixing: Fixing, bound: Bound, shares: Sequence[float] | Floats) -> Iterator[Path]:
+    """Paths that fit, each better than those before; none with segments, or where the relaxation was not solved."""
+    budgeted, best, waited = fixing.budgeted, None, 0
+    if np is None:
+        return
+    if not len(shares) or any(m.segment for moves in budgeted.moves for m in moves):
+        return
+    for start in _starts(budgeted, bound, np.asarray(shares)):
+        moves = mended(fixing.below(best), start)
+        path = None if moves is None else Path.along(budgeted.walk, moves)
+        if path is not None and (best is None or path.picoseconds < best):
+            yield path
+            best, waited = path.picoseconds, 0
+        elif best is not None:
+            waited += 1
+        if waited == PATIENCE:
+            break
+
+
+def _starts(budgeted: BudgetedWalk, bound: Bound, shares: Floats) -> Iterator[tuple[WalkMove, ...]]:
+    """The promising plans around the vertex, most so first; alike ones once."""
+    by_region = np.split(shares, np.cumsum([len(moves) for moves in budgeted.moves])[:-1])
+    split = sorted((r for r, each in enumerate(by_region) if each.max() < 1 - WHOLE), key=lambda r: by_region[r].max())
+    ways = [[int(each.argmax())] for each in by_region]
+    for r in split[:SPLIT]:
+        ways[r] = [int(at) for at in np.nonzero(by_region[r] > WHOLE)[0]]
+    for r in split[:SPLIT]:
+        number = int(np.prod([len(each) for each in ways])) // len(ways[r]) * len(budgeted.moves[r])
+        ways[r] = list(range(len(budgeted.moves[r]))) if number <= TOGETHER else ways[r]
+    plans = [tuple(moves[at] for moves, at in zip(budgeted.moves, each, strict=True)) for each in product(*ways)]
+    known = set()
+    for at, alike in _by_promise(budgeted, bound, plans):
+        if alike not in known:
+            known.add(alike)
+            yield plans[at]
+        if len(known) == TRIED:
+            return
+
+
+def _by_promise(
+    budgeted: BudgetedWalk, bound: Bound, plans: Sequence[Sequence[WalkMove]]
+) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """Numbers of plans, and what they take and lack of each budget."""
+    walk = budgeted.walk
+    rows = [
+        [(m.resident_bytes, m.need_bytes, m.sent_bytes, m.host_bytes, m.picoseconds, m.copying, m.hides) for m in plan]
+        for plan in plans
+    ]
+    resident, need, sent, host, own, copying, hides = np.array(rows, dtype=np.int64).transpose(2, 0, 1)
+    held = np.cumsum(resident, axis=1)
+    level = held - resident + need
+    level[:, 1:] += sent[:, :-1]
+    over = np.maximum(level.max(axis=1), held[:, -1] + walk.loss_need_bytes) - budgeted.budget_bytes
+    too_many = host.sum(axis=1) - (walk.host_budget_bytes or 0)
+    spent = own.sum(axis=1) + np.maximum(0, copying[:, :-1] - hides[:, 1:]).sum(axis=1)
+    paid = spent + bound.held_price[0] * np.maximum(over, 0) + bound.host_price * np.maximum(too_many, 0)
+    for at in np.argsort(paid, kind="stable"):
+        yield int(at), (int(spent[at]), int(over[at]), int(too_many[at]))
+
+
+def exchanged(budgeted: BudgetedWalk, path: Sequence[WalkMove]) -> tuple[WalkMove, ...]:
     """The moves of a path that fits both budgets, or better ones. Paths with segments come back as they are."""
     if np is None:
         return tuple(path)
@@ -48,7 +124,7 @@ def exchanged(budgeted: BudgetedWalk, path: Sequence[Move]) -> tuple[Move, ...]:
     return alternatives.path
 
 
-def mended(budgeted: BudgetedWalk, path: Sequence[Move]) -> tuple[Move, ...] | None:
+def mended(budgeted: BudgetedWalk, path: Sequence[WalkMove]) -> tuple[WalkMove, ...] | None:
     """The same of a path without segments that may break budgets; None where no exchange makes it fit."""
     alternatives = _Alternatives.of(budgeted, path)
     if not alternatives.fits and not alternatives.mend():
@@ -57,9 +133,8 @@ def mended(budgeted: BudgetedWalk, path: Sequence[Move]) -> tuple[Move, ...] | N
     return alternatives.path
 
 
-@dataclass(kw_only=True)
-class _Changes:
-    """What each alternative would change, in the place of what its region does now, and the room that there is."""
+class _Changes(NamedTuple):
+    """The room that there is, and what each alternative would change in the place of what its region does now."""
 
     slack: Integers  # by position, one for the loss, and ample room behind
     behind: Integers  # the least of it from a position on
@@ -80,13 +155,13 @@ class _Alternatives:
     """The moves of all regions, one after another; ``first`` of each region, and which are ``chosen``."""
 
     budgeted: BudgetedWalk
-    moves: tuple[Move, ...]
+    moves: tuple[WalkMove, ...]
     first: Integers
     chosen: list[int]
     last: tuple[list[int], _Changes] | None = None  # what was chosen when changes were worked out, and these
 
     @classmethod
-    def of(cls, budgeted: BudgetedWalk, path: Sequence[Move]) -> _Alternatives:
+    def of(cls, budgeted: BudgetedWalk, path: Sequence[WalkMove]) -> _Alternatives:
         single = [[m for m in moves if not m.segment] for moves in budgeted.moves]
         for moves, taken in zip(single, path, strict=True):
             if taken not in moves:
@@ -96,7 +171,7 @@ class _Alternatives:
         return cls(budgeted=budgeted, moves=tuple(m for moves in single for m in moves), first=first, chosen=chosen)
 
     @property
-    def path(self) -> tuple[Move, ...]:
+    def path(self) -> tuple[WalkMove, ...]:
         """What is chosen."""
         return tuple(self.moves[at] for at in self.chosen)
 
@@ -128,29 +203,24 @@ class _Alternatives:
         spent = own + np.maximum(0, before[region] - hides) + np.maximum(0, copying - after[region])
         limit = walk.host_budget_bytes
         return _Changes(
-            slack=slack,
-            behind=np.minimum.accumulate(slack[::-1])[::-1],
-            host_left=_AMPLE if limit is None else limit - int(host[at].sum()),
-            resident=resident - resident[at][region],
-            need=need - need[at][region],
-            sent=sent - sent[at][region],
-            host=host - host[at][region],
-            picoseconds=spent - spent[at][region],
+            slack,
+            np.minimum.accumulate(slack[::-1])[::-1],
+            _AMPLE if limit is None else limit - int(host[at].sum()),
+            *(each - each[at][region] for each in (resident, need, sent, host, spent)),
         )
 
     def sweep(self) -> None:
-        """Improve regions until none can be, or `SWEEPS` times."""
+        """Take each region's best change that saves seconds, alone or with one of a region behind its neighbour, until
+        there is none, or `SWEEPS` times.
+        """
         for _ in range(SWEEPS):
-            if not sum(self.improve(region) for region in range(len(self.chosen))):
+            before = list(self.chosen)
+            for region in range(len(self.chosen)):
+                best = self._best_change(region, self.known)
+                if best is not None and best[0] < 0:
+                    self._take(best)
+            if self.chosen == before:
                 break
-
-    def improve(self, i: int) -> bool:
-        """Take region i's best change, alone or with one of a region behind its neighbour, if any saves seconds."""
-        best = self._best_change(i, self.known)
-        if best is None or best[0] >= 0:
-            return False
-        self._take(best)
-        return True
 
     def mend(self) -> bool:
         """Take the cheapest change of any region, or any two, after which the plan fits; False where none does."""

@@ -19,7 +19,7 @@ host budget a floor is a list: the smallest budgets for so many bytes of the hos
 `FLOOR_WORK` allows; then budgets are rounded up to another one of the list, which suffices, too.
 
 *Shorter prefix, less on its way and fewer seconds dominate*, because all constraints are upper bounds on P + w, and
-waiting for a copy grows with it. That makes labels possible (label_setting.py), for which identical layers are no
+waiting for a copy grows with it. That makes labels possible (labels.py), for which identical layers are no
 symmetry to break: permutations of a choice are one label.
 
 Of equally fast plans the one that moves least is wanted: a megabyte that moves, or a part of one, costs a picosecond.
@@ -29,10 +29,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import add
 
-from jettison.solve.levels import Choice
-from jettison.solve.problem import RegionOption, RootOption, StepProblem
+from jettison.solve.problem import Choice, RegionOption, RootOption, SegmentOption, StepProblem
 
 PICOSECONDS = 10**12
 MOVED_FOR_A_PICOSECOND = 10**6
@@ -42,7 +42,7 @@ FLOOR_WORK = 200_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Move:
+class WalkMove:
     """From one position to a later one under the option ``key``. ``need_bytes`` is on top of the prefix held.
 
     Args:
@@ -73,7 +73,7 @@ Floor = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Walk:
+class StepWalk:
     """A step under one root option (NOTE [ The step is a path ]). ``moves[r]`` start at r; none dominates another.
 
     Args:
@@ -86,7 +86,7 @@ class Walk:
 
     root: str
     root_picoseconds: int
-    moves: tuple[tuple[Move, ...], ...]
+    moves: tuple[tuple[WalkMove, ...], ...]
     loss_need_bytes: int
     sent: tuple[tuple[int, ...], ...]
     copying: tuple[tuple[int, ...], ...]
@@ -111,12 +111,12 @@ class Walk:
         """Is there a move that sends anything?"""
         return any(len(sizes) > 1 for sizes in self.sent)
 
-    def arrives(self, m: Move) -> int:
+    def arrives(self, m: WalkMove) -> int:
         """The class of what is on its way after a move."""
         sizes = self.sent[m.stop]
         return 0 if len(sizes) == 1 else sizes.index(m.sent_bytes)
 
-    def choice(self, path: Iterable[Move]) -> Choice:
+    def choice(self, path: Iterable[WalkMove]) -> Choice:
         """The choice that a path from position 0 to the end stands for."""
         moves = tuple(path)
         return Choice(
@@ -126,7 +126,21 @@ class Walk:
         )
 
 
-def walks(problem: StepProblem) -> tuple[Walk, ...]:
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """Moves from the first position to the end and what they cost, root included."""
+
+    moves: tuple[WalkMove, ...]
+    picoseconds: int
+
+    @classmethod
+    def along(cls, walk: StepWalk, moves: tuple[WalkMove, ...]) -> Path:
+        """With what the moves of a walk cost."""
+        waits = sum(after.waits(before.copying) for before, after in pairwise(moves))
+        return cls(moves=moves, picoseconds=walk.root_picoseconds + waits + sum(m.picoseconds for m in moves))
+
+
+def walks(problem: StepProblem) -> tuple[StepWalk, ...]:
     """One walk a root option, in the problem's order."""
     return tuple(_walk(problem, root) for root in problem.root)
 
@@ -140,7 +154,7 @@ def minimum_budget(problem: StepProblem) -> int:
     return least_of(walks(problem))
 
 
-def least_of(all_walks: Sequence[Walk]) -> int:
+def least_of(all_walks: Sequence[StepWalk]) -> int:
     """The smallest budget of several walks.
 
     Raises:
@@ -152,13 +166,7 @@ def least_of(all_walks: Sequence[Walk]) -> int:
     return min(found)
 
 
-def free_of_host(walk: Walk, moves: tuple[tuple[Move, ...], ...]) -> Walk:
-    """The same walk with other costs and without the host's budget."""
-    floors = _floors(moves, walk.sent, walk.loss_need_bytes, None, 1)
-    return replace(walk, moves=moves, floors=floors, host_budget_bytes=None, floors_rounded=False)
-
-
-def _walk(problem: StepProblem, root: RootOption) -> Walk:
+def _walk(problem: StepProblem, root: RootOption) -> StepWalk:
     static = problem.static_bytes
     loss_need = static + root.loss_peak_bytes
     moves = tuple(_undominated(m) for m in _moves(problem, root))
@@ -171,7 +179,7 @@ def _walk(problem: StepProblem, root: RootOption) -> Walk:
     gradients = sum(region.gradient_bytes for region in problem.regions)
     most = max(8, FLOOR_WORK // max(1, sum(map(len, moves)))) if host is not None else 1
     floors = _floors(moves, sent, loss_need, host, most)
-    return Walk(
+    return StepWalk(
         root=root.key,
         root_picoseconds=_picoseconds(root.seconds),
         moves=moves,
@@ -194,7 +202,7 @@ def _binding_host(problem: StepProblem) -> int | None:
 
 
 def _floors(
-    moves: Sequence[Sequence[Move]], sent: Sequence[Sequence[int]], loss_need: int, host: int | None, most: int
+    moves: Sequence[Sequence[WalkMove]], sent: Sequence[Sequence[int]], loss_need: int, host: int | None, most: int
 ) -> tuple[tuple[tuple[Floor, ...], ...], ...]:
     """From the end to the start; see NOTE [ The step is a path ]."""
     found: list[tuple[tuple[Floor, ...], ...]] = [()] * len(moves) + [(((loss_need, 0),),)]
@@ -227,61 +235,52 @@ def _few(floors: list[Floor], by_host: bool, most: int) -> tuple[Floor, ...]:
     return tuple(kept[i * (len(kept) - 1) // (most - 1)] for i in range(most))
 
 
-def _moves(problem: StepProblem, root: RootOption) -> list[list[Move]]:
+def _moves(problem: StepProblem, root: RootOption) -> list[list[WalkMove]]:
     """All moves by start. The needs are the levels less the prefix and what is on its way there."""
     static, regions = problem.static_bytes, problem.regions
     later = list(accumulate((region.gradient_bytes for region in reversed(regions)), initial=0))[::-1][1:]
     forward = [static + held for held in root.held_forward_bytes]
     backward = [static + held + gradients for held, gradients in zip(root.held_backward_bytes, later, strict=True)]
     moves = [
-        [_single(problem, r, option, forward[r], backward[r]) for option in region.options]
+        [
+            _move(problem, option, r, r + 1, (option.backward_peak_bytes,), forward, backward)
+            for option in region.options
+        ]
         for r, region in enumerate(regions)
     ]
-    for segment in problem.segments:
-        inside, sent = range(segment.start, segment.stop), segment.offloaded_bytes
-        beside = sum(regions[r].backward_seconds for r in inside) + segment.seconds
-        copying, stall = _copies(problem, segment.stop - 1, sent)
-        moves[segment.start].append(
-            Move(
-                key=segment.key,
-                start=segment.start,
-                stop=segment.stop,
-                resident_bytes=segment.resident_bytes,
-                need_bytes=max(
-                    max(forward[r] + segment.forward_peak_bytes for r in inside),
-                    max(
-                        backward[r] + segment.resident_bytes + sent + peak
-                        for r, peak in zip(inside, segment.backward_peak_bytes, strict=True)
-                    ),
-                ),
-                picoseconds=_picoseconds(segment.seconds) + stall,
-                segment=True,
-                sent_bytes=sent,
-                copying=copying,
-                host_bytes=sent * regions[segment.stop - 1].copies,
-                hides=_hides(problem, beside),
-            )
-        )
+    for s in problem.segments:
+        move = _move(problem, s, s.start, s.stop, s.backward_peak_bytes, forward, backward)
+        moves[s.start].append(replace(move, segment=True))
     return moves
 
 
-def _single(problem: StepProblem, r: int, option: RegionOption, forward: int, backward: int) -> Move:
-    """One region's move, on top of what stands beside it in both passes."""
-    region, sent = problem.regions[r], option.offloaded_bytes
-    copying, stall = _copies(problem, r, sent)
-    return Move(
+def _move(
+    problem: StepProblem,
+    option: RegionOption | SegmentOption,
+    start: int,
+    stop: int,
+    peaks: Sequence[int],
+    forward: Sequence[int],
+    backward: Sequence[int],
+) -> WalkMove:
+    """Args: peaks: of its backwards; forward, backward: by region, what stands beside it in both passes."""
+    regions, sent = problem.regions[start:stop], option.offloaded_bytes
+    copying, stall = _copies(problem, stop - 1, sent)
+    hides = problem.link is not None and problem.link.hides
+    return WalkMove(
         key=option.key,
-        start=r,
-        stop=r + 1,
+        start=start,
+        stop=stop,
         resident_bytes=option.resident_bytes,
         need_bytes=max(
-            forward + option.forward_peak_bytes, backward + option.resident_bytes + sent + option.backward_peak_bytes
+            max(forward[start:stop]) + option.forward_peak_bytes,
+            max(map(add, backward[start:stop], peaks)) + option.resident_bytes + sent,
         ),
         picoseconds=_picoseconds(option.seconds) + stall,
         sent_bytes=sent,
         copying=copying,
-        host_bytes=sent * region.copies,
-        hides=_hides(problem, region.backward_seconds + option.seconds),
+        host_bytes=sent * regions[-1].copies,
+        hides=_picoseconds(sum(region.backward_seconds for region in regions) + option.seconds) if hides else 0,
     )
 
 
@@ -294,17 +293,13 @@ def _copies(problem: StepProblem, r: int, sent: int) -> tuple[int, int]:
     return _picoseconds(sent / link.bytes_per_second), stall - (-sent // MOVED_FOR_A_PICOSECOND)
 
 
-def _hides(problem: StepProblem, beside: float) -> int:
-    return _picoseconds(beside) if problem.link is not None and problem.link.hides else 0
-
-
-def _undominated(moves: list[Move]) -> tuple[Move, ...]:
+def _undominated(moves: list[WalkMove]) -> tuple[WalkMove, ...]:
     """Without those that another one with the same end beats or equals in bytes of every kind, need and seconds.
 
     What hides behind a move needs no look: it grows with what the move computes again, and a copy that waits costs the
     larger of the two.
     """
-    kept: list[Move] = []
+    kept: list[WalkMove] = []
     for m in sorted(moves, key=lambda m: (m.stop, m.picoseconds, m.resident_bytes, m.need_bytes, m.sent_bytes)):
         if not any(
             k.stop == m.stop

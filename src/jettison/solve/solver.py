@@ -1,0 +1,217 @@
+"""The fastest way through a step under a budget in absolute bytes, with a certificate.
+
+What is minimised is what recompute and waiting for copies add to a step, in seconds; what is bounded is every level of
+NOTE [ The step's levels ], and the host's bytes. For each root option: the duals of a linear relaxation (HiGHS) give a
+bound from every position on (bound.py), a beam of labels gives a good plan, and labels thinned with a known loss
+(labels.py) prove it, mostly with nothing thinned at all. Where the host's budget matters, good plans are found around
+the relaxation's vertex first (exchanges.py), and labels go on among the moves that a better one may take. Root options
+whose bound is no better than the best plan are left out. Every answer is replayed by `evaluate` before it is returned.
+What each of these buys: docs/decisions/0101-what-each-layer-of-the-solver-buys.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from jettison.core.errors import Infeasible
+from jettison.solve.bound import Bound, BudgetedWalk, Fixing, relax, relaxation
+from jettison.solve.exchanges import exchanged, rounded
+from jettison.solve.labels import fastest_path
+from jettison.solve.problem import Choice, ChoiceLevels, StepProblem, evaluate
+from jettison.solve.walk import PICOSECONDS, Path, StepWalk, least_of, walks
+
+DEFAULT_GAP = 0.005
+BEAM_WIDTH = 128
+NARROW_WIDTH = 64  # behind plans from a rounded relaxation
+PROOF_WIDTHS = (2_048, 16_384)  # labels a position; the second is tried where the first leaves too wide a gap
+LARGE = 1_000  # moves; more of them under a host budget are only searched further where the gap is too wide
+
+
+class SolverStatus(StrEnum):
+    """How a choice was come by."""
+
+    NOTHING_TO_DO = "nothing to do"  # the fastest options all fit together
+    OPTIMAL = "optimal"  # proven, to the picosecond that seconds are counted in
+    WITHIN_GAP = "within gap"
+    GAP_OPEN = "gap open"  # fits, but the gap asked for was not reached with the widest labels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Certificate:
+    """What is proven about a choice.
+
+    ``gap`` is the share of a step's time that a better choice could still save: (objective - lower bound) / (plain step
+    + objective), with a plain step of 0 seconds where it is not known.
+    """
+
+    lower_bound_seconds: float
+    objective_seconds: float
+    gap: float
+    solver_seconds: float
+    minimum_budget_bytes: int
+    status: SolverStatus
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Solution:
+    """A choice, the levels that replaying it gave, and what is proven about it."""
+
+    choice: Choice
+    levels: ChoiceLevels
+    certificate: Certificate
+
+
+def choose(
+    problem: StepProblem, budget_bytes: int, *, gap: float = DEFAULT_GAP, known: tuple[StepWalk, ...] | None = None
+) -> Solution:
+    """The choice that adds the fewest seconds with every level at or below ``budget_bytes``.
+
+    Equal seconds: where the fastest options all fit, the first listed of each region; else the fewest resident bytes.
+
+    Args:
+        known: `walks(problem)`, where a problem is asked about again and again.
+
+    Raises:
+        Infeasible: no choice fits; the error carries the smallest budget that one does.
+        ValueError: the host's budget fits no choice, whatever the device's is.
+    """
+    begin = time.perf_counter()
+    all_walks = walks(problem) if known is None else known
+    minimum = least_of(all_walks)
+    if minimum > budget_bytes:
+        raise Infeasible(minimum_budget_bytes=minimum, budget_bytes=budget_bytes)
+    unhindered = _fastest_options(problem)
+    if unhindered is not None and _fits(problem, evaluate(problem, unhindered), budget_bytes):
+        choice, bound, status = unhindered, float("inf"), SolverStatus.NOTHING_TO_DO
+    else:
+        choice, bound, status = _search(problem, all_walks, budget_bytes, gap)
+    levels = evaluate(problem, choice)
+    assert _fits(problem, levels, budget_bytes), (
+        f"the replay peaks at {levels.peak_bytes}, the budget is {budget_bytes}"
+    )
+    bound = min(bound, levels.seconds)
+    certificate = Certificate(
+        lower_bound_seconds=bound,
+        objective_seconds=levels.seconds,
+        gap=_gap(problem, levels.seconds, bound),
+        solver_seconds=time.perf_counter() - begin,
+        minimum_budget_bytes=minimum,
+        status=status,
+    )
+    return Solution(choice=choice, levels=levels, certificate=certificate)
+
+
+def _fits(problem: StepProblem, levels: ChoiceLevels, budget_bytes: int) -> bool:
+    limit = problem.link.host_budget_bytes if problem.link is not None else None
+    return levels.peak_bytes <= budget_bytes and (limit is None or levels.host_bytes <= limit)
+
+
+def _gap(problem: StepProblem, objective: float, bound: float) -> float:
+    step = problem.plain_seconds + objective
+    return max(0.0, objective - bound) / step if step > 0 else 0.0
+
+
+def _fastest_options(problem: StepProblem) -> Choice | None:
+    """The fastest option everywhere, or None where a segment is faster than its regions' fastest options.
+
+    Of equally fast ones that which moves least: what fits without it is not moved.
+    """
+    fastest = [min(region.options, key=lambda o: (o.seconds, o.offloaded_bytes)) for region in problem.regions]
+    for segment in problem.segments:
+        if segment.seconds < sum(o.seconds for o in fastest[segment.start : segment.stop]):
+            return None
+    root = min(problem.root, key=lambda o: o.seconds)
+    return Choice(root=root.key, regions=tuple(o.key for o in fastest))
+
+
+@dataclass(kw_only=True)
+class _Best:
+    """The best plan so far and the walk it is on; of equally fast ones the first found."""
+
+    plan: tuple[StepWalk, Path] | None = None
+
+    @property
+    def picoseconds(self) -> int | None:
+        return None if self.plan is None else self.plan[1].picoseconds
+
+    def offer(self, walk: StepWalk, path: Path | None) -> None:
+        if path is not None and (self.plan is None or path.picoseconds < self.plan[1].picoseconds):
+            self.plan = (walk, path)
+
+    def beats(self, bound: float) -> bool:
+        """Whether nothing with this lower bound can be better; seconds are whole numbers of picoseconds."""
+        best = self.picoseconds
+        return best is not None and bound > best - 1
+
+
+def _search(
+    problem: StepProblem, all_walks: tuple[StepWalk, ...], budget_bytes: int, gap: float
+) -> tuple[Choice, float, SolverStatus]:
+    """The best choice found, a lower bound in seconds (infinite where it is proven to be the best) and the status."""
+    best = _Best()
+    roots = list(_roots(all_walks, budget_bytes, best))
+    skips = all_walks[0].host_budget_bytes is not None and sum(map(len, all_walks[0].moves)) > LARGE
+    for width in (0, *PROOF_WIDTHS) if skips else PROOF_WIDTHS:
+        for root in roots if width else ():
+            if not best.beats(root.proven):
+                root.improve(best, width)
+        assert best.plan is not None, "no budget below the smallest comes here, so a beam has found a plan"
+        walk, path = best.plan
+        choice = walk.choice(path.moves)
+        bound = min((root.proven for root in roots), default=float("inf"))
+        if best.beats(bound):
+            return choice, float("inf"), SolverStatus.OPTIMAL
+        if _gap(problem, path.picoseconds / PICOSECONDS, bound / PICOSECONDS) <= gap:
+            return choice, bound / PICOSECONDS, SolverStatus.WITHIN_GAP
+    return choice, bound / PICOSECONDS, SolverStatus.GAP_OPEN
+
+
+@dataclass(kw_only=True)
+class _Root:
+    """A root option under the budget, and what is known of the plans with it."""
+
+    budgeted: BudgetedWalk
+    bound: Bound
+    proven: float  # picoseconds that no plan with this root goes below
+    fixing: Fixing | None = None  # under a host budget
+
+    def improve(self, best: _Best, width: int, *, beam: bool = False) -> None:
+        """Look for something better than the best plan, and note what that proves."""
+        below, walk = best.picoseconds, self.budgeted.walk
+        budgeted = self.budgeted if self.fixing is None else self.fixing.below(below)
+        found = fastest_path(budgeted, self.bound, width=width, below=below, beam=beam)
+        best.offer(walk, found.path)
+        if found.path is not None and self.fixing is not None:
+            best.offer(walk, Path.along(walk, exchanged(budgeted, found.path.moves)))
+        if best.picoseconds is not None:
+            self.proven = max(self.proven, min(best.picoseconds - found.loss, found.dropped))
+
+
+def _roots(all_walks: tuple[StepWalk, ...], budget_bytes: int, best: _Best) -> Iterator[_Root]:
+    """Root options that may hold the best plan, most promising first; what is found of each is offered to ``best``."""
+    needs = [(least, walk) for walk in all_walks if (least := walk.minimum_budget_bytes) is not None]
+    fitting = [(least, BudgetedWalk.of(walk, budget_bytes)) for least, walk in needs if least <= budget_bytes]
+    _, roomiest = min(fitting, key=lambda pair: pair[0])
+    solved = relaxation(roomiest)  # its multipliers are valid for the other root options, too, if not the best for them
+    bounded = [(relax(b, solved.multipliers), b) for _, b in fitting]
+    for bound, budgeted in sorted(bounded, key=lambda pair: pair[0].picoseconds):
+        if best.beats(bound.picoseconds):
+            return
+        own = solved
+        if budgeted is not roomiest:
+            own = relaxation(budgeted)
+            bound = max(bound, relax(budgeted, own.multipliers), key=lambda b: b.picoseconds)
+        if best.beats(bound.picoseconds):
+            continue
+        root, width = _Root(budgeted=budgeted, bound=bound, proven=bound.picoseconds), BEAM_WIDTH
+        if budgeted.walk.host_budget_bytes is not None:
+            root.fixing = Fixing.of(budgeted, bound)
+            for path in rounded(root.fixing, bound, own.shares):
+                best.offer(budgeted.walk, path)
+                width = NARROW_WIDTH
+        if not best.beats(root.proven):
+            root.improve(best, width, beam=True)
+        yield root
