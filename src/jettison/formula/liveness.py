@@ -33,7 +33,7 @@ from typing import TypeVar
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
 from jettison.formula.tape import TapeOp, Value, Weight
-from jettison.ledger.program import Anchor, Op, Program
+from jettison.ledger.program import Anchor, Op
 from jettison.spec.precision import GradientRule
 
 B = TypeVar("B", bound="Backward")
@@ -93,7 +93,7 @@ def replay(
     again = frozenset(program.recompute_set(kept))
     backward = begin(Backward, region, kept, again, rule, accumulates=accumulates, frames=frames, held=held)
     last = region.last_read
-    forward = _forward_peaks(region, kept | {*program.outputs}, last_reads(program), last)
+    forward = _forward_peaks(region, kept | {*program.outputs}, region.last_ops, last)
     around = Around(forward=forward, backward=backward.run(last))
     return Passes(
         resident=resident,
@@ -131,11 +131,6 @@ def begin(
 def weight_gradients(region: Region, dtype: str) -> int:
     """Bytes of the gradients of a region's own weights on one rank."""
     return sum(w.gradient_numel for w in region.weights if not w.tied and not w.frozen) * DTYPE_BYTES[dtype]
-
-
-def last_reads(program: Program) -> dict[int, int]:
-    """By buffer, the last op that makes or reads it."""
-    return {b: op.index for op in program.ops for b in (*op.inputs, *op.outputs)}
 
 
 def _forward_peaks(region: Region, stays: Collection[int], last: Mapping[int, int], cut: int) -> tuple[int, int]:
@@ -434,7 +429,7 @@ _CORE = frozenset((_PRODUCT, _WEIGHTS, "aten._scaled_dot_product_flash_attention
 
 def forward_height(region: Region, *, names_outputs: bool = False) -> tuple[int, int]:
     """Bytes at its worst moment, its input and its output among them: while weights are read, and behind that."""
-    last = last_reads(region.program)
+    last = dict(region.last_ops)
     for value, until in _held(region, names_outputs):
         buffer = region.buffers[value.storage]
         last[buffer] = max(last.get(buffer, until), until)

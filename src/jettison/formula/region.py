@@ -123,6 +123,11 @@ class Region:
         return Program(buffers=tuple(buffers), ops=ops, slots=slots, outputs=(of[self.output.storage],))
 
     @cached_property
+    def last_ops(self) -> dict[int, int]:
+        """By buffer of the program, the last op that makes or reads it."""
+        return {b: op.index for op in self.program.ops for b in (*op.inputs, *op.outputs)}
+
+    @cached_property
     def saved_bytes(self) -> int:
         """What one rank holds between forward and backward without recompute."""
         return self.program.kept_bytes(self.program.saved_buffers())

@@ -36,7 +36,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jettison.core.dtypes import DTYPE_BYTES
-from jettison.formula.liveness import Backward, last_reads
+from jettison.formula.liveness import Backward
 from jettison.formula.region import Region
 from jettison.formula.tape import TapeOp, Weight
 from jettison.memory.unit import WeightStep
@@ -296,7 +296,7 @@ def _computing(regions: Sequence[Region], saved: set[tuple[int, int]]) -> int:
     waits = set(saved)
     for place, region in enumerate(regions):
         program = region.program
-        last = last_reads(program)
+        last = region.last_ops
         for op in program.ops:
             if not waits:
                 return peak

@@ -173,7 +173,6 @@ class TapeOp:
 class OpTraits(TypedDict, total=False):
     """Fields of a `TapeOp` that most ops leave as they are."""
 
-    flops: int
     passes: bool
     anchor: Anchor | None
     gradients: tuple[int, ...] | None
@@ -247,6 +246,7 @@ class Tape:
         weights: Sequence[Weight] = (),
         copied: bool = False,
         contracted: int = 0,
+        flops: int = 0,
         grad: bool | None = None,
         **traits: Unpack[OpTraits],
     ) -> Value:
@@ -265,9 +265,9 @@ class Tape:
             None,
             carries if grad is None else grad,
         )
-        traits["flops"] = traits.get("flops", 0) + 2 * prod(out.local_shape) * contracted
+        flops += 2 * prod(out.local_shape) * contracted
         saves = (Saved(out, keeps, reference),) if keeps else saves
-        self.record(name, inputs, (out,), saves=saves, weights=weights, copied=copied, **traits)
+        self.record(name, inputs, (out,), saves=saves, weights=weights, copied=copied, flops=flops, **traits)
         return out
 
     def record(
@@ -279,6 +279,7 @@ class Tape:
         saves: Iterable[Saved] = (),
         weights: Sequence[Weight] = (),
         copied: bool = False,
+        flops: int = 0,
         **traits: Unpack[OpTraits],
     ) -> None:
         """Write down an op whose results exist already (`empty`). It saves nothing if nothing is differentiated."""
@@ -286,11 +287,12 @@ class Tape:
         self.steps.append(
             TapeOp(
                 name,
-                self.path,
+                ".".join(self._scope),
                 tuple(inputs),
                 tuple(outputs),
                 saved=tuple(saves) if any(v.grad for v in outputs) else (),
                 weights=tuple(weights),
+                flops=flops,
                 bytes_moved=moved,
                 copied=copied,
                 **traits,

@@ -5,16 +5,18 @@ A framework's ``defaults.toml`` has its rules, section ``states_on_host``, with 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from jettison.core.errors import UsageError
 from jettison.spec.frameworks import named
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StatesOnHost:
-    """A rule; by default none moves.
+    """A rule; by default none moves. One object for each: they are keys of caches.
 
     Args:
         framework: whose it is, in messages. ``zeros``: stages of ZeRO that it is described for.
@@ -35,19 +37,19 @@ class StatesOnHost:
     keeps_buffer: bool = False
     copies_shards: bool = False
     one_micro_batch: bool = False
+    moves: bool = True  # is anything on the host?
+
+    def __reduce__(self) -> tuple[Callable[[str], StatesOnHost], tuple[str]]:
+        return states_on_host, (self.name,)
 
     def __str__(self) -> str:
         return self.name
 
-    @property
-    def moves(self) -> bool:
-        """Is anything on the host?"""
-        return self.name != "none"
+
+NOT_MOVED: Final = StatesOnHost(moves=False)
 
 
-NOT_MOVED: Final = StatesOnHost()
-
-
+@cache
 def states_on_host(name: str) -> StatesOnHost:
     """A rule by name, or a `UsageError`."""
     rules = named("states_on_host")
