@@ -7,11 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol, runtime_checkable
 
 from jettison.core.errors import UsageError
-from jettison.cost.matmul import op_seconds
 from jettison.ledger.program import Anchor, Op, Program, Source
-from jettison.solve.frontier import fewest_bytes_point, pareto_frontier
-from jettison.spec.hardware import usual_hardware
-from jettison.spec.kernels import Device
 
 MATMULS = (
     "aten.mm",
@@ -240,6 +236,11 @@ class KeepShare:
     word: str = "mixed"
 
     def kept(self, program: Program) -> frozenset[int]:
+        from jettison.cost.matmul import op_seconds  # all ledgers load policies, and few of them prices
+        from jettison.solve.frontier import pareto_frontier
+        from jettison.spec.hardware import usual_hardware
+        from jettison.spec.kernels import Device
+
         hardware = usual_hardware(Device.CPU)  # any one: a share is the same everywhere
         points = pareto_frontier(program, [op_seconds(op, hardware) for op in program.ops])
         limit = self.fraction * program.kept_bytes(program.saved_buffers())
@@ -441,6 +442,8 @@ class Compiled:
             op if op.anchor is not None or _runs_again(program, op, read) else replace(op, anchor=Anchor.OPAQUE)
             for op in program.ops
         )
+        from jettison.solve.frontier import fewest_bytes_point
+
         found = fewest_bytes_point(replace(program, ops=ops), [0.0] * len(ops)).kept
         return found | _statistics(program) if self.word == COMPILED_QUANTIZED else found
 
