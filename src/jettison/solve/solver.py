@@ -6,7 +6,7 @@ bound from every position on (bound.py), a beam of labels gives a good plan, and
 (labels.py) prove it, mostly with nothing thinned at all. Where the host's budget matters, good plans are found around
 the relaxation's vertex first (exchanges.py), and labels go on among the moves that a better one may take. Root options
 whose bound is no better than the best plan are left out. Every answer is replayed by `evaluate` before it is returned.
-What each of these buys: docs/decisions/0101-what-each-layer-of-the-solver-buys.md.
+What each of these buys: docs/decisions/0103-what-each-layer-of-the-solver-buys.md.
 """
 
 from __future__ import annotations
