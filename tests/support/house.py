@@ -147,11 +147,13 @@ def lone_importers(modules: Sequence[Source], found: set[Import]) -> dict[str, s
 
 
 def double_classes(modules: Sequence[Source]) -> dict[str, list[str]]:
-    """Names of classes, without leading underscores, that several modules define."""
+    """Names of classes, without leading underscores, that several modules define; integrations of frameworks, which
+    have one public name for one thing, apart.
+    """
     places: dict[str, list[str]] = defaultdict(list)
     for module in modules:
         for node in module.tree.body:
-            if isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.ClassDef) and not module.file.endswith("/integration.py"):
                 places[node.name.lstrip("_")].append(module.file)
     return {name: files for name, files in sorted(places.items()) if len(files) > 1}
 

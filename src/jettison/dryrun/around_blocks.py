@@ -23,7 +23,7 @@ from jettison.core.errors import UnsupportedModule
 from jettison.dryrun.block import chain_bytes, hold_gradients, run_step
 from jettison.dryrun.counter import AllocationCounter, Workspace, quiet_gc, static_tensors
 from jettison.dryrun.observed import stand_in_for_opaque
-from jettison.dryrun.tape import Tape
+from jettison.dryrun.tape import StretchTape
 from jettison.ledger.program import Source
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
@@ -109,13 +109,13 @@ def dry_run_root(
 
 def around_stubs(
     trace: ModelTrace, policy: CheckpointPolicy, dry_step: DryStep, workspace: Workspace | None = None
-) -> Tape | None:
+) -> StretchTape | None:
     """The tape of a step whose blocks are stubs, without its optimizer; None where stubs do not do. What stands around
     the blocks is as in the step, and takes a small part of its time.
     """
     if is_entangled(trace):
         return None
-    tape = Tape()
+    tape = StretchTape()
     with contextlib.ExitStack() as stack:
         stack.callback(trace.fake_model.zero_grad)
         levels = _RootLevels(AllocationCounter(), [(0, 0)] * len(trace.calls))

@@ -45,7 +45,7 @@ LEAST_SECONDS = 1e-9  # of what keeps less, so that more is kept where it is as 
 Run = Callable[[], None]
 
 
-class ChoiceLevels(NamedTuple):
+class MeasuredChoice(NamedTuple):
     """Bytes of one call, as `dryrun.block.BlockLevels`, and seconds of its forward and backward.
 
     ``saved``: by buffer of the program, tensors that could wait on the host, where that was asked for.
@@ -85,7 +85,7 @@ def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> Com
     return CompiledProgram(program=seen[0].program, default=seen[0].kept, settings=settings)
 
 
-_MEASURED: dict[Any, ChoiceLevels] = {}
+_MEASURED: dict[Any, MeasuredChoice] = {}
 """Of this process: the same choice has the same levels whenever it is asked for."""
 
 
@@ -96,8 +96,8 @@ def measure_choices(
     progress: Progress,
     *,
     may_move: bool = False,
-) -> dict[str, ChoiceLevels]:
-    """ChoiceLevels of every choice for a class of compiled blocks, by its key.
+) -> dict[str, MeasuredChoice]:
+    """Levels of every choice for a class of compiled blocks, by its key.
 
     Args:
         may_move: what is saved is looked at as well, and passes hooks.
@@ -116,7 +116,7 @@ def measure_choices(
 
 def _measured(
     trace: ModelTrace, cls: BlockClass, choices: Mapping[str, CheckpointPolicy], progress: Progress, may_move: bool
-) -> dict[str, ChoiceLevels]:
+) -> dict[str, MeasuredChoice]:
     assert cls.compiled is not None
     block = _CompiledBlock.of(trace, cls)
     own, settings = block.module.forward, cls.compiled.settings
@@ -140,7 +140,7 @@ def _measured(
         for key, forward in forwards.items():
             block.module.forward = forward
             seconds[key] = min(seconds[key], block.seconds())
-    return {key: ChoiceLevels(*bytes_of[key], seconds[key], saved[key]) for key in forwards}
+    return {key: MeasuredChoice(*bytes_of[key], seconds[key], saved[key]) for key in forwards}
 
 
 class _CompiledBlock:
@@ -274,7 +274,7 @@ def _uncompiled(graph: Any, inputs: Any, **how: Any) -> Any:
     return boxed
 
 
-def seconds_of_levels(levels: Mapping[str, ChoiceLevels]) -> dict[str, float]:
+def seconds_of_levels(levels: Mapping[str, MeasuredChoice]) -> dict[str, float]:
     """Of a forward and a backward, by choice, from the fewest bytes on. ``levels`` come in that order.
 
     Timings waver: one that keeps less is taken to be the faster one only where it is so by more than `NOISE`. (Reading
@@ -293,7 +293,7 @@ def seconds_of_levels(levels: Mapping[str, ChoiceLevels]) -> dict[str, float]:
     return dict(reversed(found.items()))
 
 
-def options_of_levels(levels: Mapping[str, ChoiceLevels]) -> tuple[RegionOption, ...]:
+def options_of_levels(levels: Mapping[str, MeasuredChoice]) -> tuple[RegionOption, ...]:
     """What the solver is given: seconds are those beside the fastest choice."""
     seconds = seconds_of_levels(levels)
     least = min(seconds.values())

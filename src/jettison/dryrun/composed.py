@@ -6,7 +6,7 @@ policy, shows many of them at once. The first step that is put together is dry-r
 in every level.
 
 NOTE [ What may be put together ]
-A stretch inside a call (`measure.tape`) is taken to depend on that call's own label alone: its block's policy, and its
+A stretch inside a call (`dryrun.tape`) is taken to depend on that call's own label alone: its block's policy, and its
 place in a run of blocks. What else it could depend on is looked at, in every step that is recorded:
 
 - where shared storages die follows from who lets go of them (NOTE [ Who lets go of a block's tensors ]), and is
@@ -35,7 +35,7 @@ from jettison.capture.model_trace import ModelTrace
 from jettison.dryrun.around_blocks import around_stubs
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, step_of
-from jettison.dryrun.tape import NOBODY, Place, SharedKey, Stretch, Tape
+from jettison.dryrun.tape import NOBODY, Place, SharedKey, Stretch, StretchTape
 from jettison.ledger.levels import StepLevels
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 
@@ -134,7 +134,7 @@ class Judge:
         """Dry-run a step."""
         if self.problem:
             return step_of([part], self.dry_step, self.pricing)
-        tape = Tape()
+        tape = StretchTape()
         found = step_of([part], self.dry_step, self.pricing, tape)
         self._last_root = part.root if not isinstance(part.root, KeepAll) else self._last_root
         try:
@@ -222,7 +222,7 @@ class Judge:
         inside = (place for place in self._first.places if place.inside)
         return sorted({place.call for place in inside if self._key(place, labels) not in self._pieces})
 
-    def _record(self, tape: Tape, labels: StepPolicies) -> None:
+    def _record(self, tape: StretchTape, labels: StepPolicies) -> None:
         """Take a step apart that was dry-run.
 
         Raises:
@@ -324,7 +324,7 @@ def _last(outline: _Outline, pieces: Sequence[StretchPiece]) -> dict[SharedKey, 
     return found  # type: ignore[return-value]
 
 
-def _pieces_of(tape: Tape) -> Iterator[StretchPiece]:
+def _pieces_of(tape: StretchTape) -> Iterator[StretchPiece]:
     ends = [*(s.live_bytes for s in tape.stretches[1:]), tape.end_bytes]
     stops = [*(s.start for s in tape.stretches[1:]), len(tape.levels)]
     for stretch, end, stop in zip(tape.stretches, ends, stops, strict=True):
@@ -355,7 +355,7 @@ def _alike(classes: Sequence[str], places: Iterable[Place], pieces: Iterable[Str
     return tuple(numbers.setdefault(tuple(one), call) for call, one in enumerate(seen))
 
 
-def _fates(tape: Tape) -> tuple[Fates, list[list[tuple[Place, int, int]]]]:
+def _fates(tape: StretchTape) -> tuple[Fates, list[list[tuple[Place, int, int]]]]:
     """Storages that more than one call may have a say in, or a call and what is around it; and by call, what it leaves
     behind: where that dies around the blocks, before which level there, and its bytes.
     """
@@ -374,7 +374,7 @@ def _fates(tape: Tape) -> tuple[Fates, list[list[tuple[Place, int, int]]]]:
     return found, [sorted(dues) for dues in behind]
 
 
-def _is_due(tape: Tape, born: int, died: Stretch) -> bool:
+def _is_due(tape: StretchTape, born: int, died: Stretch) -> bool:
     """Whether a call's forward has left this behind, for what is around the blocks to let go of, and not at once."""
     if born == NOBODY or died.place.inside:
         return False

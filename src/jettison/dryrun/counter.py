@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from jettison.capture.dispatch import WHICH_DEVICE, fakes_below, outside_of_compiled, which_device
 from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, parts_of, plain
-from jettison.dryrun.tape import NOBODY, Tape, leaves_of
+from jettison.dryrun.tape import NOBODY, StretchTape, leaves_of
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """(operator, args, kwargs) -> bytes that the kernel allocates and frees inside the call."""
@@ -130,7 +130,7 @@ class AllocationCounter(TorchDispatchMode):
         device: str | None = None,
         record_events: bool = False,
         record_levels: bool = False,
-        tape: Tape | None = None,
+        tape: StretchTape | None = None,
     ) -> None:
         super().__init__()
         self._storages: dict[int, _CountedStorage] = {}

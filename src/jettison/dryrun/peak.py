@@ -69,7 +69,7 @@ def measured_peak(
     On the CPU: the profiler's allocation events, replayed in time order from the bytes of the distinct storages of
     `static_tensors`; what the step frees of those counts until then, if nobody else holds them (give an iterator). On
     CUDA (any static tensor there): `max_memory_allocated`, which also holds whatever else the
-    process has on the device. `static_tensors` must list what is alive before the step (see `memory.static_tensors`).
+    process has on the device. `static_tensors` must list what is alive before the step (see `counter.static_tensors`).
     """
     tensors = tuple(static_tensors)
     del static_tensors

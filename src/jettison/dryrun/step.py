@@ -28,7 +28,7 @@ from jettison.dryrun.block import hold_gradients, run_step, with_memory_of_their
 from jettison.dryrun.counter import AllocationCounter, AllocationEvent, Workspace, quiet_gc, static_tensors
 from jettison.dryrun.observed import stand_in_for_opaque
 from jettison.dryrun.op_costs import Pricing
-from jettison.dryrun.tape import Tape
+from jettison.dryrun.tape import StretchTape
 from jettison.ledger.levels import StepLevels
 from jettison.runtime.install import install
 from jettison.runtime.offload import Transfer
@@ -180,7 +180,9 @@ class OneBatch:
         return run_step(self.trace, self.trace.fake_model, counter)
 
 
-def step_of(parts: Sequence[ModulePolicy], dry_step: DryStep, pricing: Pricing, tape: Tape | None = None) -> StepPeaks:
+def step_of(
+    parts: Sequence[ModulePolicy], dry_step: DryStep, pricing: Pricing, tape: StretchTape | None = None
+) -> StepPeaks:
     """A whole step, with what every kernel in it takes inside. Kernels that only it runs have a price before it.
 
     Args:
@@ -206,7 +208,11 @@ def dry_run_batch(
 
 
 def dry_run(
-    parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Workspace | None = None, tape: Tape | None = None
+    parts: Sequence[ModulePolicy],
+    dry_step: DryStep,
+    *,
+    workspace: Workspace | None = None,
+    tape: StretchTape | None = None,
 ) -> StepPeaks:
     """The whole step under a plan.
 

@@ -95,7 +95,7 @@ class Stretch:
     freed: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-class Tape:
+class StretchTape:
     """See the text above. One may record several steps; it has the last.
 
     Attributes:

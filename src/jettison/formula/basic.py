@@ -337,7 +337,7 @@ def enter(w: Writer, x: Value) -> tuple[Value, Value]:
         w.tape.collectives.append(Collective("all_reduce", "tp", x.nbytes, backward=True, step=step))
         return x, x
     if not layout.gathered_inputs:
-        x = for_product(w, x)  # once for all that read it: `parallel.linear.gather_input`
+        x = for_product(w, x)  # once for all that read it: `parallel.styles.gather_input`
     whole = w.tape.collective("all_gather_into_tensor", "tp", x, w.inside(), backward="reduce_scatter_tensor")
     if layout.gathered_inputs:
         return whole, whole

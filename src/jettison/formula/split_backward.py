@@ -72,7 +72,7 @@ def input_half(
         stays: those that wait for the second half, where it lets go of others.
         lets_go: what is kept goes with its last reader, as what is computed again does.
     """
-    half = _InputHalf(region, kept, rule, stays, lets_go)
+    half = _InputReplay(region, kept, rule, stays, lets_go)
     half.run(-1)
     retained = {tensor: half.sizes[tensor] for tensor in half.retained}
     return InputHalf(
@@ -80,7 +80,7 @@ def input_half(
     )
 
 
-class _InputHalf(Backward):
+class _InputReplay(Backward):
     """The replay of a first half: no gradients of weights, and nothing that was kept goes."""
 
     def __init__(
@@ -272,7 +272,7 @@ class _GroupGradients:
     @classmethod
     def of(cls, region: Region, rule: GradientRule, *, last: bool) -> _GroupGradients:
         """Args: last: the gradient of the region's output is somebody else's."""
-        half = _InputHalf(region, region.program.saved_buffers(), rule, frozenset(), False)
+        half = _InputReplay(region, region.program.saved_buffers(), rule, frozenset(), False)
         half.run(-1)
         return cls(half.sizes | ({0: 0} if last else {}), half.owned)
 

@@ -19,7 +19,7 @@ from jettison.core.progress import Progress
 from jettison.cost.matmul import memory_seconds, op_seconds
 from jettison.dryrun.around_blocks import dry_run_root
 from jettison.dryrun.block import dry_run_block
-from jettison.dryrun.compiled import ChoiceLevels, measure_choices, options_of_levels, seconds_of_levels
+from jettison.dryrun.compiled import MeasuredChoice, measure_choices, options_of_levels, seconds_of_levels
 from jettison.dryrun.composed import Judge
 from jettison.dryrun.kernel_trial import OpRequest, TensorMeta
 from jettison.dryrun.observed import observe_block
@@ -96,7 +96,7 @@ class _Builder:
     host: Host | None
     progress: Progress
     _classes: dict[str, ClassOptions] = field(default_factory=dict, init=False)
-    _measured: dict[str, Mapping[str, ChoiceLevels]] = field(default_factory=dict, init=False)
+    _measured: dict[str, Mapping[str, MeasuredChoice]] = field(default_factory=dict, init=False)
     _dry_runs: dict[tuple[str, frozenset[int], frozenset[int]], RegionOption] = field(default_factory=dict, init=False)
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
 
@@ -183,7 +183,7 @@ class _Builder:
         measured = {option.key: option for option in options_of_levels(levels)}
         return points, tuple(option_at(p, measured, saved) for p in points.values())
 
-    def _levels(self, key: str) -> Mapping[str, ChoiceLevels]:
+    def _levels(self, key: str) -> Mapping[str, MeasuredChoice]:
         """Of a class of compiled blocks, by point."""
         if key not in self._measured:
             cls = self.trace.classes[key]

@@ -578,7 +578,7 @@ class Rerun:
 
 
 @dataclass(eq=False, slots=True)
-class _SentTensor:
+class _MovableTensor:
     """A tensor that may be on the host, for autograd to hold. All on one storage share the box."""
 
     ref: TensorRef
@@ -671,7 +671,7 @@ class OffloadHooks:
             self.waiting.append((shared, part, part._version))
         shared.count += 1
         shared.left += 1
-        return _SentTensor(Within.since(begin, TensorRef.of(0, tensor)), shared, self.group)
+        return _MovableTensor(Within.since(begin, TensorRef.of(0, tensor)), shared, self.group)
 
     def _send(self) -> None:
         for shared, part, version in self.waiting:

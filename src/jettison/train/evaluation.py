@@ -32,7 +32,7 @@ class EvaluationSet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated:
+class EvaluationResult:
     """The mean loss of a token; how long it took."""
 
     loss: float
@@ -72,7 +72,9 @@ def evaluation_set(recipe: TrainRecipe, vocab: int | None, world: World) -> Eval
     return EvaluationSet(batches=batches, count=count, text=text)
 
 
-def evaluate(found: EvaluationSet, engine: Engine, world: World, *, data_rank: int, accumulation: int) -> Evaluated:
+def evaluate(
+    found: EvaluationSet, engine: Engine, world: World, *, data_rank: int, accumulation: int
+) -> EvaluationResult:
     """The loss of the model as it is. All ranks call it.
 
     Args:
@@ -90,4 +92,4 @@ def evaluate(found: EvaluationSet, engine: Engine, world: World, *, data_rank: i
                 losses |= {number * of_a_batch + micro: loss for micro, loss in zip(micros, own.tolist(), strict=True)}
     together = world.merged(losses, lambda earlier, later: later | earlier)  # of a micro-batch the first one's word
     total = math.fsum(together[number] for number in sorted(together))
-    return Evaluated(loss=total / len(together), seconds=time.perf_counter() - started)
+    return EvaluationResult(loss=total / len(together), seconds=time.perf_counter() - started)

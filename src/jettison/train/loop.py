@@ -22,7 +22,7 @@ from jettison.core.parse_units import parse_seconds
 from jettison.core.progress import Progress, silent
 from jettison.ledger.levels import StepLevels
 from jettison.train.checkpoint import SaveFailed
-from jettison.train.evaluation import Evaluated, EvaluationSet, evaluate
+from jettison.train.evaluation import EvaluationResult, EvaluationSet, evaluate
 from jettison.train.export import export_session
 from jettison.train.optim import StepTotals, clip, set_rate, squared_norm, step_totals
 from jettison.train.phase_memory import PhasePeaks
@@ -133,7 +133,7 @@ class _RunFacts:
     seconds: list[float] = field(default_factory=list)  # of steps that nothing slowed down
     peaks: dict[int, PhasePeaks] = field(default_factory=dict)  # of the first two steps of this process, and the last
     skipped: int = 0
-    evaluated: Evaluated | None = None
+    evaluated: EvaluationResult | None = None
     eval_peak_bytes: int | None = None  # of the first one
     levels: StepLevels | None = None  # over this rank's second step, or its first
 

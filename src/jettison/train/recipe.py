@@ -74,7 +74,7 @@ class ModelSection(RecipeSection):
         ffn: width of the feed-forward block: 4 x hidden for a GPT, 8/3 of it, rounded up to 64, for a Llama.
         tied: one weight for the token embedding and the head: a GPT has one, a Llama two.
         positions: the longest sequence: that of the batch.
-        code: "reference" (``parallel/reference.py``) or "huggingface" (transformers): whose code runs. Left out, the
+        code: "reference" (``models/reference.py``) or "huggingface" (transformers): whose code runs. Left out, the
             first for an architecture, the second for all others; the first also knows weights of Llamas.
         attention: eager or sdpa; as the model's code has it where left out.
         build: "sharded": without weights, which each rank makes once the model is cut, its own ones only, a tensor at a
