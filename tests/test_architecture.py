@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +19,7 @@ from support.patience import PATIENCE
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SOURCE / "jettison"
+NOTED = {".py", ".toml", ".js", ".txt"}
 
 RANKS: tuple[tuple[str, ...], ...] = (
     ("core",),
@@ -130,6 +132,28 @@ def test_imports_go_one_way() -> None:
 def test_every_file_belongs_to_a_room() -> None:
     strays = [str(file.relative_to(SOURCE)) for file in source_files() if room_of(file) not in {"", *RANK_OF}]
     assert not strays, f"{strays} belong to no room; add the room to RANKS"
+
+
+def test_classes_that_data_names_are_there() -> None:
+    """`schemas.toml` has modules by name, which nothing that moves a class follows."""
+    told = tomllib.loads((PACKAGE / "report" / "schemas.toml").read_text(encoding="utf-8"))
+    classes = {(module, name) for module, names in told["_imports"].items() for name in names}
+    classes |= {
+        (found[0], found[2]) for table in told.values() if (found := table.get("_fields", "").rpartition("."))[0]
+    }
+    assert len(classes) > 10
+    for module, name in sorted(classes):
+        file = SOURCE.joinpath(*module.split(".")).with_suffix(".py")
+        assert file.is_file(), f"schemas.toml has {name} of {module}, which is not there"
+        assert re.search(rf"^class {name}\b", file.read_text(encoding="utf-8"), re.MULTILINE), f"{module} has no {name}"
+
+
+def test_notes_that_are_referred_to_are_there() -> None:
+    texts = [file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob("*.*")) if file.suffix in NOTED]
+    heads, mentions = re.compile(r'^[ #/*"]*NOTE \[ (.+?) \]$', re.MULTILINE), re.compile(r"NOTE \[ (.+?) \]")
+    missing = {name for text in texts for name in mentions.findall(text)}
+    missing -= {name for text in texts for name in heads.findall(text)}
+    assert not missing, f"{sorted(missing)} stand nowhere"
 
 
 def test_the_package_itself_loads_no_room() -> None:

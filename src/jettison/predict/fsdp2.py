@@ -443,7 +443,7 @@ class _Sharded:
 def _on_its_way(run: Run, part: StageRegion | None) -> int:
     """Copies of a group's shards that come from the host, until the buffer that is gathered has them.
 
-    See NOTE [ States on the host ]. Of segments of several groups they are not counted.
+    Of segments of several groups they are not counted.
     """
     if part is None:
         return 0

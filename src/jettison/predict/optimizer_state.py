@@ -328,7 +328,7 @@ def bucket_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostStates:
-    """What one rank has on the host for its optimizer, and moves over the link in a step: NOTE [ States on the host ].
+    """On one rank: bytes on the host, and bytes of a step over the link.
 
     Args:
         gathered_bytes: of those to the device, parameters on their way to be gathered.
