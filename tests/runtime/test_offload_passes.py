@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jettison.core.errors import StaleTensor
 from jettison.dryrun.counter import AllocationCounter, static_tensors
@@ -165,3 +166,40 @@ def test_a_tensor_that_is_written_past_the_counters_later_does_not_move() -> Non
             run(model, found.batch)
         assert compare_gradients(found.model, found.plain).identical
     assert found.handle.offload is None  # blocks that run the same ops are one class, and of one it was seen
+
+
+class Gated(nn.Module):
+    """As a recurrent cell: pieces of one tensor, each with versions of its own, are written one after the other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.three, self.after = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        reset, update, new = self.three(x).unsafe_chunk(3, -1)
+        mixed: Tensor = self.after(x * reset.sigmoid_() + update.sigmoid_() * new.mul_(2).tanh_())
+        return mixed
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.cell, self.after = nn.GRU(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.after(self.cell(x[None])[0][0])
+        return mixed
+
+
+@pytest.mark.parametrize("block", [Gated, Recurrent])
+def test_what_is_saved_piece_by_piece_comes_back_whole(block: Callable[[int], nn.Module]) -> None:
+    """A piece is saved before the next is written: what would go then is not what backward wants."""
+    torch.manual_seed(0)
+    model = Line([block(WIDTH) for _ in range(4)])
+    regions = [f"layers.{i}" for i in range(4)]
+    found = Pair(model, seeded(ROWS, WIDTH), ALL, {"regions": regions})
+    for _ in range(2):
+        for each in (found.model, found.plain):
+            each.zero_grad()
+            run(each, found.batch)
+        assert compare_gradients(found.model, found.plain).identical

@@ -6,6 +6,10 @@ once, however many views there are, and each view is taken again from what came 
 of which only a part is ever asked for, that part goes alone. Where one view is asked for, and it sees less than half of
 the bytes that it lies among, those that it sees are gathered first, and put back in their places afterwards: kernels
 hang on strides, and gradients must not.
+
+NOTE [ Saved in pieces ]
+Recurrent cells cut one buffer by ``unsafe_chunk`` and write to each piece in turn. Autograd saves the first before the
+last is written, and a box is filled where autograd first saves anything of its buffer: such a buffer stays.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ def moves_of(
             that is no error, and backward wants what stands there by then.
     """
     found = {}
+    written |= _saved_in_pieces(trace)
     for b in sorted(offloaded):
         refs = [ref for ref in trace.slots if ref.buffer == b] + reads.get(b, [])
         buffer = trace.program.buffers[b]
@@ -65,6 +70,13 @@ def moves_of(
         if move is not None:
             found[b] = move
     return found
+
+
+def _saved_in_pieces(trace: RegionTrace) -> frozenset[int]:
+    """Buffers of which autograd saves a part before all is written. See NOTE [ Saved in pieces ]."""
+    producers = [trace.program.buffers[ref.buffer].producer for ref in trace.slots]
+    saved = zip(trace.slots, producers, trace.saved_after, strict=True)
+    return frozenset(ref.buffer for ref, made_by, ran in saved if made_by is not None and ran <= made_by)
 
 
 def _at_hand(trace: RegionTrace, b: int) -> TensorRef | None:
