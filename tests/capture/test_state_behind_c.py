@@ -299,6 +299,39 @@ def test_views_of_a_large_array_can_be_written_to_again() -> None:
     assert module.first.flags.writeable and module.rows.flags.writeable and module.last.flags.writeable
 
 
+def test_an_array_that_is_too_large_is_refused_once() -> None:
+    """A recording runs inside of the planning that undoes it: the message of the first is the message."""
+    module, copied = nn.Linear(2, 2), nn.Linear(2, 2)
+    module.rows, copied.rows = np.zeros(3_000_000), np.zeros(3_000_000)
+    with (
+        pytest.raises(UnsupportedModule, match=r"arrays of 24000000 bytes.*write to a copy") as caught,
+        leaving_nothing([copied]),
+        leaving_nothing([module]),
+    ):
+        module.rows[0] = 1
+    assert str(caught.value).count("write to a copy") == 1
+    assert module.rows.flags.writeable and module.rows[0] == 0
+
+
+def test_defaults_of_a_function_that_are_replaced_go_back() -> None:
+    def counts(first: int = 0, *, n: int = 0) -> None:
+        counts.__defaults__, counts.__kwdefaults__ = (first + 1,), {"n": n + 1}
+
+    def none_so_far(first: int) -> int:
+        none_so_far.__defaults__ = (first,)
+        return first
+
+    module = nn.Linear(2, 2)
+    module.functions = [counts, none_so_far]
+    keywords = counts.__kwdefaults__
+    with leaving_nothing([module]):
+        counts()
+        none_so_far(1)
+        assert (counts.__defaults__, counts.__kwdefaults__, none_so_far.__defaults__) == ((1,), {"n": 1}, (1,))
+    assert counts.__defaults__ == (0,) and counts.__kwdefaults__ is keywords == {"n": 0}
+    assert none_so_far.__defaults__ is None
+
+
 def test_what_refuses_keeps_nothing_else_from_going_back() -> None:
     module = nn.Linear(2, 2)
     module.file, module.seen = io.StringIO(), [1]

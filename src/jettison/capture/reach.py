@@ -526,8 +526,7 @@ class Reach:
             if not is_foreign(value.__module__):
                 self._names_of(value, names_in(value.__code__), depth)
                 self.states += [AttributeState(cell, "cell_contents") for cell in value.__closure__ or ()]
-                if value.__defaults__:
-                    self.states.append(AttributeState(value, "__defaults__"))
+                self.states += [AttributeState(value, name) for name in ("__defaults__", "__kwdefaults__")]
         for one in kinds.inside(value):
             self._later(one, depth + 1)
         self._object(value, depth)
