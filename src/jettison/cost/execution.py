@@ -113,15 +113,32 @@ def usual_execution(kernels: str) -> Execution:
 
 def execution_of(run: Run) -> Execution:
     """What goes with a run's kernels."""
-    how = usual_execution(run.kernels.name)
-    loops = run.stack is None or named("stacks").get(run.stack, {}).get("loops_experts", True)
+    to_node = run.kernels.dispatcher is Dispatcher.FLEX
+    whole = run.kernels.context_exchange is ContextExchange.A2A
+    named_by = run.kernels.name, run.stack
+    return _execution(*named_by, run.tp_comm_overlap, run.ep_comm_overlap, run.cuda_graphs, to_node, whole)
+
+
+@cache
+def _execution(
+    kernels: str,
+    stack: str | None,
+    overlaps_tensor: bool,
+    overlaps_experts: bool,
+    graphed: bool,
+    to_node: bool,
+    whole: bool,
+) -> Execution:
+    """Of few kinds; a search asks for each of its candidates."""
+    how = usual_execution(kernels)
+    loops = stack is None or named("stacks").get(stack, {}).get("loops_experts", True)
     return replace(
         how,
-        pipelines_tensor=run.tp_comm_overlap,
-        hides_experts=run.ep_comm_overlap,
-        once_to_node=run.kernels.dispatcher is Dispatcher.FLEX,
+        pipelines_tensor=overlaps_tensor,
+        hides_experts=overlaps_experts,
+        once_to_node=to_node,
         loops_experts=how.loops_experts and loops,
-        graphed=run.cuda_graphs,
-        stack=run.stack or how.stack,
-        whole_sequences=run.kernels.context_exchange is ContextExchange.A2A,
+        graphed=graphed,
+        stack=stack or how.stack,
+        whole_sequences=whole,
     )

@@ -253,13 +253,14 @@ class Timing:
             run.optimizer,
             part.is_layer,
         )
-        found = replace(found, count=count)
         if run.states_on_host.moves_parameters:  # a shard comes from the host before it is gathered
             fetched = host_seconds(self._static(found).host_parameters, self.hardware)
             found = replace(found, gathered=found.gathered + fetched)
-        if by_torch(run, part):
-            found = replace(found, groups=computing_groups(part.region))
-        return replace(found, offloaded=host_seconds(moved, self.hardware)) if moved else found
+        groups = computing_groups(part.region) if by_torch(run, part) else found.groups
+        offloaded = host_seconds(moved, self.hardware) if moved else found.offloaded
+        if (count, groups, offloaded) == (found.count, found.groups, found.offloaded):
+            return found
+        return replace(found, count=count, groups=groups, offloaded=offloaded)
 
     def _again(self, part: StageRegion) -> frozenset[int]:
         if part.chosen is not None:
