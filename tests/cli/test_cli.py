@@ -241,6 +241,14 @@ def test_a_file_is_never_replaced_silently(capsys, live, tmp_path):
     assert json.loads(out.read_text())["schema"] == "jettison.ledger/1"
 
 
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_a_folder_is_no_file_to_write(capsys, tmp_path, force):
+    folder = tmp_path / "there"
+    folder.mkdir()
+    assert run(["ledger", "gpt2", "--out", str(folder), *force]) == 2
+    assert f"{folder} is a folder; give the name of a file" in capsys.readouterr().err
+
+
 def test_a_bug_in_a_factory_exits_1_and_shows_where(capsys, live):
     code, out, err = call(capsys, "ledger", f"{live}:broken")
     assert (code, out) == (1, "")

@@ -91,10 +91,12 @@ def refuse_to_overwrite(out: Path | None, *, force: bool) -> None:
     """Before long work: is the file free to be written?
 
     Raises:
-        UsageError: it is there already, or its folder is not.
+        UsageError: it is there already, it is a folder, or its folder is not.
     """
     if out is None:
         return
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder; give the name of a file")
     if out.exists() and not force:
         raise UsageError(f"{out} is there already; give --force to replace it, or another --out")
     if not out.parent.is_dir():
