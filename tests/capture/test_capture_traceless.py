@@ -79,8 +79,22 @@ def test_what_has_no_gradient_or_no_loss_is_refused() -> None:
     model, x = Disturbing(), torch.randn(4, N)
     with pytest.raises(TraceError, match="no scalar loss"):
         trace_model(model, (x,), loss_fn=lambda loss: loss.expand(2))
-    with pytest.raises(TraceError, match="does not require gradients"):
+    with pytest.raises(TraceError, match=r"does not require gradients.*trainable parameters$"):
         trace_model(model.requires_grad_(False), (x,))
+
+
+class Skipped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(N, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) if torch.rand(()) < 0.9 else x).sum()
+
+
+def test_layers_that_a_draw_leaves_out_are_told_of() -> None:
+    with pytest.raises(TraceError, match=r"Where draws decide which layers run, .* plan so that all layers run then"):
+        trace_model(Skipped(), (torch.randn(4, N),))
 
 
 # digests --------------------------------------------------------------------------------------------------------------

@@ -300,9 +300,13 @@ class Tracer:
         with self._values_wanted(root), self.capture, self.capture.recording(root):
             loss = loss_of(output, loss_fn)
         if not loss.requires_grad:
-            raise TraceError(
-                "the loss does not require gradients; expected a training forward with trainable parameters"
-            )
+            why = "expected a training forward with trainable parameters"
+            if any(parameter.requires_grad for parameter in self.fake_model.parameters()):
+                why += (
+                    ", and no parameter of this one has a part in it. Where draws decide which layers run, one "
+                    "of torch.rand counts as just below 1 while it is planned: plan so that all layers run then"
+                )
+            raise TraceError(f"the loss does not require gradients; {why}")
         outside = [saved.ref for saved in root.slots[inside:]]
         del root.slots[inside:], root.sequence[calls:]
         return root.finish(output), outside
