@@ -173,6 +173,13 @@ def test_verify_of_a_live_model(capsys, live):
     assert "loss after the forward" in out
 
 
+def test_verify_warns_of_no_gradients_of_its_own(capsys, live, tmp_path, recwarn):
+    plan = tmp_path / "plan.json"
+    assert call(capsys, "plan", f"{live}:trio", "--budget", "1MiB", "--out", plan)[0] == 0
+    assert call(capsys, "verify", plan, "--rounds", 1)[0] == 0
+    assert not [str(one.message) for one in recwarn if "are there already" in str(one.message)]
+
+
 def test_a_failed_proof_exits_4(capsys, live, monkeypatch):
     from jettison.verify import side_by_side as proof
 

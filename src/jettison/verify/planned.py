@@ -165,6 +165,7 @@ def _prove(
             found = compare_steps(plain, planned, steps)
         proof = proof_of(plain, planned, found, "planned", steps, rounds, progress, under=alike)
     progress("counting what layers hold")
+    planned.model.zero_grad(set_to_none=True)  # of the last timed step: a forward would warn of them
     layers, tensors = _layers(plain, planned, applied)
     proof, plan = replace(proof, layers=layers, tensors=tensors), applied.plan
     if plan is None:
