@@ -20,7 +20,7 @@ from jettison.frameworks.export import Exported, exporter
 from jettison.frameworks.live import live_export
 from jettison.frameworks.nearest import CannotSay
 from jettison.frameworks.policy import (
-    Action,
+    LayerAction,
     checkpointed,
     checkpointed_on_host,
     draws_again,
@@ -108,13 +108,13 @@ def test_what_is_written_in_place_is_not_handed_out_again() -> None:
         ops = policy.program.ops
         wanted = {op.index for op in ops if op.name.startswith("aten.topk")}
         assert wanted and savable(policy.program, frozenset(range(len(ops)))).isdisjoint(wanted)
-    assert any(policy.action is Action.SELECT for policy in found.policies)
+    assert any(policy.action is LayerAction.SELECT for policy in found.policies)
     assert same_as_plain(found, "routed", lambda model: applied(found, model)) == found.cost.held_bytes
 
 
 def test_a_layer_that_can_be_said_keeps_what_the_plan_keeps() -> None:
     found = exported("torch", "stack", 0.7)
-    chosen = [policy for policy in found.policies if policy.action is Action.SELECT]
+    chosen = [policy for policy in found.policies if policy.action is LayerAction.SELECT]
     assert chosen
     for policy in chosen:
         assert policy.kept >= policy.decision.kept
@@ -126,7 +126,7 @@ def test_a_layer_that_can_be_said_keeps_what_the_plan_keeps() -> None:
 def test_nothing_in_place_is_saved_and_no_part_of_what_is_drawn() -> None:
     """Dropout on a CPU writes its mask in place: a plan keeps the mask, selective contexts must draw it again."""
     found = exported("torch", "noisy", 0.7)
-    chosen = [policy for policy in found.policies if policy.action is Action.SELECT]
+    chosen = [policy for policy in found.policies if policy.action is LayerAction.SELECT]
     assert chosen and all(draws_again(policy) for policy in chosen)
     for policy in chosen:
         kept = {policy.program.buffers[b].producer for b in policy.decision.kept}
@@ -147,7 +147,7 @@ def test_lightning_wraps_the_layers_that_are_marked() -> None:
     from lightning.fabric.strategies.fsdp import _setup_activation_checkpointing
 
     found = exported("lightning", "noisy", 0.7)
-    chosen = [policy.action is Action.CHECKPOINT for policy in found.policies]
+    chosen = [policy.action is LayerAction.CHECKPOINT for policy in found.policies]
     assert 0 < sum(chosen) < DEPTH
     defined: dict[str, Any] = {"__name__": "exported"}
     exec(found.files["strategy.py"], defined)
@@ -184,7 +184,7 @@ def test_accelerate_reads_its_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name.upper(), str(value).lower() if isinstance(value, bool) else str(value))
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     assert plugin.activation_checkpointing
-    assert {policy.action for policy in found.policies} == {Action.CHECKPOINT}
+    assert {policy.action for policy in found.policies} == {LayerAction.CHECKPOINT}
 
 
 def test_what_a_target_cannot_say_is_refused_by_name() -> None:
@@ -252,7 +252,7 @@ def test_transformers_carries_out_the_mask_and_its_trainer_takes_the_arguments(t
     budget = (made.minimum_budget_bytes + made.plain_budget_bytes) // 2
     plan = jettison.plan(made.trace, Bytes(budget), measure=False)
     found = jettison.export_plan(PlanReport(plan=plan, request=request).document(), to="transformers")
-    chosen = [policy.action is Action.CHECKPOINT for policy in found.policies]
+    chosen = [policy.action is LayerAction.CHECKPOINT for policy in found.policies]
     assert 0 < sum(chosen) < len(chosen) and "TRAINING_ARGUMENTS" not in found.files["checkpointing.py"]
     loaded = load(request, fake=False)
     plain = independent_copy(loaded.model)
@@ -302,7 +302,7 @@ def test_inputs_of_checkpoints_wait_on_the_host_where_nothing_else_fits(
 ) -> None:
     to = exporter(target)
     here = written(to, "many_rows", 10**9)
-    assert here.policies[0].action is Action.KEEP
+    assert here.policies[0].action is LayerAction.KEEP
     full = written(to, "many_rows", document("many_rows", 0.7)["budget_bytes"])
     assert full.cost.held_bytes is not None and full.cost.host_bytes == 0
     there = written(to, "many_rows", full.cost.peak_bytes - 1)

@@ -53,7 +53,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "toy/write.py").write_text(WRITE, encoding="utf-8")
     monkeypatch.setattr(frameworks, "FOLDER", tmp_path)
     monkeypatch.setattr(jettison.frameworks, "__path__", [*jettison.frameworks.__path__, str(tmp_path)])
-    caches = (frameworks._tables, frameworks.named)
+    caches = (frameworks._texts, frameworks._table, frameworks.named)
     for cache in caches:
         cache.cache_clear()
     yield

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import jettison
 from jettison.capture.model_trace import ModelTrace
 from jettison.core.progress import silent
-from jettison.dryrun.compiled import ChoiceLevels, measure_choices, options_of_levels
+from jettison.dryrun.compiled import MeasuredChoice, measure_choices, options_of_levels
 from jettison.dryrun.step import StepPeaks, dry_run_batch
 from jettison.planner.host import movable, option_at, with_moves_of_compiled
 from jettison.planner.points import policy_of
@@ -31,7 +31,7 @@ def slow_to_compute() -> Iterator[None]:
     nothing.
     """
 
-    def seconds(levels: Mapping[str, ChoiceLevels]) -> dict[str, float]:
+    def seconds(levels: Mapping[str, MeasuredChoice]) -> dict[str, float]:
         return {key: 1e-3 * (3 + place) for place, key in enumerate(reversed(list(levels)))}
 
     with pytest.MonkeyPatch.context() as patch:

@@ -596,7 +596,8 @@ class _Planning:
                     if likes is None
                     else apply_from_another_rank(part.model, part.trace, plan, likes[number], how, room)
                 )
-                regions += found.regions
+                # of one model the very list: what comes in the place of a planned block is entered there
+                regions = found.regions if len(parts) == 1 else [*regions, *found.regions]
                 replicated = any(part.model is one for one in replicas)
                 expect_loop(found.regions, part.trace, plan, part.use, probed=probed, replicated=replicated)
         except BaseException:
