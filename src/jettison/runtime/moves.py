@@ -56,7 +56,7 @@ def moves_of(
             that is no error, and backward wants what stands there by then.
     """
     found = {}
-    written |= _saved_in_pieces(trace)
+    written |= _saved_in_pieces(trace) if offloaded else frozenset()
     for b in sorted(offloaded):
         refs = [ref for ref in trace.slots if ref.buffer == b] + reads.get(b, [])
         buffer = trace.program.buffers[b]
@@ -75,7 +75,9 @@ def moves_of(
 def _saved_in_pieces(trace: RegionTrace) -> frozenset[int]:
     """Buffers of which autograd saves a part before all is written. See NOTE [ Saved in pieces ]."""
     producers = [trace.program.buffers[ref.buffer].producer for ref in trace.slots]
-    saved = zip(trace.slots, producers, trace.saved_after, strict=True)
+    saved = zip(
+        trace.slots, producers, trace.saved_after, strict=False
+    )  # a trace may lie: that is found when it is followed
     return frozenset(ref.buffer for ref, made_by, ran in saved if made_by is not None and ran <= made_by)
 
 
