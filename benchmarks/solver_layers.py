@@ -1,4 +1,4 @@
-"""What each layer of the solver buys: problems solved with it, and again with it switched off.
+"""Gain of each layer of the solver: problems solved with it, and again with it switched off.
 
     python -m benchmarks.solver_layers [--sources described live chains] [--layers rounding fixing ...]
 
@@ -38,7 +38,7 @@ from support.offload_cases import deep_offload
 from support.plan_cases import deep_problem
 
 Asked: TypeAlias = tuple[str, StepProblem, int]
-"""What it is, the problem, and the budget in bytes."""
+"""Label, problem, and the budget in bytes."""
 
 RUNS: Mapping[str, tuple[str, RunRequest]] = {
     "llama3-405b": ("h100-80gb", RunRequest(tp=8, pp=16, dp=8, micro_batch=1, micro_batches=16, seq=8192)),

@@ -326,28 +326,3 @@ def test_public_names() -> None:
     run = jettison.Run(model=jettison.preset("llama3-8b"), seq=2048, layout=jettison.Layout(tp=8, sp=True))
     assert jettison.forecast(run).parameters == 8_030_261_248
     assert jettison.Ledger.__module__ == "jettison.ledger.ledger"
-
-
-def names_in_code(file: Path) -> set[str]:
-    """Words of names and of texts, but for docstrings and imports."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
-            found |= set(re.findall(r"[a-z_]+", node.value.lower()))
-        elif isinstance(node, ast.Name | ast.Attribute):
-            found.add((node.id if isinstance(node, ast.Name) else node.attr).lower())
-    return found
-
-
-def test_frameworks_are_named_in_their_folders_alone() -> None:
-    """Not in what lists, loads, prices and suggests them: a target, a preset or a flag is added by one folder."""
-    data = {"brief", "others", "torch"}  # a page, several tools, and the library
-    folders = {file.parent.name for file in PACKAGE.glob("frameworks/*/defaults.toml")}
-    frameworks = folders - data | {"huggingface", "trl", "nemo"}
-    rooms = ("spec/frameworks.py", "cli/list_names.py", "cli/export.py", "cli/suggestions.py", "report/export.py")
-    generic = [file for room in rooms for file in PACKAGE.glob(room)]
-    found = {str(file.relative_to(PACKAGE)): sorted(names_in_code(file) & frameworks) for file in generic}
-    assert {file: names for file, names in found.items() if names} == {}
-    assert all((PACKAGE / f"frameworks/{name}/README.md").exists() for name in folders)

@@ -59,6 +59,15 @@ def test_names_of_frameworks_and_families(modules: list[house.Source]) -> None:
         assert sum(count.total() for count in found.values()) <= most, found
 
 
+def test_what_is_generic_names_no_framework(modules: list[house.Source]) -> None:
+    """What lists, loads, prices and suggests: a target, a preset or a flag is added by one folder."""
+    files = {"spec/frameworks.py", "cli/list_names.py", "cli/export.py", "cli/suggestions.py", "report/tables.py"}
+    generic = [module for module in modules if module.file in files]
+    assert len(generic) == len(files)
+    assert house.named(generic, house.frameworks(), ()) == {}
+    assert all((file.parent / "README.md").exists() for file in house.PACKAGE.glob("frameworks/*/defaults.toml"))
+
+
 def test_the_counts_see_what_they_count() -> None:
     """Two modules: a circle through a function, lone importers, one class name twice, a name in a text."""
     first = ["def go() -> None:", '    """Like megatron."""', "    from p import b", '    print("megatron-lm", b)']

@@ -19,17 +19,7 @@ from support.browser import (
     too_wide,
     walk_by_keyboard,
 )
-from support.serving import PLAN, Served, served
-
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 1000,
-    "hidden_size": 256,
-    "intermediate_size": 688,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 512,
-}
+from support.serving import LLAMA, PLAN, Served, served
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +107,7 @@ def test_a_file_is_uploaded(open_page: Open, server: Served, tmp_path: Path) -> 
     fill(opened, model="(a config.json)", budget="1GiB")
     assert ask(opened) == "Choose the config.json to ask about."
     config = tmp_path / "small.json"
-    config.write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "fp8"}}), encoding="utf-8")
+    config.write_text(json.dumps({**LLAMA, "quantization_config": {"quant_method": "fp8"}}), encoding="utf-8")
     opened.page.set_input_files("#ask-file", config)
     assert opened.page.inner_text("#ask .command code") == "jettison plan small.json --budget 1GiB --tp 1"
     assert ask(opened) == "answered"
@@ -137,7 +127,7 @@ def test_hostile_names_are_shown_as_text(open_page: Open, server: Served, tmp_pa
     opened.expect_error("422")
     fill(opened, model="(a config.json)", budget="1GiB")
     config = tmp_path / f"{markup}.json"
-    config.write_text(json.dumps({**CONFIG, "model_type": markup}), encoding="utf-8")
+    config.write_text(json.dumps({**LLAMA, "model_type": markup}), encoding="utf-8")
     opened.page.set_input_files("#ask-file", config)
     assert opened.page.inner_text("#ask .command code") == f"jettison plan '{markup}.json' --budget 1GiB --tp 1"
     assert markup in ask(opened)

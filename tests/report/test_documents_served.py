@@ -12,17 +12,7 @@ import pytest
 from jettison.cli.main import run
 from jettison.report.server import Limits
 from support.patience import PATIENCE
-from support.serving import JSON, PLAN, Served, served
-
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 1000,
-    "hidden_size": 256,
-    "intermediate_size": 688,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 512,
-}
+from support.serving import JSON, LLAMA, PLAN, Served, served
 
 
 @pytest.fixture(scope="module")

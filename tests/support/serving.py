@@ -21,6 +21,16 @@ from support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 JSON = {"Content-Type": "application/json"}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 512,
+}
+"""A configuration that is uploaded."""
 PLAN = {"model": "gpt-22b", "tp": 8, "budget": "60GiB"}
 """A quick one."""
 SEARCH = {"model": "gpt-175b", "gpus": 512, "gpu": "a100-80gb", "global_batch": 1024}
