@@ -208,7 +208,7 @@ def test_a_failed_proof_exits_4(capsys, live, monkeypatch):
         (["ledger", "gpt-none", "--trace"], "expected module:factory"),
         (["ledger", "no/such/config.json", "--trace"], "no such file"),
         (["ledger", "no_such_module:make"], "there is no module 'no_such_module'"),
-        (["ledger", "live_models:other"], "has no function 'other'; it has alone, trio, broken"),
+        (["ledger", "live_models:other"], "has no function 'other'; it has alone, trio, own_loss, broken"),
         (["ledger", "live_models:alone"], "without a batch"),
         (["ledger", "live_models:trio", "--seq", "8"], "--seq does not apply"),
         (["ledger", "live_models:trio", "--precision", "bf16"], "--precision does not apply"),
