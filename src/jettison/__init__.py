@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
     from jettison.core.units import Bytes
     from jettison.families.config import read_config
     from jettison.families.presets import preset
+    from jettison.frameworks.run_file import run_from
     from jettison.ledger import Ledger
     from jettison.planner import apply, auto_checkpoint, plan, sweep, trace
     from jettison.predict.forecast import forecast
@@ -69,6 +70,7 @@ _HOME_OF = MappingProxyType(
         "checkpointable": "jettison.runtime.recompute_function",
         "forecast": "jettison.predict.forecast",
         "run_of": "jettison.predict.run_request",
+        "run_from": "jettison.frameworks.run_file",
         "search": "jettison.cli.search",
         "preset": "jettison.families.presets",
         "hardware": "jettison.spec.hardware",
@@ -95,8 +97,8 @@ __all__ = [
     "ModelSpec", "NothingFits", "Plan", "PlanMismatch", "ProofFailed", "RecordingLeft", "Run", "RunRequest",
     "SearchRequest", "StaleTensor", "TraceError", "UnsupportedModule", "UsageError", "WrongValue", "__version__",
     "apply", "auto_checkpoint", "checkpoint", "checkpointable", "estimate", "export_plan", "forecast", "hardware",
-    "integrations", "ledger_of", "plan", "preset", "read_config", "run_of", "search", "sweep", "trace", "verify",
-    "verify_given", "watch",
+    "integrations", "ledger_of", "plan", "preset", "read_config", "run_from", "run_of", "search", "sweep", "trace",
+    "verify", "verify_given", "watch",
 ]  # fmt: skip
 
 

@@ -21,8 +21,13 @@ from jettison.report.console import hint, json_text, show
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from jettison.frameworks.run_file import RunFile
+
 Form = Literal["human", "json"]
 Budget = Annotated[str | None, Parameter(help="Peak bytes of a training step, with a unit: 20GiB, 500MB, 123456B.")]
+Model = Annotated[
+    str | None, Parameter(help="A preset such as llama3-8b, a config.json or its folder, or module:factory.")
+]
 Seq = Annotated[Tokens | None, Parameter(help="Tokens, such as 8k, for a config: 2048 or as many as it has.")]
 MicroBatch = Annotated[int | None, Parameter(help="Sequences or images in a micro-batch, for a config: 1.")]
 Precision = Annotated[Literal["fp32", "bf16"] | None, Parameter(help="Of weights and activations, for a config.")]
@@ -126,11 +131,13 @@ def deliver(
     out: Path | None,
     csv: Callable[[], str] | None = None,
     request: Mapping[str, Any] | None = None,
+    source: RunFile | None = None,
 ) -> None:
     """A table, JSON or CSV on stdout, and JSON or CSV in a file. Nothing is made that nobody sees.
 
     Args:
         request: what was asked, where the document does not say it itself.
+        source: the framework's file that the run was read from.
     """
     text = ""
     if form == "csv" and csv is not None:
@@ -139,7 +146,7 @@ def deliver(
         found = document()
         if found.get("request") is None and request is not None:
             found = found | {"request": dict(request)}
-        text = json_text(found)
+        text = json_text(found if source is None else found | {"from": source.document()})
     if form == "human":
         show(table())
     else:

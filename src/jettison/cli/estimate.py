@@ -20,9 +20,9 @@ from jettison.cli.app import (
     deliver,
     refuse_to_overwrite,
 )
+from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
 from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
-from jettison.models.described import described_model
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
@@ -64,11 +64,12 @@ class EstimateFlags:
 
 
 def command(
-    model: Annotated[str, Parameter(help="A preset such as llama3-8b, or a config.json or its folder.")],
+    model: Annotated[str | None, Parameter(help="A preset such as llama3-8b, or a config.json or its folder.")] = None,
     /,
     *,
     flags: Annotated[EstimateFlags, Flattened],
     request: Annotated[RunRequest, Flattened] = NOTHING_ASKED,
+    source: Annotated[RunSourceFlags, Flattened] = NO_SOURCE,
     form: Format = "human",
     out: Out = None,
     force: Force = False,
@@ -76,12 +77,15 @@ def command(
     """What a training step takes: seconds, tokens a second, MFU, and what the time goes into."""
     for path in (out, flags.timeline, flags.snapshot):
         refuse_to_overwrite(path, force=force)
+    model, request, source_file = sourced(model, request, source, verb="estimate")
+    if source_file is not None and source_file.compile:
+        flags = replace(flags, compile=True)
     with progress() as say:
         say("estimating")
         report = estimate(model, request, flags)
     for warning in report.warnings:
         hint(f"note: {warning}")
-    deliver(report.document, report.table, form=form, out=out)
+    deliver(report.document, report.table, form=form, out=out, source=source_file)
     if flags.timeline is not None or flags.snapshot is not None:
         from jettison.cli.snapshots import write_step_files
 
@@ -99,7 +103,7 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
     if is_live(model):
         raise UsageError(f"got the live model {model}; an estimate is of a preset or of a config.json")
     wanted = Wanted(tokens=flags.tokens, price_per_gpu_hour=flags.price_per_gpu_hour)
-    asked, device = resolve(described_model(model, request), request), hardware(flags.gpu)
+    asked, device = resolve(spec_of(model, request), request), hardware(flags.gpu)
     run = asked.run
     if flags.explain and run.recompute.mode is Mode.AUTO:
         raise UsageError("--explain compares recompute modes; give another than auto")

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from jettison.core.errors import UsageError
+
 _LOOKED_AT_BYTES: Final = 1 << 16
 _SCHEMA: Final = re.compile(r'"schema"\s*:\s*"(jettison\.[a-z_]+)/\d+"')
 _RECORD: Final = "torch.cuda.memory._record_memory_history() and _dump_snapshot(FILE), which `jettison report` reads"
@@ -72,6 +74,15 @@ def _toml(*sections: str) -> Callable[[Path, bytes, str], bool]:
     return lambda path, _begin, text: path.suffix == ".toml" and heads.search(text) is not None
 
 
+def _run_file(path: Path, _begin: bytes, _text: str) -> bool:
+    from jettison.frameworks.run_file import is_run_file
+
+    try:
+        return is_run_file(str(path))
+    except UsageError:
+        return False
+
+
 KINDS: Final = (
     FileKind(name="a memory snapshot", verbs=("report", "profile", "doctor"), command="report {}", fits=_pickle),
     FileKind(
@@ -107,6 +118,9 @@ KINDS: Final = (
         verbs=("ledger", "plan", "estimate", "search", "verify", "explore", "doctor", "export"),
         command="ledger {}",
         fits=lambda path, _begin, text: path.suffix == ".json" and '"model_type"' in text,
+    ),
+    FileKind(
+        name="a training framework's configuration of a run", verbs=(), command="ledger --from {}", fits=_run_file
     ),
     FileKind(
         name="a recipe of jettison train",

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from jettison.cli.app import LOCAL, Budget, Flattened, Force, Out, Switch, answered, deliver, refuse_to_overwrite
+from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
 from jettison.core.errors import Infeasible, UsageError
 from jettison.core.progress import Progress, silent
 from jettison.families.presets import PRESETS
 from jettison.ledger.compare import compare, in_step
 from jettison.ledger.ledger import Ledger
-from jettison.models.described import described_model
 from jettison.models.model_types import require_known_file
 from jettison.predict.allowance import limit_of
 from jettison.predict.forecast import Forecast, forecast
@@ -61,12 +61,13 @@ UNASKED = LedgerFlags()
 
 def command(
     model: Annotated[
-        str, Parameter(help="A preset such as llama3-8b, a config.json or its folder, or module:factory.")
-    ],
+        str | None, Parameter(help="A preset such as llama3-8b, a config.json or its folder, or module:factory.")
+    ] = None,
     /,
     *,
     flags: Annotated[LedgerFlags, Flattened] = UNASKED,
     request: Annotated[RunRequest, Flattened] = NOTHING_ASKED,
+    source: Annotated[RunSourceFlags, Flattened] = NO_SOURCE,
     form: Annotated[Literal["human", "json", "csv"], Parameter(name="--format", help="CSV has the entries.")] = "human",
     entries: Annotated[bool, Parameter(negative="--no-entries", help="Every saved tensor in JSON.")] = True,
     out: Out = None,
@@ -78,12 +79,15 @@ def command(
     exit code is 3 where the peak does not fit.
     """
     refuse_to_overwrite(out, force=force)
+    model, request, source_file = sourced(model, request, source, verb="ledger")
+    if source_file is not None and source_file.compile:
+        flags = replace(flags, compile=True)
     with progress() as say:
         report = ledger(model, request, flags, progress=say)
     report = replace(report, with_entries=entries)
     for warning in report.warnings:
         hint(f"note: {warning}")
-    deliver(report.document, lambda: _table(report), form=form, out=out, csv=report.csv)
+    deliver(report.document, lambda: _table(report), form=form, out=out, csv=report.csv, source=source_file)
     with answered():
         report.require()
 
@@ -136,7 +140,7 @@ def _described(model: str, request: RunRequest, flags: LedgerFlags) -> LedgerRep
         Infeasible: recompute was left to a planner, and no plan fits.
     """
     fit, gpu = flags.fit, flags.gpu
-    asked = resolve(described_model(model, request, live=True, trace=flags.trace), request)
+    asked = resolve(spec_of(model, request, live=True, trace=flags.trace), request)
     asked = replace(asked, run=replace(asked.run, compiled=True)) if flags.compile else asked
     limit = limit_of(budget=flags.budget, gpu=gpu, run=asked.run)
     budget_bytes = None if limit is None else limit.nbytes

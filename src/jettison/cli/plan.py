@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Parameter
 
@@ -24,12 +24,12 @@ from jettison.cli.app import (
     deliver,
     refuse_to_overwrite,
 )
+from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
 from jettison.core.errors import Infeasible, UsageError
 from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import Progress, silent
 from jettison.core.units import format_bytes
 from jettison.families.presets import PRESETS
-from jettison.models.described import described_model
 from jettison.models.model_types import require_known_file
 from jettison.predict.allowance import Limit, limit_of
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
@@ -66,16 +66,19 @@ class PlanFlags:
 
 
 UNASKED = PlanFlags()
+DECIDED: Final = ("recompute", "recompute_modules", "offload_modules", "offload", "whole_micro_batches")
+"""Fields of a run that a plan decides."""
 
 
 def command(
     model: Annotated[
-        str, Parameter(help="A preset such as llama3-8b, a config.json or its folder, or module:factory.")
-    ],
+        str | None, Parameter(help="A preset such as llama3-8b, a config.json or its folder, or module:factory.")
+    ] = None,
     /,
     *,
     flags: Annotated[PlanFlags, Flattened] = UNASKED,
     request: Annotated[RunRequest, Flattened] = NOTHING_ASKED,
+    source: Annotated[RunSourceFlags, Flattened] = NO_SOURCE,
     form: Format = "human",
     out: Out = None,
     force: Force = False,
@@ -89,6 +92,7 @@ def command(
     """
     for path in (out, flags.timeline, flags.snapshot):
         refuse_to_overwrite(path, force=force)
+    model, request, source_file = sourced(model, request, source, verb="plan", decides=DECIDED)
     try:
         with progress() as say:
             report = plan(model, request, flags, progress=say)
@@ -99,7 +103,7 @@ def command(
         raise
     for warning in getattr(report, "warnings", ()):
         hint(f"note: {warning}")
-    deliver(report.document, report.table, form=form, out=out)
+    deliver(report.document, report.table, form=form, out=out, source=source_file)
     step = getattr(report, "step", None)
     if step is not None:
         from jettison.cli.snapshots import write_timelines
@@ -186,7 +190,7 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
     from jettison.report.alternatives import what_if as next_gib
 
     run = resolve(
-        described_model(model, request, live=True), replace(request, recompute="auto", offload=bool(request.offload))
+        spec_of(model, request, live=True), replace(request, recompute="auto", offload=bool(request.offload))
     ).run
     whole = run.recompute.whole
     device = usual_hardware(run.kernels.device) if flags.gpu is None else hardware(flags.gpu)

@@ -23,13 +23,13 @@ from jettison.cli.app import (
     deliver,
     refuse_to_overwrite,
 )
+from jettison.cli.from_file import NO_SOURCE, SourceFlags, sourced, spec_of
 from jettison.core.errors import UsageError
 from jettison.core.parse_units import parse_bytes
 from jettison.core.process import cores
 from jettison.core.progress import Progress, on_terminal, shown
-from jettison.models.described import described_model
 from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import is_live
+from jettison.predict.run_request import flag_of, is_live
 from jettison.predict.training_cost import Wanted
 from jettison.report.console import hint, json_text, progress
 from jettison.report.search import SearchReport, nothing_document
@@ -57,9 +57,9 @@ class SearchFlags:
         state: Go on from this file, and write what is worked out to it.
     """
 
-    gpus: int
     gpu: str
-    global_batch: int
+    gpus: int | None = None
+    global_batch: int | None = None
     budget: str | None = None
     margin: float = MARGIN
     tokens: RunTokens = None
@@ -70,11 +70,12 @@ class SearchFlags:
 
 
 def command(
-    model: Annotated[str, Parameter(help="A preset such as llama3-70b, a config.json or its folder.")],
+    model: Annotated[str | None, Parameter(help="A preset such as llama3-70b, a config.json or its folder.")] = None,
     /,
     *,
     flags: Annotated[SearchFlags, Flattened],
     request: Annotated[SearchRequest, Flattened] = NOTHING_FIXED,
+    source: Annotated[SourceFlags, Flattened] = NO_SOURCE,
     form: Format = "human",
     out: Out = None,
     force: Force = False,
@@ -85,6 +86,16 @@ def command(
     3 where nothing fits.
     """
     refuse_to_overwrite(out, force=force)
+    model, request, found = sourced(model, request, source, verb="search", gpus=flags.gpus)
+    if found is not None:
+        flags = replace(
+            flags,
+            gpus=found.gpus if flags.gpus is None else flags.gpus,
+            global_batch=found.global_batch if flags.global_batch is None else flags.global_batch,
+        )
+    for name in ("gpus", "global_batch"):
+        if getattr(flags, name) is None:
+            raise UsageError(f"search needs {flag_of(name)}, such as {flag_of(name)} 64")
     with progress() as say:
         try:
             report = answer(model, request, flags, jobs=cores() if flags.jobs is None else flags.jobs, progress=say)
@@ -99,13 +110,14 @@ def command(
             raise
     for warning in report.warnings:
         hint(f"note: {warning}")
-    deliver(report.document, report.table, form=form, out=out)
+    deliver(report.document, report.table, form=form, out=out, source=found)
 
 
 def nothing(model: str, request: SearchRequest, flags: SearchFlags, error: NothingFits) -> dict[str, object]:
     """Return the document that says that nothing fits."""
     unsaid = replace(flags, tokens=None, price_per_gpu_hour=None, jobs=None, state=None)
     said = asked(model=model, flags=unsaid, request=request)
+    assert flags.gpus is not None, "checked before the search"
     return nothing_document(model, flags.gpus, flags.gpu, error, said)
 
 
@@ -149,7 +161,7 @@ def search(
     budget_bytes = None if budget is None else parse_bytes(budget)
     device = hardware(gpu)
     space = request.space(
-        described_model(
+        spec_of(
             model,
             RunRequest(
                 seq=request.seq, attention=request.attention, precision=request.precision, family=request.family

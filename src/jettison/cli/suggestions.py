@@ -14,8 +14,10 @@ from jettison.cli.app import app
 from jettison.core.errors import JettisonError, UsageError
 from jettison.spec.frameworks import foreign_flags
 
-_WRITTEN: Final = frozenset({"--out", "--timeline", "--snapshot", "--state", "--figures", "--trace", "--export"})
-"""Flags whose file is written: what was there before is nobody's mistake."""
+_WRITTEN: Final = frozenset(
+    {"--out", "--timeline", "--snapshot", "--state", "--figures", "--trace", "--export", "--from"}
+)
+"""Flags whose file is written, so that what was there before is nobody's mistake, or is of any kind."""
 _EXAMPLE: Final = re.compile(r"\{(.*?)\}")
 _WHOLE: Final = re.compile(r"[1-9]\d{0,6}")
 _FRACTION: Final = re.compile(r"[-+]?\d*\.\d+")

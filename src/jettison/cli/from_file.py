@@ -1,0 +1,135 @@
+"""`--from FILE`: a run as a training framework's own file has it, in the place of flags."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from cyclopts import Parameter
+
+from jettison.cli.app import LOCAL, Switch
+from jettison.core.errors import UsageError
+from jettison.models.described import described_model
+from jettison.predict.forecast import forecast
+from jettison.predict.run_fields import CommonRequest, RunRequest
+from jettison.predict.run_request import resolve
+from jettison.report.console import hint
+
+if TYPE_CHECKING:
+    from jettison.frameworks.run_file import RunFile
+    from jettison.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFlags:
+    """Where a run is read from.
+
+    Args:
+        from_file: A trainer's own file: TOML, YAML, JSON, a script with its arguments. Flags beside it count before
+            it; several files of one run may be given.
+        allow_unread: Go on where keys of the file that change memory or time cannot be read.
+    """
+
+    from_file: Annotated[list[Path] | None, Parameter(name="--from", negative="")] = field(default=None, metadata=LOCAL)
+    allow_unread: Switch = field(default=False, metadata=LOCAL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSourceFlags(SourceFlags):
+    """The same, of one run.
+
+    Args:
+        gpus: Devices that it runs on, where the file of --from does not say.
+    """
+
+    gpus: int | None = field(default=None, metadata=LOCAL)
+
+
+NO_SOURCE: Final = RunSourceFlags()
+
+
+def sourced(
+    model: str | None,
+    request: Any,
+    source: SourceFlags,
+    *,
+    verb: str,
+    gpus: int | None = None,
+    decides: Collection[str] = (),
+) -> tuple[str, Any, RunFile | None]:
+    """The model and the request of a verb, with what a framework's file says where none was given.
+
+    Args:
+        request: a `RunRequest`, or a `SearchRequest`, which takes the fields that it has.
+        gpus: devices, where the verb has a flag for them.
+        decides: fields that the verb decides itself, whatever the file says.
+
+    Raises:
+        UsageError: neither a model nor a file, or a file that cannot be read.
+    """
+    own_gpus = getattr(source, "gpus", None)
+    if not source.from_file:
+        if model is None:
+            raise UsageError("expected a model: a preset such as llama3-8b, a config.json, or --from FILE of a trainer")
+        if own_gpus is not None or source.allow_unread:
+            raise UsageError(f"got --{'gpus' if own_gpus else 'allow-unread'} without --from; leave it away")
+        return model, request, None
+    from jettison.frameworks.run_file import read_run
+
+    known = {f.name for f in fields(RunRequest)}
+    given = {name: getattr(request, name) for name in request.given()}
+    asked = {name: value for name, value in given.items() if name in known} if isinstance(request, RunRequest) else {}
+    gpus = own_gpus if gpus is None else gpus
+    found = read_run(*source.from_file, model=model, gpus=gpus, asked=asked, allow_unread=source.allow_unread)
+    own = {f.name for f in fields(RunRequest if isinstance(request, RunRequest) else CommonRequest)}
+    own -= set(decides)
+    merged = {name: getattr(found.request, name) for name in found.request.given() if name in own}
+    request = type(request)(**{**merged, **given})
+    found = _settled(found, request, verb)
+    for line in said(found, verb, request):
+        hint(line)
+    return found.model_argument, request, found
+
+
+def spec_of(model: str, request: RunRequest, **how: bool) -> ModelSpec:
+    """The model that an argument stands for, a framework's file that describes its own among them."""
+    if Path(model).suffix not in ("", ".json") or Path(model).is_file():
+        from jettison.frameworks.run_file import is_run_file, read_run
+
+        if is_run_file(model):
+            found = read_run(model, gpus=1, allow_unread=True)
+            if found.config is None:
+                raise UsageError(f"{model} is {found.says}, the configuration of a run; give it after --from")
+            hint(f"note: of {model} the model alone is read; --from {model} reads the run")
+            return found.spec()
+    return described_model(model, request, **how)
+
+
+def _settled(found: RunFile, request: Any, verb: str) -> RunFile:
+    """The file, without compiled layers where a verb or the formulas do not have them, and with a note of that."""
+    if not found.compile:
+        return found
+    why = f"jettison {verb} does not take compiled layers"
+    if verb in ("ledger", "estimate"):
+        try:
+            forecast(replace(resolve(found.spec(), request).run, compiled=True))
+        except UsageError as error:
+            why = str(error)
+        else:
+            return found
+    return replace(found, compile=False, notes=(*found.notes, f"the layers are compiled there, and eager here: {why}"))
+
+
+def said(found: RunFile, verb: str, request: Any) -> list[str]:
+    """What a file was understood as, in lines."""
+    lines = [f"{found.path}: {found.says}; the same as: {found.command(verb, request)}"]
+    became = [f"{key} -> {key.why}" for key in found.used if key.why]
+    if became:
+        lines.append(f"read: {'; '.join(became)}")
+    lines += [f"not read, though it may change memory or time: {key} ({key.why})" for key in found.unread]
+    if found.ignored:
+        many = len(found.ignored) > 1
+        lines.append(f"{len(found.ignored)} key{'s' * many} that change{'s' * (not many)} neither memory nor time")
+    return lines + [f"note: {note}" for note in found.notes]

@@ -1,0 +1,472 @@
+"""A run as a training framework's own file configures it: a request, the keys it came from, and those not read.
+
+``frameworks/NAME/read.toml`` says what each key of a framework's files is here; ``frameworks/NAME/read.py`` has what is
+no table, as a function ``read(keys)``. Sections of ``read.toml``:
+
+- ``says``: what such a file is called. ``syntaxes``, ``any``, ``all``: a file is one where its syntax is among these,
+  one of ``any`` is among its keys (globs), and all of ``all``. ``order``: whose turn it is, the least first.
+- ``like``: the preset of ``--like`` that such a run follows.
+- ``keys``: fields of a request by key, value for value: ``"training.seq_len" = "seq"``.
+- ``words``: by key and then by value, as text in lower case, fields with their values. A value that is not there is
+  refused.
+- ``ignored``: globs of keys that change neither memory nor time.
+- ``refused``: by glob, why keys that do are not read. One whose value is off (false, null, 0, empty) says nothing.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from jettison.core.errors import UsageError
+from jettison.families.config import parse_config
+from jettison.frameworks.config_file import ConfigFile, read_config_file
+from jettison.models.described import described_model
+from jettison.predict.run_fields import CommonRequest, RunRequest
+from jettison.predict.run_request import flag_of, resolve
+from jettison.spec import frameworks
+from jettison.spec.model import ModelSpec
+from jettison.spec.run import Run
+
+_T = TypeVar("_T", int, float, str, bool)
+_OFF: Final = ("", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{}")
+_FIELDS: Final = frozenset(f.name for f in fields(RunRequest))
+UNKNOWN: Final = "it is not known"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key of a file, with its value. ``why``: what it became, or why it was not read."""
+
+    name: str
+    value: Any
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} = {_shown(self.value)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFile:
+    """A framework's file, as it was understood.
+
+    Args:
+        framework: the folder under ``frameworks``.
+        says: what such a file is called.
+        model: a preset, a path or a Hub id that the file names; None where it has its own, or names none.
+        config: the model that the file itself describes, in the form of a ``config.json``.
+        request: of the run.
+        compile: its layers are compiled.
+        gpus: how many it runs on, where the file or the command says so.
+        global_batch: sequences in a step on all devices, likewise.
+        used: keys that became something.
+        unread: keys that change memory or time and were not read.
+        ignored: names of keys that change neither.
+        notes: what else there is to say.
+    """
+
+    path: Path
+    framework: str
+    says: str
+    model: str | None
+    config: Mapping[str, Any] | None
+    request: RunRequest
+    compile: bool = False
+    gpus: int | None = None
+    global_batch: int | None = None
+    used: tuple[Key, ...] = ()
+    unread: tuple[Key, ...] = ()
+    ignored: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def model_argument(self) -> str:
+        """What stands for the model on the command line: the file itself where it describes its own.
+
+        Raises:
+            UsageError: it names none.
+        """
+        if self.model is not None:
+            return self.model
+        if self.config is not None:
+            return str(self.path)
+        raise UsageError(f"{self.path} names no model; give it before --from: a preset, a config.json or a Hub id")
+
+    def spec(self) -> ModelSpec:
+        """The model."""
+        if self.model is None and self.config is not None:
+            return parse_config(self.config, name=self.path.stem)
+        return described_model(self.model_argument, self.request)
+
+    def command(self, verb: str = "ledger", request: Any = None) -> str:
+        """The equivalent command line; ``request``: what the verb takes of the file's."""
+        compiled = ["--compile"] if self.compile and verb in ("ledger", "estimate") else []
+        said = flags_of(self.request if request is None else request)
+        return " ".join(["jettison", verb, self.model_argument, *said, *compiled])
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        used, unread = (
+            [{"key": key.name, "value": _shown(key.value), "became": key.why} for key in keys]
+            for keys in (self.used, self.unread)
+        )
+        return {
+            "path": str(self.path),
+            "framework": self.framework,
+            "command": self.command(),
+            "used": used,
+            "unread": unread,
+            "ignored": list(self.ignored),
+            "notes": list(self.notes),
+        }
+
+
+def flags_of(request: CommonRequest) -> Iterator[str]:
+    """A request as it is typed."""
+    for name in request.given():
+        value = getattr(request, name)
+        yield flag_of(name) if value is not False else f"--no-{flag_of(name)[2:]}"
+        if not isinstance(value, bool):
+            yield str(value)
+
+
+class Keys:
+    """The keys of a file while they are read: whoever asks for one has read it.
+
+    Args:
+        file: whose keys.
+        asked: fields of a request that the command line gives, which count before the file's.
+        gpus: devices, where the command line says how many.
+        beside: other files that were given with it.
+    """
+
+    def __init__(
+        self,
+        file: ConfigFile,
+        *,
+        asked: Mapping[str, Any] | None = None,
+        gpus: int | None = None,
+        beside: Sequence[ConfigFile] = (),
+    ) -> None:
+        self.file = file
+        self.values = dict(file.values)
+        self.asked = dict(asked or {})
+        self.gpus = gpus
+        self.compile = False
+        self.global_batch: int | None = None
+        self.beside = tuple(beside)
+        self.model: str | None = None
+        self.config: Mapping[str, Any] | None = None
+        self.notes: list[str] = []
+        self._fields: dict[str, Any] = {}
+        self._became: dict[str, list[str]] = {}
+        self._refused: dict[str, str] = {}
+
+    # what readers call ------------------------------------------------------------------------------------------------
+
+    def has(self, key: str) -> bool:
+        """Is this key there, with a value other than null?"""
+        return self.values.get(key) is not None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, which is then read; the default where it is not there, or null."""
+        if key in self.values:
+            self._became.setdefault(key, [])
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def whole(self, key: str, default: int | None = None) -> int | None:
+        """A whole number; a `UsageError` where the value is none."""
+        return self._as(int, key, default, "a whole number")
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        """A number; a `UsageError` where the value is none."""
+        return self._as(float, key, default, "a number")
+
+    def text(self, key: str, default: str = "") -> str:
+        """A text, in lower case."""
+        return str(self.get(key, default)).strip().lower()
+
+    def on(self, key: str, default: bool = False) -> bool:
+        """Is it on? A flag without a value is, and so is ``true`` as text."""
+        value = self.get(key, default)
+        return value if isinstance(value, bool) else not _off(value)
+
+    def give(self, name: str, value: Any, *keys: str) -> None:
+        """Set a field of the request, unless the command line gives it; ``keys`` are what it came from."""
+        if name not in _FIELDS:
+            raise AssertionError(f"{name} is no field of a request")
+        if value is None:
+            return
+        self._fields[name] = value
+        for key in keys:
+            if key in self.values:
+                self._became.setdefault(key, []).append(" ".join(flags_of(RunRequest(**{name: value}))))
+
+    def drop(self, name: str) -> None:
+        """Take a field back."""
+        self._fields.pop(name, None)
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """A field as it stands: the command line's, else what was given; the default where neither says it."""
+        found = self.asked.get(name)
+        found = self._fields.get(name) if found is None else found
+        return default if found is None else found
+
+    def read(self, *keys: str, why: str = "") -> None:
+        """These keys were read although no field came of them, such as a model's sizes."""
+        for key in keys:
+            if key in self.values:
+                found = self._became.setdefault(key, [])
+                if why:
+                    found.append(why)
+
+    def refuse(self, key: str, why: str) -> None:
+        """This key changes memory or time and is not read."""
+        if key in self.values:
+            self._refused[key] = why
+
+    def matching(self, *globs: str) -> Iterator[str]:
+        """Names of keys that fit one of these patterns, in the file's order."""
+        return (key for key in self.values if any(fnmatchcase(key, glob) for glob in globs))
+
+    def merge(self, file: ConfigFile, prefix: str) -> None:
+        """Read another file's keys as if they stood here under a prefix."""
+        self.values |= {f"{prefix}{key}": value for key, value in file.values.items()}
+
+    def share(self, *axes: str) -> int:
+        """Devices on one rank of what these axes do not share: world over their product.
+
+        Raises:
+            UsageError: nobody says how many devices there are, or these axes do not divide them.
+        """
+        sizes = [self.field(axis, 1) for axis in axes]
+        product = 1
+        for size in sizes:
+            product *= size
+        if self.gpus is None:
+            raise UsageError(f"{self.file.path} does not say on how many GPUs it runs; give --gpus, such as --gpus 8")
+        if self.gpus % product:
+            said = " x ".join(f"{axis} {size}" for axis, size in zip(axes, sizes, strict=True))
+            raise UsageError(f"got {self.gpus} GPUs for {self.file.path}, which {said} do not divide")
+        return self.gpus // product
+
+    # the table --------------------------------------------------------------------------------------------------------
+
+    def by_table(self, table: Mapping[str, Any]) -> None:
+        """Read what ``read.toml`` says."""
+        for key, name in table.get("keys", {}).items():
+            if self.has(key) and not _variable(self.values[key]):
+                kind = _KINDS[name]
+                value = self.whole(key) if kind is int else self.number(key) if kind is float else self.get(key)
+                value = ",".join(map(str, value)) if isinstance(value, list) else value
+                self.give(name, self.on(key) if kind is bool else value, key)
+        for key, words in table.get("words", {}).items():
+            if self.has(key):
+                found = words.get(self.text(key))
+                if found is None:
+                    self.refuse(key, f"expected one of {', '.join(words)}")
+                for name, value in (found or {}).items():
+                    self.give(name, value, key)
+
+    def left(self, table: Mapping[str, Any]) -> tuple[tuple[Key, ...], tuple[str, ...]]:
+        """Keys that change memory or time and were not read, and names of those that do neither."""
+        unread, ignored = [], []
+        refused = table.get("refused", {})
+        for key, value in self.values.items():
+            why = self._refused.get(key)
+            if why is None and key in self._became:
+                continue
+            if key.startswith("$") or (why is None and _off(value)):
+                ignored.append(key)
+                continue
+            why = why or next((said for glob, said in refused.items() if fnmatchcase(key, glob)), None)
+            if why is None and any(fnmatchcase(key, glob) for glob in table.get("ignored", ())):
+                ignored.append(key)
+                continue
+            unread.append(Key(name=key, value=value, why=why or UNKNOWN))
+        return tuple(unread), tuple(name for name in ignored if not name.startswith("$"))
+
+    def used(self) -> tuple[Key, ...]:
+        """Keys that were read."""
+        return tuple(
+            Key(name=key, value=self.values[key], why=", ".join(dict.fromkeys(became)))
+            for key, became in self._became.items()
+            if key not in self._refused
+        )
+
+    def request(self, like: str | None) -> RunRequest:
+        """What was given, the command line's before the file's."""
+        given = {**({} if like is None else {"like": like}), **self._fields}
+        return RunRequest(**{**given, **{name: value for name, value in self.asked.items() if value is not None}})
+
+    def _as(self, kind: type[_T], key: str, default: _T | None, expected: str) -> _T | None:
+        value = self.get(key)
+        if value is None or _variable(value):
+            return default
+        try:
+            number = float(value)
+            found = kind(number)
+            if isinstance(value, bool) or found != number:
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
+            raise UsageError(f"{self.file.path}: got {key} = {_shown(value)}; expected {expected}") from None
+        return found
+
+
+def read_run(
+    *paths: Path | str,
+    model: str | None = None,
+    gpus: int | None = None,
+    asked: Mapping[str, Any] | None = None,
+    allow_unread: bool = False,
+) -> RunFile:
+    """Read a run from a framework's own files.
+
+    Args:
+        paths: the file, and others beside it, such as DeepSpeed's JSON and accelerate's YAML.
+        model: what is trained, where the files do not say it, or say it otherwise.
+        gpus: devices, where the files do not say how many.
+        asked: fields of a `RunRequest` that count before the files'.
+        allow_unread: go on where keys that change memory or time cannot be read.
+
+    Raises:
+        UsageError: no such file, of no framework that is known, or with keys that change memory or time and are not
+            read.
+    """
+    files = [read_config_file(Path(path)) for path in paths]
+    if not files:
+        raise UsageError("expected a framework's file")
+    first, *others = sorted(files, key=lambda file: _order(_framework(file)))
+    name = _framework(first)
+    if name is None:
+        raise UsageError(
+            f"got --from {first.path}, which has no key of a framework that is known; expected "
+            f"{', '.join(table['says'] for table in tables().values())}"
+        )
+    table = tables()[name]
+    keys = Keys(first, asked=asked, gpus=gpus, beside=others)
+    keys.by_table(table)
+    if find_spec(f"jettison.frameworks.{name}.read") is not None:
+        reader: Callable[[Keys], None] = import_module(f"jettison.frameworks.{name}.read").read
+        reader(keys)
+    unread, ignored = keys.left(table)
+    if unread and not allow_unread:
+        listed = "; ".join(f"{key} ({key.why})" for key in unread[:8])
+        more = f"; and {len(unread) - 8} more" if len(unread) > 8 else ""
+        raise UsageError(
+            f"{first.path}: {len(unread)} key{'s' * (len(unread) > 1)} that may change memory or time "
+            f"{'are' if len(unread) > 1 else 'is'} not read: {listed}{more}. Give --allow-unread to go on without"
+        )
+    return RunFile(
+        path=first.path,
+        framework=name,
+        says=table["says"],
+        model=_beside(model or keys.model, first.path),
+        config=None if model else keys.config,
+        request=keys.request(table.get("like")),
+        compile=keys.compile,
+        gpus=keys.gpus,
+        global_batch=keys.global_batch,
+        used=keys.used(),
+        unread=unread,
+        ignored=ignored,
+        notes=tuple(keys.notes),
+    )
+
+
+def run_from(
+    path: Path | str,
+    *beside: Path | str,
+    model: str | None = None,
+    gpus: int | None = None,
+    allow_unread: bool = False,
+    **flags: Any,
+) -> Run:
+    """The run that a training framework's own file configures: what `forecast` and `estimate` work on.
+
+    Args:
+        path: torchtitan's TOML, Megatron-LM's arguments, a Trainer's JSON or YAML, and so on.
+        beside: other files of the same run, such as DeepSpeed's JSON.
+        model: what is trained, where the file does not say it.
+        gpus: devices, where the file does not say how many.
+        allow_unread: go on where keys that change memory or time cannot be read.
+        flags: fields of a `RunRequest`, which count before the file's.
+
+    Raises:
+        UsageError: as `read_run` has it.
+    """
+    found = read_run(path, *beside, model=model, gpus=gpus, asked=flags, allow_unread=allow_unread)
+    return resolve(found.spec(), found.request).run
+
+
+@cache
+def tables() -> Mapping[str, Mapping[str, Any]]:
+    """Every framework's ``read.toml``, by folder, in the order in which files are held against them."""
+    found = {
+        file.parent.name: tomllib.loads(file.read_text(encoding="utf-8"))
+        for file in sorted(frameworks.FOLDER.glob("*/read.toml"))
+    }
+    return dict(sorted(found.items(), key=lambda one: one[1].get("order", 50)))
+
+
+def is_run_file(model: str) -> bool:
+    """Is this a framework's file, and no model's ``config.json``?"""
+    path = Path(model)
+    return path.is_file() and path.suffix.lower() != ".json" and _framework(read_config_file(path)) is not None
+
+
+def _order(name: str | None) -> int:
+    return 100 if name is None else int(tables()[name].get("order", 50))
+
+
+def _framework(file: ConfigFile) -> str | None:
+    return next((name for name, table in tables().items() if _fits(file, table)), None)
+
+
+def _fits(file: ConfigFile, table: Mapping[str, Any]) -> bool:
+    def there(glob: str) -> bool:
+        return any(fnmatchcase(key, glob) for key in file.values)
+
+    return (
+        file.syntax in table["syntaxes"]
+        and all(map(there, table.get("all", ())))
+        and any(map(there, table.get("any", ("*",))))
+    )
+
+
+def _beside(model: str | None, path: Path) -> str | None:
+    """A model's folder beside the file, where there is one of that name; else the name."""
+    if model is None:
+        return None
+    beside = path.parent / model
+    return str(beside) if not Path(model).exists() and (beside / "config.json").is_file() else model
+
+
+def _kind(annotation: str) -> type:
+    return next((kind for name, kind in _BY_NAME.items() if name in annotation), str)
+
+
+_BY_NAME: Final = {"int": int, "Tokens": int, "float": float, "bool": bool}
+_KINDS: Final = {f.name: _kind(str(f.type)) for f in fields(RunRequest)}
+
+
+def _off(value: Any) -> bool:
+    return value is None or value is False or str(value).strip().lower() in _OFF
+
+
+def _variable(value: Any) -> bool:
+    """A shell's variable that the file leaves open, or what only another program fills in."""
+    return isinstance(value, str) and (value.startswith("$") or value == "auto")
+
+
+def _shown(value: Any) -> str:
+    text = "true" if value is True else "false" if value is False else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

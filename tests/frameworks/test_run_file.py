@@ -1,0 +1,155 @@
+"""Runs read from frameworks' own files: every key is read, harmless, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import jettison
+from jettison.cli.main import run
+from jettison.core.errors import UsageError
+from jettison.frameworks.config_file import MOST_KEYS, read_config_file
+from jettison.frameworks.run_file import flags_of, is_run_file, read_run, run_from, tables
+from jettison.predict.run_fields import RunRequest
+
+TITAN = """
+# a comment
+[model]
+name = "llama3"
+flavor = "8B"
+
+[training]
+seq_len = 4096
+local_batch_size = 2
+
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 2
+
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+@pytest.fixture
+def titan(tmp_path: Path) -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(TITAN)
+    return file
+
+
+def test_a_file_is_the_command_that_it_prints(titan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ledger", "--from", str(titan), "--gpus", "8", "--format", "json", "--no-entries"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    command = found["from"]["command"]
+    assert f"the same as: {command}" in said.err
+    assert run([*command.split()[1:], "--format", "json", "--no-entries"]) == 0
+    typed = json.loads(capsys.readouterr().out)
+    assert typed.pop("from") is None
+    assert found.pop("from")["framework"] == "torchtitan"
+    assert found == typed
+
+
+def test_flags_count_before_the_file_and_sizes_follow_them(titan: Path) -> None:
+    assert read_run(titan, gpus=8).request.dp == 4
+    found = read_run(titan, gpus=8, asked={"tp": 4, "recompute": "none"}).request
+    assert (found.tp, found.dp, found.recompute) == (4, 2, "none")
+    assert run_from(titan, gpus=8, tp=4) == jettison.run_from(str(titan), gpus=8, tp=4)
+
+
+def test_an_unknown_key_is_refused_by_name(titan: Path) -> None:
+    titan.write_text(TITAN.replace("seq_len", "hyper_drive = true\nseq_len"))
+    with pytest.raises(UsageError, match=r"training\.hyper_drive = true \(it is not known\).*--allow-unread"):
+        read_run(titan, gpus=8)
+    found = read_run(titan, gpus=8, allow_unread=True)
+    assert [key.name for key in found.unread] == ["training.hyper_drive"]
+    titan.write_text(TITAN.replace("seq_len", "hyper_drive = false\nseq_len"))
+    assert read_run(titan, gpus=8).unread == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (TITAN.replace("4096", "40.5"), r"training\.seq_len = 40\.5; expected a whole number"),
+        (TITAN.replace("[model]", "[model"), "is not TOML"),
+        ("[nothing]\nx = 1\n", "no key of a framework that is known; expected torchtitan"),
+        (TITAN.replace("full", "some"), r"activation_checkpoint\.mode = some \(expected one of"),
+    ],
+)
+def test_what_cannot_be_read_says_why(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_run(file, gpus=8)
+
+
+def test_devices_that_nobody_says_or_that_are_not_divided(titan: Path) -> None:
+    with pytest.raises(UsageError, match="give --gpus"):
+        read_run(titan)
+    with pytest.raises(UsageError, match=r"got 9 GPUs .* tp 2 x pp 1 x cp 1 do not divide"):
+        read_run(titan, gpus=9)
+    with pytest.raises(UsageError, match="No such file"):
+        read_run(titan.parent / "none.toml")
+
+
+def test_flags_of_a_file_need_the_file(titan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ledger", "gpt2", "--gpus", "8"]) == 2
+    assert "got --gpus without --from" in capsys.readouterr().err
+    assert run(["ledger"]) == 2
+    assert "--from FILE" in capsys.readouterr().err
+    assert run(["ledger", str(titan)]) == 2
+    assert "ledger --from" in capsys.readouterr().err
+
+
+def test_a_request_as_typed() -> None:
+    request = RunRequest(seq=8, sp=False, offload=True, recompute="full")
+    assert list(flags_of(request)) == ["--seq", "8", "--no-sp", "--recompute", "full", "--offload"]
+
+
+def test_aliases_of_yaml_do_not_multiply(tmp_path: Path) -> None:
+    lines = ["a0: &a0 {x: 1, y: 2}"]
+    lines += [f"a{n}: &a{n} {{l: *a{n - 1}, r: *a{n - 1}}}" for n in range(1, 40)]
+    file = tmp_path / "bomb.yaml"
+    file.write_text("\n".join(lines))
+    with pytest.raises(UsageError, match=f"more than {MOST_KEYS:,} keys"):
+        read_config_file(file)
+
+
+def test_arguments_of_a_script(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(
+        "#!/bin/bash\n"
+        "TP=2  # ranks\n"
+        'SIZES="--hidden-size 64 \\\n  --layers ${LAYERS:-4}"\n'
+        "ARGS=(\n    --tp-size $TP\n    # --off 1\n    --modules one two\n    --name='a b'\n)\n"
+        "torchrun --nproc_per_node 8 train.py $SIZES ${ARGS[@]} --bf16 --lr=-1 > log.txt\n"
+    )
+    found = {key: value for key, value in read_config_file(file).values.items() if not key.startswith("$")}
+    assert found == {
+        "nproc_per_node": "8",
+        "hidden-size": "64",
+        "layers": "4",
+        "tp-size": "2",
+        "modules": ["one", "two"],
+        "name": "a b",
+        "bf16": True,
+        "lr": "-1",
+    }
+
+
+def test_tables_name_fields_of_a_request() -> None:
+    for name, table in tables().items():
+        given = [*table.get("keys", {}).values()]
+        given += [field for words in table.get("words", {}).values() for said in words.values() for field in said]
+        for field in given:
+            assert field in RunRequest.__dataclass_fields__, (name, field)
+        assert {"says", "syntaxes"} <= table.keys()
+
+
+def test_a_models_config_is_no_run(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "gpt2"}')
+    assert not is_run_file(str(file))
