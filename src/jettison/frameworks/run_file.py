@@ -11,6 +11,9 @@ no table, as a function ``read(keys)``. Sections of ``read.toml``:
   refused.
 - ``ignored``: globs of keys that change neither memory nor time.
 - ``refused``: by glob, why keys that do are not read. One whose value is off (false, null, 0, empty) says nothing.
+- ``prefixes``: what keys of a file may begin with that is left away, and ``underscores``: dashes in them are these.
+- ``[[forms]]``: kinds of files of one framework, each with any of these sections; what stands above counts for all.
+  ``name``: how ``read`` tells them apart (`Keys.form`).
 """
 
 from __future__ import annotations
@@ -145,6 +148,7 @@ class Keys:
         asked: fields of a request that the command line gives, which count before the file's.
         gpus: devices, where the command line says how many.
         beside: other files that were given with it.
+        table: what ``read.toml`` says of such a file.
     """
 
     def __init__(
@@ -154,9 +158,13 @@ class Keys:
         asked: Mapping[str, Any] | None = None,
         gpus: int | None = None,
         beside: Sequence[ConfigFile] = (),
+        table: Mapping[str, Any] | None = None,
     ) -> None:
+        table = {} if table is None else table
         self.file = file
-        self.values = dict(file.values)
+        self.form = str(table.get("name", ""))
+        self._written = {_usual(key, table): key for key in file.values}
+        self.values = {name: file.values[key] for name, key in self._written.items()}
         self.asked = dict(asked or {})
         self.gpus = gpus
         self.compile = False
@@ -291,13 +299,17 @@ class Keys:
             if why is None and any(fnmatchcase(key, glob) for glob in table.get("ignored", ())):
                 ignored.append(key)
                 continue
-            unread.append(Key(name=key, value=value, why=why or UNKNOWN))
-        return tuple(unread), tuple(name for name in ignored if not name.startswith("$"))
+            unread.append(Key(name=self.written(key), value=value, why=why or UNKNOWN))
+        return tuple(unread), tuple(self.written(name) for name in ignored if not name.startswith("$"))
+
+    def written(self, key: str) -> str:
+        """A key as the file has it."""
+        return self._written.get(key, key)
 
     def used(self) -> tuple[Key, ...]:
         """Keys that were read."""
         return tuple(
-            Key(name=key, value=self.values[key], why=", ".join(dict.fromkeys(became)))
+            Key(name=self.written(key), value=self.values[key], why=", ".join(dict.fromkeys(became)))
             for key, became in self._became.items()
             if key not in self._refused
         )
@@ -317,7 +329,8 @@ class Keys:
             if isinstance(value, bool) or found != number:
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
-            raise UsageError(f"{self.file.path}: got {key} = {_shown(value)}; expected {expected}") from None
+            got = f"{self.written(key)} = {_shown(value)}"
+            raise UsageError(f"{self.file.path}: got {got}; expected {expected}") from None
         return found
 
 
@@ -344,15 +357,15 @@ def read_run(
     files = [read_config_file(Path(path)) for path in paths]
     if not files:
         raise UsageError("expected a framework's file")
-    first, *others = sorted(files, key=lambda file: _order(_framework(file)))
-    name = _framework(first)
-    if name is None:
+    first, *others = sorted(files, key=_order)
+    table = _table(first)
+    if table is None:
         raise UsageError(
             f"got --from {first.path}, which has no key of a framework that is known; expected "
-            f"{', '.join(table['says'] for table in tables().values())}"
+            f"{', '.join(dict.fromkeys(table['says'] for table in tables()))}"
         )
-    table = tables()[name]
-    keys = Keys(first, asked=asked, gpus=gpus, beside=others)
+    name = table["framework"]
+    keys = Keys(first, asked=asked, gpus=gpus, beside=others, table=table)
     keys.by_table(table)
     if find_spec(f"jettison.frameworks.{name}.read") is not None:
         reader: Callable[[Keys], None] = import_module(f"jettison.frameworks.{name}.read").read
@@ -408,32 +421,51 @@ def run_from(
 
 
 @cache
-def tables() -> Mapping[str, Mapping[str, Any]]:
-    """Every framework's ``read.toml``, by folder, in the order in which files are held against them."""
-    found = {
-        file.parent.name: tomllib.loads(file.read_text(encoding="utf-8"))
-        for file in sorted(frameworks.FOLDER.glob("*/read.toml"))
-    }
-    return dict(sorted(found.items(), key=lambda one: one[1].get("order", 50)))
+def tables() -> Sequence[Mapping[str, Any]]:
+    """What ``read.toml`` of each framework says, form by form, in the order in which files are held against them."""
+    found: list[Mapping[str, Any]] = []
+    for file in sorted(frameworks.FOLDER.glob("*/read.toml")):
+        common = {"framework": file.parent.name, **tomllib.loads(file.read_text(encoding="utf-8"))}
+        found += [_with(common, form) for form in common.pop("forms", [{}])]
+    return sorted(found, key=lambda table: int(table.get("order", 50)))
+
+
+def _with(common: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
+    """What counts for all forms, and what one says beside it or in its place."""
+    merged = dict(common)
+    for key, value in form.items():
+        before = merged.get(key)
+        if isinstance(before, Mapping):
+            merged[key] = {**value, **{one: before[one] for one in before if one not in value}}
+        else:
+            merged[key] = [*value, *before] if before and key in ("ignored", "prefixes") else value
+    return merged
 
 
 def is_run_file(model: str) -> bool:
     """Is this a framework's file, and no model's ``config.json``?"""
     path = Path(model)
-    return path.is_file() and path.suffix.lower() != ".json" and _framework(read_config_file(path)) is not None
+    return path.is_file() and path.suffix.lower() != ".json" and _table(read_config_file(path)) is not None
 
 
-def _order(name: str | None) -> int:
-    return 100 if name is None else int(tables()[name].get("order", 50))
+def _order(file: ConfigFile) -> int:
+    table = _table(file)
+    return 100 if table is None else int(table.get("order", 50))
 
 
-def _framework(file: ConfigFile) -> str | None:
-    return next((name for name, table in tables().items() if _fits(file, table)), None)
+def _table(file: ConfigFile) -> Mapping[str, Any] | None:
+    return next((table for table in tables() if _fits(file, table)), None)
+
+
+def _usual(key: str, table: Mapping[str, Any]) -> str:
+    """A key's name here: without what it may begin with."""
+    key = next((key[len(prefix) :] for prefix in table.get("prefixes", ()) if key.startswith(prefix)), key)
+    return key.replace("-", "_") if table.get("underscores") else key
 
 
 def _fits(file: ConfigFile, table: Mapping[str, Any]) -> bool:
     def there(glob: str) -> bool:
-        return any(fnmatchcase(key, glob) for key in file.values)
+        return any(fnmatchcase(_usual(key, table), glob) for key in file.values)
 
     return (
         file.syntax in table["syntaxes"]
