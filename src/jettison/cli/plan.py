@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -18,6 +18,7 @@ from jettison.cli.app import (
     Flattened,
     Force,
     Format,
+    Model,
     Out,
     Switch,
     asked,
@@ -26,13 +27,14 @@ from jettison.cli.app import (
 )
 from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
 from jettison.core.errors import Infeasible, UsageError
+from jettison.core.files import write_whole
 from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import Progress, silent
 from jettison.core.units import format_bytes
 from jettison.families.presets import PRESETS
 from jettison.models.model_types import require_known_file
 from jettison.predict.allowance import Limit, limit_of
-from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
+from jettison.predict.run_fields import DECIDED, NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import TRACED, flag_of, is_live, refuse_for_trace, resolve
 from jettison.report.console import hint, json_text, progress
 from jettison.report.plan import ForecastPlan, LayerChoice, infeasible_document
@@ -66,19 +68,18 @@ class PlanFlags:
 
 
 UNASKED = PlanFlags()
-DECIDED: Final = ("recompute", "recompute_modules", "offload_modules", "offload", "whole_micro_batches")
-"""Fields of a run that a plan decides."""
 
 
 def command(
-    model: Annotated[
-        str | None, Parameter(help="A preset such as llama3-8b, a config.json or its folder, or module:factory.")
-    ] = None,
+    model: Model = None,
     /,
     *,
     flags: Annotated[PlanFlags, Flattened] = UNASKED,
     request: Annotated[RunRequest, Flattened] = NOTHING_ASKED,
     source: Annotated[RunSourceFlags, Flattened] = NO_SOURCE,
+    write: Annotated[
+        Switch, Parameter(help="Write the file of --from again beside it, with the nearest settings of recomputation.")
+    ] = False,
     form: Format = "human",
     out: Out = None,
     force: Force = False,
@@ -92,6 +93,7 @@ def command(
     """
     for path in (out, flags.timeline, flags.snapshot):
         refuse_to_overwrite(path, force=force)
+    back = _written_name(source, write, force=force)
     model, request, source_file = sourced(model, request, source, verb="plan", decides=DECIDED)
     try:
         with progress() as say:
@@ -104,12 +106,36 @@ def command(
     for warning in getattr(report, "warnings", ()):
         hint(f"note: {warning}")
     deliver(report.document, report.table, form=form, out=out, source=source_file)
+    if back is not None and source_file is not None:
+        from jettison.frameworks.write_back import write_back
+
+        if not isinstance(report, ForecastPlan):
+            raise UsageError(
+                f"got --write for the plan of a live model; {back.name} can be written for a described run"
+            )
+        made = write_back(source_file, report.choice, beside=tuple(source.from_file or ())[1:])
+        write_whole(back, made.text)
+        for line in (*made.lines(), f"wrote {back}"):
+            hint(line)
     step = getattr(report, "step", None)
     if step is not None:
         from jettison.cli.snapshots import write_timelines
 
         for line in write_timelines(model, [step], timeline=flags.timeline, snapshot=flags.snapshot):
             hint(line)
+
+
+def _written_name(source: RunSourceFlags, write: bool, *, force: bool) -> Path | None:
+    """The new file, which is free to be written; None where none was asked for."""
+    if not write:
+        return None
+    if not source.from_file:
+        raise UsageError("got --write without --from, whose file it writes again; leave it away")
+    path = source.from_file[0]
+    back = path.with_name(f"{path.stem}.planned{path.suffix}")
+    if back.exists() and not force:
+        raise UsageError(f"{back} is there already; give --force to replace it")
+    return back
 
 
 def said(model: str, request: RunRequest, flags: PlanFlags) -> dict[str, Any]:

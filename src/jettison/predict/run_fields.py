@@ -196,3 +196,5 @@ class RunRequest(CommonRequest):
 
 
 NOTHING_ASKED = RunRequest()
+DECIDED = ("recompute", "recompute_modules", "offload", "offload_modules", "whole_micro_batches")
+"""Fields that a plan decides."""

@@ -1,0 +1,296 @@
+"""A framework's own file with the settings of recomputation that a plan comes nearest to, all else as it was.
+
+``[[writes]]`` of ``frameworks/NAME/read.toml`` are the settings that a file can say: fields of a request
+(``recompute``, ``offload``, ``recompute_modules``, ``offload_modules``), ``set``, keys of the file with their values,
+and ``remove``, keys that must not be there. ``{k}`` in a text stands for each number of layers from 2 on; ``"{k:d}"``
+is that number itself. Of the settings that fit the fastest is written. The text is changed at these keys alone, and
+then read again: it must say what was chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from jettison.core.errors import DoesNotFit, UsageError
+from jettison.core.units import format_bytes, format_seconds
+from jettison.frameworks.config_file import ConfigFile, read_config_file
+from jettison.frameworks.run_file import RunFile, flags_of, read_run, tables
+from jettison.predict.auto_recompute import AutoForecast
+from jettison.predict.forecast import forecast
+from jettison.predict.run_fields import DECIDED, RunRequest
+from jettison.predict.run_request import resolve
+from jettison.predict.time import estimate
+from jettison.spec.model import ModelSpec
+from jettison.spec.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenBack:
+    """A file's new text.
+
+    Args:
+        words: the settings, as a command line of ours has them.
+        changed: the file's keys with their new values; None: the key is gone.
+        peak_bytes, step_seconds: of the run so written.
+        plan_peak_bytes, plan_step_seconds: of the plan.
+        tried: how many settings the file could say; ``fits`` of them.
+    """
+
+    text: str
+    words: str
+    changed: Mapping[str, Any]
+    peak_bytes: int
+    step_seconds: float
+    plan_peak_bytes: int
+    plan_step_seconds: float
+    tried: int
+    fits: int
+
+    def lines(self) -> Iterator[str]:
+        """What was written, and what is lost beside the plan."""
+        said = ", ".join(f"{key} = {'(removed)' if value is None else value}" for key, value in self.changed.items())
+        yield f"{said or 'nothing had to change'}: {self.words}, the fastest that fits of {self.tried} settings"
+        lost = max(0.0, self.step_seconds - self.plan_step_seconds)
+        peaks = f"peak {format_bytes(self.peak_bytes)}, in the plan {format_bytes(self.plan_peak_bytes)}"
+        yield f"lost beside the plan: {format_seconds(lost)} a step ({lost / self.plan_step_seconds:.1%}); {peaks}"
+
+
+def write_back(found: RunFile, choice: AutoForecast, *, beside: tuple[Path, ...] = ()) -> WrittenBack:
+    """The file's text under the fastest settings of recomputation that it can say and that fit the plan's budget.
+
+    Args:
+        found: the file, as it was read.
+        choice: the plan.
+        beside: other files of the run.
+
+    Raises:
+        UsageError: the framework's file has no such settings, or the text cannot be changed at these keys.
+        DoesNotFit: none of them fits the budget.
+    """
+    rows = tables()[found.framework].get("writes", ())
+    if not rows:
+        raise UsageError(f"{found.says} has no settings of recomputation that can be written back; jettison export may")
+    limit, spec = choice.budget_bytes, found.spec()
+    base = replace(found.request, **dict.fromkeys(DECIDED))
+    tried = list(_tried(rows, spec, base, compiled=found.compile))
+    if not tried:
+        raise UsageError(f"none of the settings that {found.says} has can be described for {spec.name}")
+    peaks = [forecast(run).peak_bytes for run, *_ in tried]
+    fitting = [one for one, peak in zip(tried, peaks, strict=True) if peak <= limit]
+    if not fitting:
+        raise DoesNotFit(
+            peak_bytes=min(peaks),
+            limit_bytes=limit,
+            limit_name="the plan's budget",
+            advice=f"the least of the {len(tried)} settings that {found.says} has; jettison export has other ways",
+        )
+    seconds = [estimate(run, choice.hardware).step_seconds for run, *_ in fitting]
+    best = min(range(len(fitting)), key=lambda at: (seconds[at], forecast(fitting[at][0]).peak_bytes))
+    run, request, keys = fitting[best]
+    chosen = [part.chosen for part in choice.forecast.parts if part.is_layer]
+    planned = estimate(choice.forecast.run, choice.hardware, chosen=chosen)
+    file = read_config_file(found.path)
+    changed = {key: value for key, value in keys.items() if file.values.get(key) != value}
+    text = edited(file, changed)
+    _check(text, found, request, beside)
+    return WrittenBack(
+        text=text,
+        words=_words(request),
+        changed=changed,
+        peak_bytes=forecast(run).peak_bytes,
+        step_seconds=seconds[best],
+        plan_peak_bytes=choice.forecast.peak_bytes,
+        plan_step_seconds=planned.step_seconds,
+        tried=len(tried),
+        fits=len(fitting),
+    )
+
+
+def _tried(
+    rows: list[Mapping[str, Any]], spec: ModelSpec, base: RunRequest, *, compiled: bool
+) -> Iterator[tuple[Run, RunRequest, Mapping[str, Any]]]:
+    """Settings that can be described, with the file's keys."""
+    for row in rows:
+        numbers = range(2, spec.depth + 1) if "{k" in json.dumps(row) else (0,)
+        for k in numbers:
+            fields = {name: _filled(value, k) for name, value in row.items() if name in DECIDED}
+            keys = {key: _filled(value, k) for key, value in row["set"].items()} | dict.fromkeys(row.get("remove", ()))
+            request = replace(base, **fields)
+            try:
+                run = resolve(spec, request).run
+                run = replace(run, compiled=True) if compiled else run
+                forecast(run)
+            except UsageError:
+                continue
+            yield run, request, keys
+
+
+def _filled(value: Any, k: int) -> Any:
+    if value == "{k:d}":
+        return k
+    return value.replace("{k}", str(k)) if isinstance(value, str) else value
+
+
+def _words(request: RunRequest) -> str:
+    return " ".join(flags_of(RunRequest(**{name: getattr(request, name) for name in DECIDED}))) or "--recompute none"
+
+
+def _check(text: str, found: RunFile, request: RunRequest, beside: tuple[Path, ...]) -> None:
+    """Read the new text again: it must say what was chosen.
+
+    Raises:
+        UsageError: it does not.
+    """
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / found.path.name
+        path.write_text(text, encoding="utf-8")
+        again = read_run(
+            path, *beside, model=found.model_argument, gpus=found.gpus, allow_unread=True, asked=_undecided(request)
+        )
+    for name in DECIDED:
+        said, wanted = getattr(again.request, name), getattr(request, name)
+        if (said or None) != (wanted or None) and {said, wanted} != {None, "none"}:
+            raise UsageError(f"{found.path} would say {name} = {said}, not {wanted}: change it by hand")
+
+
+def _undecided(request: RunRequest) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in request.given() if name not in DECIDED}
+
+
+# changing a text in place ---------------------------------------------------------------------------------------------
+
+
+def edited(file: ConfigFile, changes: Mapping[str, Any]) -> str:
+    """A file's text with other values of some keys, comments and order kept; None takes a key out.
+
+    Raises:
+        UsageError: the syntax, or the way in which a key is written, is none that can be changed in place.
+    """
+    text = file.text
+    for key, value in changes.items():
+        text = _EDITORS[file.syntax](text, key, value)
+    return text
+
+
+def _cannot(key: str) -> UsageError:
+    return UsageError(f"the key {key} is written in a way that cannot be changed in place; change it by hand")
+
+
+def _toml(text: str, key: str, value: Any) -> str:
+    """Of plain ``key = value`` lines under ``[section]`` headers."""
+    section, _, name = key.rpartition(".")
+    lines = text.splitlines(keepends=True)
+    heads = [at for at, line in enumerate(lines) if re.match(r"\s*\[", line)]
+    first = next((at for at in heads if re.match(rf"\s*\[\s*{re.escape(section)}\s*\]", lines[at])), None)
+    if section and first is None:
+        if value is None:
+            return text
+        return f"{text.rstrip()}\n\n[{section}]\n{name} = {_literal(value)}\n"
+    begin = 0 if first is None else first + 1
+    end = next((at for at in heads if at >= begin), len(lines))
+    for at in range(begin, end):
+        match = re.match(rf"(\s*{re.escape(name)}\s*=\s*)(.*?)(\s*(?:#.*)?)(\r?\n?)$", lines[at])
+        if match:
+            try:
+                tomllib.loads(f"x = {match[2]}")
+            except tomllib.TOMLDecodeError:
+                raise _cannot(key) from None
+            lines[at] = "" if value is None else f"{match[1]}{_literal(value)}{match[3]}{match[4]}"
+            return "".join(lines)
+    if value is not None:
+        lines.insert(begin, f"{name} = {_literal(value)}\n")
+    return "".join(lines)
+
+
+def _yaml(text: str, key: str, value: Any, *, of_json: bool = False) -> str:
+    """By the places that the parser knows of each value; JSON is YAML with commas."""
+    import yaml  # type: ignore[import-untyped]
+
+    node, *parts = yaml.compose(text, Loader=yaml.SafeLoader), *key.split(".")
+    depth = 0
+    while depth < len(parts):
+        if not isinstance(node, yaml.MappingNode):
+            raise _cannot(key)
+        for name, child in node.value:
+            # a key may itself have dots
+            rest = ".".join(parts[depth:])
+            if name.value == rest or name.value == parts[depth]:
+                depth = len(parts) if name.value == rest else depth + 1
+                owner, entry, node = node, name, child
+                break
+        else:
+            return text if value is None else _added(text, node, parts[depth:], value, of_json=of_json)
+    if value is None:
+        return _removed(text, owner, entry, node)
+    begin, end = node.start_mark.index, node.end_mark.index
+    if isinstance(node, yaml.MappingNode):
+        raise _cannot(key)
+    if isinstance(node, yaml.SequenceNode) and not node.flow_style:  # on lines of its own
+        last = node.value[-1]
+        if not isinstance(last, yaml.ScalarNode):
+            raise _cannot(key)
+        return f"{text[: entry.end_mark.index]}: {json.dumps(value)}{text[last.end_mark.index :]}"
+    return text[:begin] + json.dumps(value) + text[end:]
+
+
+def _added(text: str, node: Any, names: list[str], value: Any, *, of_json: bool) -> str:
+    for name in reversed(names[1:]):
+        value = {name: value}
+    if node.flow_style or of_json:
+        at = node.start_mark.index + 1
+        indent = re.match(r"\s*", text[at:])
+        space = indent[0] if indent else ""
+        comma = "," if node.value else ""
+        return f"{text[:at]}{space}{json.dumps(names[0])}: {json.dumps(value)}{comma}{text[at:]}"
+    first = node.value[0][0].start_mark
+    indent_text = " " * first.column
+    at = first.index - first.column
+    return f"{text[:at]}{indent_text}{names[0]}: {json.dumps(value)}\n{text[at:]}"
+
+
+def _removed(text: str, owner: Any, entry: Any, node: Any) -> str:
+    begin, end = entry.start_mark.index, node.end_mark.index
+    if owner.flow_style:
+        after = re.match(r"\s*,", text[end:])
+        if after:
+            return text[:begin] + text[end + after.end() :].lstrip()
+        return re.sub(r",\s*$", "", text[:begin]) + text[end:]
+    begin -= entry.start_mark.column
+    line_end = text.find("\n", end if text[end - 1 : end] != "\n" else end - 1)
+    return text[:begin] + ("" if line_end < 0 else text[line_end + 1 :])
+
+
+def _json(text: str, key: str, value: Any) -> str:
+    return _yaml(text, key, value, of_json=True)
+
+
+def _arguments(text: str, key: str, value: Any) -> str:
+    """Of a script: the flag where it is, or before the first argument."""
+    words = [str(one) for one in value] if isinstance(value, list) else [] if value is True else [str(value)]
+    said = "" if value is None or value is False else " ".join([f"--{key}", *words])
+    pattern = (
+        rf"(?<![\w-])--{re.escape(key)}(?![\w-])(?:[ \t]*=[ \t]*\S+|(?:[ \t]+(?!-{{1,2}}[A-Za-z]|#)[^\s\\)\"']+)*)"
+    )
+    if re.search(pattern, text):
+        return re.sub(pattern, lambda _match: said, text, count=1)
+    if not said:
+        return text
+    place = re.search(r"(?<![\w-])--[A-Za-z]", re.sub(r"#.*", lambda m: " " * len(m[0]), text))
+    if place is None:
+        raise _cannot(key)
+    return f"{text[: place.start()]}{said} {text[place.start() :]}"
+
+
+def _literal(value: Any) -> str:
+    """A value in TOML, which writes texts, numbers and lists of them as JSON does."""
+    return json.dumps(value)
+
+
+_EDITORS: Final = {"toml": _toml, "yaml": _yaml, "json": _json, "arguments": _arguments}

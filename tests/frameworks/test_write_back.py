@@ -1,0 +1,149 @@
+"""A framework's file written again: the keys of recomputation alone are other ones, and comments stay."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jettison.cli.main import run
+from jettison.core.errors import UsageError
+from jettison.frameworks.config_file import ConfigFile, read_config_file
+from jettison.frameworks.run_file import read_run
+from jettison.frameworks.write_back import edited
+
+TITAN = """# top
+[model]
+name = "llama3"
+flavor = "8B"
+
+[training]
+seq_len = 8192   # tokens
+local_batch_size = 1
+
+[activation_checkpoint]
+mode = "selective"   # why
+"""
+
+
+def test_the_fastest_that_fits_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, back = tmp_path / "run.toml", tmp_path / "run.planned.toml"
+    file.write_text(TITAN)
+    command = ["plan", "--from", str(file), "--gpus", "8", "--gpu", "a100-40gb", "--write"]
+    assert run(command) == 0
+    assert "lost beside the plan" in capsys.readouterr().err
+    assert back.read_text() == TITAN.replace('"selective"', '"full"')
+    assert file.read_text() == TITAN
+    assert read_run(back, gpus=8).request.recompute == "full"
+    assert run(command) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert run([*command, "--force"]) == 0
+
+
+def test_nothing_that_can_be_said_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(TITAN)
+    least = json_of(capsys, "plan", "--from", str(file), "--gpus", "8", "--budget", "60GiB")["minimum_budget_bytes"]
+    command = ["plan", "--from", str(file), "--gpus", "8", "--budget", f"{least}B", "--write"]
+    assert run(command) == 3
+    assert "the least of the" in capsys.readouterr().err
+    assert not (tmp_path / "run.planned.toml").exists()
+    assert run(["plan", "llama3-8b", "--budget", "60GiB", "--write"]) == 2
+
+
+def json_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run([*arguments, "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+NAMES = st.sampled_from(["mode", "lr", "x_y", "full", "a", "zeta"])
+LISTS = st.lists(st.integers(0, 9), min_size=1, max_size=2)
+LEAVES = st.one_of(
+    st.booleans(),
+    st.integers(-9, 99),
+    st.sampled_from(["text", "a b", "#no", "8"]),
+    st.lists(st.integers(0, 9), min_size=1, max_size=2),
+)
+TREES = st.dictionaries(NAMES, st.one_of(LEAVES, st.dictionaries(NAMES, LEAVES, min_size=1)), min_size=1)
+VALUES = st.one_of(st.booleans(), st.integers(0, 99), st.sampled_from(["full", "op: x"]))
+
+
+def values_of(text: str, syntax: str, folder: Path) -> dict[str, Any]:
+    path = folder / f"file.{syntax}"
+    path.write_text(text)
+    return dict(read_config_file(path).values)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+@given(tree=TREES, key=NAMES, inner=st.one_of(st.none(), NAMES), value=st.one_of(st.none(), VALUES))
+def test_yaml_and_json_change_at_one_key(folder: Path, tree: Any, key: str, inner: str | None, value: Any) -> None:
+    name = key if inner is None else f"{key}.{inner}"
+    for syntax, text in (
+        ("yaml", "# first\n" + yaml.safe_dump(tree, sort_keys=False) + "# last\n"),
+        ("yaml", yaml.safe_dump(tree, default_flow_style=True)),
+        ("json", json.dumps(tree, indent=2)),
+    ):
+        if "&id" in text:
+            continue
+        before = values_of(text, syntax, folder)
+        file = ConfigFile(path=folder / "x", text=text, syntax=syntax, values=before)
+        wanted = {k: v for k, v in before.items() if k != name and not k.startswith(f"{name}.")}
+        wanted |= {} if value is None else {name: value}
+        if not wanted:
+            continue  # no file of keys is left
+        try:
+            changed = edited(file, {name: value})
+        except UsageError as error:
+            assert "cannot be changed in place" in str(error)
+            assert isinstance(tree.get(key), dict) if inner is None else key in tree
+            continue
+        found = values_of(changed, syntax, folder)
+        assert {k: v for k, v in found.items() if v not in ({}, None)} == {
+            k: v for k, v in wanted.items() if v not in ({}, None)
+        }
+        assert changed.count("# ") >= text.count("# ")
+
+
+@given(
+    tree=st.dictionaries(NAMES, st.dictionaries(NAMES, LEAVES, min_size=1), min_size=1),
+    section=NAMES,
+    key=NAMES,
+    value=st.one_of(st.none(), VALUES),
+)
+def test_toml_changes_at_one_key(folder: Path, tree: Any, section: str, key: str, value: Any) -> None:
+    lines = ["# first"]
+    for name, table in tree.items():
+        lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}  # {k}" for k, v in table.items()), ""]
+    text = "\n".join(lines)
+    file = ConfigFile(path=folder / "x", text=text, syntax="toml", values={})
+    changed = tomllib.loads(edited(file, {f"{section}.{key}": value}))
+    wanted = {name: dict(table) for name, table in tree.items()}
+    if value is None:
+        wanted.get(section, {}).pop(key, None)
+    else:
+        wanted.setdefault(section, {})[key] = value
+    assert changed == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "wanted"),
+    [
+        ("--a 1 --tp 2\n", {"tp": "4"}, "--a 1 --tp 4\n"),
+        ("ARGS=(\n  --a 1\n  --tp 2 # two\n)\n", {"tp": None, "b": True}, "ARGS=(\n  --b --a 1\n   # two\n)\n"),
+        ("x --mods one two \\\n  --z", {"mods": ["three"]}, "x --mods three \\\n  --z"),
+        ("x --tp=2 --tp-x 3", {"tp": "4"}, "x --tp 4 --tp-x 3"),
+    ],
+)
+def test_arguments_change_where_they_are(text: str, changes: dict[str, Any], wanted: str) -> None:
+    file = ConfigFile(path=Path("x.sh"), text=text, syntax="arguments", values={})
+    assert edited(file, changes) == wanted
