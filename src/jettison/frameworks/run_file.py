@@ -73,6 +73,7 @@ class RunFile:
         unread: keys that change memory or time and were not read.
         ignored: names of keys that change neither.
         notes: what else there is to say.
+        writes: settings of recomputation that such a file can say, `write_back`; ``written``: its own name of a key.
     """
 
     path: Path
@@ -88,6 +89,8 @@ class RunFile:
     unread: tuple[Key, ...] = ()
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    writes: tuple[Mapping[str, Any], ...] = ()
+    written: Callable[[str], str] = str
 
     @property
     def model_argument(self) -> str:
@@ -303,8 +306,13 @@ class Keys:
         return tuple(unread), tuple(self.written(name) for name in ignored if not name.startswith("$"))
 
     def written(self, key: str) -> str:
-        """A key as the file has it."""
-        return self._written.get(key, key)
+        """A key as the file has it, or as it would have it beside those that are there."""
+        if key in self._written or not self._written:
+            return self._written.get(key, key)
+        usual, there = next(iter(self._written.items()))
+        dashed = any("-" in name[len(name) - len(one) :] for one, name in self._written.items())
+        prefix = there[: len(there) - len(usual)]
+        return prefix + (key.replace("_", "-") if dashed and "_" in key else key)
 
     def used(self) -> tuple[Key, ...]:
         """Keys that were read."""
@@ -392,6 +400,8 @@ def read_run(
         unread=unread,
         ignored=ignored,
         notes=tuple(keys.notes),
+        writes=tuple(table.get("writes", ())),
+        written=keys.written,
     )
 
 

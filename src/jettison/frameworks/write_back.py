@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ from typing import Any, Final
 from jettison.core.errors import DoesNotFit, UsageError
 from jettison.core.units import format_bytes, format_seconds
 from jettison.frameworks.config_file import ConfigFile, read_config_file
-from jettison.frameworks.run_file import RunFile, flags_of, read_run, tables
+from jettison.frameworks.run_file import RunFile, flags_of, read_run
 from jettison.predict.auto_recompute import AutoForecast
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import DECIDED, RunRequest
@@ -74,7 +74,7 @@ def write_back(found: RunFile, choice: AutoForecast, *, beside: tuple[Path, ...]
         UsageError: the framework's file has no such settings, or the text cannot be changed at these keys.
         DoesNotFit: none of them fits the budget.
     """
-    rows = tables()[found.framework].get("writes", ())
+    rows = found.writes
     if not rows:
         raise UsageError(f"{found.says} has no settings of recomputation that can be written back; jettison export may")
     limit, spec = choice.budget_bytes, found.spec()
@@ -97,7 +97,8 @@ def write_back(found: RunFile, choice: AutoForecast, *, beside: tuple[Path, ...]
     chosen = [part.chosen for part in choice.forecast.parts if part.is_layer]
     planned = estimate(choice.forecast.run, choice.hardware, chosen=chosen)
     file = read_config_file(found.path)
-    changed = {key: value for key, value in keys.items() if file.values.get(key) != value}
+    named = {found.written(key): value for key, value in keys.items()}
+    changed = {key: value for key, value in named.items() if file.values.get(key) != value}
     text = edited(file, changed)
     _check(text, found, request, beside)
     return WrittenBack(
@@ -114,7 +115,7 @@ def write_back(found: RunFile, choice: AutoForecast, *, beside: tuple[Path, ...]
 
 
 def _tried(
-    rows: list[Mapping[str, Any]], spec: ModelSpec, base: RunRequest, *, compiled: bool
+    rows: Sequence[Mapping[str, Any]], spec: ModelSpec, base: RunRequest, *, compiled: bool
 ) -> Iterator[tuple[Run, RunRequest, Mapping[str, Any]]]:
     """Settings that can be described, with the file's keys."""
     for row in rows:
