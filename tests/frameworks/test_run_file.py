@@ -153,3 +153,19 @@ def test_a_models_config_is_no_run(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "gpt2"}')
     assert not is_run_file(str(file))
+
+
+def test_export_of_a_run_is_the_export_of_its_plan(
+    titan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = ["--gpus", "8", "--gpu", "a100-40gb"]
+    assert run(["export", "--from", str(titan), *gpu, "--to", "torchtitan"]) == 0
+    directly = capsys.readouterr().out
+    plan = str(tmp_path / "plan.json")
+    assert run(["plan", "--from", str(titan), *gpu, "--out", plan]) == 0
+    capsys.readouterr()
+    assert run(["export", plan, "--to", "torchtitan"]) == 0
+    assert capsys.readouterr().out == directly
+    assert run(["export", plan, "--from", str(titan), *gpu, "--to", "torchtitan"]) == 2
+    assert run(["export", "--to", "torchtitan"]) == 2
+    assert "--from FILE of a trainer" in capsys.readouterr().err

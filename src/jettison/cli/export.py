@@ -11,12 +11,14 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from jettison.cli.app import Format, asked, refuse_to_overwrite
+from jettison.cli.app import Budget, Flattened, Format, asked, refuse_to_overwrite
+from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced
 from jettison.core.errors import PlanMismatch, UsageError
 from jettison.core.files import write_whole
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.frameworks.described import DescribedPricer, subject_of
 from jettison.frameworks.export import Exported, Exporter, exporter
+from jettison.predict.run_fields import DECIDED, NOTHING_ASKED
 from jettison.report.console import hint, json_text, show
 from jettison.report.console import progress as on_screen
 from jettison.report.plan import DESCRIBED, SCHEMA, export_table
@@ -28,11 +30,15 @@ from jettison.spec.run import Run
 
 
 def command(
-    plan: Annotated[Path, Parameter(help="What jettison plan ... --out FILE wrote.")],
+    plan: Annotated[Path | None, Parameter(help="What jettison plan ... --out FILE wrote.")] = None,
     /,
     *,
     to: Annotated[str, Parameter(help=" or ".join(", ".join(named("targets")).rsplit(", ", 1)) + ".")],
-    gpu: Annotated[str | None, Parameter(help="Whose prices seconds are stated at, for a live model's plan.")] = None,
+    gpu: Annotated[
+        str | None, Parameter(help="The GPU: of a plan for --from, or whose seconds a live model's plan is stated in.")
+    ] = None,
+    budget: Budget = None,
+    source: Annotated[RunSourceFlags, Flattened] = NO_SOURCE,
     model: Annotated[
         str | None, Parameter(help="What a live model's plan was made for, if it does not say or it has moved.")
     ] = None,
@@ -43,12 +49,18 @@ def command(
     """A plan as settings of another trainer: what is exported, what of it is lost, and what that costs beside the plan.
 
     Of what the target can say the fastest that fits the plan's budget is chosen; exit code 3 where nothing does.
-    Without --out the files' text is printed.
+    Without --out the files' text is printed. --from FILE in the place of a plan plans that run, for --gpu or --budget.
     """
     # a folder that is there takes files
     refuse_to_overwrite(None if out is None or out.is_dir() else out, force=force)
     with on_screen() as say:
-        found = export_plan(plan, to=to, gpu=gpu, model=model, progress=say)
+        if source.from_file:
+            found = _from_file(plan, source, to=to, gpu=gpu, budget=budget, model=model, progress=say)
+        elif plan is None or budget is not None:
+            got = "no plan" if plan is None else f"--budget {budget}, which the plan has already"
+            raise UsageError(f"got {got}; expected a file of jettison plan --out, or --from FILE of a trainer")
+        else:
+            found = export_plan(plan, to=to, gpu=gpu, model=model, progress=say)
     written = () if out is None else write_files(found, out, force=force)
     if form == "json":
         print(json_text(found.document() | {"request": asked(plan=plan, to=to, gpu=gpu, model=model)}), end="")
@@ -65,6 +77,26 @@ def command(
         show(export_table(found))
     for path in written:
         hint(f"wrote {path}")
+
+
+def _from_file(
+    plan: Path | None,
+    source: RunSourceFlags,
+    *,
+    to: str,
+    gpu: str | None,
+    budget: str | None,
+    model: str | None,
+    progress: Progress,
+) -> Exported:
+    from jettison.cli.plan import PlanFlags
+    from jettison.cli.plan import plan as plan_of
+
+    if plan is not None:
+        raise UsageError(f"got the plan {plan} and --from {source.from_file and source.from_file[0]}; give one of them")
+    name, request, _ = sourced(model, NOTHING_ASKED, source, verb="plan", decides=DECIDED)
+    made = plan_of(name, request, PlanFlags(gpu=gpu, budget=budget), progress=progress)
+    return export_plan(made.document(), to=to, progress=progress)
 
 
 @on_terminal
