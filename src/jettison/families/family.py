@@ -279,7 +279,7 @@ def kernels_for(model: ModelSpec, name: str) -> Kernels:
     Raises:
         UsageError: no such set, or one that is not described for this family.
     """
-    chosen = kernels(name)
+    chosen = kernels(name, model.family)
     family = FAMILIES.get(model.family) or PAIRS.get(model.family)
     if chosen.undescribed and (family is None or chosen.name not in family.described_kernels):
         kinds = ", ".join(kind for kind, one in FAMILIES.items() if chosen.name in one.described_kernels)

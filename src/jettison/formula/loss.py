@@ -43,7 +43,8 @@ def head(w: Writer, x: Value) -> Value:
         return _tiled(w, x)
     if w.kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED):
         return _without_logits(w, x)
-    return _from_logits(w, x, named=(last, x) if w.kernels.model_code and w.run.precision.casts else ())
+    unkept = w.run.precision.casts is not None or w.run.tuning is not None
+    return _from_logits(w, x, named=(last, x) if w.kernels.model_code and unkept else ())
 
 
 def _from_logits(w: Writer, x: Value, weight: Weight | None = None, named: tuple[Value, ...] = ()) -> Value:
@@ -51,9 +52,10 @@ def _from_logits(w: Writer, x: Value, weight: Weight | None = None, named: tuple
 
     Args:
         weight: it is there where the region has given others before.
-        named: what the model's own forward has names for until it returns, where products read copies of it:
-            ``modeling_llama.py``, ``LlamaForCausalLM.forward``: ``outputs``, ``hidden_states``; ``modeling_t5.py``,
-            ``T5ForConditionalGeneration.forward``: ``decoder_outputs``, ``sequence_output``. A loop's loss comes then.
+        named: what the model's own forward has names for until it returns, where the head keeps a copy of it, or,
+            frozen, nothing: ``modeling_llama.py``, ``LlamaForCausalLM.forward``: ``outputs``, ``hidden_states``;
+            ``modeling_t5.py``, ``T5ForConditionalGeneration.forward``: ``decoder_outputs``, ``sequence_output``. A
+            loop's loss comes then.
     """
     model = w.run.model
     whole, kept = enter(w, x)
@@ -121,10 +123,15 @@ def _with_further(w: Writer, x: Value) -> Value:
 def _labels(w: Writer) -> Value:
     """Next tokens. Padded and shifted within the model, a single sequence's are a view with the padding still there."""
     shape = w.shape()
-    if not w.kernels.shifted_labels or w.run.micro_batch > 1 or w.run.layout.cp > 1:  # cp: shifted before sharding
+    padded_once = w.kernels.shifted_labels and not _copies_logits(w)
+    if not padded_once or w.run.micro_batch > 1 or w.run.layout.cp > 1:  # cp: shifted before sharding
         return w.tape.source("labels", shape, "int64", w.inside())
     padded = w.tape.source("labels", (1, w.run.seq + 1), "int64")
     return w.tape.view(padded, shape, w.inside())
+
+
+def _copies_logits(w: Writer) -> bool:
+    return w.kernels.copied_logits and w.kernels.shifted_labels and w.run.layout.cp == 1
 
 
 def _softcap(w: Writer, logits: Value) -> Value:
@@ -140,10 +147,22 @@ def _gathered(w: Writer, logits: Value) -> Value:
 
 
 def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
-    """torch's cross_entropy, on fp32 logits: the log-softmax stays, 4sbV. Sharded logits are gathered first."""
+    """torch's cross_entropy, on fp32 logits: the log-softmax stays, 4sbV. Sharded logits are gathered first.
+
+    transformers before 4.49 left the last position out of the logits, not of the labels (``logits[..., :-1, :]
+    .contiguous()``): a copy beside them, whose gradient is put into zeros of their shape. Before 4.46 their one name
+    was the model's own (``logits = logits.float()`` in ``modeling_llama.py``, ``LlamaForCausalLM.forward``), which it
+    returned; since then a function's (``loss/loss_utils.py``, ``ForCausalLMLoss``), beside the model's 16-bit ones.
+    """
     logits = _gathered(w, logits)
     outside = w.kernels.loss is Loss.OUTSIDE
     wide = cast(w, logits, "float32") if outside or w.kernels.loss_float32 or w.run.precision.casts else logits
+    named = [wide if w.kernels.widened_logits else logits]
+    if _copies_logits(w) and not outside:
+        b, s, width = wide.shape
+        named.append(wide)
+        wide = w.tape.op("aten.clone.default", [wide], (b, s - 1, width))
+        labels = w.tape.op("aten.clone.default", [labels], (b, s - 1), grad=False)
     rows = w.tape.op(
         "aten._log_softmax.default", [wide], keeps="log-softmax output", reference=f"{EXTRA}: 4sbv", grad=True
     )
@@ -151,7 +170,7 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     weight = w.tape.empty((), wide.dtype)
     kept = [Saved(rows, "log-softmax output"), Saved(labels, "labels"), Saved(weight, "loss weight")]
     w.tape.record("aten.nll_loss_forward.default", [rows, labels], [loss, weight], saves=kept)
-    w.tape.name(logits)  # an argument of whoever casts them
+    w.tape.name(*named)  # arguments of whoever casts or copies them
     return loss
 
 

@@ -26,8 +26,9 @@ class CommonRequest:
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-deepspeed, as ZeRO
             steps there; adamw-bf16, whose moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon,
             dist-muon-pingpong or none.
-        kernels: megatron, pytorch, pytorch-2.8 (or before: RMSNorm op by op), huggingface, torchtune, liger or
-            nanotron: whose code runs.
+        kernels: megatron, pytorch, pytorch-2.8 (or before: RMSNorm op by op), huggingface, huggingface-4.57, -4.48,
+            -4.45 or -4.30 (of that version or before, until the next one named), torchtune, liger or nanotron: whose
+            code runs.
         loss: upcast, outside (the loop's own, of logits that the model returned), rows, compiled, dtensor,
             vocab-parallel, sharded, native, te, fused, chunked, listed or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
@@ -78,8 +79,8 @@ class CommonRequest:
         offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
             expert_fc1,moe_act.
         family: The model_type whose architecture a config.json of an unknown type has, such as qwen2.
-        like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface, deepspeed or automodel does it; other
-            flags go before it.
+        like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface (or of a version: huggingface-4.57,
+            -4.48, -4.45 or -4.30), deepspeed or automodel does it; other flags go before it.
     """
 
     seq: Tokens | None = None

@@ -177,6 +177,10 @@ class LossChoices:
     loss_chunks: int = 8
     loss_float32: bool = True  # logits are cast up
     shifted_labels: bool = False  # the model itself moves labels by one position, after padding them
+    copied_logits: bool = (
+        False  # all of them but a sequence's last are copied for the loss; otherwise labels are padded
+    )
+    widened_logits: bool = False  # the model itself casts them up, and lets go of what their product returned
     biased_logits: bool = False  # an fp32 buffer is added to logits; what their product returned goes then
 
 
@@ -272,13 +276,19 @@ def kernel_names() -> tuple[str, ...]:
 
 
 @cache
-def kernels(name: str) -> Kernels:
-    """A set by name, or a `UsageError`."""
+def kernels(name: str, family: str = "") -> Kernels:
+    """A set by name, as code of a model family has it, or a `UsageError`.
+
+    A set says itself where families differ: ``only`` lists those that have a field, ``but`` those that have it not.
+    """
     sets = named("kernels")
     if name not in sets:
         raise UsageError(f"got the kernels {name!r}; expected one of {', '.join(sets)}")
     fields = dict(sets[name])
-    base = kernels(fields.pop("like")) if "like" in fields else Kernels()
+    base = kernels(fields.pop("like"), family) if "like" in fields else Kernels()
+    only, but = fields.pop("only", {}), fields.pop("but", {})
+    fields |= {field: True for field, families in only.items() if family in families}
+    fields |= {field: False for field, families in but.items() if family in families}
     for key in ("order", "folder"):
         fields.pop(key)
     return replace(base, name=name, **typed(fields))
