@@ -99,7 +99,7 @@ def spec_of(model: str, request: RunRequest, **how: bool) -> ModelSpec:
         from jettison.frameworks.run_file import is_run_file, read_run
 
         if is_run_file(model):
-            found = read_run(model, gpus=1, allow_unread=True)
+            found = read_run(model, gpus=0, allow_unread=True)
             if found.config is None:
                 raise UsageError(f"{model} is {found.says}, the configuration of a run; give it after --from")
             hint(f"note: of {model} the model alone is read; --from {model} reads the run")

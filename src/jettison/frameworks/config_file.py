@@ -1,6 +1,6 @@
-"""Configuration files of training frameworks as values by dotted key: TOML, YAML, JSON, command-line arguments.
+"""Configuration files of training frameworks as values by dotted key: TOML, YAML, JSON, Python, command-line arguments.
 
-Nothing in a file is run: of a shell script assignments and arguments are read.
+Nothing in a file is run: of a shell script assignments and arguments are read, of Python literals.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
+from jettison.frameworks.python_values import python_values
 
 MOST_BYTES: Final = 1 << 20
 MOST_KEYS: Final = 20_000
-_SUFFIXES: Final = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
+_SUFFIXES: Final = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python"}
 _ASSIGNMENT: Final = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=(\((?:[^()]|\n)*\)|.*)$", re.MULTILINE)
 _VARIABLE: Final = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
 _ENDS: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>&1"})
-_EXPECTED: Final = "a training framework's file: TOML, YAML, JSON, a shell script, or arguments as text"
+_EXPECTED: Final = "a training framework's file: TOML, YAML, JSON, Python, a shell script, or arguments as text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,8 @@ class ConfigFile:
     """A file as it was read.
 
     Args:
-        syntax: toml, yaml, json or arguments.
+        path: as it was given, with a configuration's name behind a colon where a Python file has several.
+        syntax: toml, yaml, json, python or arguments.
         values: leaves by dotted key (``training.seq_len``); lists are leaves. Arguments are by name without dashes,
             those without a value are True, those with several a
             list; a script's variables are there by name with a dollar sign.
@@ -48,8 +50,9 @@ def read_config_file(path: Path) -> ConfigFile:
     Raises:
         UsageError: no such file, too large, or not in the syntax that its name says.
     """
+    file, name = split_name(path)
     try:
-        data = path.read_bytes()
+        data = file.read_bytes()
         text = data.decode("utf-8")
     except OSError as error:
         raise UsageError(f"got --from {path}; expected {_EXPECTED}: {error.strerror or 'it cannot be read'}") from None
@@ -57,14 +60,22 @@ def read_config_file(path: Path) -> ConfigFile:
         raise UsageError(f"got --from {path}, which is no text; expected {_EXPECTED}") from None
     if len(data) > MOST_BYTES:
         raise UsageError(f"got --from {path} with {len(data):,} bytes; expected {_EXPECTED}, of at most {MOST_BYTES:,}")
-    syntax = _SUFFIXES.get(path.suffix.lower(), "arguments")
+    syntax = _SUFFIXES.get(file.suffix.lower(), "arguments")
     try:
-        values = dict(_flat(_PARSERS[syntax](text)))
-    except UsageError:
-        raise
+        values = dict(_flat(python_values(text, name) if syntax == "python" else _PARSERS[syntax](text)))
+    except UsageError as error:
+        raise UsageError(f"got --from {path}: {error}") from None
     except (ValueError, RecursionError, SyntaxError) as error:
         raise UsageError(f"{path} is not {syntax.upper()}: {' '.join(str(error).split())}") from None
     return ConfigFile(path=path, text=text, syntax=syntax, values=values)
+
+
+def split_name(path: Path) -> tuple[Path, str | None]:
+    """A file, and which of a Python file's configurations is meant: ``config.py:llama3_8b``."""
+    stem, colon, name = path.name.rpartition(":")
+    if colon and stem.lower().endswith(".py") and not path.exists():
+        return path.with_name(stem), name
+    return path, None
 
 
 def _flat(values: Any) -> Iterator[tuple[str, Any]]:
@@ -78,10 +89,23 @@ def _flat(values: Any) -> Iterator[tuple[str, Any]]:
             left -= 1
             if left < 0:
                 raise ValueError(f"more than {MOST_KEYS:,} keys")
+            name = f"{prefix}{key}" if key else prefix[:-1]
             if isinstance(value, Mapping) and value:
-                waiting.append((f"{prefix}{key}.", value))
+                waiting.append((f"{name}.", value))
             else:
-                yield f"{prefix}{key}", value
+                left -= _elements(value, left)
+                yield name, value
+
+
+def _elements(value: Any, most: int) -> int:
+    """Elements of a list and of what is in it, as far as ``most`` and one more."""
+    count, waiting = 0, [value]
+    while waiting and count <= most:
+        one = waiting.pop()
+        inside = one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
+        count += len(inside)
+        waiting += inside
+    return count
 
 
 def _yaml(text: str) -> Any:

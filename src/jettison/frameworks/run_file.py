@@ -30,7 +30,7 @@ from typing import Any, Final, TypeVar
 
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
-from jettison.frameworks.config_file import ConfigFile, read_config_file
+from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
 from jettison.models.described import described_model
 from jettison.predict.run_fields import CommonRequest, RunRequest
 from jettison.predict.run_request import flag_of, resolve
@@ -258,6 +258,8 @@ class Keys:
         Raises:
             UsageError: nobody says how many devices there are, or these axes do not divide them.
         """
+        if self.gpus == 0:
+            return 1
         sizes = [self.field(axis, 1) for axis in axes]
         product = 1
         for size in sizes:
@@ -354,7 +356,7 @@ def read_run(
     Args:
         paths: the file, and others beside it, such as DeepSpeed's JSON and accelerate's YAML.
         model: what is trained, where the files do not say it, or say it otherwise.
-        gpus: devices, where the files do not say how many.
+        gpus: devices, where the files do not say how many; 0 where the model alone is wanted, whatever it runs on.
         asked: fields of a `RunRequest` that count before the files'.
         allow_unread: go on where keys that change memory or time cannot be read.
 
@@ -454,8 +456,8 @@ def _with(common: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_run_file(model: str) -> bool:
     """Is this a framework's file, and no model's ``config.json``?"""
-    path = Path(model)
-    return path.is_file() and path.suffix.lower() != ".json" and _table(read_config_file(path)) is not None
+    file, _ = split_name(Path(model))
+    return file.is_file() and file.suffix.lower() != ".json" and _table(read_config_file(Path(model))) is not None
 
 
 def _order(file: ConfigFile) -> int:

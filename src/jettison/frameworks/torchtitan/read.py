@@ -1,15 +1,376 @@
-"""A torchtitan run from its TOML."""
+"""A torchtitan run from its TOML, or from a function of its Python configurations.
+
+Read: torchtitan v0.2.2 (February 2026), torchtitan/config/job_config.py and its predecessors for the TOML;
+torchtitan/models/llama3/infra/parallelize.py (apply_fsdp, apply_ddp, apply_compile),
+torchtitan/distributed/pipeline_parallel.py (generate_llm_fqn_per_model_part, build_pipeline_schedule),
+torchtitan/distributed/utils.py (maybe_enable_amp), torchtitan/distributed/activation_checkpoint.py.
+"""
 
 from __future__ import annotations
 
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from jettison.core.errors import UsageError
+from jettison.families.presets import PRESETS
 from jettison.frameworks.run_file import Keys
+
+_OLD: Final = ("training.batch_size", "training.compile", "model.norm_type", "experimental.*parallel*")
+"""Keys that no version after 28 July 2025 has, when FSDP's units and the norm's kernel changed."""
+_LOOPED: Final = {"interleaved1f1b": "1f1b", "interleavedzerobubble": "zero-bubble", "zbvzerobubble": "zero-bubble-v"}
+_FLEX: Final = re.compile(r"_(flex_attn|flex|varlen_attn|varlen)$")
 
 
 def read(keys: Keys) -> None:
-    """What is no table: the model, and the shards that the other axes leave."""
-    name, flavor = keys.text("model.name"), keys.text("model.flavor")
-    keys.model = f"{name}-{flavor}"
-    degree = keys.whole("parallelism.data_parallel_shard_degree", -1)
-    shards = keys.share("tp", "pp", "cp") if degree == -1 else degree
-    keys.give("dp", shards, "parallelism.data_parallel_shard_degree")
-    keys.get("activation_checkpoint.selective_ac_option")
+    """Everything that is no table."""
+    depth = _model(keys)
+    _layout(keys)
+    _batch(keys)
+    if keys.field("pp", 1) > 1:
+        _pipeline(keys, depth)
+    else:
+        keys.read(
+            *keys.matching("*.pipeline_parallel_*", "parallelism.module_fqns_per_model_part", "*.num_pp_microbatches")
+        )
+    _recompute(keys)
+    _products(keys)
+    _precision(keys)
+    _others(keys)
+
+
+@cache
+def _models() -> Mapping[str, Mapping[str, Any]]:
+    found: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+        Path(__file__).with_name("models.toml").read_text(encoding="utf-8")
+    )
+    return found
+
+
+def _model(keys: Keys) -> int:
+    """Find the model, and return how many layers it has; 0: it is not known."""
+    name, flavor = keys.text("model.name", "llama3"), keys.text("model.flavor", "debugmodel")
+    name = "llama2" if name == "llama" else name
+    if keys.has("hf_transformers.model"):  # transformers' model code under torchtitan's trainer
+        keys.model = str(keys.get("hf_transformers.model"))
+        keys.read("model.name", "model.flavor", "hf_transformers.model", why=keys.model)
+        keys.give("kernels", "huggingface")
+        return 0
+    kernel = _FLEX.search(flavor)
+    if kernel and not flavor.startswith("17b"):
+        flavor = flavor[: kernel.start()]
+        keys.give("attention", "flex" if kernel[1].startswith("flex") else "flash", "model.flavor")
+    sizes = _models().get(name, {}).get(flavor)
+    if sizes is None:
+        keys.notes.append(f"the sizes of torchtitan's {name} {flavor} are not known here; give the model by name")
+        return 0
+    like, own = sizes.get("like"), {key: value for key, value in sizes.items() if key != "like"}
+    if like is not None and not own:
+        keys.model = like
+        keys.read("model.name", "model.flavor", why=like)
+    else:
+        keys.config = {**(PRESETS[like] if like is not None else {}), **own}
+        keys.read("model.name", "model.flavor", why="the model")
+    depth: int = (PRESETS[like] if like is not None and not own else keys.config or {})["num_hidden_layers"]
+    return depth
+
+
+def _found(keys: Keys, name: str) -> str:
+    """The section in which a file has an option of parallelism; it moved twice."""
+    sections = ("parallelism", "training", "experimental")
+    return next((f"{one}.{name}" for one in sections if keys.has(f"{one}.{name}")), f"parallelism.{name}")
+
+
+def _others_product(keys: Keys) -> int:
+    """Ranks on which one data-parallel replica is."""
+    return prod(keys.field(axis, 1) for axis in ("tp", "pp", "cp"))
+
+
+def _layout(keys: Keys) -> None:
+    replicate_key, shard_key = (_found(keys, f"data_parallel_{kind}_degree") for kind in ("replicate", "shard"))
+    if keys.has("training.data_parallel_degree"):
+        shard_key = "training.data_parallel_degree"
+        if keys.text("training.data_parallel_type", "fsdp") == "ddp":
+            replicate_key, shard_key = shard_key, replicate_key
+    replicas, shards = keys.whole(replicate_key, 1) or 1, keys.whole(shard_key, -1) or 1
+    if replicas == -1:  # of ddp, which shared the world out as well
+        replicas, shards = keys.share("tp", "pp", "cp"), 1
+    if shards == -1:
+        over = keys.share("tp", "pp", "cp")
+        if over % replicas:
+            raise UsageError(
+                f"{keys.file.path}: {over} data-parallel ranks, which {replicate_key} = {replicas} does not divide"
+            )
+        shards = over // replicas
+    elif "dp" not in keys.asked and keys.gpus:
+        if keys.share("tp", "pp", "cp") != replicas * shards:
+            degrees = replicas * shards * _others_product(keys)
+            raise UsageError(
+                f"got {keys.gpus} GPUs for {keys.file.path}, whose degrees are of {degrees}; leave --gpus away, or give --dp"
+            )
+    keys.give("dp", replicas * shards, shard_key, replicate_key)
+    if keys.gpus is None:
+        keys.gpus = keys.field("dp", 1) * _others_product(keys)
+    if shards > 1 or keys.field("cp", 1) > 1 or keys.form == "python":  # fully_shard
+        if replicas > 1:
+            keys.give("zero_replicas", replicas, replicate_key)
+    else:
+        keys.drop("reshard_after_forward")
+        keys.give("zero", 0)
+        if replicas > 1:
+            keys.give("gradients", "buckets", replicate_key)
+        elif keys.field("tp", 1) > 1 or keys.field("pp", 1) > 1:
+            keys.give("precision", "fp32")
+            keys.notes.append(
+                "without FSDP torchtitan switches mixed precision off beside tensor and pipeline parallelism"
+            )
+    if keys.field("cp", 1) > 1:
+        key = _found(keys, "context_parallel_rotate_method")
+        keys.give("context_exchange", "ring" if keys.text(key, "allgather") == "alltoall" else "gather", key)
+    keys.read(_found(keys, "context_parallel_rotate_method"))
+    experts = keys.whole("parallelism.expert_parallel_degree", 1) or 1
+    if experts > 1:
+        keys.give("ep", experts, "parallelism.expert_parallel_degree")
+        if keys.field("tp", 1) > 1:
+            key = "parallelism.expert_tensor_parallel_degree"
+            keys.give("expert_tp", keys.whole(key, 1) or 1, key)
+    keys.read("parallelism.expert_tensor_parallel_degree")
+
+
+def _batch(keys: Keys) -> None:
+    """Sequences on a rank in a forward, and how many of these a step has; 8 of 2048 where nothing is said."""
+    key = "training.batch_size" if keys.has("training.batch_size") else "training.local_batch_size"
+    local = keys.whole(key, 8) or 8
+    keys.give("micro_batch", local, key)
+    keys.give("seq", keys.field("seq", 2048))
+    total = keys.whole("training.global_batch_size", -1)
+    ranks = keys.field("dp", 1)
+    if total is not None and total > 0:
+        if total % (local * ranks):
+            raise UsageError(
+                f"{keys.file.path}: training.global_batch_size = {total}, which {local} sequences on each of {ranks} "
+                "data-parallel ranks do not divide"
+            )
+        keys.give("micro_batches", total // (local * ranks), "training.global_batch_size")
+        keys.global_batch = total
+    else:
+        keys.global_batch = local * ranks
+
+
+def _pipeline(keys: Keys, depth: int) -> None:
+    pp = keys.field("pp", 1)
+    local, repeats = keys.field("micro_batch", 1), keys.field("micro_batches", 1)
+    number_key = _found(keys, "pipeline_parallel_microbatches")
+    if (
+        number_key.startswith("experimental")
+        or keys.has(number_key)
+        or keys.has("experimental.pipeline_parallel_degree")
+    ):
+        number = keys.whole(number_key, pp) or pp
+        size, key = max(1, local // number), number_key
+    else:
+        key = "parallelism.pipeline_parallel_microbatch_size"
+        size = keys.whole(key, 1) or 1
+        number = max(1, local // size)
+    if local % size:
+        raise UsageError(f"{keys.file.path}: a batch of {local} sequences, which {key} = {size} does not divide")
+    if "micro_batch" not in keys.asked:
+        keys.give("micro_batch", size, key)
+        keys.give("micro_batches", number, key)
+    if repeats > 1:
+        keys.notes.append(
+            f"a step is {repeats} passes through the pipeline there, and one here: tokens a second are alike"
+        )
+    schedule_key = _found(keys, "pipeline_parallel_schedule")
+    schedule = keys.text(schedule_key, "1f1b")
+    looped = schedule in _LOOPED
+    if schedule in ("1f1b", "gpipe") or looped:
+        keys.give("schedule", _LOOPED.get(schedule, schedule), schedule_key)
+    else:
+        keys.refuse(schedule_key, f"expected one of 1F1B, GPipe, {', '.join(_LOOPED)}")
+    cut = _cut(keys, depth, pp, 2 if looped else 1)
+    virtual = max(1, len(cut) // pp) if cut else 2 if looped else 1
+    if virtual > 1:
+        keys.give("virtual_stages", virtual, schedule_key)
+    if cut and "pp" not in keys.asked and "virtual_stages" not in keys.asked:
+        keys.give("stage_layers", ",".join(map(str, cut)))
+
+
+def _cut(keys: Keys, depth: int, pp: int, virtual: int) -> list[int]:
+    """Layers of each stage: as listed, or as generate_llm_fqn_per_model_part shares them out."""
+    parts_key, points_key = "parallelism.module_fqns_per_model_part", _found(keys, "pipeline_parallel_split_points")
+    first, last, each = (
+        keys.whole(f"parallelism.pipeline_parallel_{name}", default)
+        for name, default in (("first_stage_less_layers", 1), ("last_stage_less_layers", 1), ("layers_per_stage", None))
+    )
+    parts, points = keys.get(parts_key), keys.get(points_key)
+    if isinstance(parts, list) and parts:
+        keys.read(parts_key, why="--stage-layers")
+        return [sum(str(name).startswith("layers.") for name in part) for part in parts if isinstance(part, list)]
+    if not depth:
+        return []
+    if points:
+        listed = points.split(",") if isinstance(points, str) else points
+        starts = [re.fullmatch(r"layers\.(\d+)", str(one).strip()) for one in listed]
+        if not all(starts):
+            keys.refuse(points_key, "expected layers.N")
+            return []
+        keys.read(points_key, why="--stage-layers")
+        edges = [0, *(int(one[1]) for one in starts if one), depth]
+        return [end - begin for begin, end in pairwise(edges)]
+    first, last = first or 0, last or 0
+    stages = -(-(depth + first + last) // each) if each else pp * virtual
+    if stages % pp or stages > depth + first + last:
+        raise UsageError(f"{keys.file.path}: {stages} stages of {depth} layers do not fit {pp} pipeline ranks")
+    share, more = divmod(depth + first + last, stages)
+    found = [share + (at < more) for at in range(stages)]
+    found[0] -= first
+    found[-1] -= last
+    even = len(set(found)) == 1
+    return [] if even and stages == pp * virtual and not each else found
+
+
+def _recompute(keys: Keys) -> None:
+    mode_key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+    mode, option = keys.text(mode_key, "selective"), keys.text(option_key, "2")
+    recomputed = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
+    if mode in ("none", "full"):
+        keys.give("recompute", mode, mode_key)
+        keys.read(recomputed)
+    elif mode == "selective" and option == "op":
+        keys.give("recompute", "selective-op-alternate", mode_key, option_key)
+        names = keys.get(recomputed, [])
+        if names not in ([], ["moe.router.gate"]):
+            keys.refuse(recomputed, "expected none, or moe.router.gate, whose products are small")
+    elif mode == "selective" and re.fullmatch("[1-9][0-9]*", option):
+        keys.give("recompute", "full" if option == "1" else f"interval:{option}", mode_key, option_key)
+        keys.read(recomputed)
+    elif mode == "memory_budget":
+        keys.refuse(mode_key, "the compiler chooses what is recomputed; give --recompute")
+    else:
+        keys.refuse(
+            mode_key if mode != "selective" else option_key,
+            "expected one of none, full, or selective with op or a number",
+        )
+    if mode != "memory_budget":
+        keys.read("activation_checkpoint.memory_budget")
+
+
+def _listed(keys: Keys, key: str) -> list[str]:
+    value = keys.get(key, [])
+    return (
+        [one.strip().lower() for one in value.split(",") if one.strip()]
+        if isinstance(value, str)
+        else list(map(str, value))
+    )
+
+
+def _sections(keys: Keys, *names: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Options of narrow products, whose section was renamed three times."""
+    for name in names:
+        for prefix in (name, f"quantize.linear.{name}", f"quantize.dense.{name}"):
+            found = {key[len(prefix) + 1 :]: key for key in keys.matching(f"{prefix}.*")}
+            if found:
+                yield name, found
+
+
+def _products(keys: Keys) -> None:
+    converters = _listed(keys, "model.converters")
+    if keys.on("float8.enable_float8_linear") or keys.on("training.enable_float8_linear"):
+        converters.append("float8")
+    experts = [name for name in converters if name.startswith(("quantize.grouped_mm", "quantize.moe"))]
+    if experts:
+        keys.refuse("model.converters", f"{experts[0]}: experts in 8 bits by torchao are not described")
+    else:
+        keys.read(*keys.matching("quantize.grouped_mm.*", "quantize.moe.*", "*.moe_fqns_prototype"))
+    converters = [name for name in converters if name not in experts]
+    narrow = [
+        name
+        for name in converters
+        if name
+        in (
+            "float8",
+            "mx",
+            "quantize.linear.float8",
+            "quantize.linear.mx",
+            "quantize.dense.float8",
+            "quantize.dense.mx",
+        )
+    ]
+    unknown = [name for name in converters if name not in narrow]
+    if unknown:
+        keys.refuse("model.converters", f"{', '.join(unknown)} is not described; expected float8 or mx")
+    last = {name.rpartition(".")[2] for name in narrow}
+    for name, options in _sections(keys, "float8", "mx"):
+        if name not in last:
+            keys.read(*options.values())  # of a converter that is not switched on
+    if not last:
+        keys.read("training.enable_fsdp_float8_all_gather")
+        return
+    (name, *_) = sorted(last)
+    options = dict(next((found for kind, found in _sections(keys, name) if kind == name), {}))
+    recipe_key, filter_key = options.get("recipe_name", ""), options.get("filter_fqns", "")
+    recipe = keys.text(recipe_key, "tensorwise" if name == "float8" else "mxfp8")
+    keys.give(
+        "fp8_recipe",
+        "mxfp8" if recipe.startswith("mxfp8") else recipe,
+        "model.converters",
+        recipe_key,
+        "float8.enable_float8_linear",
+    )
+    gather_key = options.get("enable_fsdp_float8_all_gather", "training.enable_fsdp_float8_all_gather")
+    if keys.on(gather_key) and name == "float8" and recipe == "tensorwise":
+        keys.give("fp8_param_gather", True, gather_key)
+    keys.read(gather_key)
+    wide = [
+        one
+        for one in _listed(keys, filter_key)
+        if one not in ("output", "lm_head", "router.gate", "moe.router.gate", "auto_filter_small_kn")
+    ]
+    if wide:
+        keys.refuse(filter_key, "which of torchao's products stay wide cannot be said; expected output or router.gate")
+
+
+def _precision(keys: Keys) -> None:
+    held, computed = keys.text("training.dtype", "float32"), keys.text("training.mixed_precision_param", "bfloat16")
+    if held == "bfloat16":
+        keys.give("precision", "bf16-pure", "training.dtype")
+    elif computed == "float32":
+        keys.give("precision", "fp32", "training.mixed_precision_param")
+    for key, value in (("training.dtype", held), ("training.mixed_precision_param", computed)):
+        if value not in ("float32", "bfloat16"):
+            keys.refuse(key, "expected float32 or bfloat16")
+
+
+def _others(keys: Keys) -> None:
+    if keys.on("training.enable_cpu_offload"):
+        keys.give("states_on_host", "fsdp2", "training.enable_cpu_offload")
+    if keys.on("optimizer.early_step_in_backward"):
+        keys.give("gradients", "in-backward", "optimizer.early_step_in_backward")
+    old = list(keys.matching(*_OLD))
+    if old:
+        if keys.field("zero", 3) == 3 and keys.field("pp", 1) == 1:
+            keys.give("outer_ends", True)
+        keys.give("kernels", "pytorch-2.8")
+        keys.notes.append(
+            f"{old[0]} is of a torchtitan before July 2025: norms op by op, embedding and head in the root's FSDP unit"
+        )
+    compiled = keys.on("compile.enable") or keys.on("training.compile")
+    components = _listed(keys, "compile.components") if keys.has("compile.components") else ["model", "loss"]
+    if compiled and "model" in components:
+        keys.compile = True
+        keys.read("compile.enable", "training.compile", "compile.components", why="--compile")
+    split = keys.field("tp", 1) > 1
+    whole = keys.on(_found(keys, "disable_loss_parallel")) or not keys.on("training.enable_loss_parallel", True)
+    if split and whole:
+        keys.give("loss", "upcast", _found(keys, "disable_loss_parallel"), "training.enable_loss_parallel")
+    elif compiled and "loss" in components and not split:
+        keys.give("loss", "compiled", "compile.components")
+    if keys.on(key := _found(keys, "enable_async_tensor_parallel")) and compiled and split:
+        keys.give("tp_comm_overlap", True, key)
+    keys.read(key)
