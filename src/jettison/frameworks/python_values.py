@@ -67,7 +67,7 @@ class _Module:
                 listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
                 raise UsageError(
                     f"it has {len(known) or 'no'} configurations{': ' + listed if known else ''}; "
-                    "expected one, or its name behind a colon, such as config.py:llama3_8b"
+                    "expected one, or its name behind a colon, such as config.py:pretrain"
                 )
             name = known[0]
         found = self.call(name, [], {}) if name in self.functions else self.names.get(name)

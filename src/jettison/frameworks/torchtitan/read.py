@@ -55,7 +55,7 @@ def _models() -> Mapping[str, Mapping[str, Any]]:
 def _model(keys: Keys) -> int:
     """Find the model, and return how many layers it has; 0: it is not known."""
     name, flavor = keys.text("model.name", "llama3"), keys.text("model.flavor", "debugmodel")
-    name = "llama2" if name == "llama" else name
+    name = _models()["names"].get(name, name)
     if keys.has("hf_transformers.model"):  # transformers' model code under torchtitan's trainer
         keys.model = str(keys.get("hf_transformers.model"))
         keys.read("model.name", "model.flavor", "hf_transformers.model", why=keys.model)
@@ -107,12 +107,11 @@ def _layout(keys: Keys) -> None:
                 f"{keys.file.path}: {over} data-parallel ranks, which {replicate_key} = {replicas} does not divide"
             )
         shards = over // replicas
-    elif "dp" not in keys.asked and keys.gpus:
-        if keys.share("tp", "pp", "cp") != replicas * shards:
-            degrees = replicas * shards * _others_product(keys)
-            raise UsageError(
-                f"got {keys.gpus} GPUs for {keys.file.path}, whose degrees are of {degrees}; leave --gpus away, or give --dp"
-            )
+    elif "dp" not in keys.asked and keys.gpus and keys.share("tp", "pp", "cp") != replicas * shards:
+        raise UsageError(
+            f"got {keys.gpus} GPUs for {keys.file.path}, whose degrees are of "
+            f"{replicas * shards * _others_product(keys)}; leave --gpus away, or give --dp"
+        )
     keys.give("dp", replicas * shards, shard_key, replicate_key)
     if keys.gpus is None:
         keys.gpus = keys.field("dp", 1) * _others_product(keys)
