@@ -253,3 +253,143 @@ def test_every_model_can_be_described(tmp_path: Path) -> None:
         for flavor in flavors if name != "names" else ():
             found = read_run(toml(tmp_path, f"model.name = '{name}'", f"model.flavor = '{flavor}'"), gpus=64)
             assert forecast(resolve(found.spec(), found.request).run).peak_bytes > 0
+
+
+# Python configurations ------------------------------------------------------------------------------------------------
+
+
+PYTHON = """
+from torchtitan.trainer import Trainer
+
+from . import model_registry
+
+CONTEXT = 4096
+
+
+def small() -> Trainer.Config:
+    spec = model_registry("8B", attn_backend="varlen")
+    return Trainer.Config(
+        model_spec=spec,
+        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=words(spec))),
+        optimizer=default_adamw(lr=3e-4),
+        training=TrainingConfig(
+            num_tokens_per_microbatch_per_dp_rank=2 * CONTEXT, max_context_length=CONTEXT, steps=10
+        ),
+        parallelism=ParallelismConfig(data_parallel_shard_degree=-1),
+        activation_checkpoint=SelectiveAC.Config(),
+    )
+
+
+def wide(ranks: int = 8) -> Trainer.Config:
+    \"\"\"The same on more ranks.\"\"\"
+    config = small()
+    assert config.training is not None
+    config.parallelism.tensor_parallel_degree = ranks
+    config.activation_checkpoint = FullAC.Config()
+    return config
+
+
+def eager() -> Trainer.Config:
+    config = dataclasses.replace(small(), activation_checkpoint=None)
+    config.training.disable_cuda_graphs = True
+    config.training.num_tokens_per_train_step = 64 * 4 * 8192
+    return config
+
+
+def odd() -> Trainer.Config:
+    config = small()
+    for layer in config.model_spec.model.layers:
+        layer.twist()
+    return config
+
+
+def before() -> Trainer.Config:
+    return Trainer.Config(
+        model_spec=model_registry("8B"),
+        training=TrainingConfig(local_batch_size=2, seq_len=4096),
+        activation_checkpoint=ActivationCheckpointConfig(mode="selective", selective_ac_option="2"),
+        model_converters=ModelConvertersContainer.Config(
+            converters=[Float8LinearConverter.Config(enable_fsdp_float8_all_gather=True)]
+        ),
+        compile=CompileConfig(enable=True),
+    )
+
+
+def adapted() -> Trainer.Config:
+    config = small()
+    config.model_spec = model_registry("8B", converters=[LoRAConverter.Config(rank=8, target_modules=["wq", "wo"])])
+    return config
+"""
+SMALL = {
+    "like": "torchtitan",
+    "seq": 4096,
+    "attention": "flash",
+    "micro_batch": 2,
+    "dp": 64,
+    "loss": "chunked",
+    "recompute": "selective-op-alternate",
+    "cuda_graphs": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "without"),
+    [
+        ("small", {}, ()),
+        ("wide", {"tp": 8, "dp": 8, "recompute": "full"}, ()),
+        ("eager", {"recompute": "none", "micro_batches": 4}, ("cuda_graphs",)),
+        (
+            "before",
+            {"recompute": "interval:2", "fp8_recipe": "tensorwise", "fp8_param_gather": True, "loss": "compiled"},
+            ("cuda_graphs", "attention"),
+        ),
+        ("adapted", {"lora": "r=8,alpha=16,targets=q_proj+o_proj", "base": "fp32"}, ("attention",)),
+    ],
+)
+def test_fields_of_a_python_configuration(
+    tmp_path: Path, name: str, fields: dict[str, Any], without: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "llama3"
+    folder.mkdir()
+    (folder / "config_registry.py").write_text(PYTHON)
+    found = read_run(folder / f"config_registry.py:{name}", gpus=64)
+    assert found.model == "llama3.1-8b"
+    assert given(found) == {key: value for key, value in {**SMALL, **fields}.items() if key not in without}
+    assert forecast(resolve(found.spec(), found.request).run).peak_bytes > 0
+
+
+def test_a_python_file_with_several_configurations_needs_a_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "llama3"
+    folder.mkdir()
+    file = folder / "config_registry.py"
+    file.write_text(PYTHON)
+    with pytest.raises(UsageError, match=r"it has 6 configurations: small, wide, eager, odd, .*config\.py:pretrain"):
+        read_run(file, gpus=64)
+    with pytest.raises(UsageError, match="no configuration 'large'; expected one of small"):
+        read_run(f"{file}:large", gpus=64)
+    with pytest.raises(UsageError, match=r"for layer in config\.model_spec\.model\.layers"):
+        read_run(f"{file}:odd", gpus=64)
+    assert run(["ledger", "--from", f"{file}:small", "--gpus", "64", "--format", "json", "--no-entries"]) == 0
+    command = json.loads(capsys.readouterr().out)["from"]["command"]
+    assert run([*command.split()[1:], "--format", "json", "--no-entries"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "it has no configurations"),
+        ("def a(:", "is not PYTHON"),
+        ("def a():\n    return a()\n", "calls within each other"),
+        ("def a():\n    return T(x=1)\n", "no key of a framework that is known"),
+        ("X = 1 << 100000\ndef a():\n    return T(model_spec=X * X)\n", "names no model|not read"),
+        ("def a():\n    return open('/etc/passwd').read()\n", "no key of a framework that is known"),
+        ("(" * 500 + ")" * 500, "is not PYTHON"),
+    ],
+)
+def test_bad_python(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.py"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_run(file, gpus=64).spec()

@@ -185,6 +185,12 @@ class _Module:
                 return self.call(name, *self._arguments(node, local))
             case ast.Call():
                 given, named = self._arguments(node, local)
+                if (
+                    ast.unparse(node.func) in ("replace", "dataclasses.replace")
+                    and given
+                    and isinstance(given[0], dict)
+                ):
+                    return {**given[0], **named}
                 return {"": ast.unparse(node.func), **{str(n): value for n, value in enumerate(given)}, **named}
         raise _Unknown
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.families.presets import PRESETS
+from jettison.frameworks.config_file import split_name
 from jettison.frameworks.run_file import Keys
 
 _OLD: Final = ("training.batch_size", "training.compile", "model.norm_type", "experimental.*parallel*")
@@ -27,19 +29,39 @@ _LOOPED: Final = {"interleaved1f1b": "1f1b", "interleavedzerobubble": "zero-bubb
 _FLEX: Final = re.compile(r"_(flex_attn|flex|varlen_attn|varlen)$")
 
 
+_TOKENS: Final = "training.num_tokens_per_microbatch_per_dp_rank"
+_LONGEST: Final = "training.max_context_length"
+_WIDE: Final = ("output", "lm_head", "router.gate", "moe.router.gate", "auto_filter_small_kn")
+"""Products that torchao leaves wide, and that no more than the time of small ones depends on."""
+_ADAPTED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "wq": ("q_proj",),
+        "wk": ("k_proj",),
+        "wv": ("v_proj",),
+        "wkv": ("k_proj", "v_proj"),
+        "wqkv": ("qkv_proj",),
+        "wo": ("o_proj",),
+        "w1": ("gate_proj",),
+        "w2": ("down_proj",),
+        "w3": ("up_proj",),
+    }
+)
+
+
 def read(keys: Keys) -> None:
     """Everything that is no table."""
-    depth = _model(keys)
+    python = keys.form == "python"
+    depth = _sized(keys, *(_registered(keys) if python else _named(keys)))
     _layout(keys)
-    _batch(keys)
+    (_tokens if keys.has(_TOKENS) or keys.has(_LONGEST) else _batch)(keys)
     if keys.field("pp", 1) > 1:
         _pipeline(keys, depth)
     else:
         keys.read(
             *keys.matching("*.pipeline_parallel_*", "parallelism.module_fqns_per_model_part", "*.num_pp_microbatches")
         )
-    _recompute(keys)
-    _products(keys)
+    (_policy if python else _recompute)(keys)
+    (_converters if python else _products)(keys)
     _precision(keys)
     _others(keys)
 
@@ -52,31 +74,48 @@ def _models() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def _model(keys: Keys) -> int:
+def _named(keys: Keys) -> tuple[str, str, tuple[str, ...]]:
+    """The model's name and flavor, and the keys that say them."""
+    return keys.text("model.name", "llama3"), keys.text("model.flavor", "debugmodel"), ("model.name", "model.flavor")
+
+
+def _registered(keys: Keys) -> tuple[str, str, tuple[str, ...]]:
+    """The same of ``model_spec=model_registry("8B")``, whose model is the folder's: models/NAME/config_registry.py."""
+    flavor_key = "model_spec.flavor" if keys.has("model_spec.flavor") else "model_spec.0"
+    by = keys.text("model_spec").removesuffix("model_registry").rstrip("_")
+    path, function = split_name(keys.file.path)
+    folder = path.resolve().parent.name.lower()
+    known = [one for one in _models() if one == (by or folder)]
+    known = known or [one for one in sorted(_models(), key=len, reverse=True) if (function or "").startswith(one)]
+    return (known or [by or folder])[0], keys.text(flavor_key, "debugmodel"), ("model_spec", flavor_key)
+
+
+def _sized(keys: Keys, name: str, flavor: str, said: tuple[str, ...]) -> int:
     """Find the model, and return how many layers it has; 0: it is not known."""
-    name, flavor = keys.text("model.name", "llama3"), keys.text("model.flavor", "debugmodel")
     name = _models()["names"].get(name, name)
-    if keys.has("hf_transformers.model"):  # transformers' model code under torchtitan's trainer
-        keys.model = str(keys.get("hf_transformers.model"))
-        keys.read("model.name", "model.flavor", "hf_transformers.model", why=keys.model)
-        keys.give("kernels", "huggingface")
-        return 0
+    for key in ("hf_transformers.model", "hf_model"):  # transformers' model code under torchtitan's trainer
+        if keys.has(key):
+            keys.model = str(keys.get(key))
+            keys.read(*said, key, why=keys.model)
+            keys.give("kernels", "huggingface")
+            return 0
     kernel = _FLEX.search(flavor)
-    if kernel and not flavor.startswith("17b"):
+    if kernel and flavor not in _models().get(name, {}):
         flavor = flavor[: kernel.start()]
-        keys.give("attention", "flex" if kernel[1].startswith("flex") else "flash", "model.flavor")
+        keys.give("attention", "flex" if kernel[1].startswith("flex") else "flash", said[-1])
     sizes = _models().get(name, {}).get(flavor)
     if sizes is None:
+        keys.read(*said)
         keys.notes.append(f"the sizes of torchtitan's {name} {flavor} are not known here; give the model by name")
         return 0
     like, own = sizes.get("like"), {key: value for key, value in sizes.items() if key != "like"}
-    if like is not None and not own:
-        keys.model = like
-        keys.read("model.name", "model.flavor", why=like)
+    config = {**(PRESETS[like] if like is not None else {}), **own}
+    if own:
+        keys.config = config
     else:
-        keys.config = {**(PRESETS[like] if like is not None else {}), **own}
-        keys.read("model.name", "model.flavor", why="the model")
-    depth: int = (PRESETS[like] if like is not None and not own else keys.config or {})["num_hidden_layers"]
+        keys.model = like
+    keys.read(*said, why=like if not own else "the model")
+    depth: int = config["num_hidden_layers"]
     return depth
 
 
@@ -159,6 +198,23 @@ def _batch(keys: Keys) -> None:
         keys.global_batch = total
     else:
         keys.global_batch = local * ranks
+
+
+def _tokens(keys: Keys) -> None:
+    """Since 73aed7f6 (August 2026) a batch is one row of tokens; documents in it are at most so long."""
+    tokens, longest = keys.whole(_TOKENS, 16384) or 16384, keys.whole(_LONGEST, 2048) or 2048
+    longest = longest if tokens % longest == 0 else tokens
+    keys.give("seq", longest, _LONGEST)
+    keys.give("micro_batch", tokens // longest, _TOKENS)
+    passes = keys.whole("parallelism.num_pp_microbatches", 1) or 1 if keys.field("pp", 1) > 1 else 1
+    total_key = "training.num_tokens_per_train_step"
+    total = keys.whole(total_key, -1) or -1
+    step = tokens * keys.field("dp", 1) * passes
+    if total > 0:
+        if total % step:
+            raise UsageError(f"{keys.file.path}: {total_key} = {total}, which {step} tokens in a pass do not divide")
+        keys.give("micro_batches", total // step, total_key)
+    keys.global_batch = max(total, step) // longest
 
 
 def _pipeline(keys: Keys, depth: int) -> None:
@@ -260,6 +316,82 @@ def _recompute(keys: Keys) -> None:
         keys.read("activation_checkpoint.memory_budget")
 
 
+def _policy(keys: Keys) -> None:
+    """A policy's class, or ActivationCheckpointConfig with the TOML's keys; none of it is per-op selective.
+
+    From 114151ad (March 2026) on; before, a configuration that says nothing checkpointed each second layer.
+    """
+    key = "activation_checkpoint"
+    if key in keys.values and keys.values[key] is None:
+        keys.give("recompute", "none", key)
+        keys.get(key)
+        return
+    policy = keys.text(key, "selectiveac.config").removesuffix(".config")
+    if policy == "activationcheckpointconfig":
+        if keys.text(f"{key}.mode", "selective") == "selective" and not keys.has(f"{key}.selective_ac_option"):
+            keys.values[f"{key}.selective_ac_option"] = "op"
+        _recompute(keys)
+    elif policy == "fullac":
+        keys.give("recompute", "full", key)
+    elif policy == "selectiveac":
+        keys.give("recompute", "selective-op-alternate", key)
+        names = keys.get(f"{key}.force_recompute_mm_shapes_by_fqns", ["moe.router.gate"])
+        if names not in ([], ["moe.router.gate"]):
+            keys.refuse(f"{key}.force_recompute_mm_shapes_by_fqns", "expected none, or moe.router.gate")
+    else:
+        keys.refuse(key, "expected None, FullAC.Config() or SelectiveAC.Config(); else give --recompute")
+
+
+def _converters(keys: Keys) -> None:
+    """Converters of a model's configuration, each a call with its arguments."""
+    key = next(keys.matching("model_spec.converters", "model_spec.quantization", "model_converters.converters"), "")
+    found = keys.get(key, [])
+    if not isinstance(found, list):
+        keys.refuse(key, "expected a list of converters")
+        return
+    for one in found:
+        name = str(one.get("", "")).removesuffix(".Config") if isinstance(one, Mapping) else str(one)
+        if name == "Float8LinearConverter":
+            # tensorwise was the default, and gathered as bytes, until its recipes were rowwise alone
+            bytewise = one.get("enable_fsdp_float8_all_gather") is True
+            old = key == "model_converters.converters"
+            recipe = str(one.get("recipe_name") or ("tensorwise" if old else "rowwise"))
+            keys.give("fp8_recipe", recipe, key)
+            if bytewise and recipe == "tensorwise":
+                keys.give("fp8_param_gather", True, key)
+            why = _narrowed(one, "filter_fqns", _WIDE)
+        elif name in ("MXFP8LinearConverter", "MXLinearConverter"):
+            keys.give("fp8_recipe", "mxfp8", key)
+            why = _narrowed(one, "fqns", ()) or _narrowed(one, "filter_fqns", _WIDE)
+        elif name == "LoRAConverter":
+            why = _adapters(keys, key, one)
+        else:
+            why = f"{name} is not described"
+        if why:
+            keys.refuse(key, why)
+
+
+def _narrowed(converter: Mapping[str, Any], key: str, known: Collection[str]) -> str:
+    """Why products that a converter chooses cannot be said; empty where they can."""
+    names = converter.get(key) or []
+    others = [str(one) for one in names if one not in known] if isinstance(names, list) else [str(names)]
+    if converter.get("emulate"):
+        return "emulated products have other copies than real ones"
+    return f"{key} = {', '.join(others)}: which of torchao's products are narrow cannot be said" if others else ""
+
+
+def _adapters(keys: Keys, key: str, converter: Mapping[str, Any]) -> str:
+    names = converter.get("target_modules")
+    if not isinstance(names, list) or not all(name in _ADAPTED for name in names):
+        return f"LoRA's target_modules = {names}; expected some of {', '.join(_ADAPTED)}"
+    targets = dict.fromkeys(word for name in names for word in _ADAPTED[name])
+    rank, alpha = converter.get("rank", 8), converter.get("alpha", 16.0)
+    keys.give("lora", f"r={rank},alpha={alpha:g},targets={'+'.join(targets)}", key)
+    if keys.text("training.dtype", "float32") == "float32":
+        keys.give("base", "fp32")
+    return ""
+
+
 def _listed(keys: Keys, key: str) -> list[str]:
     value = keys.get(key, [])
     return (
@@ -326,11 +458,7 @@ def _products(keys: Keys) -> None:
     if keys.on(gather_key) and name == "float8" and recipe == "tensorwise":
         keys.give("fp8_param_gather", True, gather_key)
     keys.read(gather_key)
-    wide = [
-        one
-        for one in _listed(keys, filter_key)
-        if one not in ("output", "lm_head", "router.gate", "moe.router.gate", "auto_filter_small_kn")
-    ]
+    wide = [one for one in _listed(keys, filter_key) if one not in _WIDE]
     if wide:
         keys.refuse(filter_key, "which of torchao's products stay wide cannot be said; expected output or router.gate")
 
@@ -370,6 +498,19 @@ def _others(keys: Keys) -> None:
         keys.give("loss", "upcast", _found(keys, "disable_loss_parallel"), "training.enable_loss_parallel")
     elif compiled and "loss" in components and not split:
         keys.give("loss", "compiled", "compile.components")
-    if keys.on(key := _found(keys, "enable_async_tensor_parallel")) and compiled and split:
+    off = keys.on("training.disable_cuda_graphs")  # f84224af (August 2026) captures where nothing forbids it
+    if keys.field("pp", 1) == 1 and not off and (keys.has(_TOKENS) or keys.has("training.disable_cuda_graphs")):
+        keys.give("cuda_graphs", True, "training.disable_cuda_graphs")
+    groups = keys.get("optimizer.param_groups", [])
+    if not isinstance(groups, list) or any(_stepped(one) not in ("adamw", "adam") for one in groups):
+        keys.refuse("optimizer.param_groups", "expected AdamW or Adam in each")
+    moved = "compile.enable_async_tensor_parallel"
+    key = moved if keys.has(moved) else _found(keys, "enable_async_tensor_parallel")
+    if keys.on(key) and compiled and split:
         keys.give("tp_comm_overlap", True, key)
     keys.read(key)
+
+
+def _stepped(group: Any) -> str:
+    """The optimizer of a group of parameters; AdamW where it says none."""
+    return str(group.get("optimizer_name", "AdamW")).lower() if isinstance(group, Mapping) else ""
