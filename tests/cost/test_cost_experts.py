@@ -209,8 +209,12 @@ def test_the_host_bounds_layers_of_experts_unless_a_graph_replays_them() -> None
 
     assert seconds(precision="fp8") == pytest.approx(8.5e-3, rel=0.2)
     assert seconds(precision="bf16") == pytest.approx(2.5e-3 + 16 * 6 * 33e-6, rel=0.2)
-    assert seconds(precision="fp8", cuda_graphs=True) < 2e-3
-    assert seconds(precision="fp8", stack="nemo-26.06") < 2e-3
+    assert seconds(fp8_recipe="mxfp8", stack="nemo-26.06") == pytest.approx(3.3e-3, rel=0.2)
+    assert seconds(fp8_recipe="tensorwise", stack="nemo-26.06") == pytest.approx(8.5e-3, rel=0.2)  # no such kernels
+    assert seconds(precision="fp8", cuda_graphs=True) == pytest.approx(8.2e-3, rel=0.1)  # the host has to know rows
+    assert seconds(precision="fp8", cuda_graphs=True, capacity_factor=1.0) < 2e-3
+    assert seconds(fp8_recipe="mxfp8", cuda_graphs=True, stack="nemo-26.06") == pytest.approx(3.3e-3, rel=0.1)
+    assert seconds(fp8_recipe="mxfp8", cuda_graphs=True, stack="nemo-26.06", dispatcher="flex") < 2e-3
 
 
 def test_rows_beside_another_micro_batch_cost_a_share_of_their_time() -> None:
@@ -269,7 +273,8 @@ def test_what_an_op_adds_to_a_recompute_is_never_more_than_it_adds(more: dict[st
 
 def test_what_graphs_leave_to_the_host_is_counted_by_experts() -> None:
     """NOTE [ Expert by expert ]: two products forward and four back of each expert, and in MXFP8 a call for each that
-    quantises its rows, twice in either direction. Nothing else of a layer whose attention and router are replayed."""
+    quantises its rows, twice in either direction. Nothing else that takes a kernel is left of a layer whose attention
+    and router are replayed."""
 
     def waiting(layer_experts: int, **more: object) -> tuple[float, float]:
         run = run_of(
@@ -277,8 +282,10 @@ def test_what_graphs_leave_to_the_host_is_counted_by_experts() -> None:
         )
         device = replace(hardware("b200-192gb").under("nemo"), memory_bytes_per_second=10**18)
         prices = PriceModel(
-            hardware=replace(device, delays=replace(device.delays, product=1.0, dispatch=1e-3, link=0.0, network=0.0)),
-            execution=replace(execution_of(run), graphs_experts=False),
+            hardware=replace(
+                device, delays=replace(device.delays, product=1.0, dispatch=1e-3, experts=0.0, link=0.0, network=0.0)
+            ),
+            execution=execution_of(run),
             precision=run.precision,
             layout=run.layout.within_stage,
             visible=0.5,

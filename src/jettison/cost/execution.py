@@ -42,7 +42,9 @@ class Execution:
             NOTE [ Experts in Megatron ] in `launches`. Otherwise products, activation and quantising are few
             kernels.
         permutes: rows that experts are given go back as they came: NOTE [ Permuted rows ] in `launches`.
-        graphs_experts: they replay those of experts, too; otherwise NOTE [ Expert by expert ] of `cost.layer` stands.
+        fuses_experts: products, activation and quantising of all experts are few kernels of one call, which costs the
+            host less: NOTE [ Launch-bound ] of `cost.layer`.
+        graphs_experts: they replay those of experts, too: NOTE [ What graphs leave out ] of `cost.layer`.
         narrow_attention: query, key and value are quantised, and so is the gradient of what comes out
             (``fp8_dot_product_attention`` of Megatron), under recipes for which there are figures.
         whole_sequences: under context parallelism attention is one call, of whole sequences, and not one for each piece
@@ -66,6 +68,7 @@ class Execution:
     hides_experts: bool = False  # rows travel to experts and back beside the work of another micro-batch
     once_to_node: bool = False  # they do as in NOTE [ Once to each node ] of `collective`
     loops_experts: bool = False
+    fuses_experts: bool = False
     permutes: bool = False
     rotates_in_place: bool = False  # NOTE [ Rotated in place ] in `launches`
     graphed: bool = False  # CUDA graphs replay the kernels of layers, and the host hands none over
@@ -115,8 +118,18 @@ def execution_of(run: Run) -> Execution:
     """What goes with a run's kernels."""
     to_node = run.kernels.dispatcher is Dispatcher.FLEX
     whole = run.kernels.context_exchange is ContextExchange.A2A
-    named_by = run.kernels.name, run.stack
-    return _execution(*named_by, run.tp_comm_overlap, run.ep_comm_overlap, run.cuda_graphs, to_node, whole)
+    fused = _fuses_experts(run)
+    fixed = run.capacity_factor is not None or (fused and to_node)
+    named_by = run.kernels.name, run.stack, run.tp_comm_overlap, run.ep_comm_overlap, run.cuda_graphs
+    return _execution(*named_by, to_node, whole, fused, fixed)
+
+
+def _fuses_experts(run: Run) -> bool:
+    """Are a layer's experts few kernels? Of gated ones, under the recipes that the stack has such kernels for."""
+    recipes = named("stacks").get(run.stack or "", {}).get("fused_experts", ())
+    if run.precision.recipe is None or run.precision.recipe.name not in recipes:
+        return False
+    return all(layer.mlp.gated for layer in run.model.described if layer.mlp is not None)
 
 
 @cache
@@ -128,17 +141,20 @@ def _execution(
     graphed: bool,
     to_node: bool,
     whole: bool,
+    fuses_experts: bool,
+    graphs_experts: bool,
 ) -> Execution:
     """Of few kinds; a search asks for each of its candidates."""
     how = usual_execution(kernels)
-    loops = stack is None or named("stacks").get(stack, {}).get("loops_experts", True)
     return replace(
         how,
         pipelines_tensor=overlaps_tensor,
         hides_experts=overlaps_experts,
         once_to_node=to_node,
-        loops_experts=how.loops_experts and loops,
+        loops_experts=how.loops_experts and not fuses_experts,
+        fuses_experts=how.loops_experts and fuses_experts,
         graphed=graphed,
+        graphs_experts=graphs_experts or not how.loops_experts,
         stack=stack or how.stack,
         whole_sequences=whole,
     )

@@ -208,7 +208,9 @@ class _Timer:
         listed = self.listed
         repeated = [k for k in listed.forward if not again.isdisjoint(k.steps)]
         halves = {half: [k for k in listed.backward if k.half is half] for half in Half}
-        hooks = len(self.region.program.slots) * self.hardware.delays.hook if hooked else 0.0
+        hooks = (
+            len(self.region.program.slots) * self.hardware.delays.hook if hooked and not self.execution.graphed else 0.0
+        )
         experts = self._host.experts
         return RegionSeconds(
             forward=self._pass(
@@ -228,7 +230,7 @@ class _Timer:
     def _pass(self, kernels: list[Kernel] | tuple[Kernel, ...], transfers: float, host: float = 0.0) -> PassSeconds:
         """Args: host: seconds of it beside handing kernels over."""
         compute = sum(self.kernel(k) for k in kernels)
-        handed, host = self._host.handing(kernels), 0.0 if self.execution.graphed else host
+        handed = self._host.handing(kernels)
         if self.hardware.synchronous:
             return PassSeconds(compute=compute, transfers=transfers, dispatch=handed + host)
         return PassSeconds(compute=compute, transfers=transfers, dispatch=max(0.0, handed + host - compute - transfers))
@@ -382,7 +384,7 @@ class _Timer:
 # are Python objects, and it waits for the device to say how many rows each expert has. TransformerEngine's issue 2897
 # measured 1.2 ms of host time for a forward and 2.1 ms for a backward of the newest fused experts alone; fp8 costs the
 # host twice what bf16 does (issue 761). `Delays.experts` is a whole layer's. CUDA graphs replay kernels without the
-# host.
+# host, but for what they leave out.
 #
 # NOTE [ Expert by expert ]
 # TransformerEngine hands a grouped product over as a loop of cuBLASLt's (``common/gemm/cublaslt_gemm.cu``,
@@ -390,10 +392,19 @@ class _Timer:
 # four backward for its two matrices. And so are rows of each expert quantised (``csrc/extensions/cast.cpp``,
 # ``multi_tensor_quantize_impl``), but under NVFP4, which has one kernel for all (``split_quantize_nvfp4_impl``). Eight
 # products of 128 × 2048 × 2048, whose arithmetic takes a few microseconds, took 267 on Blackwell (TransformerEngine's
-# pull request 3134, "pure"): `Delays.product` is 33 there. Graphs that leave experts out (``moe_router`` and
-# ``moe_preprocess`` alone) leave that.
+# pull request 3134, "pure"): `Delays.product` is 33 there.
+#
+# NOTE [ What graphs leave out ]
+# A graph is captured once, for sizes that stay. Where no token is dropped, the host learns in each step how many rows
+# an expert has, and products are handed over for that many: recipes capture ``attn``, ``moe_router`` and
+# ``moe_preprocess`` and leave experts to the host (NVIDIA-NeMo/Megatron-Bridge v0.2.0 to v0.6.0,
+# ``cuda_graph_scope`` of scripts/performance/configs and perf_recipes). Whole iterations are captured where every
+# expert has as many rows (``moe_pad_expert_input_to_capacity``: Qwen3 in v0.1.0), or where fused experts read the
+# numbers on the device and HybridEP does not wait for them (``_enable_deepseek_full_iteration_mxfp8`` in v0.6.0).
 
 
+FUSED_EXPERTS: Final = 3.3e-3
+"""Of a layer of fused experts, forward and backward, on a GB200's host: NOTE [ Launch-bound ]."""
 FORWARD_OF_EXPERTS: Final = 1.2 / 3.3
 """Of the host's time for a layer of experts: NOTE [ Launch-bound ]."""
 
@@ -412,9 +423,11 @@ class HostWork:
     @property
     def experts(self) -> float:
         """A layer of them, both ways, beside `handing`."""
-        if self.execution.graphed or not self._loops:
+        if self._replayed or not self._grouped:
             return 0.0
-        return self.delays.experts * (1.0 if self.narrow else 0.5)
+        if self.execution.fuses_experts:
+            return FUSED_EXPERTS
+        return self.delays.experts * (1.0 if self.narrow else 0.5) if self.execution.loops_experts else 0.0
 
     def handing(self, kernels: Sequence[Kernel]) -> float:
         """Handing kernels over, those of experts one by one."""
@@ -422,14 +435,18 @@ class HostWork:
         return launches * self.delays.dispatch + self._one_by_one(kernels)
 
     @cached_property
-    def _loops(self) -> bool:
-        """Are there experts that are handed over one by one?"""
-        return self.execution.loops_experts and any(step.name == GROUPED for step in self.tape.steps)
+    def _grouped(self) -> bool:
+        """Are there experts?"""
+        return any(step.name == GROUPED for step in self.tape.steps)
+
+    @property
+    def _replayed(self) -> bool:
+        """Do graphs replay experts? See NOTE [ What graphs leave out ]."""
+        return self.execution.graphed and self.execution.graphs_experts
 
     def _one_by_one(self, kernels: Sequence[Kernel]) -> float:
         """NOTE [ Expert by expert ], without the first call that quantises, which is a launch."""
-        replayed = self.execution.graphed and self.execution.graphs_experts
-        if not self.delays.product or replayed or not self._loops:
+        if not self.delays.product or self._replayed or not (self._grouped and self.execution.loops_experts):
             return 0.0
         total = 0.0
         for kernel in kernels:
