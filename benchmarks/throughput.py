@@ -253,7 +253,7 @@ def _nemo(row: Mapping[str, str]) -> tuple[Run, Execution]:
         recompute=row.get("recompute"),
         dropout=0.1 if gpt else 0.0,
         tp_comm_overlap=row["tp_comm_overlap"] == "yes",
-        stack="base",
+        stack="nemo-24.12" if row["gpu"].startswith("H100") and row["source"] >= "NeMo 24.12" else "base",
     )
     if row["model"] in NEMO_GPT:
         model = gpt2(row["model"], *NEMO_GPT[row["model"]], vocabulary=51200, positions=seq)

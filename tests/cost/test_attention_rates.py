@@ -76,6 +76,57 @@ def test_a_backward_of_narrow_tensors_skips_nothing_that_a_window_masks() -> Non
     assert all(abs(error) < 0.05 for errors in chosen.values() for error in errors)
 
 
+def test_timings_of_flash_attention() -> None:
+    """Forwards under a causal mask on A100 and H100, and backwards without, from 512 to 16384 tokens: shorter sequences
+    reach less."""
+    errors = []
+    for row in csv.DictReader((TIMED.parent / "flash_attention.csv").read_text(encoding="utf-8").splitlines()):
+        device = hardware(row["device"]).under("nemo-24.12" if "cuDNN" in row["source"] else "base")
+        visible = 0.5 if row["causal"] == "yes" else 1.0
+        half = None if row["pass"] == "forward" else Half.INPUTS
+        seq = int(row["sequence"])
+        kernel = Kernel(steps=(0,), nbytes=0, attention_flops=1e15, half=half, head_dim=int(row["width"]), keys=seq)
+        reached = visible * 1e3 / kernel_seconds(kernel, device, visible=visible, dtype="bfloat16")
+        errors.append(reached / float(row["teraflops"]) - 1)
+    assert len(errors) == 48
+    assert median(map(abs, errors)) < 0.07
+    assert max(map(abs, errors)) < 0.25
+
+
+def test_pieces_of_a_ring_take_longer_than_a_whole_sequence() -> None:
+    """As many tokens on each rank, of a sequence that 2, 8 and 32 ranks share: 1 MiB of scores' rows, ever shorter."""
+    for gpu in ("a100-80gb", "h100-80gb"):
+        for kernels in ("megatron", "pytorch"):
+            seconds = []
+            for cp in (1, 2, 8, 32):
+                request = RunRequest(kernels=kernels, attention="flash", seq=8192, cp=cp, dp=32 // cp, micro_batch=cp)
+                run = resolve(preset("llama3-8b"), request).run
+                region = region_of(run)
+                kernels_ = work(region, execution_of(run), "bfloat16", None)
+                attention = {i for k in kernels_.forward if k.attention_flops for i in k.steps}
+                seconds.append(
+                    sum(
+                        kernel_seconds(k, hardware(gpu), visible=0.5, dtype="bfloat16")
+                        for k in (*kernels_.forward, *kernels_.backward)
+                        if attention.intersection(k.steps)
+                    )
+                )
+            assert seconds == sorted(seconds)
+            assert seconds[2] > 1.3 * seconds[0]
+            assert seconds[3] > 2.5 * seconds[0]
+
+
+def test_joining_pieces_reads_both_and_writes_one() -> None:
+    """TransformerEngine's: 3 passes over outputs of three quarters of the rows, for each piece but the first."""
+    run = run_of("llama3-8b", cp=4, dp=1, seq=8192)
+    forward = [k for k in work(region_of(run), execution_of(run), "bfloat16", None).forward if not k.product]
+    at = next(i for i, k in enumerate(forward) if k.attention_flops)
+    attention, join = forward[at : at + 2]
+    assert (attention.pieces, attention.keys, attention.launches) == (4, 2048, 4)
+    assert join.nbytes == 3 * (3 * 2 * 2048 * 4096) * 3 // 4
+    assert join.launches == 6
+
+
 def test_a_window_is_nearly_all_edge() -> None:
     device = hardware("gb200").under("nemo")
     kernel = Kernel(steps=(0,), nbytes=0, attention_flops=1e12, head_dim=64, keys=4096)

@@ -47,8 +47,7 @@ class Execution:
         graphs_experts: they replay those of experts, too: NOTE [ What graphs leave out ] of `cost.layer`.
         narrow_attention: query, key and value are quantised, and so is the gradient of what comes out
             (``fp8_dot_product_attention`` of Megatron), under recipes for which there are figures.
-        whole_sequences: under context parallelism attention is one call, of whole sequences, and not one for each piece
-            that comes round.
+        exchange: how attention sees a sequence that context parallelism shards: NOTE [ Pieces of a ring ] in `launches`.
     """
 
     fusion: Fusion = Fusion.NONE
@@ -77,7 +76,7 @@ class Execution:
     attention: float = 1.0  # speed of its fused attention, as a multiple of what the hardware file states
     narrow_attention: bool = False
     narrow_head: bool = False  # a recipe's products include the head's (``fp8_output_proj`` of Megatron)
-    whole_sequences: bool = False
+    exchange: ContextExchange = ContextExchange.RING
 
     def exposed(self, ranks: int) -> float:
         """Share of a transfer over so many ranks of tensor parallelism that its own product does not cover."""
@@ -117,11 +116,10 @@ def usual_execution(kernels: str) -> Execution:
 def execution_of(run: Run) -> Execution:
     """What goes with a run's kernels."""
     to_node = run.kernels.dispatcher is Dispatcher.FLEX
-    whole = run.kernels.context_exchange is ContextExchange.A2A
     fused = _fuses_experts(run)
     fixed = run.capacity_factor is not None or (fused and to_node)
     named_by = run.kernels.name, run.stack, run.tp_comm_overlap, run.ep_comm_overlap, run.cuda_graphs
-    return _execution(*named_by, to_node, whole, fused, fixed)
+    return _execution(*named_by, to_node, run.kernels.context_exchange, fused, fixed)
 
 
 def _fuses_experts(run: Run) -> bool:
@@ -140,7 +138,7 @@ def _execution(
     overlaps_experts: bool,
     graphed: bool,
     to_node: bool,
-    whole: bool,
+    exchange: ContextExchange,
     fuses_experts: bool,
     graphs_experts: bool,
 ) -> Execution:
@@ -156,5 +154,5 @@ def _execution(
         graphed=graphed,
         graphs_experts=graphs_experts or not how.loops_experts,
         stack=stack or how.stack,
-        whole_sequences=whole,
+        exchange=exchange,
     )

@@ -47,6 +47,7 @@ class Kernel:
     rows: bool = False  # it looks rows up, or scatters them
     head_dim: int = 0  # of a fused attention's queries
     keys: int = 0  # that one call of a fused attention sees
+    pieces: int = 1  # calls that it takes: one for each piece of a sequence that comes round
     narrow: bool = False  # it takes query, key and value in fp8
 
 

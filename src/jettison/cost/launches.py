@@ -12,16 +12,26 @@ NOTE [ Products ]
 y = x W^T with x of m × k and W of n × k is a product of (m, n, k); the gradient of x is one of (m, k, n), that of W one
 of (n, k, m). A bias costs one pass over the gradient of y.
 
+NOTE [ Pieces of a ring ]
+Attention over a sequence that c ranks share is c calls, one for each rank's keys as they come round. Under a causal mask
+the first is of a rank's own, of the others half see half of the keys, and half are of half of the queries. What a call
+returns is joined to what is there, scaled by both log-sum-exps; gradients are added up. TransformerEngine
+(``context_parallel.py``, ``flash_attn_fwd_out_correction``; ``dq.add_``) reads both and writes one, PyTorch's ring
+(``_context_parallel/_attention.py``, ``_SDPAMerger`` and ``_templated_ring_attention_backward``, torch 2.13) does it in
+fp32, op by op: a cast (6 bytes an element), a difference, its product and another difference (32) and for every second
+piece a copy of the whole; backward adds in fp32, copies, and joins keys' gradients with values' before they are sent.
+
 What products of narrow copies launch: `narrow_kernels`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
+from types import MappingProxyType
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.cost.execution import Execution, Fusion
@@ -56,6 +66,7 @@ from jettison.cost.narrow_kernels import NarrowKernels, narrow_kernels
 from jettison.formula.region import Region
 from jettison.formula.tape import NAMES, Tape, TapeOp, Value
 from jettison.spec.fp8 import Fp8Recipe
+from jettison.spec.kernels import ContextExchange
 
 FLASH_BACKWARD = 2.5
 """FLOPs of a fused attention's backward for those of its forward, where values are as wide as queries."""
@@ -66,6 +77,13 @@ SCAN_BACKWARD = 3
 and scores that it works out again (``mamba_ssm/ops/triton/ssd_combined.py``, ``_mamba_chunk_scan_combined_bwd``)."""
 LOSS_PASSES = 3
 """Over fp32 logits, in one direction: written, read, written as gradients."""
+
+
+PIECES: Mapping[ContextExchange, tuple[float, float, int]] = MappingProxyType(
+    {ContextExchange.P2P: (3 * 0.75, 3 * 0.75, 2), ContextExchange.RING: (38 / 2 * 0.75 + 2, 18 / 2, 5)}
+)
+"""By the exchange, for each piece but the first: passes over 16-bit outputs, over gradients of queries, keys and values,
+and kernels. See NOTE [ Pieces of a ring ]."""
 
 
 @lru_cache(maxsize=4096)
@@ -237,7 +255,7 @@ class _Listing:
         elif step.name == FLASH:
             if self._narrow_attention:
                 yield self.narrow.attention(step, indices, None)
-            yield self._fused_attention(step, indices, nbytes, step.flops, None)
+            yield from self._fused_attention(step, indices, nbytes, step.flops, None)
         else:
             yield from self.narrow.forward(step, group[0])
             nbytes -= self.narrow.spares(step)
@@ -256,19 +274,26 @@ class _Listing:
 
     def _fused_attention(
         self, step: TapeOp, indices: tuple[int, ...], nbytes: int, flops: float, half: Half | None
-    ) -> Kernel:
-        """One pass of it. A call sees the keys of a rank's piece, unless it sees whole sequences."""
-        query, key, *_ = step.inputs
-        return Kernel(
+    ) -> Iterator[Kernel]:
+        """One pass of it, and what joins the pieces that it is cut into."""
+        query, key, value, *_ = step.inputs
+        passes = PIECES.get(self.how.exchange)
+        pieces = -(-key.shape[ROWS] // key.local_shape[ROWS]) if passes else 1
+        yield Kernel(
             steps=indices,
             nbytes=nbytes,
             attention_flops=flops,
             half=half,
-            launches=1 if half is None else 2,
+            launches=pieces * (1 if half is None else 2),
             head_dim=query.local_shape[-1],
-            keys=(key.shape if self.how.whole_sequences else key.local_shape)[ROWS],
+            keys=key.shape[ROWS] // pieces,
+            pieces=pieces,
             narrow=self._narrow_attention,
         )
+        if passes and pieces > 1:
+            ahead, back, launches = passes
+            joined = sum(v.nbytes for v in (query, key, value)) * back if half else step.outputs[0].nbytes * ahead
+            yield Kernel(steps=indices, nbytes=int((pieces - 1) * joined), half=half, launches=(pieces - 1) * launches)
 
     def _read(self, own: list[TapeOp]) -> int:
         """Bytes that come from outside, each storage once."""
@@ -340,7 +365,7 @@ class _Listing:
             if self._narrow_attention:
                 yield self.narrow.attention(step, indices, Half.INPUTS)
             nbytes = 2 * self._saved(own) + incoming
-            yield self._fused_attention(step, indices, nbytes, backward_of_attention(step), Half.INPUTS)
+            yield from self._fused_attention(step, indices, nbytes, backward_of_attention(step), Half.INPUTS)
         elif step.name in LOOKUPS and self.how.permutes and not step.weights:
             nbytes = incoming + self._gradients(own)
             yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, rows=True)

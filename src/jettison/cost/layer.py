@@ -366,11 +366,13 @@ class _Timer:
             return 0.0
         total = 0.0
         ranks = group(self.layout, "cp", self.hardware.node)
+        delays = self.hardware.delays
+        step = delays.start + (delays.link if ranks.nodes == 1 else delays.network)
         for kernel in kernels:
             if kernel.attention_flops:
                 inputs = self.region.tape.steps[kernel.steps[0]].inputs
                 moved = sum(v.nbytes for v in inputs[1:3]) * (ranks.size - 1) * (1 if kernel.half is None else 2)
-                around = moved / bandwidth(ranks, self.hardware)
+                around = moved / bandwidth(ranks, self.hardware) + (ranks.size - 1) * step
                 over = max(0.0, around - self.kernel(kernel)) if self.execution.hides_data else around
                 total += over + (around - over) * self.hardware.reached.shared
         return total

@@ -37,6 +37,9 @@ EDGE: Final = 128
 share of the memory bandwidth, in which it computes 134 of them."""
 NARROW: Final = 64
 """Heads of so few dimensions or less: a score costs as many exponentials as with 128, for half the products."""
+PIECE_EDGE, PIECE_KEYS = 425, 4096
+"""Columns of scores that starting and ending a row of tiles is worth, where a file has no `AttentionRates`:
+FlashAttention-2's on an A100. Its shares are those of calls of so many keys; pieces of fewer take longer."""
 CAUSAL: Final = 0.5
 """Of the scores, those that a causal mask leaves."""
 SPLIT: Final = 1024
@@ -142,7 +145,8 @@ def _attention_seconds(kernel: Kernel, hardware: Hardware, visible: float, dtype
         share = reached.attention_backward if backward else reached.attention
         if kernel.head_dim <= NARROW and reached.attention_64 is not None:
             share *= reached.attention_64 / reached.attention
-        return kernel.attention_flops * visible / (rate(hardware, dtype) * share)
+        short = max(0.0, 1 / kernel.keys - 1 / PIECE_KEYS) if kernel.pieces > 1 else 0.0
+        return kernel.attention_flops * (visible + PIECE_EDGE * short) / (rate(hardware, dtype) * share)
     if narrow and backward:
         visible = max(visible, CAUSAL)
     peak = rate(hardware, NARROW_MX if narrow else dtype)
