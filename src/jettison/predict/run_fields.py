@@ -38,8 +38,9 @@ class CommonRequest:
         sequential_experts: One expert after the other, instead of grouped products.
         tp_comm_overlap: Transfers of tensor parallelism run beside the products that they belong to: costs less time.
         ep_comm_overlap: Rows travel to experts and back beside the work of another micro-batch: costs less time.
-        cuda_graphs: CUDA graphs replay the kernels of layers, so that the host does not hand them over.
-        stack: Whose software: base, megatron, nemo or nemo-26.06; else what goes with --kernels.
+        cuda_graphs: CUDA graphs replay the kernels of layers, so that the host does not hand them over; experts where
+            it need not know their rows.
+        stack: Whose software: base, megatron, nemo, nemo-24.12 or nemo-26.06; else what goes with --kernels.
         gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
         gradients: one-by-one, as backward makes them; upfront, in buffers; buckets, one by one beside those of
