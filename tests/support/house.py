@@ -198,7 +198,7 @@ def named(modules: Sequence[Source], wanted: frozenset[str], homes: tuple[str, .
 
 FRAMEWORK_HOMES = ("frameworks/", "integrations/", "models/")
 """Where their names may stand. In models/ it is the library transformers, which makes the modules."""
-FAMILY_HOMES = ("families/",)
+FAMILY_HOMES = ("families/", "frameworks/")
 
 
 def counts(package: Path = PACKAGE) -> dict[str, object]:

@@ -36,7 +36,7 @@ from jettison.report.console import hint, progress
 from jettison.report.estimate import EstimateReport
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import Mode
-from jettison.spec.run import Run
+from jettison.spec.run import Run, anchored
 
 if TYPE_CHECKING:
     from jettison.report.alternatives import Trilemma
@@ -140,7 +140,8 @@ def _memory(run: Run, device: Hardware) -> tuple[Forecast, Chosen | None]:
         return forecast(settled(run, left)), None
     from jettison.predict.auto_recompute import choose_with_whole  # the planner takes its time to load
 
-    found = choose_with_whole(run, left, device).forecast
+    planned, reached = anchored(run, device)
+    found = replace(choose_with_whole(planned, left, reached).forecast, run=run)
     return found, [part.chosen for part in found.parts if part.is_layer]
 
 

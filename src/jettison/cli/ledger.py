@@ -25,6 +25,7 @@ from jettison.predict.whole_micro_batches import settled
 from jettison.report.console import hint, progress
 from jettison.report.ledger import ComparedLedger, LedgerReport, forecast_report
 from jettison.spec.recompute import Mode
+from jettison.spec.run import anchored
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -168,12 +169,13 @@ def _choose(asked: Resolved, budget_bytes: int, gpu: str | None, *, anyway: bool
     from jettison.spec.hardware import hardware, usual_hardware
 
     device = usual_hardware(asked.run.kernels.device) if gpu is None else hardware(gpu)
+    run, device = anchored(asked.run, device)
     try:
-        return choose_with_whole(asked.run, budget_bytes, device)
+        return choose_with_whole(run, budget_bytes, device)
     except Infeasible as error:
         if not anyway:
             raise
-        return choose_with_whole(asked.run, error.minimum_budget_bytes, device)
+        return choose_with_whole(run, error.minimum_budget_bytes, device)
 
 
 def _fit(asked: Resolved, budget_bytes: int, choice: AutoForecast | None) -> FitAnswer:

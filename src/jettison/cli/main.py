@@ -20,8 +20,8 @@ from jettison.core.errors import JettisonError, install
 from jettison.report.console import hint, json_text
 
 VERBS = (
-    "demo", "doctor", "estimate", "explore", "export", "ledger", "list", "plan", "profile", "report", "search", "train",
-    "verify",
+    "calibrate", "demo", "doctor", "estimate", "explore", "export", "ledger", "list", "plan", "profile", "report",
+    "search", "train", "verify",
 )  # fmt: skip
 """Each has a file, which is loaded when the verb is called."""
 FILES = {"list": "list_names"}

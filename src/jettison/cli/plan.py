@@ -40,7 +40,7 @@ from jettison.report.console import hint, json_text, progress
 from jettison.report.plan import ForecastPlan, LayerChoice, infeasible_document
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.recompute import Mode, Recompute
-from jettison.spec.run import Run
+from jettison.spec.run import Run, anchored
 
 if TYPE_CHECKING:
     from jettison.cli.live_model import PlanReport
@@ -224,6 +224,7 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
     if offload is None:  # a link is known where a GPU is named
         offload = flags.gpu is not None and device.host_bytes_per_second is not None and not whole
     run = replace(run, recompute=Recompute(mode=Mode.AUTO, offload=offload, whole=whole))
+    run, device = anchored(run, device)
     limit = _limit(flags, run)
     host = _host_budget(flags.host_budget, offload, device)
     begin = time.perf_counter()

@@ -37,6 +37,7 @@ from jettison.search.evaluate import Journal
 from jettison.search.request import MARGIN, SearchRequest
 from jettison.search.search import NothingFits
 from jettison.search.search import search as find
+from jettison.spec.anchor import read_anchor
 from jettison.spec.hardware import hardware
 
 NOTHING_FIXED = SearchRequest()
@@ -160,6 +161,8 @@ def search(
     wanted = Wanted(tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
     budget_bytes = None if budget is None else parse_bytes(budget)
     device = hardware(gpu)
+    if request.anchor is not None:
+        device = read_anchor(Path(request.anchor)).hardware(device)
     space = request.space(
         spec_of(
             model,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from jettison.core.objects import non_defaults
 from jettison.core.parse_units import Tokens
@@ -131,6 +131,7 @@ class CommonRequest:
     offload_modules: str | None = None
     family: str | None = None
     like: str | None = None
+    anchor: str | None = field(default=None, metadata={"local": True})
 
     def __repr__(self) -> str:
         return non_defaults(self)

@@ -23,6 +23,7 @@ from jettison.families.family import kernels_for
 from jettison.families.presets import PRESETS, hub_config, is_hub_id, preset, unknown_preset
 from jettison.formula.region import refuse_idle
 from jettison.predict.run_fields import RunRequest
+from jettison.spec.anchor import read_anchor
 from jettison.spec.fp8 import Fp8Recipe, fp8_recipe
 from jettison.spec.frameworks import rule, software
 from jettison.spec.kernels import ContextExchange, Dispatcher, Kernels, Loss, Scans, workspaces
@@ -188,6 +189,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         tuning=tuning,
         frozen=frozen,
         states_on_host=_states_on_host(request),
+        anchor=None if request.anchor is None else read_anchor(Path(request.anchor)),
     )
     return Resolved(run=run, assumed=frozenset(f.name for f in fields(request)) - set(request.given()))
 

@@ -32,7 +32,7 @@ from jettison.memory.schedule import recomputing_share
 from jettison.predict.stage_time import Item, StageSeconds, Timing
 from jettison.predict.stages import Chosen, Chunk, outline, schedule_sizes
 from jettison.spec.hardware import Hardware
-from jettison.spec.run import Run, expect_run
+from jettison.spec.run import Run, anchored, expect_run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +160,7 @@ def estimate(
     if not isinstance(hardware, Hardware):
         raise UsageError(f"got {short(hardware)}; expected hardware, such as jettison.hardware('h100-80gb')")
     how = execution or execution_of(run)
+    _, hardware = anchored(run, hardware)
     timing = Timing(run=run, hardware=hardware, execution=how, planned=chosen is not None)
     layout = run.layout
     known: dict[int, list[Item]] = {}

@@ -20,6 +20,7 @@ from jettison.spec.kernels import Loss
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import MUONS, Gradients
 from jettison.spec.recompute import Recompute
+from jettison.spec.run import anchored
 from jettison.spec.states_on_host import NOT_MOVED, states_on_host
 from jettison.spec.tuning import Base
 
@@ -89,7 +90,7 @@ class SearchRequest(CommonRequest):
         """
         common = {f.name: getattr(self, f.name) for f in fields(CommonRequest)}
         kept, by = self._zero()
-        template = resolve(model, RunRequest(**common, zero=kept[0] if by else None)).run
+        template, _ = anchored(resolve(model, RunRequest(**common, zero=kept[0] if by else None)).run, hardware)
         recipe = template.precision.recipe
         if recipe is not None and recipe.library is Library.TE:  # whose weights under FSDP are not described
             kept, by = tuple(z for z in kept if z < 3), by or "fp8_recipe"

@@ -475,3 +475,39 @@ def _row(where: str, key: str, given: object) -> tuple[str, int, float, float]:
 
 def _is_share(value: object) -> bool:
     return isinstance(value, int | Decimal) and not isinstance(value, bool) and 0 < value <= 1
+
+
+# A device that is slower, or faster, than its file says --------------------------------------------------------------
+
+_COMPUTE: Final = (
+    "matmul", "matmul_fp8", "matmul_mxfp8", "matmul_lines", "matmul_fp4", "attention", "attention_backward",
+    "attention_64", "scan", "memory", "operands", "gather",
+)  # fmt: skip
+_COMMUNICATION: Final = ("link", "all_to_all", "network", "host")
+
+
+def slower(hardware: Hardware, *, compute: float, communication: float, host: float) -> Hardware:
+    """A device whose kernels, transfers and host take so many times as long."""
+
+    def reached(shares: Reached) -> Reached:
+        own = {f.name: getattr(shares, f.name) for f in fields(Reached)}
+        by = dict.fromkeys(_COMPUTE, compute) | dict.fromkeys(_COMMUNICATION, communication)
+        return Reached(**{name: own[name] / by[name] if own[name] and name in by else own[name] for name in own})
+
+    def attention(rates: AttentionRates | None) -> AttentionRates | None:
+        if rates is None:
+            return None
+        return replace(
+            rates, shares=tuple((d, w, ahead / compute, back / compute) for d, w, ahead, back in rates.shares)
+        )
+
+    def delays(of: Any) -> Any:
+        times = dict.fromkeys(("kernel", "dispatch", "experts", "product", "hook"), host)
+        times |= dict.fromkeys(("start", "link", "network"), communication)
+        return replace(of, **{name: getattr(of, name) * factor for name, factor in times.items()})
+
+    def all_of(it: Any) -> dict[str, Any]:
+        return {"reached": reached(it.reached), "attention": attention(it.attention), "delays": delays(it.delays)}
+
+    stacks = tuple(replace(stack, **all_of(stack)) for stack in hardware.stacks)
+    return replace(hardware, stacks=stacks, **all_of(hardware))

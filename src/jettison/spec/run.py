@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from reprlib import repr as short
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from jettison.core.errors import UsageError
 from jettison.core.objects import summary
+from jettison.spec.anchor import RunAnchor
 from jettison.spec.fp8 import Fp8Recipe, Library, Scales
 from jettison.spec.kernels import WORKSPACES, ContextExchange, Device, Documents, Kernels, Loss, Scans, Workspaces
 from jettison.spec.layout import Layout, exchange_misfit
@@ -28,6 +29,9 @@ from jettison.spec.precision import (
 from jettison.spec.recompute import NOTHING_AGAIN, Mode, Recompute, check_parts
 from jettison.spec.states_on_host import NOT_MOVED, StatesOnHost
 from jettison.spec.tuning import Base, FrozenModel, Tuning
+
+if TYPE_CHECKING:
+    from jettison.spec.hardware import Hardware
 
 UPDATE_BYTES: Final = 8
 """Of an element, while AdamW updates a parameter on a CPU: two tensors in fp32."""
@@ -84,6 +88,7 @@ class Run:
         frozen: models beside it of which a step runs the forward.
         states_on_host: whose way of keeping the optimizer's states in the host's memory.
         compiled: each layer is compiled by itself, and keeps what torch's partitioner leaves it.
+        anchor: a measured run of the same stack; its ledger and its peak stay what they are.
 
     Raises:
         UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide.
@@ -118,6 +123,7 @@ class Run:
     frozen: tuple[FrozenModel, ...] = ()
     states_on_host: StatesOnHost = NOT_MOVED
     compiled: bool = False
+    anchor: RunAnchor | None = None
 
     def __repr__(self) -> str:
         return summary(
@@ -562,3 +568,11 @@ def check_scans(model: ModelSpec, kernels: Kernels) -> None:
         raise UsageError(
             f"got --scans fused; what mamba-ssm keeps of the selective scan of {model.name} is not described: written"
         )
+
+
+def anchored(run: Run, hardware: Hardware) -> tuple[Run, Hardware]:
+    """A run on a device that already is as its anchor says: its time is not corrected again."""
+    if run.anchor is None:
+        return run, hardware
+    own = run.anchor.hardware(hardware)
+    return replace(run, anchor=replace(run.anchor, compute=1.0, communication=1.0, host=1.0)), own

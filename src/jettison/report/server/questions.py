@@ -121,8 +121,16 @@ class VerbForm:
     request: type[Any]
 
     def flag_fields(self) -> list[Field[Any]]:
-        """Flags that a client may give: none that names a file of this machine."""
-        return [one for one in fields(self.flags) if not one.metadata.get("local")]
+        """The verb's own flags that a client may give: none that names a file of this machine."""
+        return _from_afar(self.flags)
+
+    def fields(self) -> list[Field[Any]]:
+        """All that a client may give."""
+        return [*self.flag_fields(), *_from_afar(self.request)]
+
+
+def _from_afar(of: type[Any]) -> list[Field[Any]]:
+    return [one for one in fields(of) if not one.metadata.get("local")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +285,7 @@ def _shape(form: VerbForm) -> type[BaseModel]:
     """A model of pydantic's, from our own dataclasses: flags are listed once."""
     hints = get_type_hints(form.flags) | get_type_hints(form.request)
     shape: dict[str, Any] = {}
-    for one in (*form.flag_fields(), *fields(form.request)):
+    for one in form.fields():
         kind = _bounded(hints[one.name])
         if "most" in one.metadata:
             kind = Annotated[kind, Bounds(ge=1, le=one.metadata["most"])]

@@ -1,0 +1,129 @@
+"""`calibrate`: a measured run as what it says about others of its stack, for `--anchor`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from jettison.cli.app import Flattened, Force, Format, asked, deliver, refuse_to_overwrite
+from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
+from jettison.core.errors import UsageError
+from jettison.core.files import write_whole
+from jettison.core.units import format_bytes, format_seconds
+from jettison.cost.flops import tokens
+from jettison.predict.anchor import extra_bytes, fit_anchor
+from jettison.predict.forecast import forecast
+from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
+from jettison.predict.run_request import is_live, resolve
+from jettison.predict.time import estimate
+from jettison.report.console import hint
+from jettison.report.schemas import document
+from jettison.report.tables import facts as facts_table
+from jettison.spec.anchor import FACTORS, MEASURED_WORDS, MeasuredRun, RunAnchor, parse_measured
+from jettison.spec.hardware import Hardware, hardware
+from jettison.spec.recompute import Mode
+from jettison.spec.run import Run
+
+DOUBTFUL = 0.1
+"""Of the allocated bytes: more that is unexplained is said."""
+
+
+def command(
+    model: Annotated[str | None, Parameter(help="A preset such as llama3-8b, or a config.json or its folder.")] = None,
+    /,
+    *,
+    measured: Annotated[
+        str, Parameter(help=f"Figures of the run, {MEASURED_WORDS}, or its log, memory snapshot or trace.")
+    ],
+    gpu: Annotated[str | None, Parameter(help="What it ran on, such as h100-80gb: for a step's time.")] = None,
+    request: Annotated[RunRequest, Flattened] = NOTHING_ASKED,
+    source: Annotated[RunSourceFlags, Flattened] = NO_SOURCE,
+    form: Format = "human",
+    out: Annotated[Path | None, Parameter(help="Write there what --anchor takes, a .toml file; else print it.")] = None,
+    force: Force = False,
+) -> None:
+    """RunAnchor further answers on one measured run: the fewest physical quantities that explain it, as a small file.
+
+    `ledger`, `plan`, `estimate` and `search` take it with --anchor, for runs of the same stack.
+    """
+    refuse_to_overwrite(out, force=force)
+    model, request, found = sourced(model, request, source, verb="ledger")
+    if is_live(model):
+        raise UsageError(f"got the live model {model}; an anchor is of a preset, a config.json or --from FILE")
+    if request.anchor is not None:
+        raise UsageError(f"got --anchor {request.anchor}; a run is anchored on what it measured itself")
+    run = resolve(spec_of(model, request), request).run
+    if run.recompute.mode is Mode.AUTO:
+        raise UsageError("got --recompute auto; say what the measured run recomputed")
+    if found is not None and found.compile:
+        run = replace(run, compiled=True)
+    device = None if gpu is None else hardware(gpu)
+    figures = _measured(measured, run)
+    name = request.like or run.kernels.name
+    typed = found.command("ledger", request) if found is not None else " ".join(["jettison ledger", model])
+    anchor = fit_anchor(run, figures, hardware=device, stack=name, command=typed)
+    text = anchor.text()
+    if abs(extra_bytes(anchor, forecast(run))) > DOUBTFUL * forecast(run).peak_bytes:
+        hint("note: the ledger is far from what was measured; does this describe the run? The rows below say how far")
+    if out is not None:
+        write_whole(out, text)
+        hint(f"wrote {out}; --anchor {out} corrects further answers for {name}")
+    elif form == "human":
+        sys.stdout.write(text)
+    rows = list(_rows(anchor, run, device))
+    if form == "json" or out is not None:
+        deliver(
+            lambda: _document(anchor, run),
+            lambda: facts_table(rows),
+            form=form,
+            out=None,
+            request=asked(model=model, measured=measured, gpu=gpu, request=request),
+        )
+
+
+def _measured(text: str, run: Run) -> MeasuredRun:
+    if "=" in text and not Path(text).exists():
+        return parse_measured(text)
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(f"got --measured {text!r}; expected some of {MEASURED_WORDS}, or a log, snapshot or trace")
+    from jettison.diagnose.measured import measured_in
+
+    return measured_in(path, tokens_per_device=tokens(run) / run.layout.world, micro_batches=run.micro_batches)
+
+
+def _rows(anchor: RunAnchor, run: Run, device: Hardware | None) -> Iterator[tuple[str, str]]:
+    """For people: each figure as predicted, as measured, and what explains the difference."""
+    found, measured = forecast(run), anchor.measured
+    if measured.allocated is not None:
+        beside = extra_bytes(anchor, found)
+        why = f"{anchor.copies} x {anchor.buffer}" if anchor.copies else "unexplained, a constant"
+        yield "allocated", f"{format_bytes(found.peak_bytes)} predicted, {format_bytes(measured.allocated)} measured"
+        yield "", f"{'-' if beside < 0 else '+'}{format_bytes(abs(beside))}: {why}"
+    if anchor.fragments is not None:
+        yield "fragments", f"{anchor.fragments:.1%} of the bytes that come and go within a step"
+    if anchor.context is not None:
+        yield "beside the allocator", f"{format_bytes(max(0, anchor.context))} of context and communicators"
+    if measured.step is not None and device is not None:
+        took = estimate(run, device).step_seconds
+        yield "step", f"{format_seconds(took)} predicted, {format_seconds(measured.step)} measured"
+        for name in FACTORS:
+            yield "", f"{name} takes {getattr(anchor, name):.3f} times as long"
+
+
+def _document(anchor: RunAnchor, run: Run) -> dict[str, Any]:
+    stated = {name: getattr(anchor, name) for name in ("stack", "gpu", "run", "copies", "buffer", "fragments")}
+    return document(
+        "jettison.anchor/1",
+        **stated,
+        predicted_peak_bytes=forecast(run).peak_bytes,
+        measured=asdict(anchor.measured),
+        constant_bytes=anchor.constant,
+        context_bytes=anchor.context,
+        factors={name: getattr(anchor, name) for name in FACTORS},
+    )

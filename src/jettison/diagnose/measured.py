@@ -1,0 +1,89 @@
+"""What a run measured of itself: peaks and the time of a step out of its log, a memory snapshot or a trace.
+
+Lines of logs are the frameworks' data: ``[logs]`` of their ``defaults.toml`` has patterns whose groups name what they
+find and in which unit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from jettison.core.errors import UsageError
+from jettison.core.units import GIB, MIB
+from jettison.diagnose.log import MOST_READ_BYTES, decoded
+from jettison.diagnose.profile_file import is_trace, read_profile
+from jettison.diagnose.snapshot import read_snapshot
+from jettison.diagnose.step_profile import profile_steps
+from jettison.spec.anchor import MEASURED_WORDS, MeasuredRun
+from jettison.spec.frameworks import named
+
+WARMUP: Final = 2
+"""Steps whose time is left out, where there are more."""
+_BYTES: Final = {"GiB": GIB, "MiB": MIB, "GB": 10**9}
+_TIMES: Final = {"K": 1e3, "M": 1e6}
+
+
+def measured_in(path: Path, *, tokens_per_device: float, micro_batches: int) -> MeasuredRun:
+    """Read what a file says of a run.
+
+    Args:
+        path: a log, a CUDA memory snapshot, or a trace of ``torch.profiler``.
+        tokens_per_device: of a step, tokens over devices: turns a throughput into seconds.
+        micro_batches: of a step, where a log times each of them.
+
+    Raises:
+        UsageError: it cannot be read, or says neither a peak nor a time.
+    """
+    if path.suffix in (".json", ".gz") and is_trace(path):
+        profile = profile_steps(read_profile(path))
+        at_peak = profile.reserved_at_peak
+        return MeasuredRun(
+            allocated=at_peak and at_peak[0], reserved=at_peak and at_peak[1], step=profile.ns / profile.steps / 1e9
+        )
+    with path.open("rb") as file:
+        begin = file.read(2)
+    if len(begin) == 2 and begin[0] == 0x80:
+        device = read_snapshot(path).busiest
+        if not len(device.timeline.allocation):
+            raise UsageError(f"{path} has no events: it shows one moment, and no peak of a step")
+        return MeasuredRun(
+            allocated=device.timeline.peak_bytes, reserved=max(device.reserved_bytes, device.timeline.peak_bytes)
+        )
+    return _of_log(path, tokens_per_device, micro_batches)
+
+
+def _of_log(path: Path, tokens_per_device: float, micro_batches: int) -> MeasuredRun:
+    if path.stat().st_size > MOST_READ_BYTES:
+        raise UsageError(f"{path} has {path.stat().st_size} bytes; cut out some steps")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", decoded(path.read_bytes()))
+    found: dict[str, list[float]] = defaultdict(list)
+    for entry in named("logs").values():
+        for pattern in entry["patterns"]:
+            for match in re.finditer(pattern, text):
+                for name, value in match.groupdict().items():
+                    found[name].append(_number(value))
+    peaks: dict[str, int] = {}
+    for name in ("allocated", "reserved", "device"):
+        sizes = [round(value * size) for unit, size in _BYTES.items() for value in found[f"{name}_{unit}"]]
+        if sizes:
+            peaks[name] = max(sizes)
+    steps = [ms / 1e3 for ms in found["step_ms"]]
+    steps = steps or [ms / 1e3 * micro_batches for ms in found["micro_batch_ms"]]
+    steps = steps or [tokens_per_device / rate for rate in found["tokens_per_second"] if rate]
+    steps = steps or [1 / rate for rate in found["steps_per_second"] if rate]
+    step = median(steps[WARMUP:] or steps) if steps else None
+    if not peaks and step is None:
+        raise UsageError(
+            f"{path} has no line of a trainer that is known ({', '.join(named('logs'))}); give the figures themselves: "
+            f"--measured {MEASURED_WORDS}"
+        )
+    return MeasuredRun(**peaks, step=step)
+
+
+def _number(text: str) -> float:
+    text = text.replace(",", "")
+    return float(text[:-1]) * _TIMES[text[-1]] if text[-1] in _TIMES else float(text)

@@ -1,0 +1,177 @@
+"""Anchors: what one measured run says about further runs of the same stack.
+
+NOTE [ Anchored ]
+A measurement of a run corrects answers about others by as few physical quantities as explain it, each with a prior:
+
+- **Allocated** bytes are exact sums, so nothing scales them. What is left over is explained by copies of one buffer
+  that a framework may hold beside (logits, parameters, gradients, the residual stream), where a whole number of them
+  comes within `MATCH` of it, and else by a constant. Either is added to other runs.
+- **Reserved** over allocated is what the allocator splits off: a share of the bytes that come and go within a step,
+  ``peak - persistent``, since persistent buffers are allocated once.
+- **Device** over reserved is the context, the communicators and what libraries allocate themselves: a constant. Where
+  reserved was not measured, device over allocated is split between both by their priors.
+- **Step time**: seconds of kernels, of transfers and of the host each take a factor ``f``; of all that explain
+  the measured step the most probable ones are taken, ``min sum (x / sigma)^2`` with the spreads of `SIGMAS`. A run
+  whose time is nearly all kernels says nothing about its network, and its network keeps its prior.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from jettison.core.errors import UsageError
+from jettison.core.units import GIB
+from jettison.memory.span import Phase
+from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.time import Estimate, estimate
+from jettison.spec.anchor import MeasuredRun, RunAnchor
+from jettison.spec.hardware import Hardware, slower
+from jettison.spec.run import Run
+
+MATCH: Final = 0.1
+"""Of the bytes to explain, how far copies of a buffer may be off."""
+NEGLIGIBLE: Final = 0.01
+"""Of the allocated bytes: less is not looked for among copies."""
+MOST_COPIES: Final = 3
+SIGMAS: Final = {"compute": 0.15, "communication": 0.35, "host": 0.5}
+"""Spreads of measured over predicted seconds, a priori."""
+LEAST_FACTOR: Final = 0.3
+ROUNDS: Final = 6
+"""Of fitting: what overlaps what moves with the factors."""
+CONTEXT_BYTES: Final = 3 * GIB // 2
+"""Context and libraries of one process, a priori: where nothing tells them from fragments."""
+
+
+def fit_anchor(run: Run, measured: MeasuredRun, *, hardware: Hardware | None, stack: str, command: str) -> RunAnchor:
+    """The smallest set of quantities that explains a measured run.
+
+    Args:
+        hardware: which it ran on; needed for a step.
+
+    Raises:
+        UsageError: a step without hardware, or figures that the run cannot have.
+    """
+    found = forecast(run)
+    anchor = RunAnchor(
+        stack=stack,
+        gpu=hardware.name if hardware else "",
+        run=command,
+        measured=measured,
+        **_explained(found, measured),
+    )
+    if measured.reserved is not None or measured.device is not None:
+        anchor = replace(anchor, **_beside(found, measured, anchor))
+    if measured.step is not None:
+        if hardware is None:
+            raise UsageError("got a step without the device that it ran on; give --gpu")
+        anchor = replace(anchor, **_factors(run, hardware, measured.step))
+    return anchor
+
+
+def extra_bytes(anchor: RunAnchor, found: Forecast) -> int:
+    """Allocated bytes of a run beside its ledger's, on the worst rank."""
+    own = dict(buffers(found)).get(anchor.buffer, 0) if anchor.copies else 0
+    return max(-found.peak_bytes, anchor.copies * own + anchor.constant)
+
+
+def fragment_bytes(anchor: RunAnchor, found: Forecast, allocated: int) -> int:
+    """Bytes that the allocator has reserved beside those that are allocated; 0 where that was not measured."""
+    return int((anchor.fragments or 0.0) * max(0, allocated - persistent_bytes(found)))
+
+
+# allocated ------------------------------------------------------------------------------------------------------------
+
+
+def buffers(found: Forecast) -> Iterator[tuple[str, int]]:
+    """Bytes of buffers of which a framework may hold copies beside the ledger's, by name, the likeliest first."""
+    run, layout, model = found.run, found.run.layout, found.run.model
+    tokens = run.micro_batch * run.seq // layout.cp
+    if model.words:
+        yield "logits in fp32", 4 * tokens * model.vocab // layout.tp
+        yield "logits in bf16", 2 * tokens * model.vocab // layout.tp
+    static = found.worst.static
+    yield "parameters", static.parameters
+    yield "gradients", static.gradients
+    yield "residual stream in fp32", 4 * tokens * model.hidden // layout.tp
+
+
+def _explained(found: Forecast, measured: MeasuredRun) -> dict[str, Any]:
+    if measured.allocated is None:
+        return {}
+    left = measured.allocated - found.peak_bytes
+    if abs(left) > NEGLIGIBLE * found.peak_bytes:
+        fits = [
+            (n, abs(left - sign * n * size), name, sign)
+            for name, size in buffers(found)
+            for n in range(1, MOST_COPIES + 1)
+            for sign in (1, -1)
+            if size and abs(left - sign * n * size) <= MATCH * abs(left)
+        ]
+        if fits:
+            n, _, name, sign = min(fits, key=lambda one: one[:2])
+            return {"copies": sign * n, "buffer": name}
+    return {"constant": left}
+
+
+# reserved and device --------------------------------------------------------------------------------------------------
+
+
+def persistent_bytes(found: Forecast) -> int:
+    """Bytes of the worst stage that outlive steps: parameters, optimizer state, and what is never freed."""
+    return next(moment.nbytes for moment in found.worst.timeline() if moment.phase is Phase.BEFORE)
+
+
+def _beside(found: Forecast, measured: MeasuredRun, anchor: RunAnchor) -> dict[str, Any]:
+    """Fragments and context out of what is reserved and what the device has, beside what is allocated."""
+    allocated = measured.allocated
+    if allocated is None:
+        allocated = found.peak_bytes + extra_bytes(anchor, found)
+    passing = max(1, allocated - persistent_bytes(found))
+    if measured.device is None:
+        assert measured.reserved is not None
+        return {"fragments": max(0, measured.reserved - allocated) / passing}
+    if measured.reserved is not None:
+        return {
+            "fragments": max(0, measured.reserved - allocated) / passing,
+            "context": measured.device - measured.reserved,
+        }
+    beside = measured.device - allocated
+    context = min(CONTEXT_BYTES, max(0, beside))
+    return {"context": context + min(0, beside), "fragments": max(0, beside - context) / passing}
+
+
+# step time ------------------------------------------------------------------------------------------------------------
+
+
+def _seconds(found: Estimate) -> dict[str, float]:
+    """Seconds of a step by what a factor of `SIGMAS` would move; bubbles go with what stages do."""
+    parts = found.breakdown
+    return {
+        "compute": parts.compute + parts.recompute + parts.bubble,
+        "communication": parts.communication,
+        "host": parts.other,
+    }
+
+
+def _factors(run: Run, hardware: Hardware, step: float) -> dict[str, Any]:
+    """The most probable factors with which the estimate is the measured step: few rounds, since overlap moves."""
+    factors = dict.fromkeys(SIGMAS, 1.0)
+    for _ in range(ROUNDS):
+        seconds = _seconds(estimate(run, slower(hardware, **factors)))
+        apart = {name: value / factors[name] for name, value in seconds.items()}
+        factors = _most_probable(apart, step)
+    return factors
+
+
+def _most_probable(seconds: Mapping[str, float], step: float) -> dict[str, float]:
+    """Factors of least ``sum ((f - 1) / sigma)^2`` with which the seconds add up to a step, in closed form.
+
+    Where that would make a part nearly vanish, all take the same factor.
+    """
+    total = sum(seconds.values())
+    weights = {name: SIGMAS[name] ** 2 * value for name, value in seconds.items()}
+    price = (step - total) / sum(weights[name] * value for name, value in seconds.items())
+    found = {name: 1 + price * weight for name, weight in weights.items()}
+    return found if min(found.values()) > LEAST_FACTOR else dict.fromkeys(seconds, step / total)

@@ -1,0 +1,156 @@
+"""Anchors: a measured run of a stack as the physical quantities that explain it, and the file that holds them."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from jettison.core.errors import UsageError
+from jettison.core.parse_units import parse_bytes, parse_seconds
+from jettison.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from jettison.spec.hardware import Hardware
+
+SCHEMA: Final = "jettison.anchor/1"
+FACTORS: Final = ("compute", "communication", "host")
+MEASURED_WORDS: Final = '"allocated=61.2GiB reserved=66GiB device=69GiB step=1.32s"'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredRun:
+    """Figures of one run; None: not measured.
+
+    Args:
+        allocated, reserved, device: peak bytes of a step: by tensors, by the caching allocator, as nvidia-smi has it.
+        step: seconds.
+    """
+
+    allocated: int | None = None
+    reserved: int | None = None
+    device: int | None = None
+    step: float | None = None
+
+    def __post_init__(self) -> None:
+        sizes = [(name, getattr(self, name)) for name in ("allocated", "reserved", "device")]
+        there = [(name, value) for name, value in sizes if value is not None]
+        for (low, less), (high, more) in pairwise(there):
+            if less > more:
+                raise UsageError(
+                    f"got {low} = {format_bytes(less)} above {high} = {format_bytes(more)}; expected allocated <= "
+                    "reserved <= device, of one process"
+                )
+        if not there and self.step is None:
+            raise UsageError(f"got nothing that was measured; expected some of {MEASURED_WORDS}")
+
+
+def parse_measured(text: str) -> MeasuredRun:
+    """Read figures such as ``allocated=61.2GiB step=1.32s``.
+
+    Raises:
+        UsageError: an unknown name, a figure without its unit, or one that contradicts another.
+    """
+    found: dict[str, Any] = {}
+    for word in text.replace(",", " ").split():
+        name, equals, value = word.partition("=")
+        if not equals or name not in MeasuredRun.__dataclass_fields__:
+            raise UsageError(f"got --measured {text!r}; expected some of {MEASURED_WORDS}")
+        if name in found:
+            raise UsageError(f"got {name} twice in --measured {text!r}; give it once")
+        found[name] = parse_seconds(value) if name == "step" else parse_bytes(value)
+    return MeasuredRun(**found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunAnchor:
+    """Physical quantities that explain a measured run: NOTE [ Anchored ] in `predict.anchor`.
+
+    Args:
+        stack: framework preset or kernels of that run, in words.
+        gpu: name of the hardware.
+        run: the command that describes the run.
+        copies, buffer: so many copies of a buffer are allocated beside the ledger's; 0: none.
+        constant: bytes that are allocated beside, whatever the run.
+        fragments: reserved over allocated, as a share of the bytes that come and go within a step; None: not known.
+        context: bytes of the device beside the allocator's; None: not known.
+        compute, communication, host: factors on predicted seconds.
+    """
+
+    stack: str
+    gpu: str = ""
+    run: str = ""
+    measured: MeasuredRun = field(default_factory=lambda: MeasuredRun(step=1.0))
+    copies: int = 0
+    buffer: str = ""
+    constant: int = 0
+    fragments: float | None = None
+    context: int | None = None
+    compute: float = 1.0
+    communication: float = 1.0
+    host: float = 1.0
+
+    def hardware(self, hardware: Hardware) -> Hardware:
+        """The device, as this stack reaches it."""
+        from jettison.spec.hardware import slower  # most runs have no anchor
+
+        factors = {name: getattr(self, name) for name in FACTORS}
+        return hardware if set(factors.values()) == {1.0} else slower(hardware, **factors)
+
+    def text(self) -> str:
+        """As TOML."""
+        return "\n".join(_lines(self)) + "\n"
+
+
+def _lines(anchor: RunAnchor) -> Iterator[str]:
+    yield "# What one measured run of this stack says about others: jettison calibrate wrote it, --anchor takes it."
+    yield f'schema = "{SCHEMA}"'
+    for name in ("stack", "gpu", "run"):
+        yield f"{name} = {json.dumps(getattr(anchor, name))}"
+    yield "\n[measured]"
+    for f in fields(MeasuredRun):
+        value = getattr(anchor.measured, f.name)
+        if value is not None:
+            yield f"{f.name} = {value!r}"
+    yield "\n[memory] # bytes; fragments: of the bytes that come and go within a step"
+    if anchor.copies:
+        yield f"copies = {anchor.copies}\nbuffer = {json.dumps(anchor.buffer)}"
+    yield f"constant = {anchor.constant}"
+    for name in ("fragments", "context"):
+        if getattr(anchor, name) is not None:
+            yield f"{name} = {getattr(anchor, name)!r}"
+    yield "\n[time] # factors on predicted seconds"
+    for name in FACTORS:
+        yield f"{name} = {getattr(anchor, name)!r}"
+
+
+def read_anchor(path: Path) -> RunAnchor:
+    """Read what `RunAnchor.text` wrote.
+
+    Raises:
+        UsageError: no such file, or not of that form.
+    """
+    from pydantic import TypeAdapter
+
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"got --anchor {path}; expected a file of jettison calibrate: {error.strerror}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"got --anchor {path}, which is not TOML: {str(error).splitlines()[0]}") from None
+    if table.pop("schema", None) != SCHEMA:
+        raise UsageError(f'got --anchor {path}; expected a file of jettison calibrate, with schema = "{SCHEMA}"')
+    measured, own = table.pop("measured", {}), {**table.pop("memory", {}), **table.pop("time", {}), **table}
+    try:
+        for given, kind in ((measured, MeasuredRun), (own, RunAnchor)):
+            if unknown := sorted(given.keys() - kind.__dataclass_fields__.keys()):
+                raise ValueError(f"the key {unknown[0]} is not known")
+        made = TypeAdapter(MeasuredRun).validate_python(measured)
+        return TypeAdapter(RunAnchor).validate_python({**own, "measured": made})
+    except (AttributeError, TypeError, ValueError) as error:  # ValidationError is a ValueError
+        said = " ".join(str(error).split())[:200]
+        raise UsageError(f"got --anchor {path}, which is not of that form: {said}") from None

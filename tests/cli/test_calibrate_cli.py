@@ -1,0 +1,117 @@
+"""`calibrate`: figures, logs and snapshots of a run become an anchor, which corrects further answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jettison.cli.main import run
+from jettison.core.units import GIB, MIB
+from jettison.diagnose.measured import measured_in
+from jettison.spec.anchor import MeasuredRun, read_anchor
+
+RUN = ["llama3-8b", "--like", "torchtitan", "--dp", "8", "--seq", "4096", "--recompute", "full"]
+ON = ["--gpu", "h100-80gb"]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run([*arguments, "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_an_anchored_estimate_is_slower_by_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = answer(capsys, "estimate", *RUN, *ON)
+    anchor = str(tmp_path / "anchor.toml")
+    figures = f"step={2 * before['step_seconds']}s"
+    assert run(["calibrate", *RUN, *ON, "--measured", figures, "--out", anchor]) == 0
+    said = capsys.readouterr()
+    assert "--anchor" in said.err and "measured" in said.out
+    again = answer(capsys, "estimate", *RUN, *ON, "--anchor", anchor)
+    assert again["step_seconds"] == pytest.approx(2 * before["step_seconds"], rel=1e-3)
+    larger = [*RUN, "--micro-batch", "2", *ON]
+    ratio = answer(capsys, "estimate", *larger, "--anchor", anchor)["step_seconds"]
+    ratio /= answer(capsys, "estimate", *larger)["step_seconds"]
+    assert 1.8 < ratio < 2.2
+    assert answer(capsys, "plan", *RUN[:-2], *ON, "--anchor", anchor)["made_by"]["anchor"] == anchor
+    assert run(["calibrate", *RUN, *ON, "--measured", figures, "--out", anchor]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_a_searched_step_is_anchored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    anchor = str(tmp_path / "anchor.toml")
+    assert run(["calibrate", *RUN, *ON, "--measured", "step=9s", "--out", anchor]) == 0
+    capsys.readouterr()
+    fixed = ["--tp", "1", "--pp", "1", "--cp", "1", "--zero", "3", "--micro-batch", "1", "--recompute", "full"]
+    space = [RUN[0], "--like", "torchtitan", "--seq", "4096", "--gpus", "8", "--global-batch", "8", *fixed, *ON]
+    found = answer(capsys, "search", *space, "--jobs", "1", "--anchor", anchor)["candidates"][0]
+    assert found["step_seconds"] == pytest.approx(9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt2", "--measured", "step=1s"], "give --gpu"),
+        (["gpt2", "--measured", "nothing.log"], "or a log, snapshot or trace"),
+        (["gpt2", "--measured", "peak=1GiB"], "expected some of"),
+        (["a:b", "--measured", "step=1s"], "live model"),
+        (["gpt2", "--recompute", "auto", "--measured", "allocated=1GiB"], "what the measured run recomputed"),
+    ],
+)
+def test_what_cannot_be_anchored(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert run(["calibrate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+LOGS = {
+    "megatron": (
+        "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1.5 | max allocated: 2048.0 | reserved: 9 | max "
+        "reserved: 4096.0\n iteration 1/9 | elapsed time per iteration (ms): 9000.0 | loss\n"
+        + " iteration 2/9 | elapsed time per iteration (ms): 1500.0 | loss\n"
+        * 3,
+        MeasuredRun(allocated=2 * GIB, reserved=4 * GIB, step=1.5),
+    ),
+    "titan": (
+        "[titan] \x1b[31mstep:  1  \x1b[33mmemory: 38.50GiB(48.6%)  \x1b[34mtps: 9  mfu: 1%\n"
+        + "[titan] step: 10  memory: 40.00GiB(50.1%)  tps: 4,096  mfu: 41%\n" * 3,
+        MeasuredRun(reserved=40 * GIB, step=2.0),
+    ),
+    "deepspeed": (
+        "MA 1.0 GB         Max_MA 12.5 GB         CA 14.0 GB         Max_CA 16 GB\n",
+        MeasuredRun(allocated=int(12.5 * GIB), reserved=16 * GIB),
+    ),
+    "nanotron": (
+        "Memory usage: 1.0MiB. Peak allocated 512.00MiB. Peak reserved: 640.00MiB\n"
+        "iteration: 3 / 9 | elapsed_time_per_iteration_ms: 1.25K | tokens_per_sec: 3K\n",
+        MeasuredRun(allocated=512 * MIB, reserved=640 * MIB, step=1.25),
+    ),
+    "torchtune": (
+        "Step 1 | loss:2 tokens_per_second_per_gpu:4096.0 peak_memory_alloc:8.0 peak_memory_reserved:10.0\n",
+        MeasuredRun(allocated=8 * GIB, reserved=10 * GIB, step=2.0),
+    ),
+    "trainer": ("{'train_runtime': 100.0, 'train_steps_per_second': '0.5', 'epoch': 1.0}\n", MeasuredRun(step=2.0)),
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_logs_of_trainers(tmp_path: Path, name: str) -> None:
+    text, wanted = LOGS[name]
+    file = tmp_path / "run.log"
+    file.write_text(text)
+    assert measured_in(file, tokens_per_device=8192, micro_batches=2) == wanted
+
+
+def test_a_log_and_figures_are_the_same_anchor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(LOGS["megatron"][0].replace("2048.0", "40960.0").replace("4096.0", "45056.0"))
+    files = [tmp_path / "a.toml", tmp_path / "b.toml"]
+    for file, measured in zip(files, (str(log), "allocated=40GiB reserved=44GiB step=1.5s"), strict=True):
+        assert run(["calibrate", *RUN, *ON, "--measured", measured, "--out", str(file)]) == 0
+    assert read_anchor(files[0]) == read_anchor(files[1])
+    log.write_text("nothing of the kind\n")
+    assert run(["calibrate", *RUN, *ON, "--measured", str(log)]) == 2
+    assert "no line of a trainer" in capsys.readouterr().err

@@ -1,0 +1,134 @@
+"""Anchors: a measured run is explained by the fewest quantities, and others of its stack are corrected by them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jettison.core.errors import UsageError
+from jettison.core.units import GIB, MIB
+from jettison.predict.anchor import buffers, extra_bytes, fit_anchor, fragment_bytes, persistent_bytes
+from jettison.predict.forecast import forecast
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import run_of
+from jettison.predict.time import estimate
+from jettison.spec.anchor import MeasuredRun, RunAnchor, parse_measured, read_anchor
+from jettison.spec.hardware import hardware, slower
+from jettison.spec.run import anchored
+
+RUN = run_of("llama3-8b", RunRequest(seq=4096, dp=8, zero=3, recompute="full", like="torchtitan"))
+H100 = hardware("h100-80gb")
+
+
+def fitted(measured: MeasuredRun) -> RunAnchor:
+    return fit_anchor(RUN, measured, hardware=H100, stack="torchtitan", command="jettison ledger llama3-8b")
+
+
+def test_a_step_is_the_measured_one_and_a_network_that_hides_keeps_its_prior() -> None:
+    took = estimate(RUN, H100).step_seconds
+    anchor = fitted(MeasuredRun(step=1.3 * took))
+    again = replace(RUN, anchor=anchor)
+    assert estimate(again, H100).step_seconds == pytest.approx(1.3 * took, rel=1e-3)
+    assert anchor.compute == pytest.approx(1.3, abs=0.05)
+    assert anchor.communication < 1.15
+    run, device = anchored(again, H100)
+    assert estimate(run, device).step_seconds == estimate(again, H100).step_seconds
+    assert estimate(again, H100).peak_flops_per_second == estimate(RUN, H100).peak_flops_per_second
+
+
+@given(factor=st.floats(0.5, 4.0))
+def test_any_step_can_be_explained(factor: float) -> None:
+    took = estimate(RUN, H100).step_seconds
+    anchor = fitted(MeasuredRun(step=factor * took))
+    assert estimate(replace(RUN, anchor=anchor), H100).step_seconds == pytest.approx(factor * took, rel=0.02)
+
+
+def test_copies_of_a_buffer_explain_bytes_that_are_left_over() -> None:
+    found = forecast(RUN)
+    for name, size in buffers(found):
+        assert size > 0
+        anchor = fitted(MeasuredRun(allocated=found.peak_bytes + size))
+        if size < 0.01 * found.peak_bytes:
+            assert (anchor.copies, anchor.constant) == (0, size)
+            continue
+        assert anchor.copies == 1
+        twice = forecast(replace(RUN, micro_batch=2))
+        of_tokens = name.startswith(("logits", "residual"))
+        own = dict(buffers(found))[anchor.buffer]
+        assert extra_bytes(anchor, found) == own
+        assert extra_bytes(anchor, twice) == own * (1 + of_tokens) or anchor.buffer != name
+    exact = fitted(MeasuredRun(allocated=found.peak_bytes))
+    assert (exact.copies, exact.constant) == (0, 0)
+    odd = fitted(MeasuredRun(allocated=found.peak_bytes + 777 * MIB))
+    assert extra_bytes(odd, found) == 777 * MIB or odd.copies
+
+
+def test_the_gap_to_the_device_is_context_and_fragments() -> None:
+    found = forecast(RUN)
+    peak, passing = found.peak_bytes, found.peak_bytes - persistent_bytes(found)
+    anchor = fitted(MeasuredRun(allocated=peak, reserved=peak + passing // 10, device=peak + passing // 10 + 2 * GIB))
+    assert anchor.context == 2 * GIB
+    assert anchor.fragments == pytest.approx(0.1)
+    larger = forecast(replace(RUN, micro_batch=4))
+    wanted = (larger.peak_bytes - persistent_bytes(larger)) // 10
+    assert fragment_bytes(anchor, larger, larger.peak_bytes) == pytest.approx(wanted, rel=1e-6)
+    both = fitted(MeasuredRun(allocated=peak, device=peak + 5 * GIB))
+    assert both.context is not None and both.fragments is not None
+    assert both.context + fragment_bytes(both, found, peak) == pytest.approx(5 * GIB, abs=2)
+
+
+def test_the_file_says_the_same(tmp_path: Path) -> None:
+    peak = forecast(RUN).peak_bytes
+    anchor = fitted(MeasuredRun(allocated=peak + GIB, reserved=peak + 2 * GIB, device=peak + 4 * GIB, step=3.25))
+    file = tmp_path / "anchor.toml"
+    file.write_text(anchor.text())
+    assert read_anchor(file) == anchor
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("allocated=61.2", "without a unit"),
+        ("memory=61GiB", "expected some of"),
+        ("allocated=5GiB allocated=5GiB", "twice"),
+        ("allocated=9GiB reserved=5GiB", "allocated <= reserved <= device"),
+        ("", "nothing that was measured"),
+        ("step=fast", "fast"),
+    ],
+)
+def test_figures_that_make_no_sense(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_measured(text)
+
+
+def test_figures_as_they_are_typed() -> None:
+    found = parse_measured("allocated=61.5GiB, reserved=66GiB device=72GB step=1320ms")
+    assert found == MeasuredRun(allocated=int(61.5 * GIB), reserved=66 * GIB, device=72 * 10**9, step=1.32)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "schema"),
+        ('schema = "jettison.anchor/1"\nstack = "a"\nbytes = 3\n[measured]\nstep = 1.0', "not of that form"),
+        ('schema = "jettison.anchor/1"\nstack = "a"\n[measured]\nstep = "x"', "not of that form"),
+        ("x = ", "not TOML"),
+    ],
+)
+def test_a_file_that_is_no_anchor(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "anchor.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_anchor(file)
+    with pytest.raises(UsageError, match="No such file"):
+        read_anchor(tmp_path / "none.toml")
+
+
+def test_a_slower_device_takes_as_many_times_as_long() -> None:
+    took = estimate(RUN, H100)
+    twice = estimate(RUN, slower(H100, compute=2.0, communication=2.0, host=2.0))
+    assert twice.step_seconds == pytest.approx(2 * took.step_seconds, rel=0.02)
