@@ -47,7 +47,7 @@ class Execution:
         graphs_experts: they replay those of experts, too: NOTE [ What graphs leave out ] of `cost.layer`.
         narrow_attention: query, key and value are quantised, and so is the gradient of what comes out
             (``fp8_dot_product_attention`` of Megatron), under recipes for which there are figures.
-        exchange: how attention sees a sequence that context parallelism shards: NOTE [ Pieces of a ring ] in `launches`.
+        exchange: how attention sees a sequence that ranks share: NOTE [ Pieces of a ring ] in `launches`.
     """
 
     fusion: Fusion = Fusion.NONE

@@ -13,9 +13,9 @@ y = x W^T with x of m × k and W of n × k is a product of (m, n, k); the gradie
 of (n, k, m). A bias costs one pass over the gradient of y.
 
 NOTE [ Pieces of a ring ]
-Attention over a sequence that c ranks share is c calls, one for each rank's keys as they come round. Under a causal mask
-the first is of a rank's own, of the others half see half of the keys, and half are of half of the queries. What a call
-returns is joined to what is there, scaled by both log-sum-exps; gradients are added up. TransformerEngine
+Attention over a sequence that c ranks share is c calls, one for each rank's keys as they come round. Under a causal
+mask the first is of a rank's own, of the others half see half of the keys, and half are of half of the queries. What a
+call returns is joined to what is there, scaled by both log-sum-exps; gradients are added up. TransformerEngine
 (``context_parallel.py``, ``flash_attn_fwd_out_correction``; ``dq.add_``) reads both and writes one, PyTorch's ring
 (``_context_parallel/_attention.py``, ``_SDPAMerger`` and ``_templated_ring_attention_backward``, torch 2.13) does it in
 fp32, op by op: a cast (6 bytes an element), a difference, its product and another difference (32) and for every second
@@ -82,8 +82,8 @@ LOSS_PASSES = 3
 PIECES: Mapping[ContextExchange, tuple[float, float, int]] = MappingProxyType(
     {ContextExchange.P2P: (3 * 0.75, 3 * 0.75, 2), ContextExchange.RING: (38 / 2 * 0.75 + 2, 18 / 2, 5)}
 )
-"""By the exchange, for each piece but the first: passes over 16-bit outputs, over gradients of queries, keys and values,
-and kernels. See NOTE [ Pieces of a ring ]."""
+"""By the exchange, for each piece but the first: passes over 16-bit outputs, over gradients of queries, keys and
+values, and kernels. See NOTE [ Pieces of a ring ]."""
 
 
 @lru_cache(maxsize=4096)
