@@ -144,6 +144,7 @@ def test_tables_name_fields_of_a_request() -> None:
     for table in tables():
         given = [*table.get("keys", {}).values()]
         given += [field for words in table.get("words", {}).values() for said in words.values() for field in said]
+        given = [name for name in given if name != "note"]
         for field in given:
             assert field in RunRequest.__dataclass_fields__, (table["framework"], field)
         assert {"says", "syntaxes"} <= table.keys()

@@ -71,7 +71,7 @@ def hub_config(model: str) -> Path:
     Raises:
         UsageError: neither has it.
     """
-    cached = _cached(model)
+    cached = cached_config(model)
     return _fetched(model) if cached is None else cached
 
 
@@ -84,7 +84,7 @@ def hub_cache() -> Path:
     return Path(home).expanduser() / "hub"
 
 
-def _cached(model: str) -> Path | None:
+def cached_config(model: str) -> Path | None:
     """Of the revision that ``main`` was when it was fetched, else of the newest that is there."""
     folder = hub_cache() / f"models--{model.replace('/', '--')}"
     try:
@@ -141,6 +141,23 @@ def _nearest(model: str) -> str:
         return ""
     found = max(close, key=len) if within else next(name for name in PRESETS if _letters(name) == close[0])
     return f"The nearest preset is {found}, which needs no file. "
+
+
+_SAME_SIZES: Final = frozenset(
+    ("meta", "hf", "instruct", "chat", "it", "pt", "v0.1", "bf16", "fp16", "uncased", "4k", "1124", "thinking", "2507")
+)
+"""Words of a repository's name that say nothing of sizes."""
+
+
+def preset_named(model: str) -> str | None:
+    """The preset that a name or a Hugging Face id stands for, word for word but for what says nothing of sizes."""
+    words = re.split(r"[-_ ]", model.rpartition("/")[2].lower())
+    for left_away in (_SAME_SIZES, _SAME_SIZES | {"base"}):
+        asked = "".join(word for word in words if word not in left_away)
+        found = next((name for name in PRESETS if name.replace("-", "") == asked), None)
+        if found is not None:
+            return found
+    return None
 
 
 def _letters(name: str) -> str:

@@ -34,8 +34,8 @@ class ConfigFile:
         path: as it was given, with a configuration's name behind a colon where a Python file has several.
         syntax: toml, yaml, json, python or arguments.
         values: leaves by dotted key (``training.seq_len``); lists are leaves. Arguments are by name without dashes,
-            those without a value are True, those with several a
-            list; a script's variables are there by name with a dollar sign.
+            those without a value are True, those with several a list; a script's variables, and the programs that it
+            starts, are there by name with a dollar sign.
     """
 
     path: Path
@@ -129,13 +129,15 @@ def _arguments(text: str) -> Mapping[str, Any]:
     lines = plain if "--" in plain else " ".join(variables.values())
     found: dict[str, Any] = {}
     for line in lines.splitlines():
-        name = ""
+        name, program = "", True
         for word in _words(line):
             if word.startswith("--") and len(word) > 2:
                 name, equals, value = word[2:].partition("=")
                 found[name] = value if equals else True
-            elif word.endswith(".py") or word in _ENDS:
-                name = ""
+                program = False
+            elif word.endswith(".py") or word in _ENDS or program:
+                found[f"${Path(word).name}"] = True
+                name, program = "", program or word in _ENDS
             elif name:
                 before = found[name]
                 found[name] = word if before is True else [*(before if isinstance(before, list) else [before]), word]

@@ -7,11 +7,12 @@ no table, as a function ``read(keys)``. Sections of ``read.toml``:
   one of ``any`` is among its keys (globs), and all of ``all``. ``order``: whose turn it is, the least first.
 - ``like``: the preset of ``--like`` that such a run follows.
 - ``keys``: fields of a request by key, value for value: ``"training.seq_len" = "seq"``.
-- ``words``: by key and then by value, as text in lower case, fields with their values. A value that is not there is
-  refused.
+- ``words``: by key and then by value, as text in lower case or a glob, fields with their values, and ``note``, which is
+  said of it. A value that is not there is refused. ``like = "NAME:KEY"``: those of another framework's key.
 - ``ignored``: globs of keys that change neither memory nor time.
 - ``refused``: by glob, why keys that do are not read. One whose value is off (false, null, 0, empty) says nothing.
 - ``prefixes``: what keys of a file may begin with that is left away, and ``underscores``: dashes in them are these.
+- ``beside``: by framework, what the keys of its file begin with here, when it is given beside this one.
 - ``[[forms]]``: kinds of files of one framework, each with any of these sections; what stands above counts for all.
   ``name``: how ``read`` tells them apart (`Keys.form`).
 """
@@ -30,6 +31,7 @@ from typing import Any, Final, TypeVar
 
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
+from jettison.families.presets import PRESETS, cached_config, is_hub_id, preset_named
 from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
 from jettison.models.described import described_model
 from jettison.predict.run_fields import CommonRequest, RunRequest
@@ -179,6 +181,7 @@ class Keys:
         self._fields: dict[str, Any] = {}
         self._became: dict[str, list[str]] = {}
         self._refused: dict[str, str] = {}
+        self._tables: list[tuple[str, Mapping[str, Any]]] = []
 
     # what readers call ------------------------------------------------------------------------------------------------
 
@@ -221,6 +224,11 @@ class Keys:
             if key in self.values:
                 self._became.setdefault(key, []).append(" ".join(flags_of(RunRequest(**{name: value}))))
 
+    def note(self, text: str) -> None:
+        """Something else to say, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     def drop(self, name: str) -> None:
         """Take a field back."""
         self._fields.pop(name, None)
@@ -248,9 +256,28 @@ class Keys:
         """Names of keys that fit one of these patterns, in the file's order."""
         return (key for key in self.values if any(fnmatchcase(key, glob) for glob in globs))
 
-    def merge(self, file: ConfigFile, prefix: str) -> None:
-        """Read another file's keys as if they stood here under a prefix."""
-        self.values |= {f"{prefix}{key}": value for key, value in file.values.items()}
+    def under(self, name: str, prefix: str, file: ConfigFile | None = None) -> None:
+        """Read keys that begin with a prefix as another framework does, a file's that was given beside this one."""
+        if file is not None:
+            self.values = {**{f"{prefix}{key}": value for key, value in file.values.items()}, **self.values}
+        table = next(one for one in tables() if one["framework"] == name)
+        first = all(before != prefix for before, _ in self._tables)
+        self.by_table(table, prefix)
+        if first:
+            _reader(name)(self, prefix)
+
+    def named(self, key: str) -> ConfigFile | None:
+        """The file that this key names, from the folder of this one or from where we are; None where none is there.
+
+        Raises:
+            UsageError: it is there and cannot be read.
+        """
+        value = self.get(key)
+        if not isinstance(value, str) or len(value) > 1000:
+            return None
+        folders = (Path(), self.file.path.parent, *self.file.path.parent.parents)
+        found = next((path for folder in folders if (path := folder / value).is_file()), None)
+        return None if found is None else read_config_file(found)
 
     def share(self, *axes: str) -> int:
         """Devices on one rank of what these axes do not share: world over their product.
@@ -273,26 +300,35 @@ class Keys:
 
     # the table --------------------------------------------------------------------------------------------------------
 
-    def by_table(self, table: Mapping[str, Any]) -> None:
-        """Read what ``read.toml`` says."""
-        for key, name in table.get("keys", {}).items():
+    def by_table(self, table: Mapping[str, Any], prefix: str = "") -> None:
+        """Read what ``read.toml`` says, of keys that begin so."""
+        self._tables.append((prefix, table))
+        for own, name in table.get("keys", {}).items():
+            key = f"{prefix}{own}"
             if self.has(key) and not _variable(self.values[key]):
                 kind = _KINDS[name]
                 value = self.whole(key) if kind is int else self.number(key) if kind is float else self.get(key)
                 value = ",".join(map(str, value)) if isinstance(value, list) else value
                 self.give(name, self.on(key) if kind is bool else value, key)
-        for key, words in table.get("words", {}).items():
-            if self.has(key):
-                found = words.get(self.text(key))
-                if found is None:
-                    self.refuse(key, f"expected one of {', '.join(words)}")
-                for name, value in (found or {}).items():
-                    self.give(name, value, key)
+        for own, words in table.get("words", {}).items():
+            if self.has(f"{prefix}{own}"):
+                self.word(f"{prefix}{own}", words)
 
-    def left(self, table: Mapping[str, Any]) -> tuple[tuple[Key, ...], tuple[str, ...]]:
+    def word(self, key: str, words: Mapping[str, Mapping[str, Any]], default: str = "") -> None:
+        """Set the fields that a key's value stands for, or the default's where it is not there."""
+        text = self.text(key, default)
+        found = words.get(text, next((said for glob, said in words.items() if fnmatchcase(text, glob)), None))
+        if found is None:
+            self.refuse(key, f"expected one of {', '.join(words)}")
+        for name, value in (found or {}).items():
+            if name == "note":
+                self.note(f"{self.written(key)} = {text}: {value}")
+            else:
+                self.give(name, value, key)
+
+    def left(self) -> tuple[tuple[Key, ...], tuple[str, ...]]:
         """Keys that change memory or time and were not read, and names of those that do neither."""
         unread, ignored = [], []
-        refused = table.get("refused", {})
         for key, value in self.values.items():
             why = self._refused.get(key)
             if why is None and key in self._became:
@@ -300,12 +336,22 @@ class Keys:
             if key.startswith("$") or (why is None and _off(value)):
                 ignored.append(key)
                 continue
-            why = why or next((said for glob, said in refused.items() if fnmatchcase(key, glob)), None)
-            if why is None and any(fnmatchcase(key, glob) for glob in table.get("ignored", ())):
+            why = why or self._in_tables(key, "refused")
+            if why is None and self._in_tables(key, "ignored") is not None:
                 ignored.append(key)
                 continue
             unread.append(Key(name=self.written(key), value=value, why=why or UNKNOWN))
         return tuple(unread), tuple(self.written(name) for name in ignored if not name.startswith("$"))
+
+    def _in_tables(self, key: str, section: str) -> str | None:
+        """What the tables say of a key in a section of globs; None: nothing."""
+        for prefix, table in self._tables:
+            globs = table.get(section, ()) if key.startswith(prefix) else ()
+            own = key[len(prefix) :]
+            for glob in globs:
+                if fnmatchcase(own, glob):
+                    return str(globs[glob]) if isinstance(globs, Mapping) else glob
+        return None
 
     def written(self, key: str) -> str:
         """A key as the file has it, or as it would have it beside those that are there."""
@@ -377,10 +423,14 @@ def read_run(
     name = table["framework"]
     keys = Keys(first, asked=asked, gpus=gpus, beside=others, table=table)
     keys.by_table(table)
-    if find_spec(f"jettison.frameworks.{name}.read") is not None:
-        reader: Callable[[Keys], None] = import_module(f"jettison.frameworks.{name}.read").read
-        reader(keys)
-    unread, ignored = keys.left(table)
+    prefixes = table.get("beside", {})
+    for other in others:
+        kind = _table(other) or {"framework": "", "says": "no framework's file"}
+        if kind["framework"] not in prefixes:
+            raise UsageError(f"got --from {other.path}, {kind['says']}, beside {first.path}; it is read by itself")
+        keys.under(kind["framework"], prefixes[kind["framework"]], other)
+    _reader(name)(keys)
+    unread, ignored = keys.left()
     if unread and not allow_unread:
         listed = "; ".join(f"{key} ({key.why})" for key in unread[:8])
         more = f"; and {len(unread) - 8} more" if len(unread) > 8 else ""
@@ -392,7 +442,7 @@ def read_run(
         path=first.path,
         framework=name,
         says=table["says"],
-        model=_beside(model or keys.model, first.path),
+        model=_settled(model or keys.model, keys),
         config=None if model else keys.config,
         request=keys.request(table.get("like")),
         compile=keys.compile,
@@ -439,7 +489,21 @@ def tables() -> Sequence[Mapping[str, Any]]:
     for file in sorted(frameworks.FOLDER.glob("*/read.toml")):
         common = {"framework": file.parent.name, **tomllib.loads(file.read_text(encoding="utf-8"))}
         found += [_with(common, form) for form in common.pop("forms", [{}])]
+    for table in found:
+        for key, words in table.get("words", {}).items():
+            if isinstance(other := words.get("like"), str):
+                name, _, theirs = other.partition(":")
+                known = next(one["words"][theirs] for one in found if one["framework"] == name)
+                table["words"][key] = {**known, **{word: said for word, said in words.items() if word != "like"}}
     return sorted(found, key=lambda table: int(table.get("order", 50)))
+
+
+def _reader(name: str) -> Callable[..., None]:
+    """A framework's ``read``, where it has one."""
+    if find_spec(f"jettison.frameworks.{name}.read") is None:
+        return lambda *_: None
+    found: Callable[..., None] = import_module(f"jettison.frameworks.{name}.read").read
+    return found
 
 
 def _with(common: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
@@ -486,12 +550,18 @@ def _fits(file: ConfigFile, table: Mapping[str, Any]) -> bool:
     )
 
 
-def _beside(model: str | None, path: Path) -> str | None:
-    """A model's folder beside the file, where there is one of that name; else the name."""
-    if model is None:
-        return None
-    beside = path.parent / model
-    return str(beside) if not Path(model).exists() and (beside / "config.json").is_file() else model
+def _settled(model: str | None, keys: Keys) -> str | None:
+    """A model's folder beside the file, where there is one of that name; a preset whose name says the same; else it."""
+    if model is None or model in PRESETS or Path(model).exists():
+        return model
+    beside = keys.file.path.parent / model
+    if (beside / "config.json").is_file():
+        return str(beside)
+    found = preset_named(model)
+    if found is None or (is_hub_id(model) and cached_config(model) is not None):
+        return model
+    keys.note(f"{model} is counted as the preset {found}, which has its sizes; give its config.json for another")
+    return found
 
 
 def _kind(annotation: str) -> type:

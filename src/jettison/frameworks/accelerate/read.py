@@ -1,0 +1,47 @@
+"""accelerate's configuration: how many GPUs, mixed precision, FSDP or DeepSpeed."""
+
+from __future__ import annotations
+
+from jettison.frameworks.run_file import Keys
+from jettison.frameworks.trainer_keys import fsdp, half, offloads, precision, replicas
+
+
+def read(keys: Keys, prefix: str = "") -> None:
+    """By itself, or under a prefix beside a Trainer's file."""
+    if (file := keys.named(f"{prefix}deepspeed_config.deepspeed_config_file")) is not None:
+        keys.read(f"{prefix}deepspeed_config.deepspeed_config_file", why="that file")
+        keys.under("deepspeed", "deepspeed.", file)
+    kind = keys.text(f"{prefix}distributed_type")
+    if kind in ("deepspeed", "") and any(True for _ in keys.matching(f"{prefix}deepspeed_config.*")):
+        _deepspeed(keys, f"{prefix}deepspeed_config.")
+    if kind == "fsdp":
+        fsdp(keys, f"{prefix}fsdp_config.", version=1)  # ``utils/dataclasses.py``, ``fsdp_version``
+    if keys.text(f"{prefix}dynamo_config.dynamo_backend", "no") not in ("no", "eager"):
+        keys.compile = True
+        keys.read(f"{prefix}dynamo_config.dynamo_backend", why="--compile")
+    _axes(keys, f"{prefix}parallelism_config.parallelism_config_")
+    if not prefix:
+        mixed = half(keys) or keys.text("mixed_precision", "no") != "no"
+        precision(keys, weights="fp32", mixed=mixed)
+        replicas(keys)
+
+
+def _deepspeed(keys: Keys, prefix: str) -> None:
+    keys.give("like", "deepspeed")
+    stage = keys.whole(f"{prefix}zero_stage")
+    if stage is not None:
+        keys.give("zero", stage, f"{prefix}zero_stage")
+    offloads(keys, f"{prefix}offload_optimizer_device", f"{prefix}offload_param_device")
+
+
+def _axes(keys: Keys, prefix: str) -> None:
+    """``parallelism_config``: tensor and context parallelism, and shards in groups."""
+    for name, field in (("tp_size", "tp"), ("cp_size", "cp"), ("dp_replicate_size", "zero_replicas")):
+        size = keys.whole(f"{prefix}{name}", 1)
+        if size is not None and size > 1:
+            keys.give(field, size, f"{prefix}{name}")
+    shard = keys.whole(f"{prefix}dp_shard_size", 1)
+    if shard is not None and shard > 1:
+        keys.give("zero", 3, f"{prefix}dp_shard_size")
+    if (keys.whole(f"{prefix}sp_size", 1) or 1) > 1:
+        keys.refuse(f"{prefix}sp_size", "Ulysses' sequence parallelism of accelerate is not read")

@@ -1,0 +1,196 @@
+"""axolotl's YAML: what its Trainer runs with, and what its own code sets beside it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from jettison.frameworks.run_file import Keys
+from jettison.frameworks.trainer_keys import (
+    DEFAULT_TARGETS,
+    checkpointing,
+    compiled,
+    low_rank,
+    optimizer,
+    precision,
+    replicas,
+    sharding,
+    targets,
+)
+
+TOKENS: Final = 512
+"""``utils/schemas/config.py``, ``sequence_len``."""
+_ATTENTION: Final = {
+    "flash_attention": "flash-attn",
+    "sdp_attention": "sdpa",
+    "flex_attention": "flex",
+    "eager_attention": "eager",
+    "xformers_attention": "flash",
+}
+"""``utils/schemas/enums.py``, ``LEGACY_ATTN_FLAG_TO_IMPL``."""
+_LORA_KERNELS: Final = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+
+
+def read(keys: Keys) -> None:
+    """Defaults are those of the schemas (``utils/schemas``) and of ``utils/config/__init__.py``."""
+    keys.model = str(keys.get("base_model"))
+    if keys.field("seq") is None:
+        keys.give("seq", TOKENS)
+    for flag, kernel in _ATTENTION.items():
+        if keys.on(flag):
+            keys.give("attention", kernel, flag)
+    if keys.on("sage_attention"):
+        keys.refuse("sage_attention", "SageAttention is not described")
+    _batch(keys)
+    _adapters(keys)
+    half = _half(keys)
+    checkpointing(keys)
+    _offloading(keys)
+    _losses(keys)
+    _preference(keys)
+    compiled(keys)
+    if any(True for _ in keys.matching("fsdp_config", "fsdp_config.*")) and keys.values.get("fsdp_config", True):
+        keys.values.setdefault("fsdp", True)  # configured alone, it is on
+    sharding(keys, version=keys.whole("fsdp_version", 1) or 1)  # ``schemas/validation.py``, ``check_fsdp_version``
+    optimizer(keys, "optimizer", "adamw")
+    precision(keys, weights="bf16" if half else "fp32", mixed=half)
+    _axes(keys)
+    replicas(keys)
+
+
+def _batch(keys: Keys) -> None:
+    """``normalize_config``: without accumulation steps they follow from batch_size."""
+    whole, micro = keys.whole("batch_size"), keys.field("micro_batch", 1)
+    if whole is not None and not keys.has("gradient_accumulation_steps"):
+        keys.give("micro_batches", max(1, whole // micro), "batch_size")
+    if keys.on("sample_packing"):
+        keys.read("sample_packing", "pad_to_sequence_len", "multipack_real_batches", why="sequences of full length")
+        keys.note("packed sequences are counted as one document each; --packed says how long documents are")
+    else:
+        keys.read("sample_packing", "pad_to_sequence_len", "multipack_real_batches")
+        keys.note("every sequence is counted at its greatest length; shorter ones are padded to the longest of a batch")
+
+
+def _adapters(keys: Keys) -> None:
+    """``loaders/model.py``, ``_set_quantization_config``: NF4 twice quantized. ``loaders/adapter.py``: PEFT's adapters.
+
+    ``loaders/model.py``, ``_configure_embedding_dtypes``: what PEFT's preparation for few bits casts to fp32 is cast
+    back to 16 bits wherever there are adapters.
+    """
+    adapter = keys.text("adapter")
+    if adapter in ("", "none"):
+        keys.read("adapter", *keys.matching("lora_r", "lora_alpha", "lora_dropout", "lora_target_*"))
+        for key in keys.matching("load_in_4bit", "load_in_8bit"):
+            if keys.on(key):
+                keys.refuse(key, "without an adapter nothing can be trained in so few bits")
+        return
+    if adapter not in ("lora", "qlora"):
+        keys.refuse("adapter", "expected lora, qlora or nothing")
+        return
+    products = targets(keys, "lora_target_modules", DEFAULT_TARGETS)
+    if keys.on("lora_target_linear"):
+        products = "all-linear"
+    rank, dropout = keys.whole("lora_r", 8), keys.number("lora_dropout", 0.0)
+    assert rank is not None and dropout is not None
+    came_from = ("adapter", "lora_r", "lora_target_modules", "lora_target_linear", "lora_dropout")
+    low_rank(keys, rank, products, dropout, *came_from)
+    if keys.on("load_in_4bit"):
+        double = keys.on("bnb_config_kwargs.bnb_4bit_use_double_quant", True)
+        keys.give("base", "nf4-double" if double else "nf4", "load_in_4bit")
+    elif keys.on("load_in_8bit"):
+        keys.give("base", "int8", "load_in_8bit")
+    if dropout == 0 and not keys.on("trust_remote_code") and not any(keys.has(kernel) for kernel in _LORA_KERNELS):
+        keys.note(
+            "axolotl switches its own kernels of adapters on, since lora_dropout is 0: they keep less than PEFT's, "
+            "which are counted"
+        )
+
+
+def _half(keys: Keys) -> bool:
+    """``resolve_dtype``: bf16 is auto unless it is said, and weights are loaded in what products run in."""
+    bf16 = keys.text("bf16", "auto" if not keys.on("fp16") else "false")
+    if bf16 == "full":
+        keys.refuse("bf16", "full leaves autocast away, which is not read")
+    found = bf16 in ("auto", "true", "1") or bool({key for key in ("bfloat16", "fp16", "float16") if keys.on(key)})
+    keys.read("bf16", why="weights and products in 16 bits" if found else "weights in fp32")
+    if keys.text("torch_dtype", "bfloat16") not in ("bfloat16", "torch.bfloat16"):
+        keys.refuse("torch_dtype", "it follows from bf16")
+    return found
+
+
+def _offloading(keys: Keys) -> None:
+    """``core/builders/base.py``, ``_configure_gradient_checkpointing``."""
+    asked = keys.text("gradient_checkpointing")
+    if asked == "offload_disk":
+        keys.refuse("gradient_checkpointing", "checkpoints on a disk are not described")
+    elif asked == "offload":
+        keys.give("offload", True, "gradient_checkpointing")
+    way = keys.text("activation_offloading")
+    if way in ("true", "1", "legacy", "hidden_states"):
+        keys.give("offload", True, "activation_offloading")
+        keys.give("recompute", "full", "activation_offloading")
+    elif way == "disk":
+        keys.refuse("activation_offloading", "activations on a disk are not described")
+
+
+def _losses(keys: Keys) -> None:
+    """``integrations/liger`` and ``integrations/cut_cross_entropy``, whose plugin is on unless it is switched off."""
+    plugins = " ".join(map(str, keys.get("plugins") or ())).lower()
+    gates = keys.on("liger_glu_activation") or keys.on("liger_swiglu")
+    norms, rotary = keys.on("liger_rms_norm"), keys.on("liger_rope")
+    if norms and gates:
+        keys.give("kernels", "liger", "liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger_rope")
+        keys.give("loss", "upcast")
+        if not rotary:
+            keys.note("liger_rope is off there, and on here: it keeps a little less")
+    elif norms or gates or rotary:
+        for key in keys.matching("liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger_rope"):
+            keys.refuse(key, "Liger's norms and gates are described together alone")
+    keys.read("liger_rms_norm_gated")
+    if keys.on("liger_fused_linear_cross_entropy"):
+        keys.give("loss", "fused", "liger_fused_linear_cross_entropy")
+    elif keys.on("liger_cross_entropy"):
+        keys.refuse("liger_cross_entropy", "Liger's loss of logits is not described")
+    elif "cutcrossentropy" in plugins and keys.on("cut_cross_entropy", True):
+        keys.give("loss", "fused", "plugins", "cut_cross_entropy")
+        keys.note("cut_cross_entropy is counted as Liger's fused loss: neither keeps logits")
+    keys.read("model_config.output_router_logits", "overrides_of_model_config.output_router_logits")
+    # what kernels and expert parallelism change is in keys of their own
+    known = ("liger", "cutcrossentropy", "swanlab", "lmeval", "lm_eval", "kernelsplugin", "expertparallel")
+    for plugin in plugins.split():
+        if not any(name in plugin for name in known):
+            keys.refuse("plugins", f"{plugin} is not known")
+
+
+def _preference(keys: Keys) -> None:
+    """``rl``: TRL's trainers. DPO has a reference, which adapters switched off are."""
+    kind = keys.text("rl")
+    if kind in ("", "none"):
+        return
+    if kind != "dpo":
+        keys.refuse("rl", f"{kind} is not described")
+        return
+    if keys.get("dpo_loss_type", ["sigmoid"]) not in (["sigmoid"], "sigmoid"):
+        keys.refuse("dpo_loss_type", "of DPO's losses sigmoid alone is described")
+    keys.read("dpo_loss_weights", "dpo_padding_free")
+    if keys.on("dpo_use_liger_kernel"):
+        keys.refuse("dpo_use_liger_kernel", "Liger's loss of DPO is not described")
+    keys.give("micro_batch", 2 * keys.field("micro_batch", 1), "micro_batch_size")
+    keys.give("loss", "dpo", "rl")
+    when = ",when=before" if keys.on("precompute_ref_log_probs") else ""
+    tuned = keys.field("lora") is not None
+    keys.give("reference", "base" if tuned else f"same{when}", "rl", "precompute_ref_log_probs")
+
+
+def _axes(keys: Keys) -> None:
+    """``dp_shard_size`` and ``dp_replicate_size``; ring attention shards the sequence."""
+    if keys.field("cp", 1) > 1:
+        keys.give("context_exchange", "ring")
+        if keys.field("like") != "deepspeed":
+            keys.read("ring_attn_func", why="ring")
+    else:
+        keys.drop("cp")
+        keys.read("ring_attn_func")
+    groups = keys.whole("dp_replicate_size", 1)
+    if groups is not None and groups > 1:
+        keys.give("zero_replicas", groups, "dp_replicate_size")
+    keys.read("dp_shard_size")

@@ -1,0 +1,57 @@
+"""DeepSpeed's JSON: the stage of ZeRO, what waits on the host, and the engine's precision."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from jettison.core.units import format_bytes
+from jettison.frameworks.run_file import Keys
+from jettison.frameworks.trainer_keys import offloads, replicas
+
+_BUCKET: Final = 500_000_000
+"""Numbers, ``runtime/zero/config.py``, ``reduce_bucket_size`` and ``allgather_bucket_size``."""
+
+
+def read(keys: Keys, prefix: str = "") -> None:
+    """By itself, or under a prefix beside a Trainer's file, whose bf16 its "auto" is."""
+    zero = f"{prefix}zero_optimization."
+    keys.give("like", "deepspeed")
+    for engine in ("bf16", "bfloat16", "fp16"):
+        if keys.text(f"{prefix}{engine}.enabled", "false") in ("true", "1"):
+            keys.give("precision", "bf16", f"{prefix}{engine}.enabled")
+            if engine == "fp16":
+                keys.note("fp16 is counted as bf16, which takes the same bytes; its loss scale is not counted")
+    offloads(keys, f"{zero}offload_optimizer.device", f"{zero}offload_param.device")
+    if keys.on(f"{zero}cpu_offload"):
+        keys.give("states_on_host", "deepspeed", f"{zero}cpu_offload")
+    _buckets(keys, zero)
+    if keys.has(f"{prefix}compile.backend") and not keys.on(f"{prefix}compile.disable"):
+        keys.compile = True
+        keys.read(f"{prefix}compile.backend", why="--compile")
+    keys.read(
+        f"{prefix}activation_checkpointing.partition_activations",
+        f"{prefix}activation_checkpointing.number_checkpoints",
+    )
+    for key in (f"{prefix}train_micro_batch_size_per_gpu", f"{prefix}gradient_accumulation_steps", f"{zero}stage"):
+        keys.read(key)
+    if not prefix:
+        if keys.field("precision") is None:
+            keys.give("precision", "fp32")
+        keys.note("it does not say how long sequences are, and which layers are checkpoints: --seq, --recompute")
+        replicas(keys)
+
+
+def _buckets(keys: Keys, zero: str) -> None:
+    """Buffers of communication: said, since they are beside what is counted."""
+    stage = keys.field("zero", 0)
+    for name in ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "prefetch_bucket_size"):
+        keys.read(f"{zero}{name}")
+    for name in ("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
+        keys.read(f"{zero}{name}", f"{zero}{name.removeprefix('stage3_')}")
+    bucket = keys.number(f"{zero}reduce_bucket_size", float(_BUCKET) if stage in (1, 2) else None)
+    if stage and bucket is not None:
+        twice = 2 if keys.on(f"{zero}overlap_comm") else 1
+        keys.note(
+            f"DeepSpeed's buckets of gradients are not counted: up to {twice} of {format_bytes(int(bucket) * 2)} "
+            "(reduce_bucket_size)"
+        )

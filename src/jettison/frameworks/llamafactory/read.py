@@ -1,0 +1,86 @@
+"""LLaMA-Factory's YAML: a Trainer's arguments, with adapters, precision and checkpoints of its own."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from jettison.frameworks.run_file import Keys
+from jettison.frameworks.trainer_keys import (
+    MICRO_BATCH,
+    compiled,
+    half,
+    low_rank,
+    optimizer,
+    precision,
+    replicas,
+    sharding,
+    targets,
+)
+
+TOKENS: Final = 2048
+"""``hparams/data_args.py``, ``cutoff_len``."""
+
+
+def read(keys: Keys) -> None:
+    """Defaults are those of ``hparams`` and of ``hparams/parser.py``."""
+    if keys.has("model_name_or_path"):
+        keys.model = str(keys.get("model_name_or_path"))
+    if not keys.has("per_device_train_batch_size"):
+        keys.give("micro_batch", MICRO_BATCH)
+    if keys.field("seq") is None:
+        keys.give("seq", TOKENS)
+    stage = keys.text("stage", "sft")
+    if stage not in ("sft", "pt"):
+        keys.refuse("stage", f"{stage} is not described; expected sft or pt")
+    if keys.on("packing", stage == "pt") or keys.on("neat_packing"):
+        keys.note("packed sequences are counted as one document each; --packed says how long documents are")
+    else:
+        keys.note("every sequence is counted at its greatest length; shorter ones are padded to the longest of a batch")
+    _adapters(keys)
+    # ``model/model_utils/checkpointing.py``, ``prepare_model_for_training``
+    on = not keys.on("disable_gradient_checkpointing")
+    keys.give("recompute", "full" if on else "none", "disable_gradient_checkpointing")
+    keys.read("gradient_checkpointing", "gradient_checkpointing_kwargs", why="its own key counts")
+    if keys.on("enable_liger_kernel"):
+        keys.give("kernels", "liger", "enable_liger_kernel")
+        keys.give("loss", "fused", "enable_liger_kernel")
+    compiled(keys)
+    sharding(keys)
+    optimizer(keys, "optim", "adamw")
+    if keys.on("use_muon"):
+        keys.give("optimizer", "muon", "use_muon")
+    mixed = half(keys)
+    # ``model/adapter.py``, ``init_adapter``: what is trained is cast to fp32, unless pure_bf16; the rest is loaded as
+    # products run (``model/patcher.py``, ``patch_config``)
+    pure = keys.on("pure_bf16")
+    keys.read("pure_bf16", why="weights in 16 bits")
+    tuned = keys.field("lora") is not None
+    if pure and tuned:
+        keys.give("precision", "bf16-pure", "pure_bf16")
+    else:
+        precision(keys, weights="bf16" if pure or (tuned and mixed) else "fp32", mixed=mixed)
+    replicas(keys)
+
+
+def _adapters(keys: Keys) -> None:
+    """``hparams/finetuning_args.py``: LoRA on all products by default; ``model/model_utils/quantization.py``."""
+    kind = keys.text("finetuning_type", "lora")
+    if kind not in ("lora", "full"):
+        keys.refuse("finetuning_type", f"{kind} is not described; expected lora or full")
+    if kind != "lora":
+        keys.read("lora_rank", "lora_dropout", "lora_target")
+        return
+    products = targets(keys, "lora_target", "all-linear")
+    rank, dropout = keys.whole("lora_rank", 8), keys.number("lora_dropout", 0.0)
+    assert rank is not None and dropout is not None
+    low_rank(keys, rank, products, dropout, "finetuning_type", "lora_rank", "lora_target", "lora_dropout")
+    if keys.text("quantization_method", "bnb") not in ("bnb", "bitsandbytes", "0"):
+        keys.refuse("quantization_method", "expected bnb: other quantizations are not described")
+    bits = keys.whole("quantization_bit")
+    if bits == 4:
+        double = keys.on("double_quantization", True)
+        keys.give("base", "nf4-double" if double else "nf4", "quantization_bit", "double_quantization")
+    elif bits == 8:
+        keys.give("base", "int8", "quantization_bit")
+    elif bits is not None:
+        keys.refuse("quantization_bit", "expected 4 or 8")

@@ -1,0 +1,224 @@
+"""What readers of runs on a Trainer share: GPUs, precision, the optimizer, checkpoints, adapters, shards."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from jettison.frameworks.run_file import Keys
+from jettison.spec.tuning import TARGETS
+
+MICRO_BATCH: Final = 8
+"""transformers/training_args.py, ``per_device_train_batch_size``."""
+DEFAULT_TARGETS: Final = "q_proj+v_proj+qkv_proj"
+"""PEFT's own where a configuration has none (0.21, ``utils/constants.py``): of those that a model has."""
+_HARMLESS: Final = (
+    *("state_dict_type", "final_state_dict_type", "sync_module_states", "cpu_ram_efficient_loading", "use_orig_params"),
+    *(
+        "transformer_layer_cls_to_wrap",
+        "transformer_cls_names_to_wrap",
+        "backward_prefetch",
+        "backward_prefetch_policy",
+    ),
+    *("forward_prefetch", "limit_all_gathers", "min_num_params", "cpu_offload_pin_memory", "mixed_precision_policy"),
+    *("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"),
+)
+"""Of FSDP's settings, what changes neither memory nor, much, time."""
+
+
+def replicas(keys: Keys) -> None:
+    """How many run the same, and how many sequences a step has. Without a word of it, one GPU, unless it shards."""
+    for key in ("num_processes", "accelerate.num_processes"):
+        said = keys.whole(key)
+        if keys.gpus is None and said is not None:
+            keys.gpus = said
+            keys.read(key, why=f"{said} GPUs")
+    a_node = next((key for key in ("nproc_per_node", "num_gpus") if keys.has(key)), "")
+    if keys.gpus is None and str(keys.get(a_node, "")).isdecimal():
+        nodes = str(keys.get("nnodes", keys.get("num_nodes", 1)))
+        keys.gpus = int(keys.get(a_node)) * (int(nodes) if nodes.isdecimal() else 1)
+    if keys.gpus is None and not keys.field("zero"):
+        keys.gpus = 1
+        keys.note("it does not say on how many GPUs it runs: one is counted; give --gpus for more")
+    dp = keys.share("tp", "cp")
+    if dp > 1 or keys.field("zero"):
+        keys.give("dp", dp)
+    keys.global_batch = keys.field("micro_batch", 1) * keys.field("micro_batches", 1) * keys.field("dp", 1)
+
+
+def half(keys: Keys, *, default: bool = False) -> bool:
+    """Whether products run in 16 bits under autocast; TRL's trainers do unless they are told otherwise."""
+    bf16, fp16 = keys.on("bf16", default and not keys.on("fp16")), keys.on("fp16")
+    asked = keys.text("accelerate.mixed_precision", keys.text("mixed_precision", "no"))
+    if (fp16 and not bf16) or asked == "fp16":
+        keys.note("fp16 is counted as bf16, which takes the same bytes; its loss scale is not counted")
+    if asked == "fp8":
+        for key in keys.matching("accelerate.mixed_precision", "mixed_precision"):
+            keys.refuse(key, "FP8 by accelerate is not read")
+    return bf16 or fp16 or asked in ("bf16", "fp16")
+
+
+def precision(keys: Keys, *, weights: str, mixed: bool) -> None:
+    """How weights are held and multiplied.
+
+    Args:
+        weights: fp32 or bf16: as they are loaded.
+        mixed: products run in 16 bits under autocast.
+    """
+    deepspeed = keys.field("like") == "deepspeed"
+    tuned = keys.field("lora") is not None
+    if deepspeed and (mixed or keys.field("precision") is not None):
+        return  # its engine's bf16, which the preset has
+    if not deepspeed and mixed and not tuned and keys.field("zero", 0) == 3:
+        weights = "fp32"  # accelerate/utils/fsdp_utils.py, ``fsdp2_prepare_model``: upcast for the optimizer
+    if tuned:
+        if weights == "fp32" and keys.field("base") is None:
+            keys.give("base", "fp32")
+        keys.give("precision", "bf16-autocast" if mixed or weights == "bf16" else "fp32")
+    elif weights == "bf16":
+        keys.give("precision", "bf16-pure")
+    else:
+        keys.give("precision", "bf16-autocast" if mixed else "fp32")
+
+
+def optimizer(keys: Keys, key: str, default: str) -> None:
+    """The optimizer, where no key has said it; DeepSpeed's step runs on copies of gradients whatever it is."""
+    if not keys.has(key) and keys.field("optimizer") is None:
+        keys.give("optimizer", default)
+    deepspeed = keys.field("like") == "deepspeed"
+    if deepspeed and keys.field("optimizer") in ("adamw", "adamw-foreach"):
+        keys.drop("optimizer")
+
+
+def checkpointing(keys: Keys, *, default: bool = False) -> None:
+    """Layers that are computed again."""
+    key = "activation_checkpointing" if keys.has("activation_checkpointing") else "gradient_checkpointing"
+    on = keys.on(key, default)
+    if keys.field("recompute") is None or on:
+        keys.give("recompute", "full" if on else "none", key)
+    for kwargs in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        value = keys.get(kwargs)
+        keys.read(f"{kwargs}.use_reentrant")
+        if value not in (None, {}) and not set(value if isinstance(value, dict) else [value]) <= {"use_reentrant"}:
+            keys.refuse(kwargs, "of these only use_reentrant is read, which changes nothing here")
+        for other in keys.matching(f"{kwargs}.*"):
+            if other != f"{kwargs}.use_reentrant":
+                keys.refuse(other, "selective checkpoints of a Trainer are not read")
+
+
+def compiled(keys: Keys) -> None:
+    """Layers under torch.compile."""
+    if keys.on("torch_compile") or keys.has("torch_compile_backend") or keys.has("torch_compile_mode"):
+        keys.compile = True
+        keys.read("torch_compile", "torch_compile_backend", "torch_compile_mode", why="--compile")
+
+
+def low_rank(keys: Keys, rank: int, products: str, dropout: float, *came_from: str) -> None:
+    """Adapters of PEFT; alpha changes no byte."""
+    dropped = f",dropout={dropout:g}" if dropout else ""
+    keys.give("lora", f"r={rank},targets={products}{dropped}", *came_from)
+
+
+def targets(keys: Keys, key: str, default: str) -> str:
+    """Products with adapters, as words of ``--lora``. A pattern is read where it ends in a list of names."""
+    value = keys.get(key)
+    if value is None or value == []:
+        return default
+    names = [str(one) for one in value] if isinstance(value, list) else re.split(r"[,\s]+", str(value).strip())
+    found: list[str] = []
+    for name in names:
+        if name.lower() in ("all", "all-linear", "all_linear"):
+            return "all-linear"
+        listed = re.search(r"\(([\w|]+)\)(\w*)[)$]*$", name)
+        ends = [one + listed[2] for one in listed[1].split("|")] if listed else [name.rpartition(".")[2]]
+        found += ends
+    unknown = [name for name in found if name not in TARGETS]
+    if unknown:
+        keys.refuse(key, f"{unknown[0]} is no product that adapters are described for; known are {', '.join(TARGETS)}")
+        return default
+    return "+".join(dict.fromkeys(found))
+
+
+def sharding(keys: Keys, *, version: int = 2) -> None:
+    """FSDP or DeepSpeed, by the Trainer's own keys, by accelerate's or by a file beside it.
+
+    Args:
+        version: of FSDP, where no key says it (``training_args.py``, ``_process_fsdp_args``).
+    """
+    given = any(True for _ in keys.matching("deepspeed.*"))
+    for key in ("deepspeed", "deepspeed_config_file", "deepspeed_config"):
+        if (file := keys.named(key)) is not None:
+            keys.read(key, why="that file")
+            keys.under("deepspeed", "deepspeed.", file)
+        elif isinstance(keys.values.get(key), str) and not given:
+            keys.refuse(key, "no such file is here: give it, too, as a second --from")
+    if given:
+        keys.under("deepspeed", "deepspeed.")
+    for key, own in (("zero_stage", "zero_stage"), ("offload_optimizer_device",) * 2, ("offload_param_device",) * 2):
+        if keys.has(key):  # accelerate launch's own flags
+            keys.values[f"launch.deepspeed_config.{own}"] = keys.get(key)
+            keys.read(key, why="as in accelerate's configuration")
+    if any(True for _ in keys.matching("launch.*")):
+        keys.under("accelerate", "launch.")
+    words = keys.get("fsdp")
+    words = " ".join(map(str, words)) if isinstance(words, list) else str(words or "").lower()
+    if words not in ("", "false"):
+        if (file := keys.named("fsdp_config")) is not None:
+            keys.under("accelerate", "fsdp_config.", file)
+        keys.read("fsdp")
+        fsdp(keys, "fsdp_config.", words=words, version=version)
+    elif any(keys.on(key) for key in keys.matching("use_fsdp")):
+        fsdp(keys, "fsdp_", version=1)
+
+
+def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:
+    """Shards by FSDP; keys are accelerate's (``fsdp_offload_params``) or a Trainer's (``offload_params``).
+
+    Args:
+        words: of a Trainer's older ``fsdp``: full_shard auto_wrap offload.
+        version: of FSDP, where no key says it.
+    """
+
+    def key(*names: str) -> str:
+        ways = [f"{prefix}{way}{name}" for name in names for way in ("fsdp_", "")]
+        return next((way for way in ways if keys.has(way)), ways[-1])
+
+    keys.give("zero", 3, key("version"))
+    first = keys.whole(key("version"), version) == 1
+    sharded = keys.text(key("sharding_strategy"), "")
+    again = keys.text(key("reshard_after_forward"), "true")
+    sharded = sharded or (again if again not in ("true", "false") else "")
+    words_of = f"{words} {sharded.lower()}"
+    if "hybrid" in words_of or sharded in ("4", "5"):
+        keys.refuse(
+            key("sharding_strategy", "reshard_after_forward"), "hybrid shards are not read: give --zero-replicas"
+        )
+    if "no_shard" in words_of or sharded == "3":
+        keys.give("zero", 0, key("sharding_strategy"))
+    elif "shard_grad_op" in words_of or sharded == "2" or again == "false":
+        keys.give("reshard_after_forward", "never", key("reshard_after_forward"), key("sharding_strategy"))
+    if keys.on(key("offload_params", "cpu_offload")) or "offload" in words.split():
+        keys.give("states_on_host", "fsdp2", key("offload_params", "cpu_offload"))
+    if keys.on(key("activation_checkpointing")):
+        keys.give("recompute", "full", key("activation_checkpointing"))
+    policy = keys.text(key("auto_wrap_policy"), "transformer_based_wrap")
+    if policy != "transformer_based_wrap":
+        keys.refuse(key("auto_wrap_policy"), "units of shards are described by layers alone: TRANSFORMER_BASED_WRAP")
+    if keys.field("lora") is not None and first:
+        keys.read(key("version"))
+        keys.note("FSDP1 is counted as FSDP2: its flat parameters with adapters in them take more")
+    keys.read(*(f"{prefix}{way}{name}" for name in _HARMLESS for way in ("fsdp_", "")))
+
+
+def offloads(keys: Keys, optimizer: str, parameters: str) -> None:
+    """What lies on the host: states, and perhaps parameters."""
+    places = {key: keys.text(key, "none") for key in (optimizer, parameters)}
+    for key, place in places.items():
+        if place not in ("none", "cpu", "auto"):
+            keys.refuse(key, f"{place} is not described; expected cpu or none")
+    if places[parameters] == "cpu" and places[optimizer] == "cpu":
+        keys.give("states_on_host", "deepspeed-parameters", optimizer, parameters)
+    elif places[parameters] == "cpu":
+        keys.refuse(parameters, "parameters on the host without the optimizer's states are not described")
+    elif places[optimizer] == "cpu":
+        keys.give("states_on_host", "deepspeed", optimizer)

@@ -1,0 +1,136 @@
+"""Runs of transformers' Trainer and of TRL's trainers."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from jettison.frameworks.run_file import Keys
+from jettison.frameworks.trainer_keys import (
+    DEFAULT_TARGETS,
+    MICRO_BATCH,
+    checkpointing,
+    compiled,
+    half,
+    low_rank,
+    optimizer,
+    precision,
+    replicas,
+    sharding,
+    targets,
+)
+
+TRL_TOKENS: Final = 1024
+"""TRL's ``max_length``."""
+_TRL: Final = (
+    *("$trl", "$sft.py", "$dpo.py", "max_length", "packing", "use_peft", "lora_*", "load_in_*bit", "padding_free"),
+    *("dataset_text_field", "completion_only_loss", "assistant_only_loss", "activation_offloading", "loss_type"),
+    *("beta", "max_seq_length", "dataset_train_split", "dataset_kwargs*"),
+)
+_DPO: Final = ("$dpo.py", "$dpo", "beta", "precompute_ref_log_probs", "max_prompt_length")
+_OTHERS: Final = ("$grpo*", "$kto*", "$reward*", "$ppo*", "$orpo*", "$rloo*", "$gkd*", "$online_dpo*", "$cpo*", "$bco*")
+
+
+def read(keys: Keys) -> None:
+    """A Trainer's arguments, or a TRL trainer's where they have its keys."""
+    if (file := keys.named("config")) is not None:
+        keys.under("transformers", "", file)
+    if (file := keys.named("config_file")) is not None:
+        keys.under("accelerate", "accelerate.", file)
+    trl = any(True for _ in keys.matching(*_TRL))
+    keys.model = str(keys.get("model_name_or_path")) if keys.has("model_name_or_path") else None
+    for script in keys.matching(*_OTHERS):
+        keys.values[f"trainer {script[1:]}"] = True
+        keys.refuse(f"trainer {script[1:]}", "what generates or scores beside the training is not described")
+    if not keys.has("per_device_train_batch_size"):
+        keys.give("micro_batch", MICRO_BATCH)
+    _sequence(keys, trl=trl)
+    adapters(keys, trl=trl)
+    if trl and any(True for _ in keys.matching(*_DPO)):
+        _preference(keys)
+    mixed = half(keys, default=trl)
+    weights = _weights(keys, trl=trl)
+    checkpointing(keys, default=trl)
+    if keys.on("activation_offloading"):
+        keys.give("offload", True, "activation_offloading")
+    if keys.on("use_liger_kernel"):
+        keys.give("kernels", "liger", "use_liger_kernel")
+        keys.give("loss", "fused", "use_liger_kernel")
+    elif trl and keys.field("loss") is None:
+        keys.give("loss", "chunked")
+        keys.note("TRL makes its loss of tiles of logits (1.16, kernels/chunked_logprob.py), here of 8 chunks")
+    compiled(keys)
+    sharding(keys)
+    optimizer(keys, "optim", "adamw")
+    precision(keys, weights=weights, mixed=mixed)
+    replicas(keys)
+
+
+def adapters(keys: Keys, *, trl: bool) -> None:
+    """TRL's ``ModelConfig``."""
+    if not keys.on("use_peft"):
+        keys.read(*keys.matching("lora_*"), why="" if trl else "no adapters")
+        for key in keys.matching("load_in_4bit", "load_in_8bit"):
+            if keys.on(key):
+                keys.refuse(key, "without use_peft nothing can be trained in so few bits")
+        return
+    products = targets(keys, "lora_target_modules", DEFAULT_TARGETS)
+    rank, dropout = keys.whole("lora_r", 16), keys.number("lora_dropout", 0.05)
+    assert rank is not None and dropout is not None
+    low_rank(keys, rank, products, dropout, "use_peft", "lora_r", "lora_target_modules", "lora_dropout")
+    if keys.on("load_in_8bit"):
+        keys.give("base", "int8", "load_in_8bit")
+    if keys.on("load_in_4bit"):
+        double = keys.on("use_bnb_nested_quant")
+        keys.give("base", "nf4-double" if double else "nf4", "load_in_4bit", "use_bnb_nested_quant")
+        if keys.text("bnb_4bit_quant_type", "nf4") not in ("nf4", "fp4"):
+            keys.refuse("bnb_4bit_quant_type", "expected nf4 or fp4")
+        if keys.text("dtype", keys.text("torch_dtype", "float32")) in ("float32", "fp32"):
+            keys.refuse(
+                "load_in_4bit",
+                "without dtype = bfloat16 TRL multiplies matrices of 4 bits in fp32, which is not described",
+            )
+
+
+def _sequence(keys: Keys, *, trl: bool) -> None:
+    if trl and keys.field("seq") is None:
+        keys.give("seq", TRL_TOKENS)
+    if keys.field("seq") is None:
+        keys.note("it does not say how long sequences are: give --seq, such as --seq 2048")
+    if keys.on("packing") or keys.on("padding_free"):
+        keys.read("packing", "padding_free", why="sequences of full length")
+        keys.note("packed sequences are counted as one document each; --packed says how long documents are")
+    elif trl:
+        keys.note("every sequence is counted at its greatest length; shorter ones are padded to the longest of a batch")
+
+
+def _weights(keys: Keys, *, trl: bool) -> str:
+    """As they are loaded: TRL's default is fp32 (``trainer/utils.py``, ``create_model_from_path``)."""
+    key = "torch_dtype" if keys.has("torch_dtype") else "dtype"
+    found = keys.text(key, "float32" if trl else "")
+    if found in ("bfloat16", "bf16", "float16", "fp16", "auto"):
+        if found == "auto":
+            keys.note(f"{key} = auto is counted as 16 bits")
+        keys.read(key, why="weights in 16 bits")
+        return "bf16"
+    if found not in ("float32", "fp32", ""):
+        keys.refuse(key, "expected float32, bfloat16, float16 or auto")
+    if not found:
+        keys.note(
+            "weights are counted in fp32; --precision bf16-pure where the script loads them in 16 bits, as "
+            "from_pretrained has done since transformers 5"
+        )
+    keys.read(key, why="weights in fp32")
+    return "fp32"
+
+
+def _preference(keys: Keys) -> None:
+    """TRL's DPO: pairs, and a reference, which adapters switched off are."""
+    kinds = keys.get("loss_type", "sigmoid")
+    if kinds not in ("sigmoid", ["sigmoid"]):
+        keys.refuse("loss_type", "of DPO's losses sigmoid alone is described")
+    keys.read("beta", "max_prompt_length", "max_completion_length", "precompute_ref_batch_size", "disable_dropout")
+    keys.give("micro_batch", 2 * keys.field("micro_batch", MICRO_BATCH), "per_device_train_batch_size")
+    keys.give("loss", "dpo")
+    tuned = keys.field("lora") is not None
+    when = ",when=before" if keys.on("precompute_ref_log_probs") else ""
+    keys.give("reference", "base" if tuned else f"same{when}", "precompute_ref_log_probs")

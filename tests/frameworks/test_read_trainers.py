@@ -1,0 +1,350 @@
+"""Runs read from files of a Trainer and of what is built on it: TRL, accelerate, DeepSpeed, axolotl, LLaMA-Factory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from jettison.cli.main import run
+from jettison.core.errors import UsageError
+from jettison.families.presets import preset_named
+from jettison.frameworks.run_file import RunFile, read_run
+
+SFT: Mapping[str, Any] = {
+    "model_name_or_path": "meta-llama/Llama-2-7b-hf",
+    "dtype": "bfloat16",
+    "dataset_name": "org/chats",
+    "max_length": 2048,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "learning_rate": "2e-5",
+}
+ZERO3: Mapping[str, Any] = {
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": "auto"},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+QLORA: Mapping[str, Any] = {
+    "base_model": "NousResearch/Meta-Llama-3-8B",
+    "load_in_4bit": True,
+    "adapter": "qlora",
+    "lora_r": 32,
+    "lora_alpha": 16,
+    "lora_dropout": 0.05,
+    "lora_target_linear": True,
+    "datasets": [{"path": "org/rows", "type": "alpaca"}],
+    "sequence_len": 2048,
+    "sample_packing": True,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "optimizer": "paged_adamw_8bit",
+    "gradient_checkpointing": True,
+    "flash_attention": True,
+}
+FACTORY: Mapping[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen3-8B",
+    "stage": "sft",
+    "finetuning_type": "lora",
+    "lora_rank": 16,
+    "cutoff_len": 1024,
+    "template": "qwen3",
+    "per_device_train_batch_size": 4,
+    "bf16": True,
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def written(values: Any, name: str = "run.yaml", **more: Any) -> Path:
+        values = {**values, **more} if isinstance(values, Mapping) else values
+        file = tmp_path / name
+        file.write_text(json.dumps(values) if name.endswith(".json") else yaml.safe_dump(values))
+        return file
+
+    return written
+
+
+def _fields(found: RunFile) -> dict[str, Any]:
+    return {name: getattr(found.request, name) for name in found.request.given()}
+
+
+def test_a_trl_run_field_by_field(write: Any) -> None:
+    found = read_run(write(SFT))
+    assert found.framework == "transformers"
+    assert found.model == "llama2-7b"
+    assert any("counted as the preset llama2-7b" in note for note in found.notes)
+    assert _fields(found) == {
+        "like": "huggingface",
+        "seq": 2048,
+        "micro_batch": 2,
+        "micro_batches": 4,
+        "precision": "bf16-pure",
+        "optimizer": "adamw",
+        "loss": "chunked",
+        "recompute": "full",
+    }
+    assert found.global_batch == 8
+
+
+def test_defaults_of_a_trainer_are_not_those_of_trl(write: Any) -> None:
+    trainer = {"model_name_or_path": "gpt2", "num_train_epochs": 1, "block_size": 512}
+    assert _fields(read_run(write(trainer))) == {
+        "like": "huggingface",
+        "seq": 512,
+        "micro_batch": 8,
+        "precision": "fp32",
+        "optimizer": "adamw",
+        "recompute": "none",
+    }
+    own = _fields(read_run(write(trainer, bf16=True, optim="adamw_torch", gradient_checkpointing=True)))
+    assert (own["precision"], own["optimizer"], own["recompute"]) == ("bf16-autocast", "adamw-foreach", "full")
+    trl = {"model_name_or_path": "gpt2", "packing": True}
+    own = _fields(read_run(write(trl)))
+    assert (own["seq"], own["precision"], own["recompute"]) == (1024, "bf16-autocast", "full")
+
+
+@pytest.mark.parametrize(
+    ("more", "base", "precision"),
+    [
+        ({}, None, "bf16-autocast"),
+        ({"dtype": "float32"}, "fp32", "bf16-autocast"),
+        ({"load_in_4bit": True}, "nf4", "bf16-autocast"),
+        ({"load_in_4bit": True, "use_bnb_nested_quant": True}, "nf4-double", "bf16-autocast"),
+        ({"load_in_8bit": True}, "int8", "bf16-autocast"),
+    ],
+)
+def test_adapters_of_trl(write: Any, more: Mapping[str, Any], base: str | None, precision: str) -> None:
+    found = read_run(write(SFT, use_peft=True, lora_target_modules=["q_proj", "up_proj"], lora_dropout=0, **more))
+    assert found.request.lora == "r=16,targets=q_proj+up_proj"
+    assert (found.request.base, found.request.precision) == (base, precision)
+
+
+def test_deepspeed_beside_a_trainer_or_named_by_it(write: Any, tmp_path: Path) -> None:
+    beside = write(ZERO3, "zero3.json")
+    found = read_run(write(SFT), beside, gpus=8)
+    expected = _fields(found)
+    assert expected["like"] == "deepspeed"
+    assert (expected["zero"], expected["dp"], expected["micro_batch"], expected["micro_batches"]) == (3, 8, 2, 4)
+    assert "precision" not in expected
+    assert "optimizer" not in expected
+    assert read_run(beside, write(SFT), gpus=8).request == found.request
+    assert read_run(write(SFT, deepspeed="zero3.json"), gpus=8).request == found.request
+    assert read_run(write(SFT, deepspeed=dict(ZERO3)), gpus=8).request == found.request
+    with pytest.raises(UsageError, match=r"deepspeed = none\.json \(no such file is here"):
+        read_run(write(SFT, deepspeed="none.json"), gpus=8)
+    with pytest.raises(UsageError, match="give --gpus"):
+        read_run(write(SFT), beside)
+
+
+@pytest.mark.parametrize(
+    ("places", "states"),
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, "deepspeed"),
+        ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, "deepspeed-parameters"),
+        ({"offload_optimizer": {"device": "none"}}, None),
+    ],
+)
+def test_what_deepspeed_has_on_the_host(write: Any, places: Mapping[str, Any], states: str | None) -> None:
+    config = {**ZERO3, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **places}}
+    assert read_run(write(config, "ds.json"), model="gpt2", gpus=4).request.states_on_host == states
+
+
+def test_accelerate_beside_a_trainer(write: Any) -> None:
+    fsdp = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "mixed_precision": "bf16",
+        "num_processes": 4,
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": False,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_activation_checkpointing": True,
+            "fsdp_offload_params": True,
+        },
+    }
+    beside = write(fsdp, "accelerate.yaml")
+    found = _fields(read_run(write(SFT, gradient_checkpointing=False), beside))
+    assert (found["zero"], found["dp"], found["reshard_after_forward"]) == (3, 4, "never")
+    assert (found["recompute"], found["states_on_host"], found["precision"]) == ("full", "fsdp2", "bf16-autocast")
+    alone = _fields(read_run(beside, model="gpt2"))
+    assert (alone["zero"], alone["dp"], alone["precision"]) == (3, 4, "bf16-autocast")
+    assert read_run(beside, model="gpt2", gpus=8).request.dp == 8
+    zero2 = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {"zero_stage": 2}}
+    found = _fields(read_run(write(SFT), write(zero2, "accelerate.yaml")))
+    assert (found["like"], found["zero"], found["dp"]) == ("deepspeed", 2, 2)
+
+
+def test_a_command_line_and_the_file_that_it_names(write: Any, tmp_path: Path) -> None:
+    write(SFT, "sft.yaml")
+    script = tmp_path / "run.sh"
+    script.write_text("accelerate launch --num_processes 2 trl/scripts/sft.py --config sft.yaml --max-length 512\n")
+    found = _fields(read_run(script))
+    assert (found["seq"], found["micro_batch"], found["dp"]) == (512, 2, 2)
+    script.write_text(
+        "torchrun --nproc_per_node 4 --nnodes 2 run_clm.py --model_name_or_path gpt2 --block_size 256 --bf16\n"
+    )
+    found = _fields(read_run(script))
+    assert (found["seq"], found["dp"], found["precision"]) == (256, 8, "bf16-autocast")
+
+
+def test_preferences_have_pairs_and_a_reference(write: Any) -> None:
+    found = read_run(write(SFT, beta=0.1)).request
+    assert (found.loss, found.reference, found.micro_batch) == ("dpo", "same", 4)
+    found = read_run(write(SFT, beta=0.1, use_peft=True)).request
+    assert (found.loss, found.reference) == ("dpo", "base")
+
+
+def test_axolotl_field_by_field(write: Any) -> None:
+    found = read_run(write(QLORA))
+    assert found.framework == "axolotl"
+    assert found.model == "llama3-8b"
+    assert _fields(found) == {
+        "like": "huggingface",
+        "seq": 2048,
+        "micro_batch": 2,
+        "micro_batches": 4,
+        "attention": "flash-attn",
+        "lora": "r=32,targets=all-linear,dropout=0.05",
+        "base": "nf4-double",
+        "precision": "bf16-autocast",
+        "optimizer": "adam8bit",
+        "states_on_host": "bitsandbytes",
+        "recompute": "full",
+    }
+
+
+def test_axolotl_without_adapters_and_with_other_kernels(write: Any) -> None:
+    plain = {"base_model": "llama3-8b", "micro_batch_size": 1, "optimizer": "adamw_torch"}
+    found = _fields(read_run(write(plain)))
+    assert (found["seq"], found["precision"], found["optimizer"]) == (512, "bf16-pure", "adamw-foreach")
+    liger = {
+        "plugins": ["axolotl.integrations.liger.LigerPlugin"],
+        "liger_rms_norm": True,
+        "liger_glu_activation": True,
+        "liger_rope": True,
+    }
+    found = _fields(read_run(write(plain, **liger)))
+    assert (found["kernels"], found["loss"]) == ("liger", "upcast")
+    assert read_run(write(plain, **liger, liger_fused_linear_cross_entropy=True)).request.loss == "fused"
+    cut = {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}
+    assert read_run(write(plain, **cut)).request.loss == "fused"
+    fsdp = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True, "offload_params": False}}
+    found = _fields(read_run(write(plain, **fsdp), gpus=2))
+    assert (found["zero"], found["dp"], found["precision"]) == (3, 2, "bf16-autocast")
+
+
+def test_llamafactory_field_by_field(write: Any) -> None:
+    found = read_run(write(FACTORY))
+    assert found.framework == "llamafactory"
+    assert _fields(found) == {
+        "like": "huggingface",
+        "seq": 1024,
+        "micro_batch": 4,
+        "lora": "r=16,targets=all-linear",
+        "precision": "bf16-autocast",
+        "optimizer": "adamw",
+        "recompute": "full",
+    }
+    packed = read_run(write(FACTORY, quantization_bit=4, lora_target="q_proj,v_proj", flash_attn="fa2")).request
+    assert (packed.base, packed.lora, packed.attention) == ("nf4-double", "r=16,targets=q_proj+v_proj", "flash-attn")
+    full = {key: value for key, value in FACTORY.items() if key != "lora_rank"}
+    found = read_run(write(full, finetuning_type="full", disable_gradient_checkpointing=True))
+    assert (found.request.precision, found.request.recompute) == ("bf16-autocast", "none")
+    assert read_run(write(full, finetuning_type="full", pure_bf16=True)).request.precision == "bf16-pure"
+
+
+@pytest.mark.parametrize(
+    ("values", "more", "message"),
+    [
+        (SFT, {"hyper_drive": 1}, r"hyper_drive = 1 \(it is not known\)"),
+        (SFT, {"max_length": "long"}, r"max_length = long; expected a whole number"),
+        (SFT, {"max_length": 2.5}, r"max_length = 2\.5; expected a whole number"),
+        (SFT, {"optim": "lion_32bit"}, r"optim = lion_32bit \(expected one of adamw_torch"),
+        (SFT, {"num_generations": 8}, r"num_generations = 8 \(what generates"),
+        (SFT, {"use_peft": True, "use_dora": True}, r"use_dora = true \(DoRA"),
+        (SFT, {"use_peft": True, "lora_target_modules": ["strange"]}, r"strange is no product"),
+        (
+            SFT,
+            {"use_peft": True, "load_in_4bit": True, "dtype": None},
+            r"load_in_4bit = true \(without dtype = bfloat16",
+        ),
+        (SFT, {"gradient_checkpointing_kwargs": {"selective": True}}, "selective checkpoints of a Trainer"),
+        (QLORA, {"unfrozen_parameters": ["lm_head"]}, "frozen by name"),
+        (QLORA, {"adapter": "relora"}, r"adapter = relora \(expected lora"),
+        (QLORA, {"lora_modules_to_save": ["lm_head"]}, "trained whole beside adapters"),
+        (QLORA, {"rl": "grpo"}, r"rl = grpo \(grpo is not described"),
+        (QLORA, {"optimizer": "came_pytorch"}, r"optimizer = came_pytorch \(expected one of"),
+        (QLORA, {"micro_batch_size": True}, r"micro_batch_size = true; expected a whole number"),
+        (FACTORY, {"stage": "ppo"}, r"stage = ppo \(ppo is not described"),
+        (FACTORY, {"use_galore": True}, "GaLore is not described"),
+        (FACTORY, {"quantization_bit": 3}, r"quantization_bit = 3 \(expected 4 or 8"),
+    ],
+)
+def test_what_is_not_read_is_named(write: Any, values: Any, more: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_run(write(values, **more))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("empty.yaml", "", "not keys with values"),
+        ("list.yaml", "- base_model: gpt2\n", "it holds list"),
+        ("many.json", "[1, 2]", "it holds list"),
+        ("torn.yaml", "base_model: [", "is not YAML"),
+        ("huge.yaml", "base_model: gpt2\nmicro_batch_size: 1e400\n", "expected a whole number"),
+    ],
+)
+def test_files_that_are_none(tmp_path: Path, name: str, text: str, message: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_run(file)
+
+
+def test_anchors_windows_lines_and_a_missing_model(tmp_path: Path) -> None:
+    file = tmp_path / "run.yml"
+    common = "common: &c\r\n  micro_batch_size: 2\r\n"
+    file.write_bytes((common + "<<: *c\r\nbase_model: gpt2\r\nsequence_len: 128\r\n").encode())
+    with pytest.raises(UsageError, match=r"common\.micro_batch_size = 2 \(it is not known\)"):
+        read_run(file)
+    assert read_run(file, allow_unread=True).request.micro_batch == 2
+    file.write_text("max_length: 128\nper_device_train_batch_size: 1\n")
+    with pytest.raises(UsageError, match="names no model; give it before --from"):
+        read_run(file).spec()
+    assert read_run(file, model="gpt2").spec().name == "gpt2"
+
+
+@pytest.mark.parametrize("values", [SFT, QLORA, FACTORY])
+def test_a_file_is_the_command_that_it_prints(write: Any, values: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ledger", "--from", str(write(values)), "--format", "json", "--no-entries"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert run([*found["from"]["command"].split()[1:], "--format", "json", "--no-entries"]) == 0
+    typed = json.loads(capsys.readouterr().out)
+    assert typed.pop("from") is None
+    found.pop("from")
+    assert found == typed
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("meta-llama/Llama-2-7b-chat-hf", "llama2-7b"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama3.1-8b"),
+        ("llama-3-70b", "llama3-70b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
+        ("mistralai/Mistral-7B-v0.3", None),
+        ("google-bert/bert-base-uncased", "bert-base"),
+        ("org/llama-3-18b", None),
+        ("org/llama-3-8b-wide", None),
+    ],
+)
+def test_presets_by_the_names_of_repositories(name: str, expected: str | None) -> None:
+    assert preset_named(name) == expected
