@@ -173,8 +173,10 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     """out + B(A(dropout(x))) · alpha / r: NOTE [ Adapters as PEFT places them ] in `spec.tuning`."""
     tuning = w.run.tuning
     assert tuning is not None
-    wide = w.run.precision.parameter
-    autocast = wide != w.products
+    autocast = w.run.precision.parameter != w.products
+    alone = tuning.wide and not autocast  # fp32, and nothing casts what they read and return but PEFT
+    wide = "float32" if tuning.wide else w.run.precision.parameter
+    product = wide if alone else w.products
     if packed:
         out = copy(w, out)
     given = x
@@ -186,8 +188,8 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     row, column = split == "row" and w.tp > 1, split == "column" and w.tp > 1
     rest = tuple(p for p in x.places if p[1] != last)
     down = w.parameter("lora_A", tuning.rank, x.shape[-1], split=1 if row else None, adapter=True, product=True)
-    copies = cast_weights(w, [down])
-    narrow = cast(w, dropped, w.products)
+    copies = [] if alone else cast_weights(w, [down])
+    narrow = cast(w, dropped, product)
     kept = narrow if autocast and not (packed and not tuning.dropout) else kept
     low = w.tape.op(
         "aten.mm.default",
@@ -196,12 +198,12 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         places=rest,
         saves=[Saved(kept, "adapter input"), *(Saved(c, ADAPTER_COPY) for c in copies if x.grad)],
         weights=[down],
-        dtype=w.products,
+        dtype=product,
         contracted=x.local_shape[-1],
         copied=bool(copies),
     )
     up = w.parameter("lora_B", features, tuning.rank, split=0 if column else None, adapter=True, product=True)
-    copies = cast_weights(w, [up])
+    copies = [] if alone else cast_weights(w, [up])
     high = w.tape.op(
         "aten.mm.default",
         [low, *copies],
@@ -209,11 +211,15 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         places=out.places,
         saves=[Saved(low, "adapter output"), *(Saved(c, ADAPTER_COPY) for c in copies)],
         weights=[up],
-        dtype=w.products,
+        dtype=product,
         contracted=tuning.rank,
         copied=bool(copies),
     )
-    summed = add(w, out, scale(w, high))
+    high = scale(w, high)
+    if alone:
+        summed = cast(w, w.tape.op("aten.add.Tensor", [out, high], dtype=product, passes=True), out.dtype)
+    else:
+        summed = add(w, out, high)
     w.tape.name(given, x)
     return summed
 

@@ -536,6 +536,7 @@ class Writer:
             copies = held.weight_bytes(local)
         if frozen and product and not head and not expert and self.base.packed:
             packed = self.base.packed_bytes(prod(local), local[0])
+        wide = wide or (adapter and self.run.tuning is not None and self.run.tuning.wide)
         dtype = "float32" if wide else self.held(frozen=frozen)
         weight = Weight(
             f"{self.tape.path}.{name}" if self.tape.path else name,

@@ -66,7 +66,7 @@ class Unit:
     one's backward. ``cached``: what autocast's cache has beside it until the forward is over. ``whole``: of what is
     resident, weights that stay all-gathered. ``weights``: those that a chunk's passes all-gather and shard again.
     ``halves``: of a backward that is split; None: it is not, or each half is taken for the full backward.
-    ``regions``: of each one, 1 but for segments.
+    ``regions``: of each one, 1 but for segments. ``lingering``: beside it from its backward to the end of the pass.
     """
 
     names: tuple[str, ...]
@@ -83,6 +83,7 @@ class Unit:
     weights: int = 0
     halves: Halves | None = None
     regions: int = 1
+    lingering: int = 0
 
     @property
     def half(self) -> int:
@@ -108,6 +109,7 @@ class Unit:
             weights=self.weights,
             halves=self.halves,
             regions=self.regions,
+            lingering=self.lingering,
         )
 
     def beside(self, *, resident: int = 0, forward: int = 0, backward: int = 0) -> Unit:
@@ -195,7 +197,7 @@ def _backward(units: Sequence[Unit], how: PassKind) -> Iterator[PassPiece]:
     for unit in reversed(units):
         peak = (unit.backward_peak if how.fresh else unit.adding_peak) - (how.late if unit.is_loss else 0)
         phase = Phase.FROZEN if unit.is_loss and unit.frozen and unit.frozen == peak else Phase.BACKWARD
-        made = (unit.gradient, 0) if how.fresh else (0, unit.pending)
+        made = (unit.gradient, unit.lingering) if how.fresh else (0, unit.pending + unit.lingering)
         yield PassPiece(unit.names[::-1], phase, peak, -unit.resident, *made, unit.weights if how.gathers else 0)
 
 

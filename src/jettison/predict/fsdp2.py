@@ -1,4 +1,4 @@
-"""FSDP2: unsharded weights and gradients beside each unit of a chunk, where ZeRO shards them.
+"""FSDP: unsharded weights and gradients beside each unit of a chunk, where ZeRO shards them.
 
 NOTE [ What FSDP2 holds ]
 ``torch/distributed/fsdp/_fully_shard``, of 2.13: ``_fsdp_param_group.py``; of buffers, ``_fsdp_collectives.py``.
@@ -36,6 +36,22 @@ Where the ends of a model have no groups of their own (`has_outer_ends`) they be
 before the first layer on, and in backward until the engine's last callback, as are the gradients of both. Nothing is
 gathered for the head, and for the embedding nothing ahead. Of a tied table the engine adds the gradients of both uses
 up before any hook has them, into a third tensor: the head's is a view, which it never adds to in place.
+
+NOTE [ Flat parameters ]
+FSDP1, ``torch/distributed/fsdp`` of 2.4 and 2.13: ``_runtime_utils.py``, ``_flat_param.py``. A unit is all-gathered
+into the storage that its views have (``_all_gather_flat_param``): once its weights, not twice. The outermost unit,
+which has what no layer has, stays unsharded from its forward to the end of the backward (``_post_forward_reshard``:
+``not state._is_root``). In backward the unit before is gathered beside it (``_pre_backward_hook``,
+``BACKWARD_PRE``); not so where checkpoints are reentrant, whose recomputation comes to it by itself.
+
+PEFT wraps each adapter's matrix by itself (``peft/utils/other.py``, ``fsdp_auto_wrap_policy``). Their units come
+between a layer and the one before, which is gathered when little is left of the backward behind it; and a layer's own
+parameter is frozen. It is resharded when gradients of its inputs are there
+(``_register_post_backward_reshard_only_hook``: ``register_multi_grad_hook``), and the hook's handle is kept to the end
+of the backward (``_post_backward_final_callback``). A reentrant checkpoint recomputes with leaves for inputs: the hook
+holds the leaf, which is the checkpoint's input, and with it the leaf's gradient. Neither is freed with its layer: at
+the end of a backward there are all inputs of all layers, and as many gradients. Counted on models of transformers
+4.45, 4.48 and 5.23 with PEFT.
 
 NOTE [ Experts within a layer ]
 Experts that are spread over ranks are sharded over fewer ranks than the rest of their layer, and a group has one mesh:
@@ -170,7 +186,8 @@ class GroupPlace:
 def has_outer_ends(run: Run) -> bool:
     """Has one group embedding, norm and head? A tied table is one parameter, which only one group can have."""
     layout = run.layout
-    return layout.pp == 1 and (layout.outer_ends or run.model.tied_embeddings) and run.gathers_parameters
+    outer = layout.outer_ends or layout.flat_parameters or run.model.tied_embeddings
+    return layout.pp == 1 and outer and run.gathers_parameters
 
 
 def _last_gradient(run: Run, part: StageRegion) -> int:
@@ -307,8 +324,21 @@ class _Sharded:
             frozen=unit.frozen,
             weights=sum(part.static.gathered for part in own) if layout.regathers else 0,
             regions=unit.regions,
+            lingering=unit.lingering,
         )
+        found = self._with_inputs_of_hooks(found)
         return self._whole_gradients(found) if layout.stage_buffers and layout.keeps_whole_gradients else found
+
+    def _with_inputs_of_hooks(self, unit: Unit) -> Unit:
+        """With what hooks on a frozen layer's input hold: NOTE [ Flat parameters ]."""
+        run, (part, *more), before, behind = self.run, self.place.own, self.place.before, self.place.behind
+        frozen = run.layout.flat_parameters and run.tuning is not None and part.is_layer and not more
+        if not frozen or before is None or not (run.recompute.reentrant and part.policy == FULL):
+            return unit
+        given = before.region.output.nbytes
+        # the gradient that it is given is already there, held by the hook behind it
+        held = part.region.output.nbytes if behind is not None and behind.is_layer else 0
+        return replace(unit, lingering=2 * given, backward_peak=unit.backward_peak - held)
 
     def _reduced_again(self) -> int:
         """What replicas of shards have added up of another micro-batch, which each group holds to the backward's end.
@@ -346,25 +376,30 @@ class _Sharded:
         shard = chunk.left(part) if chunk.ranks else 0
         there = gathered - after  # what stays is among residents in backward
         outer = chunk.outer if head else 0  # weights of the ends that the outermost group has
-        lingering = before.static.gathered if outer and before is not None else 0
-        freed = outer if layout.reshard is Reshard.ALWAYS else 0
+        flat = layout.flat_parameters
+        lingering = before.static.gathered if outer and before is not None and not flat else 0
+        freed = outer if layout.reshard is Reshard.ALWAYS and not flat else 0
         waiting = 0 if behind is None or layout.keeps_whole_gradients else behind.static.reduced
-        ahead, experts, twice = chunk.again(before), NOTHING, 2 * gathered
+        ahead, experts, twice = chunk.again(before), NOTHING, gathered if flat else 2 * gathered
+        if flat:
+            waiting = 0
+            soon = head or run.tuning is None  # else adapters' units come between
+            ahead = ahead if soon and not run.recompute.reentrant else 0
         if layout.ep > 1:
             waiting -= own_experts(run, behind).reduced
             ahead -= own_experts(run, before).gathered if ahead else 0
             experts = own_experts(run, part)
-        entering, fetched = 2 * gathered, 0
+        entering, fetched = twice, 0
         if part.static.host_parameters:
             entering = max(entering, gathered + _on_its_way(run, part))
             fetched = passes.opening + there + ahead + _on_its_way(run, before) if ahead else 0
         if before is not None:  # what it returned, and what was gathered for it
-            entering += before.region.output.nbytes + (0 if chunk.in_flight else before.static.gathered)
+            entering += before.region.output.nbytes + (0 if chunk.in_flight or flat else before.static.gathered)
         late, at_end = 0 if head else chunk.late, bool(chunk.outer) and part.name == EMBEDDING
         rise = max(
             backward + there + ahead - shard,
-            passes.opening + 2 * there + freed if part.region.output.grad else 0,
-            differentiated - freed,
+            passes.opening + (there + ahead if flat else 2 * there) + freed if part.region.output.grad else 0,
+            differentiated - freed + (ahead if flat else 0),
             fetched,
             there + chunk.tied if at_end else 0,
         )

@@ -56,6 +56,10 @@ class CommonRequest:
             ranks until their backward.
         outer_ends: With --zero 3, embedding, final norm and head have no fully_shard of their own: the model's has
             them, whole through both passes.
+        fsdp_version: With --zero 3, whose shards: 2, FSDP2's, or 1, flat parameters, whose outermost has the ends.
+        reentrant: Checkpoints are reentrant (use_reentrant=True), and around what FSDP has wrapped, as transformers had
+            them by default until 4.52.
+        adapters: Dtype of adapters: fp32, as PEFT makes them by default (autocast_adapter_dtype); else as parameters.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
         keep_batches: Batches of a step stay on the device until its end, as Megatron 0.18 has them.
         holds_output: The loop has a name for the model's output, and with it for the logits, until their backward is
@@ -81,7 +85,7 @@ class CommonRequest:
             expert_fc1,moe_act.
         family: The model_type whose architecture a config.json of an unknown type has, such as qwen2.
         like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface (or of a version: huggingface-4.57,
-            -4.48, -4.45 or -4.30), deepspeed or automodel does it; other flags go before it.
+            -4.52, -4.48, -4.45 or -4.30), deepspeed or automodel does it; other flags go before it.
     """
 
     seq: Tokens | None = None
@@ -113,6 +117,9 @@ class CommonRequest:
     stage_buffers: bool | None = None
     reshard_after_forward: str | None = None
     outer_ends: bool | None = None
+    fsdp_version: int | None = None
+    reentrant: bool | None = None
+    adapters: str | None = None
     loader_masks: bool | None = None
     keep_batches: bool | None = None
     holds_output: bool | None = None

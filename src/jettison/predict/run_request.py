@@ -216,12 +216,10 @@ def run_of(model: str | ModelSpec, request: RunRequest | None = None) -> Run:
 
 
 def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
-    zero = given_or(request.zero, 0)
-    said = {
-        field: value
-        for field, value in rule(name, tp=given_or(request.tp, 1), dp=given_or(request.dp, 1), zero=zero).items()
-        if getattr(request, field) is None
-    }
+    tuned, base = int(request.lora is not None), _word(Base, request.base, "base", Base.PLAIN)
+    sizes = {name: given_or(getattr(request, name), 0 if name == "zero" else 1) for name in ("tp", "dp", "zero")}
+    fields_of = rule(name, **sizes, lora=tuned, packed=tuned * base.packed)
+    said = {field: value for field, value in fields_of.items() if getattr(request, field) is None}
     if given_or(request.zero, said.get("zero", 0)) != 3:
         said.pop("reshard_after_forward", None)  # nothing is gathered
     if request.states_on_host is not None and request.gradients is None:
@@ -256,8 +254,11 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
     tp, pp, cut = found.get("tp", 1), found.get("pp", 1), request.stage_layers
     reshard = request.reshard_after_forward
     ranks = int(reshard) if reshard is not None and reshard.isdecimal() else None
+    if request.fsdp_version not in (None, 1, 2):
+        raise UsageError(f"got --fsdp-version {request.fsdp_version}; expected 1 or 2")
     return Layout(
         **found,
+        flat_parameters=request.fsdp_version == 1,
         sp=given_or(request.sp, tp > 1 and model.words and not model.two_stacks),
         stage_layers=() if cut is None else cut_of(cut, model, pp=pp, virtual=found.get("virtual_stages", 1)),
         further=model.further,
@@ -324,6 +325,7 @@ def _recompute(request: RunRequest, layers: int) -> Recompute:
         offload=given_or(request.offload, False),
         whole=_whole(given_or(request.whole_micro_batches, "0")),
     )
+    found = replace(found, reentrant=True) if request.reentrant else found
     return replace(found, sent=sent) if sent else found
 
 
@@ -359,14 +361,17 @@ def _gradients(text: str | None, kernels: Kernels) -> Gradients:
 
 def _tuning(request: RunRequest) -> Tuning | None:
     if request.lora is None:
-        for name in ("base", "input_gradients"):
+        for name in ("base", "input_gradients", "adapters"):
             if getattr(request, name) is not None:
                 raise UsageError(
                     f"got {flag_of(name)} without adapters, where nothing is frozen; give --lora r=16 as well"
                 )
         return None
+    if request.adapters not in (None, "fp32"):
+        raise UsageError(f"got --adapters {request.adapters}; expected fp32, or nothing: as --precision has parameters")
     return Tuning.parse(
         request.lora,
+        wide=request.adapters == "fp32",
         base=_word(Base, request.base, "base", Base.PLAIN),
         inputs_need_gradients=given_or(request.input_gradients, given_or(request.recompute, "none") != "none"),
     )

@@ -78,8 +78,14 @@ class SearchRequest(CommonRequest):
             )
         if self.optimizer in MUONS[1:]:
             return (1,), "optimizer"
-        if self.outer_ends or self.reshard_after_forward:
-            return (3,), "outer_ends" if self.outer_ends else "reshard_after_forward"
+        of_shards = {
+            "outer_ends": self.outer_ends,
+            "reshard_after_forward": self.reshard_after_forward,
+            "fsdp_version": self.fsdp_version == 1,
+        }
+        for name, given in of_shards.items():
+            if given:
+                return (3,), name
         return moved.zeros, "states_on_host" if host else ""
 
     def space(self, model: ModelSpec, hardware: Hardware, *, gpus: int, global_batch: int) -> Space:
@@ -94,7 +100,7 @@ class SearchRequest(CommonRequest):
         recipe = template.precision.recipe
         if recipe is not None and recipe.library is Library.TE:  # whose weights under FSDP are not described
             kept, by = tuple(z for z in kept if z < 3), by or "fp8_recipe"
-        lists = (template.recompute,) if template.recompute != Recompute() else ()
+        lists = (template.recompute,) if replace(template.recompute, reentrant=False) != Recompute() else ()
         template = replace(template, recompute=Recompute())
         if template.gradients is Gradients.IN_BACKWARD:
             raise UsageError("a search tries micro-batches and replicas; --gradients in-backward goes with neither")

@@ -32,7 +32,7 @@ PLANS: Final = ("none", "selective", "selective-op", "full", EVERY, str(Mode.AUT
 
 
 _FLAGS: Final = ("keeps_stage_outputs", "keeps_received", "stage_buffers")
-_OF_FULL_SHARDS: Final = ("reshard", "outer_ends", "reshard_ranks")
+_OF_FULL_SHARDS: Final = ("reshard", "outer_ends", "flat_parameters", "reshard_ranks")
 """Fields of the template's layout that hold for all of a search; and those that hold under ZeRO 3."""
 
 

@@ -63,14 +63,19 @@ def software(name: str) -> str:
     return name
 
 
-def rule(name: str, *, tp: int, dp: int = 1, zero: int = 0) -> Mapping[str, Any]:
-    """Fields of a request that a framework sets where a run says nothing else; a `UsageError` of an unknown one."""
+def rule(name: str, *, tp: int, dp: int = 1, zero: int = 0, lora: int = 0, packed: int = 0) -> Mapping[str, Any]:
+    """Fields of a request that a framework sets where a run says nothing else; a `UsageError` of an unknown one.
+
+    Args:
+        lora, packed: 1: adapters are trained, over a base of fewer bits than products read.
+    """
+    case = {"tp": tp, "dp": dp, "zero": zero, "lora": lora, "packed": packed}
     presets = named("presets")
     if name not in presets:
         raise UsageError(f"got --like {name!r}; expected one of {', '.join(presets)}")
     own = presets[name]
-    found = dict(rule(own["like"], tp=tp, dp=dp, zero=zero)) if "like" in own else {}
-    for fields in (own, *(case for case in own.get("when", ()) if _holds(case["if"], tp=tp, dp=dp, zero=zero))):
+    found = dict(rule(own["like"], **case)) if "like" in own else {}
+    for fields in (own, *(each for each in own.get("when", ()) if _holds(each["if"], **case))):
         found |= {key: value for key, value in fields.items() if key not in ("order", "folder", "like", "when", "if")}
     return found
 

@@ -80,6 +80,7 @@ class Layout:
         further: layers that predict further tokens, all of them on the last stage beside its own.
         reshard: with zero 3, which parameters are sharded again after a forward.
         reshard_ranks: over so many ranks only, until their backward; 0: over all.
+        flat_parameters: with zero 3, FSDP1's flat parameters in place of FSDP2's groups.
         outer_ends: with zero 3, embedding, final norm and head have no group of their own: FSDP2's outermost has them.
 
     Raises:
@@ -107,6 +108,7 @@ class Layout:
     reshard: Reshard = Reshard.ALWAYS
     reshard_ranks: int = 0
     outer_ends: bool = False
+    flat_parameters: bool = False
     stage_layers: tuple[int, ...] = ()
     further: int = 0
 
@@ -164,6 +166,7 @@ class Layout:
         flags = {
             f"--reshard-after-forward {self.reshard_word}": self.resharding_differs,
             "--outer-ends": self.outer_ends,
+            "--fsdp-version 1": self.flat_parameters,
         }
         for flag, given in flags.items():
             if given and self.zero != 3:
@@ -175,6 +178,11 @@ class Layout:
             )
         if self.outer_ends and self.pp > 1:
             raise UsageError(f"got --outer-ends and --pp {self.pp}; a stage's ends have groups of their own")
+        if self.flat_parameters and (self.pp > 1 or self.ep > 1 or self.resharding_differs):
+            raise UsageError(
+                "got --fsdp-version 1 with --pp, --ep or --reshard-after-forward, of which no description has all: "
+                "leave them away, or give --fsdp-version 2"
+            )
         ranks = self.reshard_ranks
         if ranks and (ranks < 2 or ranks >= self.shards or self.shards % ranks or self.pp > 1 or self.outer_ends):
             raise UsageError(

@@ -124,6 +124,9 @@ class Recompute:
     number on every stage (arXiv 2205.05198 Appendix C; Megatron's
     ``num_microbatches_with_partial_activation_checkpoints``).
 
+    ``reentrant``: checkpoints differentiate what they recompute in a backward of its own (``use_reentrant=True``), and
+    are around what FSDP has wrapped.
+
     ``modules``: parts of a layer that are computed again; ``sent``: those of which everything large waits on the host.
 
     Raises:
@@ -137,6 +140,7 @@ class Recompute:
     whole: int = 0
     modules: tuple[str, ...] = ()
     sent: tuple[str, ...] = ()
+    reentrant: bool = False
 
     def __post_init__(self) -> None:
         check_lists(self.modules, self.sent)

@@ -103,6 +103,7 @@ class Tuning:
     dropout: float = 0.0  # of what adapters read
     base: Base = Base.PLAIN  # how frozen matrices are held
     inputs_need_gradients: bool = False  # the first layer's input has a gradient although the embedding is frozen
+    wide: bool = False  # adapters are fp32 whatever parameters are: PEFT's ``autocast_adapter_dtype``
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -122,7 +123,9 @@ class Tuning:
         return f"LoRA r={self.rank} on {'+'.join(sorted(self.targets))}{drop}, base {self.base}"
 
     @classmethod
-    def parse(cls, text: str, *, base: Base = Base.PLAIN, inputs_need_gradients: bool = False) -> Tuning:
+    def parse(
+        cls, text: str, *, base: Base = Base.PLAIN, inputs_need_gradients: bool = False, wide: bool = False
+    ) -> Tuning:
         """Read ``16``, or ``r=16,alpha=32,targets=qkv+o_proj,dropout=0.05``.
 
         Raises:
@@ -145,6 +148,7 @@ class Tuning:
             dropout=_number(text, given.get("dropout", "0"), float),
             base=base,
             inputs_need_gradients=inputs_need_gradients,
+            wide=wide,
         )
 
 
