@@ -22,8 +22,8 @@ from benchmarks.page_command import page_command
 from jettison.cli.main import run as command_line
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
-from jettison.predict.allowance import allowance
 from jettison.predict.forecast import forecast
+from jettison.predict.ranges import figures
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import flag_of, model_spec, resolve
 from jettison.spec.run import Run
@@ -93,13 +93,13 @@ class Row:
 
     @cached_property
     def printed(self) -> float | None:
-        """The same as it is printed: by the rule for torchtitan, or with what the ledger says is beside tensors."""
+        """The same as it is printed: by the rule for torchtitan, or as the device has it in use."""
         if self.of_time or self.facts["figure"] == "allocated" or self.now is None:
             return None
         run = described(self.facts["mended"] or self.facts["command"])
         found = forecast(run)
         if self.facts["figure"] != "reserved":
-            return (found.peak_bytes + allowance(run, found.peak_bytes).expected) / self.unit
+            return figures(run, found.peak_bytes).device.expected / self.unit
         more = side_streams(run, found.worst) + room_left_by_logits(run)
         return (found.peak_bytes + more) * EXPECTED / self.unit
 
@@ -123,10 +123,15 @@ def described(command: str) -> Run:
         elif "bool" in str(names[word].type):
             given[names[word].name] = True
         else:
-            value = words.pop(0)
-            given[names[word].name] = int(value) if value.isdecimal() else value
+            given[names[word].name] = _typed(words.pop(0))
     run = resolve(model_spec(_found(model)), RunRequest(**given)).run
     return replace(run, compiled=True) if compiled else run
+
+
+def _typed(word: str) -> int | float | str:
+    if word.isdecimal():
+        return int(word)
+    return float(word) if word.replace(".", "", 1).isdecimal() else word
 
 
 def answered(verb: str, command: str) -> float | None:
@@ -145,9 +150,9 @@ def _found(model: str) -> str:
     return str(ROOT / model) if model.endswith(".json") else model
 
 
-def rows() -> list[Row]:
+def rows(facts: Path = FACTS) -> list[Row]:
     """All of them, in the order of the file."""
-    with FACTS.open(encoding="utf-8") as file:
+    with facts.open(encoding="utf-8") as file:
         return [Row(row) for row in csv.DictReader(file)]
 
 

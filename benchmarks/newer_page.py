@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks import residuals
 from benchmarks.newer_runs import NewerRun, rows
 from benchmarks.page_command import page_command
 from benchmarks.throughput import signed
@@ -45,7 +44,7 @@ def before() -> list[float]:
 def page(found: Sequence[NewerRun] | None = None) -> str:
     """The whole page."""
     compared = list(zip(rows() if found is None else found, before(), strict=True))
-    words = {"plainly": plainly([row for row, _ in compared])} | sureness([row for row, _ in compared])
+    words = {"plainly": plainly([row for row, _ in compared])}
     words |= recipes([row for row, _ in compared])
     for name, belongs in GROUPS:
         chosen = [(row, was) for row, was in compared if belongs(row)]
@@ -103,13 +102,6 @@ def recipes(found: Sequence[NewerRun]) -> dict[str, str]:
 
 def _errors(errors: Sequence[float]) -> str:
     return f"{len(errors)}: {_percent(median(map(abs, errors)))}, {signed(median(errors))}" if errors else ""
-
-
-def sureness(found: Sequence[NewerRun]) -> dict[str, str]:
-    """Of NVIDIA's runs, how many are where runs of other releases, or of other configurations, say."""
-    ways = {"held_release": residuals.held(found, lambda row: row.source)}
-    ways["held_configuration"] = residuals.held(found, lambda row: row.name)
-    return {name: f"{inside} of {every}" for name, (inside, every) in ways.items()}
 
 
 def _percent(share: float) -> str:

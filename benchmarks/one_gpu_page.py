@@ -17,12 +17,13 @@ from benchmarks.page_command import page_command
 from jettison.predict.forecast import forecast_sizes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
+from jettison.spec.run import Run
 
 ROOT: Final = Path(__file__).parent.parent
 FACTS: Final = ROOT / "tests" / "facts"
 PAGE: Final = ROOT / "docs" / "accuracy_one_gpu.md"
 TEXT: Final = Path(__file__).parent / "pages" / "accuracy_one_gpu.md"
-UNITS: Final = {"GB": 10**9, "GiB": 2**30}
+UNITS: Final = {"GB": 10**9, "GiB": 2**30, "MiB": 2**20}
 BLIND: Final = {
     "yes": "blind",
     "two": "one of two",
@@ -74,12 +75,16 @@ class Row:
         """Does its model need torch? Then only the first answer is shown."""
         return "dinov2" in self.model
 
-    def now(self) -> float:
-        """What is predicted today, in ``unit``."""
+    def described(self) -> Run:
+        """The run."""
         pairs = (word.split("=", 1) for word in self.request.split())
         given: dict[str, Any] = {name: _value(value) for name, value in pairs}
         model = str(FACTS / self.model) if self.model.endswith(".json") else self.model
-        return forecast_sizes(run_of(model, RunRequest(**given))).peak_bytes / UNITS[self.unit]
+        return run_of(model, RunRequest(**given))
+
+    def now(self) -> float:
+        """What is predicted today, in ``unit``."""
+        return forecast_sizes(self.described()).peak_bytes / UNITS[self.unit]
 
 
 def _value(word: str) -> int | bool | str:

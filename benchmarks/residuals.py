@@ -1,129 +1,453 @@
-"""Residuals of step times by kind: writes src/jettison/predict/residuals.toml.
+"""How far predictions are off published figures, by class: src/jettison/predict/ranges.toml, docs/accuracy_ranges.md.
 
     python -m benchmarks.residuals
 
-NOTE [ Order statistics ]
-One more value is equally likely to come before the first, between any two, or behind the last of n that are there: of
-n + 1 gaps those between the k-th smallest and the k-th largest are n + 1 - 2 k. With k the tenth part of n + 1, rounded
-down, that is 0.8 or more. Quantiles of the values themselves are too narrow: of 14 they hold 0.69.
+Every published figure of a described run takes part; ``results/residuals.csv`` has what each was over what is predicted
+today, and all the rest follows from that file. See NOTE [ Ranges of published runs ] in `jettison.predict.ranges`.
 
-But runs of one configuration err together, in all releases that ran it, and a further run is mostly of another one.
-Of NVIDIA's 272 runs, each held against those of all other configurations, tenths hold 215 and fifteenths 232: those
-are taken.
+NOTE [ Sources, not rows ]
+Rows of one source err together: one table has one cluster, one release and one person who measured. So each source
+weighs one, however many rows it has, and a range is held against rows of sources that took no part in it. A source is a
+publisher; of a vendor who publishes the same configurations again with each release, a model, since one configuration
+errs alike in all of them.
 
-Runs of one kind err together, so one of a kind that is not there is no further value of the same row. Of 618 runs, each
-held against those of all other kinds alike (dense, or with experts), tenths hold 342 of 431 dense ones and 147 of 187
-with experts; fifteenths 371 and 161.
+NOTE [ Pooling ]
+A class counts as `ENOUGH` sources. What it lacks it borrows from the class above: the sources there that it does not
+have share the weight that is missing, in equal parts. So a class of one source has a fifth of a say in its range, and
+one of five or more has all of it.
 
-Every published run whose throughput or iteration is predicted takes part: Table 5 of arXiv 2205.05198, the rows of
-`benchmarks.throughput` and those of `benchmarks.newer_runs`.
+NOTE [ Tails ]
+The ends are weighted quantiles, with as much outside of each as `TAILS` allows: the first of these with which ranges
+hold four in five of rows that took no part, both counted by rows and by sources, each figure for itself. The quantile
+theorem for exchangeable rows would take a tenth; sources are few and no sample of anything, so it is less.
 """
 
 from __future__ import annotations
 
+import csv
+import tomllib
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from statistics import median
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from math import sqrt
+from pathlib import Path
+from statistics import mean, median
+from typing import Final
 
-from benchmarks import newer_runs, throughput
+from benchmarks import (
+    blind_page,
+    megatron_golden,
+    newer_runs,
+    one_gpu_page,
+    published,
+    simumax,
+    throughput,
+    unseen_page,
+)
 from benchmarks.page_command import page_command
+from jettison.core.errors import UsageError
+from jettison.core.units import GIB, MIB
 from jettison.cost.execution import execution_of
-from jettison.predict.residuals import DATA, LEAST_RUNS, all_like, kind_of
+from jettison.predict.allowance import fixed_allowance
+from jettison.predict.forecast import forecast_sizes
+from jettison.predict.ranges import DATA, FitVerdict, Measure, Range, classes_of, figures, kind_of, stack_of
 from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
+from jettison.spec.run import Run
 
-ENOUGH = 9
-"""Runs between whose ends a further one is in eight cases of ten: 8 of 10 gaps."""
-PART = 15
-"""One in so many of a kind's runs, and one more, is beyond each end of a range, or at it."""
-HEAD = """# Measured over predicted seconds of published runs, by kind: written by `python -m benchmarks.residuals`.
-# A further run of a kind is between low and high in eight cases of ten or more; of fewer than 29 runs they hold all,
-# and of fewer than 9 what all dense ones, or all with experts, say as well.
-"""
+ROOT: Final = Path(__file__).parent.parent
+RESULTS: Final = Path(__file__).parent / "results" / "residuals.csv"
+PAGE: Final = ROOT / "docs" / "accuracy_ranges.md"
+TEXT: Final = Path(__file__).parent / "pages" / "accuracy_ranges.md"
+BLIND: Final = ROOT / "tests" / "facts" / "blind_2026_11.csv"
+LAYOUTS: Final = ROOT / "tests" / "facts" / "blind_2026_11_layouts.csv"
+ENOUGH: Final = 5
+"""Sources."""
+TAILS: Final = (0.1, 0.08, 0.06, 0.05, 0.04, 0.03, 0.02, 0.01, 0.0)
+CLAIMED: Final = 0.8
+FIGURES: Final = {
+    "time": Measure.TIME,
+    "allocated": Measure.ALLOCATED,
+    "reserved": Measure.FRAGMENTS,
+    "device": Measure.FRAGMENTS,
+}
+"""What was published, and what range it is held against."""
+NOT_COUNTED: Final = {
+    "impossible": "the run cannot have been as it is stated",
+    "misread": "the command describes another run",
+    "unsaid": "nobody says what was measured",
+    "network": "nobody says which network there is",
+    "host-bound": "the host is the limit, which nothing prices",
+    "nanotron-slow": "its authors found the software to be slow, and mended it",
+    "power": "power is limited, and nobody says how far",
+}
+"""Reasons of `blind_page` for which a row says nothing about predictions."""
+EMPTY_PROCESS: Final = 1343 * MIB
+"""That ``one_gpu_more.csv`` has taken off what nvidia-smi said."""
+PUBLISHERS: Final = (
+    ("torchtitan", "torchtitan"),
+    ("pytorch PR", "torchtitan"),
+    ("pytorch/ao", "torchao"),
+    ("ultrascale", "nanotron"),
+    ("nanotron", "nanotron"),
+    ("litgpt", "litgpt"),
+    ("ms-swift", "ms-swift"),
+    ("fms", "foundation-model-stack"),
+    ("foundation-model-stack", "foundation-model-stack"),
+    ("utomodel", "AutoModel"),
+    ("docs.nvidia.com NeMo", "NeMo"),
+    ("NeMo", "NeMo"),
+    ("DeepSpeed", "DeepSpeed"),
+    ("torchtune", "torchtune"),
+    ("Megatron-LM, September", "Megatron-LM PR 482"),
+)
+"""Whose a source is, by a part of its name; of any other, its first word."""
 
 
-def ratios(timed: Iterable[throughput.Timed], newer: Iterable[newer_runs.NewerRun]) -> Iterator[tuple[str, float]]:
-    """The kind of each run, and what its step took over what was predicted."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One published figure over what is predicted: a ratio, of fragments what `Measure` says."""
+
+    figure: str
+    source: str
+    stack: str
+    kind: str
+    hardware: str
+    run: str
+    value: float
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Its own first; bytes are not told apart by hardware."""
+        found = classes_of(self.stack, self.kind, self.hardware)
+        return found if self.figure == "time" else found[1:]
+
+
+# rows -----------------------------------------------------------------------------------------------------------------
+
+
+def publisher(source: str) -> str:
+    """Whose a source is."""
+    return next((name for part, name in PUBLISHERS if part in source), source.split()[0])
+
+
+def predicted() -> Iterator[Row]:
+    """All rows, as they are predicted today."""
+    yield from _times()
+    yield from _memory()
+    for path in (blind_page.FACTS, BLIND):
+        for row in blind_page.rows(path):
+            if row.facts["looked"] not in NOT_COUNTED:
+                yield from _blind(row)
+
+
+def _times() -> Iterator[Row]:
+    for row in throughput.rows():
+        device, name = throughput.GPUS[row.gpu], row.columns["model"]
+        source = publisher(row.source)
+        source = f"{source}, {name}" if source == "NeMo" else source
+        yield _row("time", source, row.run, row.name, 1 + row.error, device)
+    for one in newer_runs.rows():
+        name = one.name.partition(",")[0] if one.stack == "nemo" else one.run.model.name
+        source = f"{'NeMo' if one.stack == 'nemo' else 'SimuMax'}, {name}"
+        yield _row("time", source, one.run, one.name, 1 + one.error, one.gpu)
     device = hardware("a100-80gb")
-    for _, run, published in throughput.paper_runs():
-        how = execution_of(run)
-        yield kind_of(device, run.kernels.name, how, run.model), published / estimate(run, device).step_seconds
-    for row in timed:
-        on = hardware(throughput.GPUS[row.gpu])
-        yield kind_of(on, row.run.kernels.name, row.execution, row.run.model), 1 + row.error
-    for one in newer:
-        yield _kind(one), 1 + one.error
+    for name, run, seconds in throughput.paper_runs():
+        yield _row("time", "arXiv 2205.05198", run, name, seconds / estimate(run, device).step_seconds, device.name)
 
 
-def text(found: Iterable[tuple[str, float]]) -> str:
-    """The whole file."""
-    by_kind: defaultdict[str, list[float]] = defaultdict(list)
-    for kind, ratio in found:
-        by_kind[kind].append(ratio)
-        by_kind[all_like(kind)].append(ratio)
-    parts = [HEAD]
-    for kind, values in sorted(by_kind.items()):
-        if len(values) >= LEAST_RUNS:
-            low, high = _stated(values, by_kind[all_like(kind)])
-            figures = f"low = {low:.3f}\nmedian = {median(values):.3f}\nhigh = {high:.3f}\n"
-            parts.append(f'[[kinds]]\nkind = "{kind}"\nruns = {len(values)}\n{figures}')
+def _memory() -> Iterator[Row]:
+    for line in unseen_page.facts(unseen_page.OTHERS):
+        nbytes = float(line["published"]) * (1e9 if line["unit"] == "GB" else GIB)
+        run = blind_page.described(line["command"])
+        yield _bytes(line["figure"], publisher(line["source"]), run, line["run"], nbytes)
+    for one in one_gpu_page.rows():
+        if not one.recorded and one.figure in ("allocated", "reserved", "occupied"):
+            more = EMPTY_PROCESS if one.figure == "occupied" else 0
+            nbytes = one.published * one_gpu_page.UNITS[one.unit] + more
+            yield _bytes(one.figure, publisher(one.framework), one.described(), one.run, nbytes)
+    for found in published.rows():
+        figure = "reserved" if found.figure is published.Figure.RESERVED else "allocated"
+        if not found.first_step:
+            source = publisher(str(found.framework))
+            yield _bytes(figure, source, found.run, found.name, found.gib * GIB)
+    for path in (megatron_golden.FACTS, megatron_golden.MORE, megatron_golden.HYBRIDS):
+        for facts in megatron_golden.facts(path):
+            if not megatron_golden.why_not(facts) and not unseen_page.aside(facts):
+                golden = megatron_golden.golden(facts)
+                ratio = golden.measured[1] / golden.predicted()[1]
+                yield _row("allocated", "Megatron-LM tests", golden.run, golden.name, ratio)
+    for run, nbytes, name in simumax.reserved():
+        yield _bytes("reserved", "SimuMax", run, name, nbytes)
+
+
+def _blind(row: blind_page.Row) -> Iterator[Row]:
+    figure, looked = row.facts["figure"], row.facts["looked"]
+    source, name = publisher(row.facts["source"]), row.facts["run"]
+    try:
+        run, gpu = described(row.facts["mended"] or row.facts["command"])
+        if row.of_time:
+            how = execution_of(run).compiled() if run.compiled else execution_of(run)
+            found = estimate(replace(run, compiled=False), hardware(gpu), execution=how)
+            yield _row("time", source, run, name, found.tokens_per_second_per_gpu / row.published, gpu)
+        elif figure != "not said" or looked == "occupied":
+            yield _bytes("occupied" if figure == "not said" else figure, source, run, name, row.published * row.unit)
+    except UsageError:  # no description has it
+        return
+
+
+def described(command: str) -> tuple[Run, str]:
+    """The run of a command, and its GPU; empty where it names none."""
+    words = command.split()
+    gpu = ""
+    if "--gpu" in words:
+        at = words.index("--gpu")
+        gpu = words[at + 1]
+        del words[at : at + 2]
+    return blind_page.described(" ".join(words)), gpu
+
+
+def _bytes(figure: str, source: str, run: Run, name: str, nbytes: float) -> Row:
+    peak = forecast_sizes(run).peak_bytes
+    if figure == "allocated":
+        return _row(figure, source, run, name, nbytes / peak)
+    fixed = fixed_allowance(run.layout, run.kernels.device).expected if figure == "occupied" else 0
+    return _row("device" if fixed else figure, source, run, name, (nbytes - fixed - peak) / sqrt(peak * GIB))
+
+
+def _row(figure: str, source: str, run: Run, name: str, value: float, device: str = "") -> Row:
+    return Row(
+        figure=figure,
+        source=source,
+        stack=stack_of(run),
+        kind=kind_of(run),
+        hardware=device,
+        run=name,
+        value=round(value, 4),
+    )
+
+
+def stored() -> list[Row]:
+    """The rows of the file."""
+    with RESULTS.open(encoding="utf-8", newline="") as file:
+        return [Row(**row | {"value": float(row["value"])}) for row in csv.DictReader(file)]  # type: ignore[arg-type]
+
+
+# ranges ---------------------------------------------------------------------------------------------------------------
+
+Weighted = Sequence[tuple[float, float]]
+"""Values with weights, in order."""
+
+
+def pool(rows: Sequence[Row], classes: Sequence[str]) -> dict[str, tuple[float, list[float]]]:
+    """Sources with their weights and values: see NOTE [ Pooling ]."""
+    found: dict[str, tuple[float, list[float]]] = {}
+    for kind in classes:
+        lacking = ENOUGH - sum(weight for weight, _ in found.values())
+        more: defaultdict[str, list[float]] = defaultdict(list)
+        for row in rows:
+            if kind in row.classes and row.source not in found:
+                more[row.source].append(row.value)
+        if more:
+            weight = min(1.0, lacking / len(more)) if found else 1.0
+            found |= {source: (weight, values) for source, values in more.items()}
+        if sum(weight for weight, _ in found.values()) >= ENOUGH - 1e-9:
+            break
+    return found
+
+
+def quantile(sources: Iterable[tuple[float, list[float]]], share: float) -> float:
+    """The least value with so much of the weight at it or below."""
+    pairs = sorted((value, weight / len(values)) for weight, values in sources for value in values)
+    below = list(accumulate(weight for _, weight in pairs))
+    return pairs[min(len(pairs) - 1, bisect_left(below, share * below[-1] - 1e-9))][0]
+
+
+def stated(measure: Measure, rows: Sequence[Row], classes: Sequence[str], tail: float) -> Range:
+    """What a class states: its low end, what is expected, and its high end."""
+    found = pool(rows, classes)
+    low, high = (quantile(found.values(), share) for share in (tail, 1 - tail))
+    expected = 1.0
+    if measure is Measure.FRAGMENTS or (measure is Measure.TIME and systematic(found.values())):
+        expected = quantile(found.values(), 0.5)
+    return Range(expected=expected, low=min(low, expected), high=max(high, expected))
+
+
+def systematic(sources: Iterable[tuple[float, list[float]]]) -> bool:
+    """Are four in five sources, by their medians, on one side of what is modelled?"""
+    sides = [(weight, median(values) > 1) for weight, values in sources]
+    every, above = sum(weight for weight, _ in sides), sum(weight for weight, over in sides if over)
+    return max(above, every - above) >= CLAIMED * every
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """A row, the range of all other sources, and whether that holds it."""
+
+    row: Row
+    range: Range
+
+    @property
+    def inside(self) -> bool:
+        """Does it?"""
+        return self.range.low - 1e-9 <= self.row.value <= self.range.high + 1e-9
+
+
+def cross_validated(measure: Measure, rows: Sequence[Row], tail: float) -> list[Held]:
+    """Every row against the range that all other sources give its class."""
+    without = {source: [row for row in rows if row.source != source] for source in {row.source for row in rows}}
+
+    @cache
+    def found(source: str, classes: tuple[str, ...]) -> Range:
+        return stated(measure, without[source], classes, tail)
+
+    return [Held(row=row, range=found(row.source, row.classes)) for row in rows]
+
+
+def shares(held: Sequence[Held]) -> tuple[float, float]:
+    """Of rows, and of sources, each of which counts once, that ranges hold."""
+    by_source: defaultdict[str, list[bool]] = defaultdict(list)
+    for one in held:
+        by_source[one.row.source].append(one.inside)
+    return mean(one.inside for one in held), mean(mean(inside) for inside in by_source.values())
+
+
+def of_measure(rows: Sequence[Row], measure: Measure) -> list[Row]:
+    """Rows that are held against one."""
+    return [row for row in rows if FIGURES[row.figure] is measure]
+
+
+def tail_of(measure: Measure, rows: Sequence[Row]) -> tuple[float, list[Held]]:
+    """How much is outside of each end, and how the ranges hold: see NOTE [ Tails ]."""
+    for tail in TAILS:
+        held = cross_validated(measure, rows, tail)
+        groups = [[one for one in held if one.row.figure == figure] for figure in {row.figure for row in rows}]
+        if min(min(shares(group)) for group in groups) >= CLAIMED:
+            break
+    return tail, held
+
+
+def data(rows: Sequence[Row]) -> str:
+    """The whole file of ranges."""
+    parts = [
+        "# Measured over modelled figures of published runs, by class: written by `python -m benchmarks.residuals`.\n"
+        "# See NOTE [ Ranges of published runs ] in ranges.py for units.\n"
+    ]
+    for measure in Measure:
+        chosen = of_measure(rows, measure)
+        tail, _ = tail_of(measure, chosen)
+        parents = {row.classes[i]: row.classes[i:] for row in chosen for i in range(len(row.classes))}
+        for kind, classes in sorted(parents.items()):
+            own = [row for row in chosen if kind in row.classes]
+            found = stated(measure, chosen, classes, tail)
+            ends = f"low = {found.low:.3f}\nexpected = {found.expected:.3f}\nhigh = {found.high:.3f}\n"
+            counts = f"runs = {len(own)}\nsources = {len({row.source for row in own})}\n"
+            parts.append(f'[[{measure}]]\nkind = "{kind}"\n{counts}{ends}')
     return "\n".join(parts)
 
 
-def _stated(own: Sequence[float], alike: Sequence[float]) -> tuple[float, float]:
-    """The range of a kind: of fewer than `ENOUGH` runs, with that of all alike, since their own says too little."""
-    low, high = _range(own)
-    if len(own) >= ENOUGH:
-        return low, high
-    wide = _range(alike)
-    return min(low, wide[0]), max(high, wide[1])
+# the page -------------------------------------------------------------------------------------------------------------
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    """What holds a further run in eight of ten cases, or more: NOTE [ Order statistics ]."""
-    out = max(0, (len(values) + 1) // PART - 1)
-    ordered = sorted(values)
-    return ordered[out], ordered[-1 - out]
+def page(rows: Sequence[Row]) -> str:
+    """The whole page."""
+    words: dict[str, str] = {}
+    lines = ["| figure | rows | sources | held, of rows | held, by sources | outside of each end |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for measure in Measure:
+        chosen = of_measure(rows, measure)
+        tail, held = tail_of(measure, chosen)
+        for figure in dict.fromkeys(name for name, of in FIGURES.items() if of is measure):
+            own = [one for one in held if one.row.figure == figure]
+            of_rows, of_sources = shares(own)
+            sources = len({one.row.source for one in own})
+            lines.append(
+                f"| {figure} | {len(own)} | {sources} | {_percent(of_rows)} | {_percent(of_sources)} | "
+                f"{_percent(tail)} |"
+            )
+        words[str(measure)] = "\n".join(_classes(measure, chosen, held))
+    words["summary"] = "\n".join(lines)
+    words["centres"] = _centres(rows)
+    words["verdicts"] = "\n".join(_verdicts())
+    words["not_counted"] = "\n".join(f"- {why}." for why in NOT_COUNTED.values())
+    return TEXT.read_text(encoding="utf-8").format_map(words)
 
 
-def held(newer: Sequence[newer_runs.NewerRun], group: Callable[[newer_runs.NewerRun], object]) -> tuple[int, int]:
-    """Of NVIDIA's runs, so many are in the range that runs of all other groups give, and there are so many."""
-    runs = [(_kind(one), 1 + one.error, group(one), one.stack == "nemo") for one in newer]
-    inside = every = 0
-    for left in {at for _, _, at, ours in runs if ours}:
-        by_kind: defaultdict[str, list[float]] = defaultdict(list)
-        for kind, ratio, at, _ in runs:
-            if at != left:
-                by_kind[kind].append(ratio)
-                by_kind[all_like(kind)].append(ratio)
-        for kind, ratio, at, ours in runs:
-            if at == left and ours:
-                like = kind if len(by_kind[kind]) >= LEAST_RUNS else all_like(kind)
-                low, high = _stated(by_kind[like], by_kind[all_like(kind)])
-                inside, every = inside + (low <= ratio <= high), every + 1
-    return inside, every
+def _classes(measure: Measure, rows: Sequence[Row], held: Sequence[Held]) -> Iterator[str]:
+    stated_by = {row["kind"]: row for row in _stated()[measure]}
+    yield "| class | rows | sources | low | expected | high | held |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for kind in sorted({kind for row in rows for kind in row.classes}):
+        own = [one for one in held if kind in one.row.classes]
+        inside, found = sum(one.inside for one in own), stated_by[kind]
+        ends = " | ".join(f"{found[name]:.3f}" for name in ("low", "expected", "high"))
+        yield f"| {kind} | {len(own)} | {found['sources']} | {ends} | {inside} of {len(own)} |"
 
 
-def held_elsewhere(found: Sequence[tuple[str, float]], like: str) -> tuple[int, int]:
-    """Of all runs alike (dense, or with experts), so many are in the range that all other kinds give, and there are
-    so many.
-    """
-    alike = [(kind, ratio) for kind, ratio in found if all_like(kind) == like]
-    inside = 0
-    for left in {kind for kind, _ in alike}:
-        low, high = _range([ratio for kind, ratio in alike if kind != left])
-        inside += sum(low <= ratio <= high for kind, ratio in alike if kind == left)
-    return inside, len(alike)
+def _stated() -> Mapping[str, list[dict[str, float]]]:
+    return tomllib.loads(DATA.read_text(encoding="utf-8"))
 
 
-def _kind(one: newer_runs.NewerRun) -> str:
-    return kind_of(hardware(one.gpu), one.run.kernels.name, one.execution, one.run.model)
+def _centres(rows: Sequence[Row]) -> str:
+    """How far times are off as they are modelled and as they are expected, by ranges of other sources."""
+    chosen = of_measure(rows, Measure.TIME)
+    _, held = tail_of(Measure.TIME, chosen)
+    lines = ["| rows | modelled | expected |", "| --- | ---: | ---: |"]
+    tuned = {"nemo", "base"}
+    for name, own in (
+        ("vendor's recipes, `--stack` given", [one for one in held if one.row.stack in tuned]),
+        ("all others", [one for one in held if one.row.stack not in tuned]),
+    ):
+        before = median(abs(one.row.value - 1) for one in own)
+        after = median(abs(one.row.value / one.range.expected - 1) for one in own)
+        lines.append(f"| {len(own)}: {name} | {_percent(before)} | {_percent(after)} |")
+    return "\n".join(lines)
+
+
+def layouts() -> Iterator[tuple[str, bool, FitVerdict]]:
+    """Published sheets of layouts: the sheet, whether the layout ran, and what is said of it."""
+    with LAYOUTS.open(encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            run, gpu = described(line["command"])
+            device = hardware(gpu)
+            found = figures(run, forecast_sizes(run).peak_bytes, hardware=device.name)
+            ran = bool(line["tokens_per_second_per_gpu"])
+            yield line["sheet"], ran, found.verdict(usable_bytes=device.usable_bytes)
+
+
+def _verdicts() -> Iterator[str]:
+    found = list(layouts())
+    yield "| layouts | rows | fits | too close to call | does not fit |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for name, ran in (("ran", True), ("ran out of memory", False)):
+        own = [verdict for _, there, verdict in found if there is ran]
+        counts = " | ".join(str(own.count(verdict)) for verdict in FitVerdict)
+        yield f"| {name} | {len(own)} | {counts} |"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def write_data() -> str:
-    """Write them; the file as it is then."""
-    DATA.write_text(text(ratios(throughput.rows(), newer_runs.rows())), encoding="utf-8")
-    return DATA.read_text(encoding="utf-8")
+    """Write all files; what was written, in a line."""
+    with RESULTS.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        names = ("figure", "source", "stack", "kind", "hardware", "run", "value")
+        writer.writerow(names)
+        writer.writerows([getattr(row, name) for name in names] for row in sorted(predicted(), key=order))
+    rows = stored()
+    DATA.write_text(data(rows), encoding="utf-8")
+    PAGE.write_text(page(rows), encoding="utf-8")
+    return f"{DATA.name}, {PAGE.name}: {len(rows)} rows"
+
+
+def order(row: Row) -> tuple[str, ...]:
+    """Of rows in the file."""
+    return row.figure, row.source, row.stack, row.kind, row.hardware, row.run, f"{row.value:.4f}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,6 +49,15 @@ def rows() -> list[SimuMaxRow]:
     """All of the file."""
     with FACTS.open(encoding="utf-8") as file:
         return [_row(row) for row in csv.DictReader(file)]
+
+
+def reserved() -> Iterator[tuple[Run, float, str]]:
+    """Runs whose reserved bytes are stated as well, with these and a name."""
+    with FACTS.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            found = re.search(r"reserved max ([\d.]+) GiB", row["notes"])
+            if found is not None:
+                yield run_of(row), float(found[1]) * GIB, row["source"].split()[-1]
 
 
 def _row(row: Mapping[str, str]) -> SimuMaxRow:

@@ -9,7 +9,7 @@ from support import house
 
 MOST_LINES = 95_000
 MOST_FILES = 365
-MOST_LINES_OF = {("predict", "memory"): 7_900}
+MOST_LINES_OF = {("predict", "memory"): 8_150}
 MOST_CIRCLES_OF_TYPES = 4
 MOST_FRAMEWORK_NAMES = 68
 MOST_FAMILY_NAMES = 21

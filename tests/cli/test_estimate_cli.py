@@ -165,10 +165,11 @@ def test_a_time_has_a_range_and_tokens_have_a_price(capsys: pytest.CaptureFixtur
     """The paper's runs are all of their kind; 64 x 2048 tokens a step, so that 131,072,000 are a thousand steps."""
     found = document(capsys, *PAPER, "--recompute", "full", "--tokens", "131072e3", "--price-per-gpu-hour", "2")
     sure, training, step = found["sureness"], found["training"], found["step_seconds"]
-    assert (sure["kind"], sure["runs"], sure["of_this_kind"]) == ("a100-80gb, megatron, dense", 8, True)
+    assert (sure["kind"], sure["of_this_kind"]) == ("megatron, dense, a100-80gb", True)
+    assert found["figures"]["step_seconds"]["expected"] == step * sure["expected"]
     assert found["step_range_seconds"] == [step * sure["low"], step * sure["high"]]
     assert training["steps"] == 1000
-    assert training["price"] == pytest.approx(2 * 64 * 1000 * step / 3600)
+    assert training["price"] == pytest.approx(2 * 64 * 1000 * step * sure["expected"] / 3600)
     assert training["days_range"] == [pytest.approx(1000 * end / 86400) for end in found["step_range_seconds"]]
 
 

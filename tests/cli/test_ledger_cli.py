@@ -215,9 +215,14 @@ def test_a_config_is_what_its_preset_is(capsys, tmp_path):
 def test_a_budget_decides_the_exit_code(capsys):
     peak = document(capsys, *GPT_22B)["peak_bytes"]
     assert document(capsys, *GPT_22B, "--budget", f"{peak}B")["fits"] is True
-    refused = document(capsys, *GPT_22B, "--budget", f"{peak - 1}B", code=3)
-    assert (refused["fits"], refused["budget_bytes"], refused["peak_bytes"]) == (False, peak - 1, peak)
-    code, out, err = call(capsys, *GPT_22B, "--budget", f"{peak - 1}B")
+    close = document(capsys, *GPT_22B, "--budget", f"{peak - 1}B")
+    assert (close["fits"], close["verdict"], close["budget_bytes"]) == (False, "too close to call", peak - 1)
+    assert "TOO CLOSE TO CALL" in call(capsys, *GPT_22B, "--budget", f"{peak - 1}B")[1]
+    low, high = (close["figures"]["allocated_bytes"][end] for end in ("low", "high"))
+    assert document(capsys, *GPT_22B, "--budget", f"{high + 1}B")["verdict"] == "fits"
+    refused = document(capsys, *GPT_22B, "--budget", f"{low - 1}B", code=3)
+    assert (refused["fits"], refused["verdict"], refused["peak_bytes"]) == (False, "does not fit", peak)
+    code, out, err = call(capsys, *GPT_22B, "--budget", f"{low - 1}B")
     assert code == 3
     assert "DOES NOT FIT" in out
     assert err.startswith(f"jettison: the peak, 81.19 GiB ({peak}B), is above ")
@@ -447,7 +452,9 @@ def test_what_a_device_holds_beside_tensors_is_stated(capsys: pytest.CaptureFixt
     stated = json.loads(capsys.readouterr().out)["allowance"]
     assert 0 < stated["low_bytes"] < stated["expected_bytes"] < stated["high_bytes"]
     assert run(["ledger", "llama3-8b", "--tp", "8"]) == 0
-    assert "beside tensors" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    for name in ("allocated", "reserved", "device"):
+        assert f"\n{name} " in out
 
 
 def test_a_sequence_beyond_the_learned_positions_needs_more_of_them(capsys):

@@ -5,22 +5,20 @@ from __future__ import annotations
 import pytest
 
 from jettison.core.errors import UsageError
-from jettison.cost.execution import execution_of
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
-from jettison.predict.residuals import Sureness, sureness
+from jettison.predict.ranges import Residual, kind_of, time_residual
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.training_cost import Wanted, training_cost
 from jettison.report.search import training_facts
-from jettison.spec.hardware import hardware
 
-SURE = Sureness(kind="a", runs=12, low=0.5, high=2.0, of_this_kind=True)
+SURE = Residual(kind="a", runs=12, sources=5, low=0.5, expected=1.0, high=2.0)
 
 
-def sure_of(model: str, gpu: str, **request: object) -> Sureness:
+def sure_of(model: str, gpu: str, **request: object) -> Residual:
     run = resolve(preset(model), RunRequest(**request)).run  # type: ignore[arg-type]
-    return sureness(hardware(gpu), run.kernels.name, execution_of(run), run.model)
+    return time_residual(run, gpu)
 
 
 def test_whole_steps_days_hours_and_money() -> None:
@@ -83,25 +81,24 @@ def test_what_makes_no_sense_is_refused(tokens: float | None, price: float | Non
         Wanted(tokens=tokens, price_per_gpu_hour=price)
 
 
-def test_kinds_are_devices_software_and_experts() -> None:
-    dense = sure_of("llama3-8b", "h100-80gb", kernels="megatron")
-    assert (dense.kind, dense.of_this_kind) == ("h100-80gb, nemo, dense", True)
-    assert sure_of("qwen3-30b-a3b", "h100-80gb", kernels="megatron").kind == "h100-80gb, nemo, experts"
-    assert (
-        sure_of("llama3-8b", "b200-192gb", kernels="megatron", stack="megatron").kind == "b200-192gb, megatron, dense"
-    )
-    assert sure_of("llama3-8b", "a100-80gb", kernels="megatron").kind == "a100-80gb, megatron, dense"
-    assert sure_of("llama3-8b", "h100-80gb", kernels="pytorch").kind == "h100-80gb, pytorch, dense"
+def test_classes_are_stacks_kinds_and_hardware() -> None:
+    """Whoever names a vendor's stack runs its recipes; kernels alone are their framework's."""
+    assert sure_of("llama3-8b", "h100-80gb", kernels="megatron").kind == "megatron, dense, h100-80gb"
+    tuned = sure_of("llama3-8b", "h100-80gb", kernels="megatron", stack="nemo")
+    assert (tuned.kind, tuned.of_this_kind) == ("nemo, dense, h100-80gb", True)
+    later = sure_of("qwen3-30b-a3b", "gb200-192gb", kernels="megatron", stack="nemo-26.06")
+    assert later.kind == "nemo, experts, gb200-192gb"
+    assert sure_of("llama3-8b", "h100-80gb", kernels="pytorch").kind == "torch, dense, h100-80gb"
+    assert sure_of("llama3-8b", "a100-80gb", kernels="liger").kind == "transformers, dense, a100-80gb"
 
 
-def test_a_kind_without_runs_says_so() -> None:
-    found, dense = sure_of("mixtral-8x7b", "l4-24gb"), sure_of("llama3-8b", "l4-24gb")
-    assert not found.of_this_kind and not dense.of_this_kind
-    assert min(found.runs, dense.runs) > 150
-    assert found.low < 1 < dense.high < found.high and found.high / found.low > dense.high / dense.low
-    for one, others in ((found, "runs with experts"), (dense, "dense runs")):
-        seconds = f"{1e3 * one.low:.1f} ms to {one.high:.2f} s"
-        assert one.words(1.0) == f"{seconds}; no run of this kind compared: range from all {one.runs} {others}"
+def test_a_class_without_runs_has_the_one_above() -> None:
+    """No L4 was compared, under any stack; of nanotron with adapters nothing was."""
+    near = sure_of("llama3-8b", "l4-24gb")
+    assert (near.kind, near.of_this_kind) == ("torch, dense", True)
+    far = sure_of("llama3-8b", "l4-24gb", kernels="torchtune", lora="r=8")
+    assert (far.kind, far.of_this_kind) == ("dense, adapters", False)
+    assert "no run of this class was compared" in far.words and "dense, adapters" in far.words
 
 
 @pytest.mark.parametrize(
@@ -119,7 +116,7 @@ def test_what_is_no_decoder_has_no_run_of_its_kind(config: dict[str, object], ki
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
     model = parse_config({**sizes, **config}, name="small")
     run = resolve(model, RunRequest()).run
-    found = sureness(hardware("h100-80gb"), run.kernels.name, execution_of(run), model)
-    assert found.kind == f"h100-80gb, pytorch, {kind}, dense"
-    assert not found.of_this_kind and found.runs > sure_of("llama3-8b", "h100-80gb").runs
-    assert "no run of this kind compared" in found.words(1.0)
+    found = time_residual(run, "h100-80gb")
+    assert kind_of(run) == f"{kind}, dense"
+    assert (found.kind, found.of_this_kind) == ("all", False)
+    assert "no run of this class was compared" in found.words

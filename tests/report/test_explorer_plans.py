@@ -224,7 +224,11 @@ def test_verdicts_are_exit_codes(layout: int, mode: str, capsys: pytest.CaptureF
         if isinstance(peak, str):
             continue
         fits = peak[0] <= available
-        document = said(f"{command} --gpu {gpu} --recompute {mode}", capsys, code=0 if fits else 3)
+        words = f"{command} --gpu {gpu} --recompute {mode} --format json".split()
+        capsys.readouterr()
+        code, document = run(words[1:]), json.loads(capsys.readouterr().out)
+        assert code == (3 if document["verdict"] == "does not fit" else 0)
+        assert document["verdict"] != ("does not fit" if fits else "fits")
         assert (document["peak_bytes"], document["budget_bytes"], document["fits"]) == (peak[0], available, fits)
         assert peak[1] <= peak[0]
 

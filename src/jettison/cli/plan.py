@@ -238,6 +238,7 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
         solver_seconds=seconds,
         made_by=_made_by(model, request, flags),
         what_if=tuple(next_gib(choice)) if flags.what_if else None,
+        limit=limit,
     )
 
 

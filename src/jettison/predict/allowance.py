@@ -1,7 +1,7 @@
-"""What a device holds beside the allocator's tensors, an allowance that is stated and not measured; and limits.
+"""What a device holds beside the allocator's tensors, the least that a run is planned with; and limits.
 
-A forecast counts tensors. A process needs more, which nobody asks the allocator for and no formula knows. Each part is
-given as low, expected and high; the bounds are judgement, between what these sources report of one machine:
+A forecast counts tensors. A process needs more, which nobody asks the allocator for and no formula knows. Each fixed
+part is given as low, expected and high, between what these sources report of one machine:
 
 - `CONTEXT`, the CUDA context and loaded kernels. A bare context takes 287 MB (pytorch#86509) to 426 MiB
   (unsloth-zoo#1053) with kernels loaded as they are used, and over 1 GB with all of them (pytorch#107667).
@@ -12,16 +12,17 @@ given as low, expected and high; the bounds are judgement, between what these so
   all-to-all, since every peer gets 32 channels (nccl#1685).
 - `WORKSPACE` of matrix products. cuBLAS takes 8,519,680 B a stream before Hopper and 32 MiB since (what
   CUBLAS_WORKSPACE_CONFIG sets), cublasLt up to 32 MiB more (pytorch#120925); a step has a stream or a few.
-- `FRAGMENTS`, a share of the peak: reserved beyond allocated, with expandable segments (pytorch#96995). Without them it
-  can be far more: 127 GB reserved for 61 GB allocated, and 97 GB with them, in a run that changes what it does
-  (cosmos-rl#388).
+- `FRAGMENTS`, a share of the peak that plans leave: reserved beyond allocated, with expandable segments
+  (pytorch#96995). It is what a run needs, not what it reserves where there is room: an allocator that runs short gives
+  back blocks that it has cached. What published runs reserve is in `ranges`; without expandable segments it can be far
+  more: 127 GB reserved for 61 GB allocated, and 97 GB with them, in a run that changes what it does (cosmos-rl#388).
 
 On the CPU there is none of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
@@ -77,15 +78,6 @@ def _fixed(talking: int, experts: bool, device: Device) -> Allowance:
     return CONTEXT + WORKSPACE + COMMUNICATOR * talking + ALL_TO_ALL * experts
 
 
-def allowance(run: Run, peak_bytes: int) -> Allowance:
-    """What a device holds beside tensors of ``peak_bytes``. Fragments are rounded up."""
-    fixed = fixed_allowance(run.layout, run.kernels.device)
-    if run.kernels.device is Device.CPU:
-        return fixed
-    low, expected, high = (-(-peak_bytes * share // 1) for share in FRAGMENTS)
-    return fixed + Allowance(low=low, expected=expected, high=high)
-
-
 def available_bytes(hardware: Hardware, run: Run) -> int:
     """What a device has for tensors: the largest peak that fits beside its own expected allowance; 0 if none does."""
     return available_to(hardware, run.layout, run.kernels.device)
@@ -115,11 +107,14 @@ class Limit:
     Args:
         gpu: the accelerator whose they are; empty for a budget.
         usable_bytes: what a process can allocate there altogether; None for a budget.
+        budget_bytes: that was given for tensors. ``device_bytes``: of the GPU that was given, whichever is smaller.
     """
 
     nbytes: int
     gpu: str = ""
     usable_bytes: int | None = None
+    budget_bytes: int | None = None
+    device_bytes: int | None = None
 
     @property
     def words(self) -> str:
@@ -142,10 +137,14 @@ def limit_of(*, budget: str | None, gpu: str | None, run: Run | None = None) -> 
         UsageError: the budget has no unit, or there is no such GPU.
     """
     limits = [] if budget is None else [Limit(nbytes=parse_bytes(budget))]
+    given = None if budget is None else limits[0].nbytes
+    there = None
     if gpu is not None:
         from jettison.spec.hardware import hardware  # most ledgers are of no GPU
 
         device = hardware(gpu)
         left = device.usable_bytes if run is None else available_bytes(device, run)
-        limits.append(Limit(nbytes=left, gpu=device.name, usable_bytes=device.usable_bytes))
-    return min(limits, key=lambda limit: limit.nbytes, default=None)
+        there = device.usable_bytes
+        limits.append(Limit(nbytes=left, gpu=device.name, usable_bytes=there))
+    least = min(limits, key=lambda limit: limit.nbytes, default=None)
+    return least and replace(least, budget_bytes=given, device_bytes=there)

@@ -7,7 +7,7 @@ from math import ceil, isfinite
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
-from jettison.predict.residuals import Sureness
+from jettison.predict.ranges import Residual
 
 DAY_SECONDS = 86400
 HOUR_SECONDS = 3600
@@ -104,7 +104,7 @@ class TrainingCost:
 
 
 def training_cost(
-    wanted: Wanted, *, step_seconds: float, step_tokens: int, gpus: int, sure: Sureness
+    wanted: Wanted, *, step_seconds: float, step_tokens: int, gpus: int, sure: Residual
 ) -> TrainingCost | None:
     """Of a training with such steps; None where no tokens are asked for."""
     if wanted.tokens is None:
@@ -115,7 +115,7 @@ def training_cost(
         tokens=wanted.tokens,
         gpus=gpus,
         steps=steps,
-        seconds=steps * step_seconds,
+        seconds=steps * step_seconds * sure.expected,
         low_seconds=steps * low,
         high_seconds=steps * high,
         price_per_gpu_hour=wanted.price_per_gpu_hour,

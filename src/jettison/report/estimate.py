@@ -13,7 +13,7 @@ from rich.text import Text
 from jettison.core.units import format_bytes, format_change, format_flops, format_percent, format_seconds
 from jettison.cost.flops import Counting, tokens
 from jettison.predict.forecast import Forecast
-from jettison.predict.residuals import Sureness, sure_of
+from jettison.predict.ranges import FitVerdict, Residual, RunFigures, figures, time_residual_of
 from jettison.predict.run_request import Resolved
 from jettison.predict.time import Estimate
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
@@ -47,9 +47,9 @@ class EstimateReport:
     eager_memory: str = ""
 
     @property
-    def sure(self) -> Sureness:
+    def sure(self) -> Residual:
         """Range of the step's time."""
-        return sure_of(self.found)
+        return time_residual_of(self.found)
 
     @property
     def training(self) -> TrainingCost | None:
@@ -63,6 +63,17 @@ class EstimateReport:
         )
 
     @property
+    def figures(self) -> RunFigures:
+        """Allocated, reserved and device bytes, and the step's time."""
+        found = self.found
+        return figures(found.run, self.memory.peak_bytes, hardware=found.hardware.name, step_seconds=found.step_seconds)
+
+    @property
+    def verdict(self) -> FitVerdict:
+        """Whether it fits the device."""
+        return self.figures.verdict(usable_bytes=self.found.hardware.usable_bytes)
+
+    @property
     def fits(self) -> bool:
         """Does the peak leave the device its allowance?"""
         return self.memory.peak_bytes <= self.available_bytes
@@ -72,11 +83,10 @@ class EstimateReport:
         """Warnings for a reader."""
         run, device = self.found.run, self.found.hardware
         yield from run.model.left_out
-        if not self.fits:
-            yield (
-                f"this run does not fit {device.name}: its peak of {format_bytes(self.memory.peak_bytes)} "
-                f"is more than the {format_bytes(self.available_bytes)} left for tensors"
-            )
+        if self.verdict is not FitVerdict.FITS:
+            usable, needs = format_bytes(device.usable_bytes), dict(self.figures.rows())["device"]
+            doubt = "is too close to call on" if self.verdict is FitVerdict.CLOSE else "does not fit"
+            yield f"this run {doubt} {device.name}, where {usable} are usable: it needs {needs}"
         if self.eager_memory:
             yield f"the peak is of layers that are not compiled: {self.eager_memory}"
         if run.kernels.scans is Scans.WRITTEN and any(layer.scan is not None for layer in run.model.described):
@@ -116,6 +126,8 @@ class EstimateReport:
             host_states=self.memory.host_states and asdict(self.memory.host_states),
             available_bytes=self.available_bytes,
             fits=self.fits,
+            figures=self.figures.document(),
+            verdict=str(self.verdict),
             reached={name: share for name, share in asdict(device.reached).items() if share is not None},
             reached_source=device.reached_source,
             warnings=list(self.warnings),
@@ -171,9 +183,17 @@ def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
     yield "model", f"{report.model} on {run.layout.world} x {found.hardware.name}"
     yield from run_facts(report.asked, report.memory.host_states)
     yield "recompute", f"{run.recompute.words}; fusion {found.execution.fusion}"
-    yield "step", format_seconds(found.step_seconds)
-    yield "range", report.sure.words(found.step_seconds)
-    yield "throughput", f"{found.tokens_per_second_per_gpu:,.0f} tokens a second on each GPU"
+    took = report.figures.step_seconds
+    assert took is not None  # of an estimate
+    tokens_per_second = found.tokens_per_second_per_gpu * found.step_seconds
+    yield "step", f"{format_seconds(found.step_seconds)}, as modelled"
+    yield "expected", f"{took.words(format_seconds)}: {report.sure.words}"
+    yield (
+        "throughput",
+        f"{tokens_per_second / took.expected:,.0f} tokens a second on each GPU expected "
+        f"({tokens_per_second / took.high:,.0f} to {tokens_per_second / took.low:,.0f}), "
+        f"{found.tokens_per_second_per_gpu:,.0f} as modelled",
+    )
     palm = found.mfu_by(Counting.PALM)
     by = f"{format_percent(palm)} by {4 if run.tuning else 6}N + 12Lhs"
     yield "MFU", f"{format_percent(found.mfu)} ({by}); HFU {format_percent(found.hfu)}"
@@ -181,8 +201,12 @@ def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
     if report.training is not None:
         yield "training", f"{report.training.amount}: {report.training.duration}"
         yield "cost", report.training.expense
-    verdict = "fits" if report.fits else "DOES NOT FIT"
-    yield "peak", f"{exact(report.memory.peak_bytes)}: {verdict} in {format_bytes(report.available_bytes)}"
+    yield "peak", f"{exact(report.memory.peak_bytes)}, {format_bytes(report.available_bytes)} left for tensors"
+    yield from ((name, text) for name, text in report.figures.rows() if name != "step time")
+    yield (
+        "verdict",
+        f"{report.verdict.said} in the {format_bytes(found.hardware.usable_bytes)} of {found.hardware.name}",
+    )
 
 
 def _parts_table(found: Estimate) -> FittedTable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from jettison.core.errors import DoesNotFit, ProofFailed
@@ -12,10 +13,11 @@ from jettison.core.units import format_bytes
 from jettison.ledger.compare import Difference
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import ENTRY_FIELDS, SavedTensor
-from jettison.predict.allowance import Allowance, Limit, allowance
+from jettison.predict.allowance import Limit
 from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.optimizer_state import HostStates
+from jettison.predict.ranges import FitVerdict, RunFigures, figures
 from jettison.predict.run_request import Resolved, flag_of
 from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, document, part
 from jettison.spec.kernels import AttentionKernel
@@ -51,7 +53,6 @@ class LedgerReport:
         mesh_sizes: of the axes that shard the entries.
         asked: the run that a forecast is of.
         phases: of the worst stage.
-        allowance: what the worst rank's device holds beside the peak's tensors.
         host_states: what the worst rank's host has for the optimizer.
         limit: what the peak is held against.
         choice: a planner's, where recompute was left to it.
@@ -71,7 +72,6 @@ class LedgerReport:
     rows: tuple[LayerRow, ...] = ()
     mesh_sizes: Mapping[str, int] = field(default_factory=dict)
     asked: Resolved | None = None
-    allowance: Allowance | None = None
     host_states: HostStates | None = None
     limit: Limit | None = None
     choice: AutoForecast | None = None
@@ -97,8 +97,23 @@ class LedgerReport:
         """Is the peak within what it is held against?"""
         return self.limit is None or self.peak_bytes <= self.limit.nbytes
 
+    @cached_property
+    def figures(self) -> RunFigures | None:
+        """Allocated, reserved and device bytes of a described run."""
+        gpu = "" if self.limit is None else self.limit.gpu
+        return None if self.asked is None else figures(self.asked.run, self.peak_bytes, hardware=gpu)
+
+    @property
+    def verdict(self) -> FitVerdict | None:
+        """Whether it fits; of a traced model by its peak alone."""
+        if self.limit is None:
+            return None
+        if self.figures is None:
+            return FitVerdict.FITS if self.fits else FitVerdict.DOES_NOT_FIT
+        return self.figures.verdict(usable_bytes=self.limit.device_bytes, budget_bytes=self.limit.budget_bytes)
+
     def require(self) -> None:
-        """Nothing where the peak fits, and where another ledger that was given is this one.
+        """Nothing where the run may fit, and where another ledger that was given is this one.
 
         Raises:
             DoesNotFit: it does not.
@@ -107,7 +122,7 @@ class LedgerReport:
         if self.comparison is not None and self.comparison.differences:
             count = len(self.comparison.differences)
             raise ProofFailed(f"{self.comparison.path} differs in {count} saved tensor{'s' if count > 1 else ''}")
-        if self.limit is not None and not self.fits:
+        if self.limit is not None and self.verdict is FitVerdict.DOES_NOT_FIT:
             advice = "--recompute, --zero and more ranks lower it, and --fit says what would fit" if self.asked else ""
             raise DoesNotFit(
                 peak_bytes=self.peak_bytes, limit_bytes=self.limit.nbytes, limit_name=self.limit.words, advice=advice
@@ -125,7 +140,7 @@ class LedgerReport:
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.ledger/1``, with the keys about the step in front of the entries."""
         first = [nbytes for s in self.stages if (nbytes := s.first_step_peak_bytes) is not None]
-        limit, beside, differs = self.limit, self.allowance, self.comparison
+        limit, found, differs = self.limit, self.figures, self.comparison
         return document(
             "jettison.ledger/1",
             self,
@@ -135,8 +150,13 @@ class LedgerReport:
             first_step_peak_bytes=max(first) if first else None,
             worst_stage=self.worst.stage if first else None,
             phases=[asdict(phase) for phase in self.phases],
-            allowance=beside
-            and part("AllowanceBytes", low_bytes=beside.low, expected_bytes=beside.expected, high_bytes=beside.high),
+            figures=found and found.document(),
+            verdict=self.verdict and str(self.verdict),
+            allowance=found
+            and part(
+                "AllowanceBytes",
+                **{f"{name}_bytes": end - self.peak_bytes for name, end in found.device.whole().items()},
+            ),
             host_states=self.host_states and asdict(self.host_states),
             budget_bytes=limit and limit.nbytes,
             fits=None if limit is None else self.fits,
@@ -269,7 +289,6 @@ def forecast_report(
         ),
         mesh_sizes=found.run.layout.mesh_sizes,
         asked=asked,
-        allowance=allowance(found.run, found.peak_bytes),
         host_states=found.host_states,
         limit=limit,
         choice=choice,

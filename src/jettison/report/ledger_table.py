@@ -98,11 +98,10 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
         yield "optimizer state", format_bytes(worst.optimizer_bytes)
         yield "saved for backward" if asked is None else "held for backward", format_bytes(worst.activation_bytes)
     yield "peak of a step", peak_sentence(report)
-    if report.allowance is not None and report.allowance.high:
-        low, expected, high = (format_bytes(n) for n in astuple(report.allowance))
-        yield "beside tensors", f"about {expected} ({low} to {high}) of context, communicators, workspace and fragments"
-    if report.limit is not None:
-        verdict = "fits" if report.fits else "DOES NOT FIT"
+    if report.figures is not None:
+        yield from report.figures.rows()
+    if report.limit is not None and report.verdict is not None:
+        verdict = report.verdict.said
         share = format_percent(report.peak_bytes / report.limit.nbytes)
         of = f"{format_bytes(report.limit.nbytes)}, {report.limit.words}"
         yield "verdict", f"{verdict}: the peak is {share} of {of}"

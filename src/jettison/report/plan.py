@@ -13,12 +13,14 @@ from rich.console import Group, RenderableType
 
 from jettison.core.errors import Infeasible
 from jettison.core.units import format_bytes, format_count, format_flops, format_percent, format_seconds
+from jettison.predict.ranges import FitVerdict, RunFigures, figures
 from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, alike, exact, facts, grid, span
 
 if TYPE_CHECKING:  # reading plans takes libraries that most commands can do without
     from jettison.frameworks.export import Exported
     from jettison.frameworks.policy import Cost
+    from jettison.predict.allowance import Limit
     from jettison.predict.auto_recompute import AutoForecast
     from jettison.report.alternatives import NextGiB, Reason
     from jettison.solve.plan import LayerPlan, Plan
@@ -144,11 +146,31 @@ class ForecastPlan:
     solver_seconds: float
     made_by: dict[str, Any] = field(default_factory=dict)
     what_if: tuple[NextGiB, ...] | None = None
+    limit: Limit | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Parts of the configuration that are not in the figures."""
-        return self.choice.forecast.run.model.left_out
+        """Parts of the configuration that are not in the figures, and whether the plan may not fit after all."""
+        found = list(self.choice.forecast.run.model.left_out)
+        if self.verdict is FitVerdict.CLOSE and self.limit is not None and self.limit.gpu:
+            needs, gpu = dict(self.figures.rows())["device"], self.limit.gpu
+            found.append(
+                f"whether this plan fits {gpu} is {self.verdict}: it needs {needs}; a smaller --budget is surer"
+            )
+        return tuple(found)
+
+    @property
+    def figures(self) -> RunFigures:
+        """Allocated, reserved and device bytes, and the step's time."""
+        found, gpu = self.choice.forecast, "" if self.limit is None else self.limit.gpu
+        return figures(found.run, found.peak_bytes, hardware=gpu, step_seconds=self.choice.step_seconds)
+
+    @property
+    def verdict(self) -> FitVerdict | None:
+        """Whether it fits what it was planned for."""
+        if self.limit is None:
+            return None
+        return self.figures.verdict(usable_bytes=self.limit.device_bytes, budget_bytes=self.limit.budget_bytes)
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.plan/1``. The hash covers the layers' choices and segments."""
@@ -173,6 +195,8 @@ class ForecastPlan:
                 "host_bytes": choice.host_bytes,
                 "composed": None,
             },
+            figures=self.figures.document(),
+            verdict=self.verdict and str(self.verdict),
             solver={"gap": choice.gap, "seconds": self.solver_seconds},
             layers=[layer | dict.fromkeys(_LIVE) for layer in layers],
             segments=segments,
@@ -198,6 +222,8 @@ class ForecastPlan:
             ("model", f"{self.model}, {format_count(found.parameters)} parameters"),
             ("budget", exact(choice.budget_bytes)),
             ("predicted peak", f"{exact(found.peak_bytes)}, on stage {found.worst.index}"),
+            *self.figures.rows(),
+            *([] if self.verdict is None else [("verdict", self.verdict.said)]),
             ("smallest budget", exact(choice.minimum_budget_bytes)),
             ("recompute", f"{share} of a step's time, on {choice.hardware.name}"),
         ]

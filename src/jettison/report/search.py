@@ -11,18 +11,18 @@ from rich.text import Text
 
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes, format_count, format_percent, format_ratio, format_seconds
-from jettison.cost.execution import execution_of
 from jettison.predict.allowance import available_to
-from jettison.predict.residuals import Sureness, sureness
+from jettison.predict.ranges import FitVerdict, Residual, RunFigures, figures, scaled, time_residual
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
 from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, device_notes, facts, grid
 from jettison.search.branch_and_bound import REACH
 from jettison.search.evaluate import Evaluated, Seconds
-from jettison.search.search import NothingFits, SearchAnswer, WithMore
-from jettison.spec.hardware import Hardware
+from jettison.search.search import ALIKE, NothingFits, SearchAnswer, WithMore
+from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.recompute import Mode
+from jettison.spec.run import Run
 
 SCHEMA: Final = "jettison.search/1"
 SHOWN_ON_FRONT: Final = 12
@@ -65,10 +65,19 @@ class SearchReport:
         return self.answer.space.template.model.left_out
 
     @property
-    def sure(self) -> Sureness:
+    def sure(self) -> Residual:
         """Range of the times: all candidates are of one kind."""
         template = self.answer.space.template
-        return sureness(self.hardware, template.kernels.name, execution_of(template), template.model)
+        return time_residual(template, self.hardware.name)
+
+    def figures(self, found: Evaluated) -> RunFigures:
+        """Of a candidate."""
+        return candidate_figures(found, self.answer.space.template, self.hardware)
+
+    def verdict(self, found: Evaluated) -> FitVerdict:
+        """Whether a candidate fits the device, and the budget for its tensors."""
+        budget = self.answer.budget_bytes
+        return self.figures(found).verdict(usable_bytes=self.hardware.usable_bytes, budget_bytes=budget)
 
     @property
     def trainings(self) -> tuple[TrainingCost, ...]:
@@ -107,25 +116,44 @@ class SearchReport:
             feasible=True,
             sureness=asdict(sure),
             trainings=[one.document() for one in self.trainings] or None,
-            candidates=[_candidate(found, sure) for found in answer.ranked],
-            front=[_candidate(found, sure) for found in answer.front],
+            candidates=[self._candidate(found) for found in answer.ranked],
+            front=[self._candidate(found) for found in answer.front],
             front_reach=REACH,
             runner_up=[_loss(answer.best, found) for found in rivals(answer)],
-            without_recompute=_candidate(answer.plain, sure),
-            more_memory=_more(answer.more_memory, answer.best, sure),
-            more_gpus=_more(more_gpus, answer.best, sure) if isinstance(more_gpus, WithMore) else None,
-            explanation=list(sentences(answer)),
+            without_recompute=self._candidate(answer.plain),
+            more_memory=self._more(answer.more_memory),
+            more_gpus=self._more(more_gpus) if isinstance(more_gpus, WithMore) else None,
+            explanation=list(self.sentences()),
             seconds=self.seconds,
         )
+
+    def _candidate(self, found: Evaluated) -> dict[str, Any]:
+        return _candidate(found, self.sure, self.figures(found), self.verdict(found))
+
+    def _more(self, more: WithMore) -> dict[str, Any]:
+        saved = self.answer.fastest.seconds.step - more.best.seconds.step
+        candidate = self._candidate(more.best)
+        return part("MoreResources", more, memory=float(more.memory), saved_seconds=saved, candidate=candidate)
+
+    def sentences(self) -> Iterator[str]:
+        """The answer in words, and which candidate fits without doubt where the first may not."""
+        yield from sentences(self.answer)
+        doubtful = self.verdict(self.answer.best)
+        if doubtful is FitVerdict.FITS:
+            return
+        needs = dict(self.figures(self.answer.best).rows())["device"]
+        sure = next((found for found in self.answer.ranked if self.verdict(found) is FitVerdict.FITS), None)
+        other = "none of those listed fits without doubt"
+        if sure is not None:
+            other = f"the first that fits without doubt is {sure.candidate.flags}, {format_seconds(sure.seconds.step)}"
+        yield f"Whether the fastest fits is {doubtful}: it needs {needs}; {other}."
 
     def table(self) -> RenderableType:
         """The fastest, why, and the front."""
         answer, count = self.answer, len(self.answer.ranked)
-        ranking = _table(
-            f"The fastest {count}, one plan each" if count > 1 else "The fastest", answer.ranked, self.sure
-        )
-        front = _table("Less memory costs time", _thinned(answer.front), self.sure)
-        return Group(facts(self._facts()), "", ranking, "", *(Text(line) for line in sentences(answer)), "", front)
+        ranking = _table(f"The fastest {count}, one plan each" if count > 1 else "The fastest", answer.ranked, self)
+        front = _table("Less memory costs time", _thinned(answer.front), self)
+        return Group(facts(self._facts()), "", ranking, "", *(Text(line) for line in self.sentences()), "", front)
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         answer, device = self.answer, self.hardware
@@ -148,7 +176,7 @@ class SearchReport:
         yield from (("note", text) for text in device_notes(device, template))
         if device.note:
             yield "note", device.note
-        yield "range", self.sure.words(answer.best.seconds.step)
+        yield "expected", f"{scaled(self.sure, answer.best.seconds.step).words(format_seconds)}: {self.sure.words}"
         yield from training_facts(self.trainings)
 
 
@@ -156,6 +184,9 @@ def nothing_document(
     model: str, gpus: int, gpu: str, error: NothingFits, request: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """A document where nothing fits: the closest candidate and the bytes that it lacks."""
+    device = hardware(gpu)
+    ranges = candidate_figures(error.closest, error.template, device)
+    verdict = ranges.verdict(usable_bytes=device.usable_bytes, budget_bytes=error.budget_bytes)
     return document(
         SCHEMA,
         model=model,
@@ -164,7 +195,7 @@ def nothing_document(
         gpu=gpu,
         feasible=False,
         candidates=[],
-        closest=_candidate(error.closest, None),
+        closest=_candidate(error.closest, None, ranges, verdict),
         lacks_bytes=error.closest.lacks,
     )
 
@@ -187,7 +218,11 @@ def sentences(answer: SearchAnswer) -> Iterator[str]:
     for place, found in zip(
         ("The runner-up", "The first that divides the devices otherwise"), rivals(answer), strict=False
     ):
-        yield f"{place}, {found.candidate.flags}, loses {_difference(best, found)}."
+        if found.seconds.step < best.seconds.step:
+            less = format_bytes(found.limit_bytes - found.needed_bytes)
+            yield f"{place}, {found.candidate.flags}, is as fast within {format_percent(ALIKE)}, and leaves {less}."
+        else:
+            yield f"{place}, {found.candidate.flags}, loses {_difference(best, found)}."
     yield _more_memory(answer)
     yield _more_gpus(answer)
 
@@ -212,7 +247,7 @@ def _recompute(answer: SearchAnswer) -> Iterator[str]:
 
 
 def _more_memory(answer: SearchAnswer) -> str:
-    best, found = answer.best, answer.more_memory.best
+    best, found = answer.fastest, answer.more_memory.best
     share = format_percent(float(answer.more_memory.memory) - 1)
     saved = best.seconds.step - found.seconds.step
     if saved <= 0:
@@ -224,7 +259,7 @@ def _more_memory(answer: SearchAnswer) -> str:
 
 
 def _more_gpus(answer: SearchAnswer) -> str:
-    more, best = answer.more_gpus, answer.best
+    more, best = answer.more_gpus, answer.fastest
     if isinstance(more, str):
         return f"Nothing was found for more devices: {more}."
     faster = best.seconds.step / more.best.seconds.step
@@ -259,7 +294,7 @@ def _mesh(found: Evaluated) -> tuple[int, ...]:
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
-def _table(title: str, rows: Sequence[Evaluated], sure: Sureness) -> FittedTable:
+def _table(title: str, rows: Sequence[Evaluated], report: SearchReport) -> FittedTable:
     """Axes that are 1 throughout have no column."""
     layouts = [found.candidate.setup.layout for found in rows]
     axes = [
@@ -267,8 +302,8 @@ def _table(title: str, rows: Sequence[Evaluated], sure: Sureness) -> FittedTable
         for name, value in _AXES
         if name in ("tp", "pp", "dp") or any(value(layout) not in ("1", "0", "") for layout in layouts)
     ]
-    figures = ("batch", "step", "range", "MFU", "tokens/s/GPU", "peak", "left")
-    table = grid(title, ("", "recompute"), (*(name for name, _ in axes), *figures))
+    columns = ("batch", "step", "range", "MFU", "tokens/s/GPU", "allocated", "device", "fits")
+    table = grid(title, ("", "recompute"), (*(name for name, _ in axes), *columns))
     for number, found in enumerate(rows):
         setup, seconds = found.candidate.setup, found.seconds
         table.add_row(
@@ -277,14 +312,18 @@ def _table(title: str, rows: Sequence[Evaluated], sure: Sureness) -> FittedTable
             *(values[number] for _, values in axes),
             f"{setup.micro_batch} x {setup.micro_batches}",
             format_seconds(seconds.step),
-            _between(sure.seconds(seconds.step)),
+            _between(report.sure.seconds(seconds.step)),
             format_percent(seconds.mfu),
             format_count(round(seconds.tokens_per_second_per_gpu)),
             format_bytes(found.needed_bytes),
-            format_bytes(found.limit_bytes - found.needed_bytes),
+            format_bytes(round(report.figures(found).device.expected)),
+            _SHORT[report.verdict(found)],
             style="bold" if number == 0 else "",
         )
     return table
+
+
+_SHORT: Final = {FitVerdict.FITS: "yes", FitVerdict.CLOSE: "close", FitVerdict.DOES_NOT_FIT: "no"}
 
 
 def _between(ends: tuple[float, float]) -> str:
@@ -341,18 +380,30 @@ def _thinned(front: Sequence[Evaluated]) -> list[Evaluated]:
 # documents ------------------------------------------------------------------------------------------------------------
 
 
-def _candidate(found: Evaluated, sure: Sureness | None) -> dict[str, Any]:
-    setup, recompute, figures = found.candidate.setup, found.candidate.recompute, found.figures
-    chosen, seconds, layout = bool(figures.policies), figures.seconds, setup.layout
+def candidate_figures(found: Evaluated, template: Run, hardware: Hardware) -> RunFigures:
+    """Allocated, reserved and device bytes of a candidate, and its step's time where it was timed."""
+    seconds = found.figures.seconds
+    return figures(
+        template,
+        found.needed_bytes,
+        layout=found.candidate.setup.layout,
+        hardware=hardware.name,
+        step_seconds=None if seconds is None else seconds.step,
+    )
+
+
+def _candidate(found: Evaluated, sure: Residual | None, ranges: RunFigures, verdict: FitVerdict) -> dict[str, Any]:
+    setup, recompute, counted = found.candidate.setup, found.candidate.recompute, found.figures
+    chosen, seconds, layout = bool(counted.policies), counted.seconds, setup.layout
     uneven = list(layout.stage_layers) or None
     plan = part(
         "CandidatePlan",
         recompute=str(recompute),
         offload=recompute.offload,
         offload_modules=list(recompute.sent),
-        whole_micro_batches=figures.whole if recompute.whole else None,
+        whole_micro_batches=counted.whole if recompute.whole else None,
         budget_bytes=found.candidate.budget_bytes if chosen else None,
-        stages=list(figures.policies) if chosen else None,
+        stages=list(counted.policies) if chosen else None,
     )
     return part(
         "SearchedCandidate",
@@ -361,11 +412,13 @@ def _candidate(found: Evaluated, sure: Sureness | None) -> dict[str, Any]:
         micro_batch=setup.micro_batch,
         micro_batches=setup.micro_batches,
         plan=plan,
-        peak_bytes=figures.peak_bytes,
+        peak_bytes=counted.peak_bytes,
         available_bytes=found.limit_bytes,
         fits=found.fits,
+        figures=ranges.document(),
+        verdict=str(verdict),
         flags=found.candidate.flags,
-        host_bytes=figures.host_bytes if recompute.to_host else None,
+        host_bytes=counted.host_bytes if recompute.to_host else None,
         step_seconds=seconds and seconds.step,
         step_range_seconds=list(sure.seconds(seconds.step)) if seconds and sure else None,
         breakdown=seconds and {f"{name}_seconds": took for name, took in seconds.parts.items()},
@@ -377,9 +430,3 @@ def _loss(best: Evaluated, other: Evaluated) -> dict[str, Any]:
     more = {f"{name}_seconds": other.seconds.parts[name] - took for name, took in best.seconds.parts.items()}
     lost = other.seconds.step - best.seconds.step
     return part("RivalLoss", flags=other.candidate.flags, lost_seconds=lost, more=more, words=_difference(best, other))
-
-
-def _more(more: WithMore, best: Evaluated, sure: Sureness) -> dict[str, Any]:
-    saved = best.seconds.step - more.best.seconds.step
-    candidate = _candidate(more.best, sure)
-    return part("MoreResources", more, memory=float(more.memory), saved_seconds=saved, candidate=candidate)

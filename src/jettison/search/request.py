@@ -19,7 +19,7 @@ from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import MUONS, Gradients
-from jettison.spec.recompute import Recompute
+from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import anchored
 from jettison.spec.states_on_host import NOT_MOVED, states_on_host
 from jettison.spec.tuning import Base
@@ -51,6 +51,7 @@ class SearchRequest(CommonRequest):
         offload: Try each plan with what stays on the host, too.
         whole_micro_batches: Try each plan of a pipeline with as many micro-batches kept whole as fit, too.
         uneven: Try pipelines whose ends have a layer less or more than other stages, too.
+        runs_on: Only layouts and recompute modes that a framework can run: torchtitan, megatron, transformers.
     """
 
     tp: str | None = None
@@ -67,6 +68,7 @@ class SearchRequest(CommonRequest):
     offload: bool | None = None
     whole_micro_batches: bool | None = None
     uneven: bool | None = None
+    runs_on: str | None = None
 
     def _zero(self) -> tuple[tuple[int, ...], str]:
         """Stages of ZeRO that are described, and the field that says so; empty where they all are."""
@@ -107,7 +109,14 @@ class SearchRequest(CommonRequest):
         if template.tuning is not None and template.tuning.base is Base.INT8 and self.recompute != "none":
             raise UsageError("got --base int8, under which nothing can be computed again; give --recompute none")
         numbers = {name: _numbers(name, getattr(self, name), least=int(name != "zero")) for name in _LISTS}
+        able = runnable(self.runs_on)
+        for name in (name for name in _LISTS if able is not None and name not in ("zero", "micro_batch", *able.axes)):
+            numbers[name] = numbers[name] or (1,)
+            if numbers[name] != (1,):
+                raise UsageError(f"got {flag_of(name)} {getattr(self, name)}, which {self.runs_on} cannot run")
         ruled = template.layout.zero if self.like else 0  # what a framework's rule says, where it says any
+        if able is not None:
+            kept, by = tuple(stage for stage in kept if stage in able.zero), by or "runs_on"
         zero = numbers.pop("zero") or ((ruled,) if ruled else kept)
         if max(zero) > 3:
             raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
@@ -134,9 +143,11 @@ class SearchRequest(CommonRequest):
         axes = Axes(
             **numbers,
             zero=zero,
-            sp=(True, False) if self.sp is None else (self.sp,),
-            schedules=_words(self.schedule) or SCHEDULES,
-            plans=_words(self.recompute) or (() if lists else PLANS),
+            sp=self._sequence_parallelism(able),
+            schedules=self._allowed("schedule", None if able is None else able.schedules, SCHEDULES),
+            plans=()
+            if lists and self.recompute is None
+            else self._allowed("recompute", None if able is None else able.plans, PLANS),
             lists=lists,
             offload=(False, True) if self.offload else (False,),
             whole=(False, True) if self.whole_micro_batches else (False,),
@@ -151,6 +162,25 @@ class SearchRequest(CommonRequest):
             over_tensor_ranks=self._over_tensor_ranks(),
             over_replicas=self._over_replicas(),
         )
+
+    def _sequence_parallelism(self, able: Runnable | None) -> tuple[bool, ...]:
+        if able is None or "sp" in able.axes:
+            return (True, False) if self.sp is None else (self.sp,)
+        if self.sp:
+            raise UsageError(f"got --sp, which {self.runs_on} cannot run")
+        return (False,)
+
+    def _allowed(self, name: str, able: tuple[str, ...] | None, usual: tuple[str, ...]) -> tuple[str, ...]:
+        """The words of an axis: as asked for, otherwise the usual ones, of which a framework may run some."""
+        asked = _words(getattr(self, name))
+        if able is None:
+            return asked or usual
+        bad = [word for word in asked if word.partition(":")[0] not in able]
+        if bad:
+            raise UsageError(
+                f"got {flag_of(name)} {bad[0]}, which {self.runs_on} cannot run; expected some of {', '.join(able)}"
+            )
+        return asked or tuple(word for word in usual if word in able and word != Mode.AUTO)
 
     def _over_tensor_ranks(self) -> OverTensorRanks:
         """What a framework's rule says otherwise over several ranks, where no flag goes before it."""
@@ -169,6 +199,38 @@ class SearchRequest(CommonRequest):
             return None
         alone, over = (rule(self.like, tp=1, dp=dp)["gradients"] for dp in (1, 2))
         return None if alone == over else Gradients(over)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runnable:
+    """What a framework can run: axes that may be above 1, stages of ZeRO, orders of a pipeline and recompute modes."""
+
+    axes: tuple[str, ...]
+    zero: tuple[int, ...]
+    schedules: tuple[str, ...]
+    plans: tuple[str, ...]
+
+
+def runnable(framework: str | None) -> Runnable | None:
+    """What a framework can run, by name; None without one.
+
+    A planner's choice for each tensor is run by frameworks that this package plugs into, where it is asked for.
+
+    Raises:
+        UsageError: nothing is known of it.
+    """
+    if framework is None:
+        return None
+    known = named("runs")
+    if framework not in known:
+        raise UsageError(f"got --runs-on {framework!r}; expected one of {', '.join(sorted(known))}")
+    found, plugged = known[framework], {entry["folder"] for entry in named("trainers").values()}
+    return Runnable(
+        axes=tuple(found["axes"]),
+        zero=tuple(found["zero"]),
+        schedules=tuple(found.get("schedules", ("1f1b",))),
+        plans=(*found["recompute"], *([str(Mode.AUTO)] if found["folder"] in plugged else [])),
+    )
 
 
 def _words(text: str | None) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ How it is found, and what exact means: NOTE [ The order of a search ] in `branch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -18,7 +19,10 @@ from jettison.search.evaluate import Bench, Evaluated, Journal, SearchQuestion
 from jettison.search.request import MARGIN
 from jettison.search.space import Space
 from jettison.spec.hardware import Hardware
+from jettison.spec.run import Run
 
+ALIKE: Final = 0.01
+"""Steps that differ by such a share are not told apart: ranges are wider."""
 MORE_MEMORY: Final = Fraction(11, 10)
 MORE_GPUS: Final = (2, 3, 4)
 """Times as many; the first with a candidate that fits."""
@@ -29,14 +33,20 @@ class NothingFits(JettisonError, ValueError):
 
     exit_code = 3
 
-    def __init__(self, closest: Evaluated, *, candidates: int, advice: str) -> None:
-        """Say what the closest one lacks."""
+    def __init__(
+        self, closest: Evaluated, *, candidates: int, advice: str, template: Run, budget_bytes: int | None = None
+    ) -> None:
+        """Say what the closest one lacks.
+
+        Args:
+            template: what all candidates have in common. ``budget_bytes``: of their tensors.
+        """
         super().__init__(
             f"none of {candidates:,} candidates fits; the closest, {closest.candidate.flags}, lacks "
             f"{format_bytes(closest.lacks)} ({closest.lacks}B): it needs {format_bytes(closest.needed_bytes)} of "
             f"{format_bytes(closest.limit_bytes)}. {advice}"
         )
-        self.closest = closest
+        self.closest, self.template, self.budget_bytes = closest, template, budget_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,12 +63,12 @@ class SearchAnswer:
     """What a search found.
 
     Args:
-        ranked: the fastest of each setup, fastest first.
+        ranked: the fastest of each setup, in the order of `by_slack`.
         front: each takes less memory than all faster ones.
         plain: the best one's setup without recompute, fits or not.
         more_gpus: or why there are none.
         evaluated: candidates worked out now; others were bounded, or known.
-        margin: that all of them leave.
+        margin: that all of them leave. ``budget_bytes``: of tensors, where one was given.
     """
 
     space: Space
@@ -69,11 +79,17 @@ class SearchAnswer:
     more_gpus: WithMore | str
     evaluated: int
     margin: float = 0.0
+    budget_bytes: int | None = None
 
     @property
     def best(self) -> Evaluated:
-        """The fastest."""
+        """The first: the fastest, or as fast within `ALIKE` with more room left."""
         return self.ranked[0]
+
+    @property
+    def fastest(self) -> Evaluated:
+        """What takes least time, however little room it leaves."""
+        return min(self.ranked, key=lambda found: found.rank)
 
 
 def search(
@@ -114,11 +130,17 @@ def search(
         begun = beside.submit(_more_gpus, space, room, bench, silent) if hunt.ranked and jobs > 1 else None
         hunt.ask_planner()
         if not hunt.ranked:
-            raise NothingFits(hunt.closest(), candidates=space.size, advice=_advice(space, margin))
-        ranked, best = tuple(hunt.ranked[:top]), hunt.ranked[0]
+            raise NothingFits(
+                hunt.closest(),
+                candidates=space.size,
+                advice=_advice(space, margin),
+                template=space.template,
+                budget_bytes=budget_bytes,
+            )
+        ranked, fastest = by_slack(hunt.ranked[:top]), hunt.ranked[0]
         progress("with more memory")
         roomier = replace(room, scale=MORE_MEMORY)
-        larger = Hunt(space=space, room=roomier, bench=bench, say=progress, known=best, least=hunt.least)
+        larger = Hunt(space=space, room=roomier, bench=bench, say=progress, known=fastest, least=hunt.least)
         larger.run()
         progress("with more GPUs")
         more_gpus = _more_gpus(space, room, bench, progress) if begun is None else begun.result()
@@ -126,12 +148,26 @@ def search(
             space=space,
             ranked=ranked,
             front=tuple(hunt.front),
-            plain=hunt.plain(best.number[0]),
+            plain=hunt.plain(ranked[0].number[0]),
             more_memory=WithMore(gpus=space.gpus, memory=MORE_MEMORY, best=larger.ranked[0]),
             more_gpus=more_gpus,
             evaluated=bench.evaluated,
             margin=margin,
+            budget_bytes=budget_bytes,
         )
+
+
+def by_slack(ranked: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
+    """Candidates by time; of those within `ALIKE` of the first of them, the one that leaves most bytes comes first."""
+    found: list[Evaluated] = []
+    for one in ranked:
+        first = found[0] if found else one
+        if one.seconds.step > (1 + ALIKE) * first.seconds.step:
+            break
+        found.append(one)
+    rest = ranked[len(found) :]
+    alike = sorted(found, key=lambda one: (one.needed_bytes - one.limit_bytes) // max(1, int(ALIKE * one.limit_bytes)))
+    return (*alike, *(by_slack(rest) if rest else ()))
 
 
 def _more_gpus(space: Space, room: MemoryLimit, bench: Bench, progress: Progress) -> WithMore | str:

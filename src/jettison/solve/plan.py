@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 SCHEMA: Literal["jettison.plan/1"] = "jettison.plan/1"
 KEYS = (
-    "schema", "made_from", "feasible", "model", "budget_bytes", "minimum_budget_bytes", "reason", "predicted", "solver",
-    "layers", "root", "segments", "torch_version", "gradients_held", "chunked_loss", "offload", "host_budget_bytes",
-    "whole_micro_batches", "hardware", "stages", "reasons", "warnings", "what_if", "tensors", "levels", "made_by",
-    "request", "environment", "hash", "from",
+    "schema", "made_from", "feasible", "model", "budget_bytes", "minimum_budget_bytes", "reason", "predicted",
+    "figures", "verdict", "solver", "layers", "root", "segments", "torch_version", "gradients_held", "chunked_loss",
+    "offload", "host_budget_bytes", "whole_micro_batches", "hardware", "stages", "reasons", "warnings", "what_if",
+    "tensors", "levels", "made_by", "request", "environment", "hash", "from",
 )  # fmt: skip
 """Of the document, whoever made the plan: a described run's (`report.plan`) has the same ones; each has its nulls."""
 ROOT_LAYER = ""

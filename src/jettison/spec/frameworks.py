@@ -1,9 +1,9 @@
 """Training frameworks as data: ``frameworks/NAME/defaults.toml`` has what each sets, writes and calls things.
 
 Its sections: ``presets`` (of ``--like``: fields of a request, ``like`` for another preset's, ``when`` for what a layout
-changes), ``targets`` (of ``export --to``), ``trainers`` (planned live), ``flags`` (ours by theirs; braces hold an
-example), ``kernels`` (fields of `Kernels`), ``execution`` (of `cost.execution`), ``states_on_host`` and ``stacks`` (of
-software, which hardware files tell apart).
+changes), ``targets`` (of ``export --to``), ``runs`` (of ``search --runs-on``), ``trainers`` (planned live), ``flags``
+(ours by theirs; braces hold an example), ``kernels`` (fields of `Kernels`), ``execution`` (of `cost.execution`),
+``states_on_host`` and ``stacks`` (of software, which hardware files tell apart).
 """
 
 from __future__ import annotations

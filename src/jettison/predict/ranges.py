@@ -1,0 +1,273 @@
+"""The four figures of an answer, each as expected and as a range: allocated, reserved, device, and the step's time.
+
+- *allocated*: what tensors take at the peak, ``torch.cuda.max_memory_allocated``.
+- *reserved*: what the caching allocator has taken for them, ``torch.cuda.max_memory_reserved``.
+- *device*: what nvidia-smi shows for the process: reserved, the CUDA context, communicators and workspaces
+  (`predict.allowance`).
+
+NOTE [ Ranges of published runs ]
+A range is conformal: where measured over predicted of published runs was, in four cases of five, for runs that took no
+part. `ranges.toml` has it by class; ``python -m benchmarks.residuals`` writes it and docs/accuracy_ranges.md.
+
+- *time*: measured over modelled seconds. Its expected value is the median where that is systematic, otherwise 1.
+- *allocated*: measured over modelled bytes. Its expected value is 1: bytes are counted, and no factor mends a count.
+- *fragments*: what is reserved, or in use less the fixed parts, beyond the modelled allocated bytes. It grows more
+  slowly than they do: in published runs of 5 to 175 GiB about as their square root. So its unit is GiB for each square
+  root of a GiB. What allocated bytes are off is in it, so that reserved and device need no second range.
+
+Classes are a tree: stack x kind x hardware, below stack x kind, below kind, below all. The stack is the framework whose
+kernels run, or the software that ``--stack`` names, which is for who runs a vendor's tuned recipes. A class with fewer
+than five independent sources borrows what it lacks from the class above it.
+
+What a device has in use has in its range what context and communicators may take more or less than expected, too. On
+the CPU nothing is reserved beyond tensors.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import cache
+from math import sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from jettison.core.units import GIB, format_bytes, format_seconds
+from jettison.predict.allowance import fixed_allowance
+from jettison.spec.frameworks import named
+from jettison.spec.kernels import Device
+from jettison.spec.kernels import kernels as kernel_set
+from jettison.spec.layout import Layout
+from jettison.spec.model import ModelSpec
+from jettison.spec.run import Run
+
+if TYPE_CHECKING:
+    from jettison.predict.time import Estimate
+
+DATA: Final = Path(__file__).with_name("ranges.toml")
+ALL: Final = "all"
+NAMES: Final = {
+    "allocated": ", of tensors",
+    "reserved": ", by the caching allocator",
+    "device": ", as nvidia-smi shows it",
+}
+"""What each figure of memory is, for people."""
+
+
+class Measure(StrEnum):
+    """What is compared with published runs."""
+
+    TIME = "time"
+    ALLOCATED = "allocated"
+    FRAGMENTS = "fragments"
+
+
+class FitVerdict(StrEnum):
+    """Whether a run fits, from the range of what it needs."""
+
+    FITS = "fits"
+    CLOSE = "too close to call"
+    DOES_NOT_FIT = "does not fit"
+
+    @property
+    def said(self) -> str:
+        """For people, in capitals where it is no plain yes."""
+        return str(self) if self is FitVerdict.FITS else self.upper()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Residual:
+    """What published runs of one class measured, compared with what was modelled; units as in `Measure`.
+
+    Args:
+        kind: the class.
+        runs, sources: that the class has of its own.
+        of_this_kind: the class is the run's own, with its stack; otherwise one above it.
+    """
+
+    kind: str
+    runs: int
+    sources: int
+    low: float
+    expected: float
+    high: float
+    of_this_kind: bool = True
+
+    def seconds(self, modelled: float) -> tuple[float, float]:
+        """The range around a modelled time."""
+        return modelled * self.low, modelled * self.high
+
+    @property
+    def words(self) -> str:
+        """Of what it is, for people."""
+        among = "" if self.of_this_kind else "no run of this class was compared; "
+        runs = f"{self.runs} published run{'s' * (self.runs != 1)} of {self.sources} source{'s' * (self.sources != 1)}"
+        return f"{among}80 % range by {runs} ({self.kind})"
+
+    def document(self) -> dict[str, Any]:
+        """For programs."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """A figure as expected, and between which ends it is in four cases of five."""
+
+    expected: float
+    low: float
+    high: float
+
+    def within(self, limit: float) -> FitVerdict:
+        """Whether what needs this fits into so much."""
+        if self.high <= limit:
+            return FitVerdict.FITS
+        return FitVerdict.CLOSE if self.low <= limit else FitVerdict.DOES_NOT_FIT
+
+    def words(self, form: Callable[[float], str]) -> str:
+        """For people, as ``form`` writes one value."""
+        return f"{form(self.expected)} ({form(self.low)} to {form(self.high)})"
+
+    def whole(self) -> dict[str, int]:
+        """Bytes for programs."""
+        return {name: round(value) for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFigures:
+    """The figures of one answer. Bytes are of the worst rank; ``step_seconds`` is None where no time was asked for."""
+
+    allocated: Range
+    reserved: Range
+    device: Range
+    step_seconds: Range | None = None
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """For people: a name and what is expected, with its range."""
+        for name, found in (("allocated", self.allocated), ("reserved", self.reserved), ("device", self.device)):
+            yield name, found.words(lambda nbytes: format_bytes(round(nbytes))) + NAMES[name]
+        if self.step_seconds is not None:
+            yield "step time", self.step_seconds.words(format_seconds)
+
+    def document(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "allocated_bytes": self.allocated.whole(),
+            "reserved_bytes": self.reserved.whole(),
+            "device_bytes": self.device.whole(),
+            "step_seconds": self.step_seconds and asdict(self.step_seconds),
+        }
+
+    def verdict(self, *, usable_bytes: int | None = None, budget_bytes: int | None = None) -> FitVerdict:
+        """The worse of two: what is in use against what a device has, allocated bytes against a budget for them."""
+        found = [FitVerdict.FITS]
+        found += [] if usable_bytes is None else [self.device.within(usable_bytes)]
+        found += [] if budget_bytes is None else [self.allocated.within(budget_bytes)]
+        return max(found, key=list(FitVerdict).index)
+
+
+def figures(
+    run: Run,
+    allocated_bytes: int,
+    *,
+    layout: Layout | None = None,
+    hardware: str = "",
+    step_seconds: float | None = None,
+) -> RunFigures:
+    """The figures of a run.
+
+    Args:
+        allocated_bytes, step_seconds: as modelled.
+        layout: in place of the run's.
+        hardware: its name.
+    """
+    classes = lineage(run, hardware)
+    allocated = scaled(residual(Measure.ALLOCATED, classes[1:]), allocated_bytes)
+    reserved, device = allocated, allocated
+    if run.kernels.device is not Device.CPU:
+        beyond, scale = residual(Measure.FRAGMENTS, classes[1:]), sqrt(allocated_bytes * GIB)
+        reserved = Range(
+            expected=allocated_bytes + beyond.expected * scale,
+            low=allocated_bytes + beyond.low * scale,
+            high=allocated_bytes + beyond.high * scale,
+        )
+        fixed = fixed_allowance(layout or run.layout, run.kernels.device)
+        device = Range(
+            expected=reserved.expected + fixed.expected, low=reserved.low + fixed.low, high=reserved.high + fixed.high
+        )
+    took = None if step_seconds is None else scaled(residual(Measure.TIME, classes), step_seconds)
+    return RunFigures(allocated=allocated, reserved=reserved, device=device, step_seconds=took)
+
+
+def scaled(found: Residual, modelled: float) -> Range:
+    """The range of a modelled time, or of modelled bytes."""
+    return Range(expected=modelled * found.expected, low=modelled * found.low, high=modelled * found.high)
+
+
+def residual(measure: Measure, classes: tuple[str, ...]) -> Residual:
+    """What is known of a run of these classes, the first of which is its own: where every correction of a stack enters.
+
+    Args:
+        classes: as `lineage` has them.
+    """
+    table = _table()[measure]
+    kind = next(kind for kind in classes if kind in table)
+    row = table[kind]
+    return Residual(kind=kind, of_this_kind=kind in classes[:-2], **row)
+
+
+def lineage(run: Run, hardware: str = "") -> tuple[str, ...]:
+    """The classes of a run, its own first."""
+    return classes_of(stack_of(run), kind_of(run), hardware)
+
+
+def classes_of(stack: str, kind: str, hardware: str) -> tuple[str, ...]:
+    """The same by name."""
+    return f"{stack}, {kind}, {hardware}", f"{stack}, {kind}", kind, ALL
+
+
+def stack_of(run: Run) -> str:
+    """The software that ``--stack`` names, without its release; otherwise the framework whose kernels run."""
+    if run.stack is not None:
+        return run.stack.partition("-")[0]
+    return str(named("kernels")[run.kernels.name]["folder"])
+
+
+def kind_of(run: Run) -> str:
+    """What kind of run it is: of what model, and whether adapters are trained."""
+    model = run.model
+    experts = any(getattr(getattr(layer, "mlp", None), "experts", 0) for layer in model.layers)
+    adapters = "" if run.tuning is None else ", adapters"
+    return f"{_shape(model, run.kernels.name)}{'experts' if experts else 'dense'}{adapters}"
+
+
+def _shape(model: ModelSpec, kernels: str) -> str:
+    """What makes a model another kind than the decoders that were compared; empty where it is one of them. Of layers
+    that carry a state, those of one stack alone were.
+    """
+    if model.two_stacks:
+        return "two stacks, "
+    if not model.words:
+        return "images, " if model.audio is None else "sound, "
+    scans = any(layer.scan is not None for layer in model.described)
+    return "scans, " if scans and not kernel_set(kernels).stacks else ""
+
+
+def time_residual(run: Run, hardware: str) -> Residual:
+    """How sure a modelled step of such a run is."""
+    return residual(Measure.TIME, lineage(run, hardware))
+
+
+def time_residual_of(found: Estimate) -> Residual:
+    """How sure an estimate is."""
+    return time_residual(found.run, found.hardware.name)
+
+
+@cache
+def _table() -> dict[Measure, dict[str, dict[str, Any]]]:
+    rows = tomllib.loads(DATA.read_text(encoding="utf-8"))
+    return {
+        measure: {row["kind"]: {key: value for key, value in row.items() if key != "kind"} for row in rows[measure]}
+        for measure in Measure
+    }

@@ -1,0 +1,114 @@
+"""Ranges of published runs: how often they hold runs that took no part, what classes borrow, and verdicts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from benchmarks import residuals
+from benchmarks.residuals import Row, pool, quantile, shares, stated, systematic
+
+from jettison.core.units import GIB
+from jettison.predict.allowance import fixed_allowance
+from jettison.predict.ranges import DATA, FitVerdict, Measure, Range, classes_of, figures, lineage, residual
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import run_of
+from jettison.spec.layout import Layout
+
+ROWS = residuals.stored()
+CLASSES = classes_of("torch", "dense", "h100-80gb")
+
+
+def row(source: str, value: float, *, stack: str = "torch", hardware: str = "h100-80gb") -> Row:
+    return Row(figure="time", source=source, stack=stack, kind="dense", hardware=hardware, run="", value=value)
+
+
+@pytest.mark.parametrize("measure", list(Measure))
+def test_ranges_hold_four_in_five_rows_of_sources_that_took_no_part(measure: Measure) -> None:
+    """On each figure, counted by rows and counted by sources."""
+    chosen = residuals.of_measure(ROWS, measure)
+    _, held = residuals.tail_of(measure, chosen)
+    for figure in {one.row.figure for one in held}:
+        own = [one for one in held if one.row.figure == figure]
+        assert min(shares(own)) >= residuals.CLAIMED, figure
+        assert len({one.row.source for one in own}) >= 5
+
+
+def test_ranges_and_their_page_are_what_the_rows_say() -> None:
+    assert DATA.read_text(encoding="utf-8") == residuals.data(ROWS), "run python -m benchmarks.residuals"
+    assert residuals.PAGE.read_text(encoding="utf-8") == residuals.page(ROWS), "run python -m benchmarks.residuals"
+
+
+def test_rows_are_what_is_predicted_today() -> None:
+    assert sorted(residuals.predicted(), key=residuals.order) == ROWS, "run python -m benchmarks.residuals"
+
+
+def test_layouts_that_ran_and_that_ran_out_of_memory() -> None:
+    """At most 5 % of three sheets' layouts that ran out are called fitting, at most 2 % of those that ran are not."""
+    found = Counter((ran, verdict) for _, ran, verdict in residuals.layouts())
+    ran, out = (sum(found[there, verdict] for verdict in FitVerdict) for there in (True, False))
+    assert (ran, out) == (77, 54)
+    assert found[False, FitVerdict.FITS] <= 0.05 * out
+    assert found[True, FitVerdict.DOES_NOT_FIT] <= 0.02 * ran
+    assert found[True, FitVerdict.FITS] >= 0.8 * ran
+
+
+def test_a_source_weighs_one_however_many_rows_it_has() -> None:
+    rows = [*(row("many", 2.0) for _ in range(100)), *(row(name, 1.0) for name in "abcd")]
+    found = pool(rows, CLASSES)
+    assert {source: weight for source, (weight, _) in found.items()} == dict.fromkeys(("many", *"abcd"), 1.0)
+    assert (quantile(found.values(), 0.5), quantile(found.values(), 0.81)) == (1.0, 2.0)
+
+
+def test_a_class_of_few_sources_borrows_what_it_lacks() -> None:
+    """One source of its own, and six of the class above: these have four parts of five together."""
+    rows = [row("own", 2.0), *(row(name, 1.0, hardware="a100-80gb") for name in "abcdef")]
+    found = pool(rows, CLASSES)
+    assert found["own"][0] == 1.0
+    assert sum(weight for weight, _ in found.values()) == pytest.approx(5)
+    own = pool([*rows, *(row(name, 2.0) for name in "wxyz")], CLASSES)
+    assert own.keys() == {"own", *"wxyz"}
+
+
+def test_times_are_corrected_where_four_in_five_sources_agree_and_bytes_never() -> None:
+    slow = [row(name, value) for name, value in zip("abcde", (1.1, 1.2, 1.3, 1.4, 0.9), strict=True)]
+    assert systematic(pool(slow, CLASSES).values())
+    assert stated(Measure.TIME, slow, CLASSES, 0.0) == Range(expected=1.2, low=0.9, high=1.4)
+    mixed = [*slow, row("f", 0.8)]
+    assert stated(Measure.TIME, mixed, CLASSES, 0.0).expected == 1.0
+    assert stated(Measure.ALLOCATED, slow, CLASSES, 0.0) == Range(expected=1.0, low=0.9, high=1.4)
+
+
+def test_reserved_is_beyond_allocated_and_device_beyond_reserved() -> None:
+    run = run_of("llama3-8b", RunRequest(like="huggingface", dp=8, zero=3))
+    found, fixed = figures(run, 16 * GIB, step_seconds=2.0), fixed_allowance(run.layout, run.kernels.device)
+    beyond = residual(Measure.FRAGMENTS, lineage(run)[1:])
+    assert found.reserved.expected == (16 + 4 * beyond.expected) * GIB  # 4: the root of 16
+    assert found.device.expected == found.reserved.expected + fixed.expected
+    assert (found.device.low, found.device.high) == (found.reserved.low + fixed.low, found.reserved.high + fixed.high)
+    assert found.step_seconds is not None and found.step_seconds.low < 2.0 < found.step_seconds.high
+    more = figures(run, 16 * GIB, layout=replace(run.layout, dp=4, pp=2))
+    assert more.device.expected - found.device.expected == GIB // 2  # one more communicator
+    assert Layout() != run.layout
+
+
+def test_on_the_cpu_nothing_is_reserved_beyond_tensors() -> None:
+    run = run_of("gpt2", RunRequest())
+    found = figures(replace(run, kernels=run.kernels.on_cpu()), GIB)
+    assert found.allocated == found.reserved == found.device
+
+
+def test_verdicts_are_of_both_limits() -> None:
+    found = figures(run_of("llama3-8b", RunRequest()), 16 * GIB)
+    low, high = round(found.device.low), round(found.device.high)
+    for usable, verdict in (
+        (high + 1, FitVerdict.FITS),
+        (high - 1, FitVerdict.CLOSE),
+        (low + 1, FitVerdict.CLOSE),
+        (low - 1, FitVerdict.DOES_NOT_FIT),
+    ):
+        assert found.verdict(usable_bytes=usable) is verdict
+    assert found.verdict() is FitVerdict.FITS
+    assert found.verdict(usable_bytes=high + 1, budget_bytes=16 * GIB) is FitVerdict.CLOSE
+    assert found.verdict(usable_bytes=low - 1, budget_bytes=1 << 50) is FitVerdict.DOES_NOT_FIT
