@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
-from jettison.predict.anchor import buffers, extra_bytes, fit_anchor, fragment_bytes, persistent_bytes
+from jettison.predict.allowance import fixed_allowance
+from jettison.predict.anchor import buffers, extra_bytes, fit_anchor, fragment_bytes
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
@@ -52,8 +53,8 @@ def test_copies_of_a_buffer_explain_bytes_that_are_left_over() -> None:
     for name, size in buffers(found):
         assert size > 0
         anchor = fitted(MeasuredRun(allocated=found.peak_bytes + size))
-        if size < 0.01 * found.peak_bytes:
-            assert (anchor.copies, anchor.constant) == (0, size)
+        if size < 0.02 * found.peak_bytes:
+            assert (anchor.copies, anchor.unexplained) == (0, size)
             continue
         assert anchor.copies == 1
         twice = forecast(replace(RUN, micro_batch=2))
@@ -62,23 +63,23 @@ def test_copies_of_a_buffer_explain_bytes_that_are_left_over() -> None:
         assert extra_bytes(anchor, found) == own
         assert extra_bytes(anchor, twice) == own * (1 + of_tokens) or anchor.buffer != name
     exact = fitted(MeasuredRun(allocated=found.peak_bytes))
-    assert (exact.copies, exact.constant) == (0, 0)
+    assert (exact.copies, exact.unexplained) == (0, 0)
     odd = fitted(MeasuredRun(allocated=found.peak_bytes + 777 * MIB))
-    assert extra_bytes(odd, found) == 777 * MIB or odd.copies
+    assert (odd.unexplained, extra_bytes(odd, found)) == (777 * MIB, 0) or odd.copies
 
 
 def test_the_gap_to_the_device_is_context_and_fragments() -> None:
-    found = forecast(RUN)
-    peak, passing = found.peak_bytes, found.peak_bytes - persistent_bytes(found)
-    anchor = fitted(MeasuredRun(allocated=peak, reserved=peak + passing // 10, device=peak + passing // 10 + 2 * GIB))
-    assert anchor.context == 2 * GIB
-    assert anchor.fragments == pytest.approx(0.1)
-    larger = forecast(replace(RUN, micro_batch=4))
-    wanted = (larger.peak_bytes - persistent_bytes(larger)) // 10
-    assert fragment_bytes(anchor, larger, larger.peak_bytes) == pytest.approx(wanted, rel=1e-6)
+    peak = forecast(RUN).peak_bytes
+    fixed = fixed_allowance(RUN.layout, RUN.kernels.device).expected
+    apart = MeasuredRun(allocated=peak, reserved=peak + 3 * GIB, device=peak + 5 * GIB)
+    anchor = fitted(apart)
+    assert fragment_bytes(anchor, peak) == 3 * GIB
+    assert fragment_bytes(anchor, 4 * peak) == 6 * GIB
+    assert anchor.context == 2 * GIB - fixed
     both = fitted(MeasuredRun(allocated=peak, device=peak + 5 * GIB))
-    assert both.context is not None and both.fragments is not None
-    assert both.context + fragment_bytes(both, found, peak) == pytest.approx(5 * GIB, abs=2)
+    assert (fragment_bytes(both, peak), both.context) == (5 * GIB - fixed, 0)
+    less = fitted(MeasuredRun(allocated=peak, device=peak + fixed - GIB))
+    assert (less.fragments, less.context) == (0, -GIB)
 
 
 def test_the_file_says_the_same(tmp_path: Path) -> None:

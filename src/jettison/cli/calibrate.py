@@ -16,7 +16,7 @@ from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
 from jettison.core.units import format_bytes, format_seconds
 from jettison.cost.flops import tokens
-from jettison.predict.anchor import extra_bytes, fit_anchor
+from jettison.predict.anchor import extra_bytes, fit_anchor, fragment_bytes
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import is_live, resolve
@@ -68,7 +68,7 @@ def command(
     typed = found.command("ledger", request) if found is not None else " ".join(["jettison ledger", model])
     anchor = fit_anchor(run, figures, hardware=device, stack=name, command=typed)
     text = anchor.text()
-    if abs(extra_bytes(anchor, forecast(run))) > DOUBTFUL * forecast(run).peak_bytes:
+    if abs(anchor.unexplained) > DOUBTFUL * forecast(run).peak_bytes:
         hint("note: the ledger is far from what was measured; does this describe the run? The rows below say how far")
     if out is not None:
         write_whole(out, text)
@@ -101,14 +101,16 @@ def _rows(anchor: RunAnchor, run: Run, device: Hardware | None) -> Iterator[tupl
     """For people: each figure as predicted, as measured, and what explains the difference."""
     found, measured = forecast(run), anchor.measured
     if measured.allocated is not None:
-        beside = extra_bytes(anchor, found)
-        why = f"{anchor.copies} x {anchor.buffer}" if anchor.copies else "unexplained, a constant"
+        beside = extra_bytes(anchor, found) or anchor.unexplained
+        why = f"{anchor.copies} x {anchor.buffer}" if anchor.copies else "unexplained, and not given to other runs"
         yield "allocated", f"{format_bytes(found.peak_bytes)} predicted, {format_bytes(measured.allocated)} measured"
         yield "", f"{'-' if beside < 0 else '+'}{format_bytes(abs(beside))}: {why}"
     if anchor.fragments is not None:
-        yield "fragments", f"{anchor.fragments:.1%} of the bytes that come and go within a step"
+        allocated = measured.allocated or found.peak_bytes
+        yield "fragments", f"{format_bytes(fragment_bytes(anchor, allocated))} reserved beside what is allocated"
     if anchor.context is not None:
-        yield "beside the allocator", f"{format_bytes(max(0, anchor.context))} of context and communicators"
+        less = "less" if anchor.context < 0 else "more"
+        yield "context", f"{format_bytes(abs(anchor.context))} {less} than is expected beside the allocator"
     if measured.step is not None and device is not None:
         took = estimate(run, device).step_seconds
         yield "step", f"{format_seconds(took)} predicted, {format_seconds(measured.step)} measured"
@@ -123,7 +125,7 @@ def _document(anchor: RunAnchor, run: Run) -> dict[str, Any]:
         **stated,
         predicted_peak_bytes=forecast(run).peak_bytes,
         measured=asdict(anchor.measured),
-        constant_bytes=anchor.constant,
+        unexplained_bytes=anchor.unexplained,
         context_bytes=anchor.context,
         factors={name: getattr(anchor, name) for name in FACTORS},
     )

@@ -5,11 +5,12 @@ A measurement of a run corrects answers about others by as few physical quantiti
 
 - **Allocated** bytes are exact sums, so nothing scales them. What is left over is explained by copies of one buffer
   that a framework may hold beside (logits, parameters, gradients, the residual stream), where a whole number of them
-  comes within `MATCH` of it, and else by a constant. Either is added to other runs.
-- **Reserved** over allocated is what the allocator splits off: a share of the bytes that come and go within a step,
-  ``peak - persistent``, since persistent buffers are allocated once.
-- **Device** over reserved is the context, the communicators and what libraries allocate themselves: a constant. Where
-  reserved was not measured, device over allocated is split between both by their priors.
+  comes within `MATCH` of it; these are added to other runs. What nothing explains is said, and not added: on published
+  runs that would make others worse.
+- **Reserved** over allocated is what the caching allocator splits off. It grows about as the square root of what is
+  allocated (`predict.ranges`), so its unit is GiB for each square root of a GiB.
+- **Device** over reserved is the context, the communicators and what libraries allocate themselves: what is left of it
+  beside the allowance for the layout is a constant. Where reserved was not measured, the allowance is taken for it.
 - **Step time**: seconds of kernels, of transfers and of the host each take a factor ``f``; of all that explain
   the measured step the most probable ones are taken, ``min sum (x / sigma)^2`` with the spreads of `SIGMAS`. A run
   whose time is nearly all kernels says nothing about its network, and its network keeps its prior.
@@ -19,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import sqrt
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB
-from jettison.memory.span import Phase
+from jettison.predict.allowance import fixed_allowance
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.anchor import MeasuredRun, RunAnchor
@@ -32,16 +34,14 @@ from jettison.spec.run import Run
 
 MATCH: Final = 0.1
 """Of the bytes to explain, how far copies of a buffer may be off."""
-NEGLIGIBLE: Final = 0.01
-"""Of the allocated bytes: less is not looked for among copies."""
+NEGLIGIBLE: Final = 0.02
+"""Of the allocated bytes, how far ledgers of stacks that were read are off: less is not looked for among copies."""
 MOST_COPIES: Final = 3
 SIGMAS: Final = {"compute": 0.15, "communication": 0.35, "host": 0.5}
 """Spreads of measured over predicted seconds, a priori."""
 LEAST_FACTOR: Final = 0.3
 ROUNDS: Final = 6
 """Of fitting: what overlaps what moves with the factors."""
-CONTEXT_BYTES: Final = 3 * GIB // 2
-"""Context and libraries of one process, a priori: where nothing tells them from fragments."""
 
 
 def fit_anchor(run: Run, measured: MeasuredRun, *, hardware: Hardware | None, stack: str, command: str) -> RunAnchor:
@@ -71,14 +71,13 @@ def fit_anchor(run: Run, measured: MeasuredRun, *, hardware: Hardware | None, st
 
 
 def extra_bytes(anchor: RunAnchor, found: Forecast) -> int:
-    """Allocated bytes of a run beside its ledger's, on the worst rank."""
-    own = dict(buffers(found)).get(anchor.buffer, 0) if anchor.copies else 0
-    return max(-found.peak_bytes, anchor.copies * own + anchor.constant)
+    """Allocated bytes of a run beside its ledger's, on the worst rank: copies of a buffer that the anchor found."""
+    return anchor.copies * dict(buffers(found)).get(anchor.buffer, 0) if anchor.copies else 0
 
 
-def fragment_bytes(anchor: RunAnchor, found: Forecast, allocated: int) -> int:
+def fragment_bytes(anchor: RunAnchor, allocated: int) -> int:
     """Bytes that the allocator has reserved beside those that are allocated; 0 where that was not measured."""
-    return int((anchor.fragments or 0.0) * max(0, allocated - persistent_bytes(found)))
+    return round((anchor.fragments or 0.0) * sqrt(allocated * GIB))
 
 
 # allocated ------------------------------------------------------------------------------------------------------------
@@ -112,15 +111,10 @@ def _explained(found: Forecast, measured: MeasuredRun) -> dict[str, Any]:
         if fits:
             n, _, name, sign = min(fits, key=lambda one: one[:2])
             return {"copies": sign * n, "buffer": name}
-    return {"constant": left}
+    return {"unexplained": left}
 
 
 # reserved and device --------------------------------------------------------------------------------------------------
-
-
-def persistent_bytes(found: Forecast) -> int:
-    """Bytes of the worst stage that outlive steps: parameters, optimizer state, and what is never freed."""
-    return next(moment.nbytes for moment in found.worst.timeline() if moment.phase is Phase.BEFORE)
 
 
 def _beside(found: Forecast, measured: MeasuredRun, anchor: RunAnchor) -> dict[str, Any]:
@@ -128,18 +122,14 @@ def _beside(found: Forecast, measured: MeasuredRun, anchor: RunAnchor) -> dict[s
     allocated = measured.allocated
     if allocated is None:
         allocated = found.peak_bytes + extra_bytes(anchor, found)
-    passing = max(1, allocated - persistent_bytes(found))
+    root = sqrt(allocated * GIB)
+    fixed = fixed_allowance(found.run.layout, found.run.kernels.device).expected
     if measured.device is None:
         assert measured.reserved is not None
-        return {"fragments": max(0, measured.reserved - allocated) / passing}
-    if measured.reserved is not None:
-        return {
-            "fragments": max(0, measured.reserved - allocated) / passing,
-            "context": measured.device - measured.reserved,
-        }
-    beside = measured.device - allocated
-    context = min(CONTEXT_BYTES, max(0, beside))
-    return {"context": context + min(0, beside), "fragments": max(0, beside - context) / passing}
+        return {"fragments": (measured.reserved - allocated) / root}
+    reserved = measured.device - fixed if measured.reserved is None else measured.reserved
+    fragments = max(0, reserved - allocated) / root
+    return {"fragments": fragments, "context": measured.device - allocated - round(fragments * root) - fixed}
 
 
 # step time ------------------------------------------------------------------------------------------------------------

@@ -75,9 +75,9 @@ class RunAnchor:
         gpu: name of the hardware.
         run: the command that describes the run.
         copies, buffer: so many copies of a buffer are allocated beside the ledger's; 0: none.
-        constant: bytes that are allocated beside, whatever the run.
-        fragments: reserved over allocated, as a share of the bytes that come and go within a step; None: not known.
-        context: bytes of the device beside the allocator's; None: not known.
+        unexplained: bytes of the measured run that nothing explains; other runs are not given them.
+        fragments: reserved over allocated, in GiB for each square root of an allocated GiB; None: not known.
+        context: bytes of the device beside the allocator's and the layout's allowance; None: not known.
         compute, communication, host: factors on predicted seconds.
     """
 
@@ -87,7 +87,7 @@ class RunAnchor:
     measured: MeasuredRun = field(default_factory=lambda: MeasuredRun(step=1.0))
     copies: int = 0
     buffer: str = ""
-    constant: int = 0
+    unexplained: int = 0
     fragments: float | None = None
     context: int | None = None
     compute: float = 1.0
@@ -116,10 +116,10 @@ def _lines(anchor: RunAnchor) -> Iterator[str]:
         value = getattr(anchor.measured, f.name)
         if value is not None:
             yield f"{f.name} = {value!r}"
-    yield "\n[memory] # bytes; fragments: of the bytes that come and go within a step"
+    yield "\n[memory] # bytes; fragments: GiB for each square root of an allocated GiB"
     if anchor.copies:
         yield f"copies = {anchor.copies}\nbuffer = {json.dumps(anchor.buffer)}"
-    yield f"constant = {anchor.constant}"
+    yield f"unexplained = {anchor.unexplained}"
     for name in ("fragments", "context"):
         if getattr(anchor, name) is not None:
             yield f"{name} = {getattr(anchor, name)!r}"
