@@ -252,6 +252,18 @@ class Keys:
         if key in self.values:
             self._refused[key] = why
 
+    def take_model(self, sizes: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+        """Take a model by its sizes in the form of a config.json, ``like`` being a preset of ours; return them all."""
+        like = sizes.get("like")
+        own = {name: value for name, value in sizes.items() if name != "like"}
+        config = {**(PRESETS[like] if like is not None else {}), **own}
+        if own:
+            self.config = config
+        else:
+            self.model = like
+        self.read(*keys, why="the model" if own else str(like))
+        return config
+
     def matching(self, *globs: str) -> Iterator[str]:
         """Names of keys that fit one of these patterns, in the file's order."""
         return (key for key in self.values if any(fnmatchcase(key, glob) for glob in globs))

@@ -19,7 +19,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
-from jettison.families.presets import PRESETS
 from jettison.frameworks.config_file import split_name
 from jettison.frameworks.run_file import Keys
 
@@ -108,14 +107,7 @@ def _sized(keys: Keys, name: str, flavor: str, said: tuple[str, ...]) -> int:
         keys.read(*said)
         keys.notes.append(f"the sizes of torchtitan's {name} {flavor} are not known here; give the model by name")
         return 0
-    like, own = sizes.get("like"), {key: value for key, value in sizes.items() if key != "like"}
-    config = {**(PRESETS[like] if like is not None else {}), **own}
-    if own:
-        keys.config = config
-    else:
-        keys.model = like
-    keys.read(*said, why=like if not own else "the model")
-    depth: int = config["num_hidden_layers"]
+    depth: int = keys.take_model(sizes, *said)["num_hidden_layers"]
     return depth
 
 

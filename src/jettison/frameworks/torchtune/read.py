@@ -1,0 +1,198 @@
+"""A run of a torchtune recipe from its YAML.
+
+Read: torchtune bd2a0fc7 (April 2026): recipes/full_finetune_distributed.py and lora_finetune_*.py (_setup_model),
+torchtune/training/_distributed.py (shard_model: the root has what no layer has, and keeps it),
+torchtune/training/quantization.py (convert_to_float8_training), torchtune/modules/peft/lora.py.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from jettison.core.errors import UsageError
+from jettison.frameworks.run_file import Keys
+
+_SIZES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "vocab_size": "vocab_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "embed_dim": "hidden_size",
+        "intermediate_dim": "intermediate_size",
+        "max_seq_len": "max_position_embeddings",
+        "tie_word_embeddings": "tie_word_embeddings",
+        "head_dim": "head_dim",
+    }
+)
+_MLP: Final = ("gate_proj", "down_proj", "up_proj")
+_ENDS: Final = frozenset({"tok_embeddings", "output"})
+
+
+def read(keys: Keys) -> None:
+    """Everything that is no table."""
+    keys.give("kernels", "torchtune")
+    builder = _model(keys)
+    _layout(keys)
+    _sequence(keys)
+    _recompute(keys)
+    _adapters(keys, builder)
+    _loss(keys)
+    if "optimizer" not in keys.asked and keys.field("optimizer") is None:
+        alone = keys.on("optimizer_in_bwd") or keys.field("states_on_host") is not None
+        if alone and not keys.on("optimizer.fused"):
+            keys.notes.append("copies that an unfused step makes of one parameter are not counted")
+        fused = alone or keys.on("optimizer.fused")
+        keys.give("optimizer", "adamw" if fused else "adamw-foreach", "optimizer.fused", "optimizer._component_")
+    keys.read("optimizer.fused")
+    if keys.on("optimizer_in_bwd"):
+        keys.give("gradients", "in-backward", "optimizer_in_bwd")
+    if keys.on("enable_fp8_training"):
+        recipe = keys.get("fp8_recipe_name")
+        keys.give("fp8_recipe", str(recipe or "tensorwise"), "fp8_recipe_name", "enable_fp8_training")
+        if recipe is None:
+            keys.give("fp8_param_gather", True)
+    keys.read("fp8_recipe_name")
+    compiled = keys.get("compile", False)
+    if compiled is True or any(map(keys.on, keys.matching("compile.model"))):
+        keys.compile = True
+        keys.read("compile", why="--compile")
+    keys.read(*keys.matching("compile.*"))
+
+
+@cache
+def _table() -> Mapping[str, Mapping[str, Any]]:
+    found: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+        Path(__file__).with_name("models.toml").read_text(encoding="utf-8")
+    )
+    return found
+
+
+def _model(keys: Keys) -> str:
+    """Find the model, and return its builder's name."""
+    key = "model._component_"
+    builder = str(keys.get(key, "")).rpartition(".")[2]
+    plain = builder.removeprefix("q").removeprefix("lora_") if "lora_" in builder else builder
+    sizes = next(
+        (sizes for name, sizes in _table()["models"].items() if plain in (name, f"{name}_base", f"{name}_instruct")),
+        None,
+    )
+    given = {ours: keys.get(f"model.{theirs}") for theirs, ours in _SIZES.items() if keys.has(f"model.{theirs}")}
+    if sizes is not None:
+        keys.take_model({**sizes, **given}, key)
+    elif plain in _table()["builders"] and "hidden_size" in given:
+        keys.take_model({**_table()["builders"][plain], **given}, key)
+    else:
+        keys.notes.append(f"the sizes of torchtune's {builder or 'model'} are not known here; give the model by name")
+    return builder
+
+
+def _layout(keys: Keys) -> None:
+    if keys.gpus is None and "single_device" in keys.file.path.stem:
+        keys.gpus = 1
+    if keys.field("cp", 1) > 1 and keys.field("context_exchange") is None:
+        keys.give("context_exchange", "gather")
+    replicas = keys.whole("data_parallel_replicate_dim", 1) or 1
+    shards = keys.whole("data_parallel_shard_dim", -1) or 1
+    if shards == -1:
+        over = keys.share("tp", "cp")
+        if over % replicas:
+            raise UsageError(
+                f"{keys.file.path}: {over} data-parallel ranks, which data_parallel_replicate_dim = {replicas} does "
+                "not divide"
+            )
+        shards = over // replicas
+    keys.give("dp", replicas * shards, "data_parallel_shard_dim", "data_parallel_replicate_dim")
+    if keys.gpus is None:
+        keys.gpus = replicas * shards * keys.field("tp", 1) * keys.field("cp", 1)
+    accumulated = keys.field("micro_batches", 1)
+    keys.give("micro_batches", accumulated)
+    keys.global_batch = keys.field("micro_batch", 1) * accumulated * keys.field("dp", 1)
+    if keys.field("dp", 1) * keys.field("cp", 1) > 1:
+        keys.give("zero", 3)
+        reshard = keys.on("fsdp_reshard_after_forward", True)
+        keys.give("reshard_after_forward", "always" if reshard else "never", "fsdp_reshard_after_forward")
+        own = keys.get("custom_sharded_layers", [])
+        if not set(map(str, own)) >= _ENDS and not keys.on("memory_efficient_fsdp_wrap"):
+            keys.give("outer_ends", True, "custom_sharded_layers")
+        if replicas > 1:
+            keys.give("zero_replicas", replicas, "data_parallel_replicate_dim")
+        for key in ("fsdp_cpu_offload", "fsdp.cpu_offload"):
+            if keys.on(key):
+                keys.give("states_on_host", "fsdp2", key)
+    keys.read("fsdp_reshard_after_forward", "memory_efficient_fsdp_wrap", "fsdp_cpu_offload", "fsdp.cpu_offload")
+
+
+def _sequence(keys: Keys) -> None:
+    longest = next((key for key in ("tokenizer.max_seq_len", "dataset.max_seq_len") if keys.has(key)), None)
+    if longest is not None:
+        keys.give("seq", keys.whole(longest), longest)
+        if not keys.on("dataset.packed"):
+            keys.notes.append(
+                f"sequences are as long as their batch's longest, at most {longest}: give --seq for shorter ones"
+            )
+    elif "seq" not in keys.asked:
+        keys.notes.append(
+            "the file says no length of sequences, which are as long as their batch's longest: give --seq"
+        )
+    keys.read("dataset.packed", "dataset.max_seq_len")
+
+
+def _recompute(keys: Keys) -> None:
+    mode, option = keys.text("ac_mode", "none"), keys.text("ac_option", "2")
+    if keys.on("enable_activation_checkpointing"):
+        keys.give("recompute", "full", "enable_activation_checkpointing")
+    elif mode == "selective" and option.isdecimal() and int(option):
+        keys.give("recompute", "full" if option == "1" else f"interval:{option}", "ac_mode", "ac_option")
+    elif mode == "selective" and option == "op":
+        keys.give("recompute", "selective-op-alternate", "ac_mode", "ac_option")
+    elif mode in ("none", "full"):
+        keys.give("recompute", mode, "ac_mode")
+    else:
+        keys.refuse("ac_mode", "expected full, or selective with ac_option op or a number")
+    if keys.on("enable_activation_offloading"):
+        keys.give("offload", True, "enable_activation_offloading")
+
+
+def _adapters(keys: Keys, builder: str) -> None:
+    names = keys.get("model.lora_attn_modules", [])
+    if not isinstance(names, list):
+        keys.refuse("model.lora_attn_modules", "expected a list of modules")
+        return
+    targets = [str(name).replace("output_proj", "o_proj") for name in names]
+    mlp = keys.on("model.apply_lora_to_mlp")
+    rank, dropout = keys.whole("model.lora_rank", 8), keys.number("model.lora_dropout", 0.0)
+    if not builder.removeprefix("q").startswith("lora_"):
+        return
+    said = f"r={rank},targets={'+'.join([*targets, *(_MLP if mlp else ())])}" + (
+        f",dropout={dropout:g}" if dropout else ""
+    )
+    keys.give("lora", said, "model.lora_rank", "model.lora_attn_modules", "model.apply_lora_to_mlp")
+    if builder.startswith("qlora_") or keys.on("model.quantize_base"):
+        keys.give("base", "nf4-double", "model._component_", "model.quantize_base")  # torchao's NF4Tensor
+
+
+def _loss(keys: Keys) -> None:
+    """Chunks of a loss keep their fp32 log-probabilities unless they are compiled: then logits of all chunks stay."""
+    key = "loss._component_"
+    loss = keys.text(key).rpartition(".")[2]
+    if loss in ("cewithchunkedoutputloss", "linearcrossentropyloss"):
+        if keys.on("compile") or keys.on("compile.loss"):
+            keys.give("loss", "listed", key)
+        else:
+            keys.give("loss", "upcast", key)
+            keys.notes.append(
+                "fp32 copies of logits are made of a chunk at a time there, and of all at once here: the peak at the "
+                "head is at most so"
+            )
+        if keys.whole("loss.num_output_chunks", 8) != 8:
+            keys.refuse("loss.num_output_chunks", "expected 8")
+    elif loss in ("crossentropyloss", ""):
+        keys.give("loss", "upcast", key)
+    else:
+        keys.refuse(key, "expected LinearCrossEntropyLoss, CEWithChunkedOutputLoss or CrossEntropyLoss")
