@@ -1,0 +1,167 @@
+"""A litgpt run from its YAML: pretraining, full fine-tuning or LoRA, told apart by their keys.
+
+Read: litgpt 26857050 (June 2026). litgpt/pretrain.py: compiled, FSDP1 (HYBRID_SHARD), fused AdamW, no checkpoints;
+litgpt/finetune/full.py: FSDP1 with a checkpoint a block; litgpt/finetune/lora.py: FSDP2 with such (parallelize_fn),
+the head in chunks whose 16-bit logits all stay; litgpt/utils.py: chunked_cross_entropy, instantiate_*_optimizer.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from jettison.core.errors import UsageError
+from jettison.frameworks.run_file import Keys
+
+_SIZES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "block_size": "max_position_embeddings",
+        "n_layer": "num_hidden_layers",
+        "n_embd": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_query_groups": "num_key_value_heads",
+        "head_size": "head_dim",
+        "intermediate_size": "intermediate_size",
+    }
+)
+_ADAPTED: Final[Mapping[str, tuple[str, bool]]] = MappingProxyType(
+    {
+        "query": ("q_proj", True),
+        "key": ("k_proj", False),
+        "value": ("v_proj", True),
+        "projection": ("o_proj", False),
+        "mlp": ("mlp", False),
+    }
+)
+"""By the end of its key: the module, and whether it has adapters where nothing is said."""
+
+
+def read(keys: Keys) -> None:
+    """Everything that is no table."""
+    tuned, adapted = keys.has("checkpoint_dir"), keys.has("lora_r")
+    config = _model(keys)
+    devices = _devices(keys)
+    _batch(keys, devices, tuned=tuned, config=config)
+    if keys.field("precision") is None:
+        keys.give("precision", "bf16-autocast")  # get_default_supported_precision
+        keys.notes.append("no precision is said: bf16-mixed, as on a GPU that has bf16")
+    keys.give("loss", "upcast" if keys.field("precision") == "bf16-autocast" else "listed")
+    if keys.field("optimizer") is None:
+        packed = keys.field("base") is not None
+        keys.give("optimizer", "adamw" if packed or not tuned else "adamw-foreach", "optimizer", "optimizer.class_path")
+        if packed:
+            keys.give("states_on_host", "bitsandbytes", "quantize")  # instantiate_bnb_optimizer: paged
+    if adapted:
+        _adapters(keys, config)
+    else:
+        keys.drop("base")
+        keys.refuse("quantize", "full fine-tuning quantizes nothing")
+    if tuned:
+        keys.give("recompute", "full" if devices > 1 else "none")
+    else:
+        keys.compile = True
+    if devices > 1:
+        keys.give("zero", 3)
+        keys.give("reshard_after_forward", "always")
+        keys.give("outer_ends", True)
+        nodes = keys.whole("num_nodes", 1) or 1
+        if not tuned and nodes > 1:
+            keys.give("zero_replicas", nodes, "num_nodes")
+
+
+@cache
+def _table() -> Mapping[str, Mapping[str, Any]]:
+    found: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+        Path(__file__).with_name("models.toml").read_text(encoding="utf-8")
+    )
+    return found
+
+
+def _model(keys: Keys) -> Mapping[str, Any]:
+    """Find the model, and return its sizes; none where a file or a Hub id has them."""
+    own = {ours: keys.whole(f"model_config.{theirs}") for theirs, ours in _SIZES.items()}
+    if own["hidden_size"] is not None:
+        keys.read("model_name")
+        return _described(keys, {name: size for name, size in own.items() if size is not None})
+    key = "checkpoint_dir" if keys.has("checkpoint_dir") else "model_name"
+    name = str(keys.get(key, "")).rstrip("/")
+    if (keys.file.path.parent / name / "config.json").is_file():
+        keys.model = name
+        keys.read(key, why=name)
+        return {}
+    sizes = _table()["models"].get(name.rpartition("/")[2].lower())
+    if sizes is not None:
+        return keys.take_model(sizes, key)
+    if name:
+        keys.model = "/".join(Path(name).parts[-2:])
+        keys.read(key, why=keys.model)
+    return {}
+
+
+def _described(keys: Keys, sizes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A `litgpt.Config` of the file's own: Llama's blocks."""
+    for name, wanted in (("mlp_class_name", "llamamlp"), ("norm_class_name", "rmsnorm")):
+        if keys.text(f"model_config.{name}") != wanted:
+            keys.refuse(f"model_config.{name}", "Llama's alone is read; give the model's config.json")
+    for name in ("bias", "parallel_residual", "attn_bias", "norm_qk", "post_mlp_norm", "scale_embeddings"):
+        if keys.on(f"model_config.{name}", name in ("bias", "parallel_residual")):
+            keys.refuse(f"model_config.{name}", "Llama's blocks have it not; give the model's config.json")
+    vocabulary, multiple = (
+        keys.whole("model_config.vocab_size", 50254),
+        keys.whole("model_config.padding_multiple", 512),
+    )
+    padded = keys.whole("model_config.padded_vocab_size") or -(-(vocabulary or 1) // (multiple or 1)) * (multiple or 1)
+    keys.read(*keys.matching("model_config.*"))
+    return keys.take_model(
+        {"like": "llama2-7b", "num_key_value_heads": sizes["num_attention_heads"], **sizes, "vocab_size": padded}
+    )
+
+
+def _devices(keys: Keys) -> int:
+    """GPUs of all nodes, which all share the data."""
+    nodes = keys.whole("num_nodes", 1) or 1
+    each = keys.text("devices", "1" if keys.has("checkpoint_dir") else "auto")
+    if keys.gpus is None and each.isdecimal():
+        keys.gpus = int(each) * nodes
+    elif each.isdecimal() and keys.gpus and keys.gpus != int(each) * nodes:
+        keys.notes.append(f"the file says {each} devices on {nodes} nodes; {keys.gpus} are taken")
+    devices = keys.share()
+    keys.give("dp", devices, "devices", "num_nodes")
+    return devices
+
+
+def _batch(keys: Keys, devices: int, *, tuned: bool, config: Mapping[str, Any]) -> None:
+    micro = keys.whole("train.micro_batch_size", 1 if tuned else 4) or 1
+    keys.give("micro_batch", micro, "train.micro_batch_size")
+    total = keys.whole("train.global_batch_size", 16 if tuned else 512) or 1
+    steps = total // devices // micro
+    if not steps:
+        raise UsageError(
+            f"{keys.file.path}: train.global_batch_size = {total}, which has no {micro} sequences for each of "
+            f"{devices} devices"
+        )
+    keys.give("micro_batches", steps, "train.global_batch_size")
+    keys.global_batch = steps * micro * devices
+    longest = config.get("max_position_embeddings")
+    if tuned:
+        keys.notes.append(
+            "sequences are as long as their batch's longest, at most train.max_seq_length: --seq has the mean"
+        )
+    elif keys.field("seq") is None and longest is not None:
+        keys.give("seq", longest)
+
+
+def _adapters(keys: Keys, config: Mapping[str, Any]) -> None:
+    chosen = [module for end, (module, default) in _ADAPTED.items() if keys.on(f"lora_{end}", default)]
+    if config.get("model_type") in _table()["joined"]["families"]:
+        joined = any(module in ("q_proj", "k_proj", "v_proj") for module in chosen)
+        chosen = ["qkv"] * joined + [module for module in chosen if module in ("mlp",)]
+        if keys.on("lora_projection"):
+            chosen.append("attention")
+    dropout = keys.number("lora_dropout", 0.05)
+    said = f"r={keys.whole('lora_r', 8)},targets={'+'.join(chosen)}" + (f",dropout={dropout:g}" if dropout else "")
+    keys.give("lora", said, "lora_r", "lora_dropout", *(f"lora_{end}" for end in _ADAPTED))
