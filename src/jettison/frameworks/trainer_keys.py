@@ -99,8 +99,10 @@ def checkpointing(keys: Keys, *, default: bool = False) -> None:
     for kwargs in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
         value = keys.get(kwargs)
         keys.read(f"{kwargs}.use_reentrant")
-        if value not in (None, {}) and not set(value if isinstance(value, dict) else [value]) <= {"use_reentrant"}:
-            keys.refuse(kwargs, "of these only use_reentrant is read, which changes nothing here")
+        if value not in (None, {}, ""):  # else they are keys of their own, and a command line's is a text
+            own = str(value).replace('"', "'")
+            if not re.fullmatch(r"\{'use_reentrant': ?(true|false)\}", own.lower()):
+                keys.refuse(kwargs, "of these only use_reentrant is read, which changes nothing here")
         for other in keys.matching(f"{kwargs}.*"):
             if other != f"{kwargs}.use_reentrant":
                 keys.refuse(other, "selective checkpoints of a Trainer are not read")

@@ -134,7 +134,8 @@ def _offloading(keys: Keys) -> None:
 
 def _losses(keys: Keys) -> None:
     """``integrations/liger`` and ``integrations/cut_cross_entropy``, whose plugin is on unless it is switched off."""
-    plugins = " ".join(map(str, keys.get("plugins") or ())).lower()
+    listed = keys.get("plugins", [])
+    plugins = " ".join(map(str, listed if isinstance(listed, list) else [listed])).lower()
     gates = keys.on("liger_glu_activation") or keys.on("liger_swiglu")
     norms, rotary = keys.on("liger_rms_norm"), keys.on("liger_rope")
     if norms and gates:

@@ -48,10 +48,10 @@ def _buckets(keys: Keys, zero: str) -> None:
         keys.read(f"{zero}{name}")
     for name in ("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
         keys.read(f"{zero}{name}", f"{zero}{name.removeprefix('stage3_')}")
-    bucket = keys.number(f"{zero}reduce_bucket_size", float(_BUCKET) if stage in (1, 2) else None)
+    bucket = keys.whole(f"{zero}reduce_bucket_size", _BUCKET if stage in (1, 2) else None)
     if stage and bucket is not None:
         twice = 2 if keys.on(f"{zero}overlap_comm") else 1
         keys.note(
-            f"DeepSpeed's buckets of gradients are not counted: up to {twice} of {format_bytes(int(bucket) * 2)} "
+            f"DeepSpeed's buckets of gradients are not counted: up to {twice} of {format_bytes(bucket * 2)} "
             "(reduce_bucket_size)"
         )
