@@ -256,6 +256,15 @@ def test_inputs_of_eight_bits_are_out_of_a_checkpoints_reach(recompute: str) -> 
         resolve(preset("llama3-8b"), request)
 
 
+def test_a_reentrant_checkpoint_lets_go_of_inputs_of_eight_bits() -> None:
+    """Its forward makes no graph that could hold them: a layer keeps what it would keep in 16 bits."""
+    kept = []
+    for base in ("plain", "int8"):
+        request = RunRequest(seq=128, lora="r=16", base=base, recompute="full", reentrant=True)
+        kept.append(dict(forecast(resolve(preset("llama3-8b"), request).run).layer_bytes())["layers.1"])
+    assert kept == [2 * 128 * 4096] * 2
+
+
 def test_what_lora_is_told_wrongly() -> None:
     with pytest.raises(UsageError, match="without a rank"):
         Tuning.parse("targets=qkv")

@@ -86,7 +86,7 @@ def test_a_trl_run_field_by_field(write: Any) -> None:
         "micro_batches": 4,
         "precision": "bf16-pure",
         "optimizer": "adamw",
-        "loss": "chunked",
+        "loss": "tiled",
         "recompute": "full",
     }
     assert found.global_batch == 8
@@ -114,9 +114,9 @@ def test_defaults_of_a_trainer_are_not_those_of_trl(write: Any) -> None:
     [
         ({}, None, "bf16-autocast"),
         ({"dtype": "float32"}, "fp32", "bf16-autocast"),
-        ({"load_in_4bit": True}, "nf4", "bf16-autocast"),
-        ({"load_in_4bit": True, "use_bnb_nested_quant": True}, "nf4-double", "bf16-autocast"),
-        ({"load_in_8bit": True}, "int8", "bf16-autocast"),
+        ({"load_in_4bit": True}, "nf4", "bf16-pure"),
+        ({"load_in_4bit": True, "use_bnb_nested_quant": True}, "nf4-double", "bf16-pure"),
+        ({"load_in_8bit": True}, "int8", "bf16-pure"),
     ],
 )
 def test_adapters_of_trl(write: Any, more: Mapping[str, Any], base: str | None, precision: str) -> None:

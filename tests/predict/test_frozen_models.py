@@ -241,6 +241,15 @@ def test_the_timeline_the_clock_and_the_short_way_have_one_peak(asked: dict[str,
     assert found.worst.peak.nbytes == played.peak_bytes == found.peak_bytes
 
 
+def test_tiles_of_one_sequence_are_those_of_pairs() -> None:
+    """TRL's SFT and DPO have one head: a pair takes what two sequences take, and one sequence alone will do."""
+    pairs, rows = (forecast_of(loss=loss) for loss in ("dpo", "tiled"))
+    assert pairs.layer_bytes() == rows.layer_bytes()
+    assert pairs.peak_bytes == rows.peak_bytes
+    one = forecast(resolve(preset("llama3-8b"), RunRequest(loss="tiled")).run)
+    assert one.peak_bytes < rows.peak_bytes
+
+
 def test_a_plan_counts_what_stands_beside_it() -> None:
     """A budget between what a plan needs without a reference and with it has no plan with one."""
     alone, beside = (

@@ -39,7 +39,7 @@ def head(w: Writer, x: Value) -> Value:
     if model.head.transform is not None and model.embedding_norm is not None:
         x = linear(w, x, model.hidden, "transform", bias=model.head.transform_bias)
         x = norm(w, activation(w, x, model.head.transform), model.embedding_norm, "transform_norm")
-    if w.kernels.loss is Loss.DPO:
+    if w.kernels.loss in (Loss.TILED, Loss.DPO):
         return _tiled(w, x)
     if w.kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED):
         return _without_logits(w, x)

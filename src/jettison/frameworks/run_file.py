@@ -266,13 +266,18 @@ class Keys:
 
     def matching(self, *globs: str) -> Iterator[str]:
         """Names of keys that fit one of these patterns, in the file's order."""
-        return (key for key in self.values if any(fnmatchcase(key, glob) for glob in globs))
+        return iter([key for key in self.values if any(fnmatchcase(key, glob) for glob in globs)])
+
+    def some(self, *globs: str) -> bool:
+        """Does any key fit one of these patterns?"""
+        return next(self.matching(*globs), None) is not None
 
     def under(self, name: str, prefix: str, file: ConfigFile | None = None) -> None:
         """Read keys that begin with a prefix as another framework does, a file's that was given beside this one."""
         if file is not None:
             self.values = {**{f"{prefix}{key}": value for key, value in file.values.items()}, **self.values}
-        table = next(one for one in tables() if one["framework"] == name)
+        known = [one for _, one in self._tables if one["framework"] == name]
+        table = (known or [one for one in tables() if one["framework"] == name])[0]
         first = all(before != prefix for before, _ in self._tables)
         self.by_table(table, prefix)
         if first:
@@ -564,9 +569,15 @@ def _fits(file: ConfigFile, table: Mapping[str, Any]) -> bool:
 
 def _settled(model: str | None, keys: Keys) -> str | None:
     """A model's folder beside the file, where there is one of that name; a preset whose name says the same; else it."""
-    if model is None or model in PRESETS or Path(model).exists():
+    if model is None or model in PRESETS:
         return model
+    if len(model) > 1000:
+        raise UsageError(
+            f"{keys.file.path} names a model in {len(model):,} letters; expected a preset, a path or a Hub id"
+        )
     beside = keys.file.path.parent / model
+    if Path(model).exists():
+        return model
     if (beside / "config.json").is_file():
         return str(beside)
     found = preset_named(model)

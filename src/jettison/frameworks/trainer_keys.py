@@ -67,18 +67,18 @@ def precision(keys: Keys, *, weights: str, mixed: bool) -> None:
     """
     deepspeed = keys.field("like") == "deepspeed"
     tuned = keys.field("lora") is not None
-    if deepspeed and (mixed or keys.field("precision") is not None):
-        return  # its engine's bf16, which the preset has
+    if keys.field("precision") is not None or (deepspeed and mixed):
+        return  # the engine's bf16, which the preset has, or what a framework does of its own
     if not deepspeed and mixed and not tuned and keys.field("zero", 0) == 3:
         weights = "fp32"  # accelerate/utils/fsdp_utils.py, ``fsdp2_prepare_model``: upcast for the optimizer
-    if tuned:
-        if weights == "fp32" and keys.field("base") is None:
-            keys.give("base", "fp32")
-        keys.give("precision", "bf16-autocast" if mixed or weights == "bf16" else "fp32")
-    elif weights == "bf16":
-        keys.give("precision", "bf16-pure")
+    if tuned and weights == "fp32" and keys.field("base") is None:
+        keys.give("base", "fp32")
+    if mixed and (tuned or weights == "fp32"):
+        keys.give("precision", "bf16-autocast")
     else:
-        keys.give("precision", "bf16-autocast" if mixed else "fp32")
+        keys.give("precision", "bf16-pure" if weights == "bf16" else "fp32")
+        if tuned and weights == "bf16":
+            keys.give("adapters", "fp32")  # PEFT's ``autocast_adapter_dtype``
 
 
 def optimizer(keys: Keys, key: str, default: str) -> None:
@@ -106,6 +106,18 @@ def checkpointing(keys: Keys, *, default: bool = False) -> None:
         for other in keys.matching(f"{kwargs}.*"):
             if other != f"{kwargs}.use_reentrant":
                 keys.refuse(other, "selective checkpoints of a Trainer are not read")
+
+
+def reentrant(keys: Keys, *, default: bool = False) -> None:
+    """Reentrant checkpoints, where it matters: they let go of what bitsandbytes' products in 8 bits hold.
+
+    Since transformers 4.53 checkpoints are within what FSDP wraps, of which the flag says otherwise.
+    """
+    key = "gradient_checkpointing_kwargs.use_reentrant"
+    inside = "'use_reentrant': true" in str(keys.values.get("gradient_checkpointing_kwargs")).replace('"', "'").lower()
+    on = keys.on(key, default) if keys.has(key) else inside or default
+    if on and keys.field("base") == "int8" and keys.field("recompute") == "full" and keys.field("zero", 0) < 3:
+        keys.give("reentrant", True, key)
 
 
 def compiled(keys: Keys) -> None:
@@ -147,7 +159,7 @@ def sharding(keys: Keys, *, version: int = 2) -> None:
     Args:
         version: of FSDP, where no key says it (``training_args.py``, ``_process_fsdp_args``).
     """
-    given = any(True for _ in keys.matching("deepspeed.*"))
+    given = keys.some("deepspeed.*")
     for key in ("deepspeed", "deepspeed_config_file", "deepspeed_config"):
         if (file := keys.named(key)) is not None:
             keys.read(key, why="that file")
@@ -160,7 +172,7 @@ def sharding(keys: Keys, *, version: int = 2) -> None:
         if keys.has(key):  # accelerate launch's own flags
             keys.values[f"launch.deepspeed_config.{own}"] = keys.get(key)
             keys.read(key, why="as in accelerate's configuration")
-    if any(True for _ in keys.matching("launch.*")):
+    if keys.some("launch.*"):
         keys.under("accelerate", "launch.")
     words = keys.get("fsdp")
     words = " ".join(map(str, words)) if isinstance(words, list) else str(words or "").lower()
@@ -206,9 +218,8 @@ def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:
     policy = keys.text(key("auto_wrap_policy"), "transformer_based_wrap")
     if policy != "transformer_based_wrap":
         keys.refuse(key("auto_wrap_policy"), "units of shards are described by layers alone: TRANSFORMER_BASED_WRAP")
-    if keys.field("lora") is not None and first:
-        keys.read(key("version"))
-        keys.note("FSDP1 is counted as FSDP2: its flat parameters with adapters in them take more")
+    if first and keys.field("zero") == 3:
+        keys.give("fsdp_version", 1, key("version"))
     keys.read(*(f"{prefix}{way}{name}" for name in _HARMLESS for way in ("fsdp_", "")))
 
 

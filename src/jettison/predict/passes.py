@@ -70,7 +70,9 @@ def sums_apart(run: Run) -> bool:
     that is cast, which makes a tensor; of several heads, or chunks of one, the sum is the engine's own; and a fused
     loss returns a tensor.
     """
-    once = run.kernels.loss not in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.DPO) and not run.model.further
+    once = (
+        run.kernels.loss not in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.TILED, Loss.DPO) and not run.model.further
+    )
     return once and run.model.tied_embeddings and not run.gradient_rule.fused and not run.autocast
 
 

@@ -30,7 +30,8 @@ class CommonRequest:
             -4.45 or -4.30 (of that version or before, until the next one named), torchtune, liger or nanotron: whose
             code runs.
         loss: upcast, outside (the loop's own, of logits that the model returned), rows, compiled, dtensor,
-            vocab-parallel, sharded, native, te, fused, chunked, listed or dpo.
+            vocab-parallel, sharded, native, te, fused, chunked, listed,
+            tiled or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
         expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.
         dispatcher: How tokens reach their experts: alltoall, flex (DeepEP, HybridEP) or allgather.

@@ -152,7 +152,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     model = with_mtp(model, given_or(request.mtp_num_layers, 0), kernels, repeated=repeated)
     model = _with_products(model, request, kernels)
     layout = _layout(request, model)
-    if layout.deferred_head and kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.DPO):
+    if layout.deferred_head and kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.TILED, Loss.DPO):
         raise UsageError(
             f"got --deferred-head with --loss {kernels.loss}, which has no gradients of logits that could wait"
         )

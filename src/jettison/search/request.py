@@ -132,7 +132,7 @@ class SearchRequest(CommonRequest):
             numbers["cp"] = numbers["cp"] or (1,)
             if numbers["cp"] != (1,):
                 raise UsageError(f"got --cp {self.cp} with --packed; documents that ranks share are not described")
-        if template.kernels.loss is Loss.DPO:  # its head is whole on each rank
+        if template.kernels.loss in (Loss.TILED, Loss.DPO):  # its head is whole on each rank
             numbers["tp"], numbers["cp"] = numbers["tp"] or (1,), numbers["cp"] or (1,)
             if (numbers["tp"], numbers["cp"]) != ((1,), (1,)):
                 raise UsageError("got --loss dpo with more than one rank of --tp or --cp; its head is whole on each")

@@ -39,7 +39,8 @@ class Loss(StrEnum):
     FUSED = "fused"  # head and loss together: gradients are made in the forward, logits never kept
     CHUNKED = "chunked"  # the sequence passes the head and the loss in chunks, each computed again in backward
     LISTED = "listed"  # the same, but 16-bit logits of all chunks stay: torchtune's CEWithChunkedOutputLoss
-    DPO = "dpo"  # TRL's log-probabilities of chosen and rejected, made of tiles of logits, again in backward
+    TILED = "tiled"  # log-probabilities of tiles of logits, again in backward: TRL's trainers
+    DPO = "dpo"  # the same of chosen and rejected sequences
 
 
 class Documents(StrEnum):

@@ -373,10 +373,11 @@ def _parts(run: Run) -> Iterator[str]:
         )
     if names := (*run.recompute.modules, *run.recompute.sent):
         check_parts(model, run.kernels, names, own_norms=bool(run.workspaces.library_bytes))
-    if run.tuning is not None and run.tuning.base is Base.INT8 and run.recompute.mode is not Mode.NONE:
+    lets_go = run.recompute.mode is Mode.NONE or (run.recompute.mode is Mode.FULL and run.recompute.reentrant)
+    if run.tuning is not None and run.tuning.base is Base.INT8 and not lets_go:
         yield (
             f"got --base int8 with --recompute {run.recompute}; bitsandbytes holds what its products read where "
-            "no checkpoint lets go of them: give --recompute none, or --base nf4"
+            "no checkpoint lets go of them, but for reentrant ones: give --recompute none, --reentrant, or --base nf4"
         )
 
 
@@ -391,7 +392,7 @@ def _output(run: Run) -> Iterator[str]:
         why = f"{model.name}, of which no description says what it returns"
     elif model.head.pooling is not Pooling.NONE:
         why = f"{model.name}, which returns one prediction a sequence"
-    elif loss in (Loss.FUSED, Loss.CHUNKED, Loss.DPO):
+    elif loss in (Loss.FUSED, Loss.CHUNKED, Loss.TILED, Loss.DPO):
         why = f"--loss {loss}, for which the model makes no logits"
     elif loss is Loss.LISTED:
         why = f"--loss {loss}, whose logits stay anyway"

@@ -21,7 +21,8 @@ NOTE [ Eight bits ]
 bitsandbytes (LLM.int8, arXiv 2208.07339): ``functional.py``, ``int8_vectorwise_quant``: a byte a number and an fp32
 scale a row. ``autograd/_functions.py``, ``MatMul8bitLt`` (0.50): forward quantises its input, multiplies bytes, and
 holds the 16-bit input where it needs a gradient, although backward does not read it; backward makes the 16-bit matrix
-again (``state.CB.to(ctx.dtype_A, copy=True)``). It holds the input as an attribute, of which checkpoints know nothing.
+again (``state.CB.to(ctx.dtype_A, copy=True)``). It holds the input as an attribute, of which checkpoints know nothing,
+unless they are reentrant: their forward makes no graph that could hold it.
 Columns of outliers, which are few, are not counted, nor what forward makes to quantise.
 """
 

@@ -12,7 +12,7 @@ def read(keys: Keys, prefix: str = "") -> None:
         keys.read(f"{prefix}deepspeed_config.deepspeed_config_file", why="that file")
         keys.under("deepspeed", "deepspeed.", file)
     kind = keys.text(f"{prefix}distributed_type")
-    if kind in ("deepspeed", "") and any(True for _ in keys.matching(f"{prefix}deepspeed_config.*")):
+    if kind in ("deepspeed", "") and keys.some(f"{prefix}deepspeed_config.*"):
         _deepspeed(keys, f"{prefix}deepspeed_config.")
     if kind == "fsdp":
         fsdp(keys, f"{prefix}fsdp_config.", version=1)  # ``utils/dataclasses.py``, ``fsdp_version``

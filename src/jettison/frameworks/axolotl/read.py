@@ -12,6 +12,7 @@ from jettison.frameworks.trainer_keys import (
     low_rank,
     optimizer,
     precision,
+    reentrant,
     replicas,
     sharding,
     targets,
@@ -48,9 +49,12 @@ def read(keys: Keys) -> None:
     _losses(keys)
     _preference(keys)
     compiled(keys)
-    if any(True for _ in keys.matching("fsdp_config", "fsdp_config.*")) and keys.values.get("fsdp_config", True):
+    if keys.some("fsdp_config", "fsdp_config.*") and keys.values.get("fsdp_config", True):
         keys.values.setdefault("fsdp", True)  # configured alone, it is on
     sharding(keys, version=keys.whole("fsdp_version", 1) or 1)  # ``schemas/validation.py``, ``check_fsdp_version``
+    # ``normalize_config``: reentrant, unless it says otherwise
+    plain = not keys.has("unfrozen_parameters") and not keys.has("rl") and not keys.has("gradient_checkpointing_kwargs")
+    reentrant(keys, default=plain)
     optimizer(keys, "optimizer", "adamw")
     precision(keys, weights="bf16" if half else "fp32", mixed=half)
     _axes(keys)

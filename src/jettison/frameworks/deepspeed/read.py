@@ -35,7 +35,10 @@ def read(keys: Keys, prefix: str = "") -> None:
     for key in (f"{prefix}train_micro_batch_size_per_gpu", f"{prefix}gradient_accumulation_steps", f"{zero}stage"):
         keys.read(key)
     if not prefix:
-        if keys.field("precision") is None:
+        if any(keys.text(f"{engine}.enabled") == "auto" for engine in ("bf16", "fp16")):
+            keys.give("precision", "bf16")
+            keys.note("it leaves the precision to a Trainer: bf16 is counted")
+        elif keys.field("precision") is None:
             keys.give("precision", "fp32")
         keys.note("it does not say how long sequences are, and which layers are checkpoints: --seq, --recompute")
         replicas(keys)

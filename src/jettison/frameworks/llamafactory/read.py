@@ -12,6 +12,7 @@ from jettison.frameworks.trainer_keys import (
     low_rank,
     optimizer,
     precision,
+    reentrant,
     replicas,
     sharding,
     targets,
@@ -46,6 +47,8 @@ def read(keys: Keys) -> None:
         keys.give("loss", "fused", "enable_liger_kernel")
     compiled(keys)
     sharding(keys)
+    # ``model/model_utils/checkpointing.py``, ``_get_gradient_checkpointing_kwargs``
+    reentrant(keys, default=keys.on("use_reentrant_gc", True))
     optimizer(keys, "optim", "adamw")
     if keys.on("use_muon"):
         keys.give("optimizer", "muon", "use_muon")

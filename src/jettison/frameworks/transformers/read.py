@@ -14,6 +14,7 @@ from jettison.frameworks.trainer_keys import (
     low_rank,
     optimizer,
     precision,
+    reentrant,
     replicas,
     sharding,
     targets,
@@ -21,11 +22,6 @@ from jettison.frameworks.trainer_keys import (
 
 TRL_TOKENS: Final = 1024
 """TRL's ``max_length``."""
-_TRL: Final = (
-    *("$trl", "$sft.py", "$dpo.py", "max_length", "packing", "use_peft", "lora_*", "load_in_*bit", "padding_free"),
-    *("dataset_text_field", "completion_only_loss", "assistant_only_loss", "activation_offloading", "loss_type"),
-    *("beta", "max_seq_length", "dataset_train_split", "dataset_kwargs*"),
-)
 _DPO: Final = ("$dpo.py", "$dpo", "beta", "precompute_ref_log_probs", "max_prompt_length")
 _OTHERS: Final = ("$grpo*", "$kto*", "$reward*", "$ppo*", "$orpo*", "$rloo*", "$gkd*", "$online_dpo*", "$cpo*", "$bco*")
 
@@ -36,7 +32,7 @@ def read(keys: Keys) -> None:
         keys.under("transformers", "", file)
     if (file := keys.named("config_file")) is not None:
         keys.under("accelerate", "accelerate.", file)
-    trl = any(True for _ in keys.matching(*_TRL))
+    trl = keys.form == "trl"
     keys.model = str(keys.get("model_name_or_path")) if keys.has("model_name_or_path") else None
     for script in keys.matching(*_OTHERS):
         keys.values[f"trainer {script[1:]}"] = True
@@ -45,7 +41,7 @@ def read(keys: Keys) -> None:
         keys.give("micro_batch", MICRO_BATCH)
     _sequence(keys, trl=trl)
     adapters(keys, trl=trl)
-    if trl and any(True for _ in keys.matching(*_DPO)):
+    if trl and keys.some(*_DPO):
         _preference(keys)
     mixed = half(keys, default=trl)
     weights = _weights(keys, trl=trl)
@@ -54,12 +50,14 @@ def read(keys: Keys) -> None:
         keys.give("offload", True, "activation_offloading")
     if keys.on("use_liger_kernel"):
         keys.give("kernels", "liger", "use_liger_kernel")
-        keys.give("loss", "fused", "use_liger_kernel")
-    elif trl and keys.field("loss") is None:
-        keys.give("loss", "chunked")
-        keys.note("TRL makes its loss of tiles of logits (1.16, kernels/chunked_logprob.py), here of 8 chunks")
+        if not trl:  # TRL's head is its own, with Liger's norms and gates
+            keys.give("loss", "fused", "use_liger_kernel")
+    if trl and keys.field("loss") is None:
+        keys.give("loss", "tiled")
+        keys.note("TRL makes its loss of tiles of logits (1.16); --loss upcast where an older one keeps them all")
     compiled(keys)
     sharding(keys)
+    reentrant(keys)
     optimizer(keys, "optim", "adamw")
     precision(keys, weights=weights, mixed=mixed)
     replicas(keys)
@@ -77,6 +75,8 @@ def adapters(keys: Keys, *, trl: bool) -> None:
     rank, dropout = keys.whole("lora_r", 16), keys.number("lora_dropout", 0.05)
     assert rank is not None and dropout is not None
     low_rank(keys, rank, products, dropout, "use_peft", "lora_r", "lora_target_modules", "lora_dropout")
+    if keys.on("load_in_8bit") or keys.on("load_in_4bit"):
+        keys.give("precision", "bf16-pure")  # ``sft_trainer.py``: adapters beside few bits are cast to bf16
     if keys.on("load_in_8bit"):
         keys.give("base", "int8", "load_in_8bit")
     if keys.on("load_in_4bit"):
