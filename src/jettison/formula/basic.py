@@ -125,10 +125,10 @@ def linear(
             saves = (Saved(kept, role, reference),)
         eight = weight.packed_bytes > 0 and w.base is Base.INT8
         if eight:  # forward multiplies bytes, backward has the matrix in 16 bits
-            workspace = weight.numel * DTYPE_BYTES[w.compute]
+            workspace = weight.numel * DTYPE_BYTES[w.products]
         elif weight.packed_bytes:
             inputs.append(
-                w.tape.op("dequantise.nf4", [_packed(w, weights[0])], weights[0].shape, w.compute, grad=False)
+                w.tape.op("dequantise.nf4", [_packed(w, weights[0])], weights[0].shape, w.products, grad=False)
             )
             workspace = inputs[-1].nbytes
         out = w.tape.op(
@@ -146,6 +146,8 @@ def linear(
         if apart and biases:
             dtype = w.held(frozen=biases[0].frozen) if w.run.precision.casts else None
             out = w.tape.op("aten.add.Tensor", [out], dtype=dtype, weights=biases, passes=True)
+        if weight.packed_bytes:
+            out = cast(w, out, given.dtype)
         tuning = w.run.tuning
         if tuning is not None and tuning.adapts(name) and not head:
             out = _adapted(w, given, kept, out, features, split, packed=weight.packed_bytes > 0)
@@ -190,7 +192,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     down = w.parameter("lora_A", tuning.rank, x.shape[-1], split=1 if row else None, adapter=True, product=True)
     copies = [] if alone else cast_weights(w, [down])
     narrow = cast(w, dropped, product)
-    kept = narrow if autocast and not (packed and not tuning.dropout) else kept
+    kept = narrow if autocast and not (packed and narrow is given) else kept
     low = w.tape.op(
         "aten.mm.default",
         [narrow, *copies],
@@ -265,8 +267,9 @@ def cast_weights(w: Writer, weights: Sequence[Weight]) -> list[Value]:
 
     The last of the weights is cast first, as arguments are taken from the right.
     """
-    wide = w.run.precision.parameter
-    return [] if wide == w.products else [_cast_weight(w, weight) for weight in reversed(weights)][::-1]
+    wide, first = w.run.precision.parameter, weights[0]
+    narrow = first.packed_bytes or first.nbytes == first.numel * DTYPE_BYTES[w.products]
+    return [] if wide == w.products or narrow else [_cast_weight(w, weight) for weight in reversed(weights)][::-1]
 
 
 def _cast_weight(w: Writer, weight: Weight) -> Value:

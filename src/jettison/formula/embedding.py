@@ -74,7 +74,7 @@ def _closed(w: Writer, x: Value) -> Value:
     if model.embedding_norm is not None:
         x = norm(w, x, model.embedding_norm, "norm")
     x = dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
-    return cast(w, x, w.stream)
+    return x if x.dtype == w.table_dtype else cast(w, x, w.stream)
 
 
 def read_source(w: Writer, spec: EncoderInput) -> None:
@@ -148,13 +148,15 @@ def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) ->
     ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
     ways = _whole_gradient(w)
     weights = (
-        [w.parameter(TOKENS, model.vocab, model.hidden, split=0, tied=tied, gradient_ways=ways)] if declared else []
+        [w.parameter(TOKENS, model.vocab, model.hidden, split=0, tied=tied, table=True, gradient_ways=ways)]
+        if declared
+        else []
     )
     x = w.tape.op(
         "aten.embedding.default",
         [ids],
         w.shape(model.hidden),
-        w.compute,
+        w.table_dtype,
         w.inside(),
         saves=[Saved(ids, "token ids")],
         weights=weights,
@@ -228,7 +230,7 @@ def _rotation(w: Writer, attention: Attention | LatentAttention) -> tuple[int, b
 
 def _looked_up(w: Writer, name: str, rows: int, ids_name: str, *, batched: bool = False) -> Value:
     """Rows of a small table, in most code the same for every sequence of the batch."""
-    weight = w.parameter(name, rows, w.run.model.hidden)
+    weight = w.parameter(name, rows, w.run.model.hidden, table=True)
     shape = (1, w.run.seq) if w.kernels.batch_first else (w.run.seq, 1)
     if w.kernels.batched_positions or batched or (w.run.packed and ids_name == POSITIONS):
         shape = w.shape()[0], w.shape()[1]
@@ -238,7 +240,7 @@ def _looked_up(w: Writer, name: str, rows: int, ids_name: str, *, batched: bool 
         "aten.embedding.default",
         [ids],
         (*shape, w.run.model.hidden),
-        w.compute,
+        w.table_dtype,
         w.outside(),
         saves=[Saved(ids, ids_name)],
         weights=[weight],

@@ -235,7 +235,7 @@ def layer_region(scene: RegionSignature, layer: AnyLayer) -> Region:
         scene = replace(scene, seq=scene.source_seq, model=scene.model if pair is None else pair.images)
     writer = Writer.of(scene)
     writer.repeats, writer.rules = layer.repeats, layer.products
-    hidden = writer.hidden(detached=layer.detached)
+    hidden = writer.hidden(detached=layer.detached, narrow=layer.narrow)
     output = further(writer, hidden, layer) if layer.ahead else write_layer(writer, hidden, layer)
     return Region(output=output, tape=writer.tape)
 

@@ -121,9 +121,10 @@ def static(
         if w.frozen:  # whoever shards trains in full shards what is frozen as well
             shared = layout.zero == 3 and (ranks > 1 or waits)
             alone = bool(w.narrow_bytes) and precision.recipe is not None and precision.recipe.parameters
-            held_bytes = 0 if alone else w.held_bytes
-            parameters += (-(-held_bytes // ranks) if shared else held_bytes) + w.narrow_bytes
-            gathered += (w.packed_bytes or w.numel * DTYPE_BYTES[precision.compute]) if shared else 0
+            held_bytes = 0 if alone else w.held_bytes - w.scale_bytes
+            parameters += (-(-held_bytes // ranks) if shared else held_bytes) + w.scale_bytes + w.narrow_bytes
+            whole = w.packed_bytes - w.scale_bytes if w.packed_bytes else w.numel * DTYPE_BYTES[precision.compute]
+            gathered += whole if shared else 0
             continue
         held = _wide(precision) if w.wide else precision
         narrow = precision.recipe if w.narrow_bytes else None

@@ -29,7 +29,7 @@ from jettison.ledger.program import Anchor, Source
 from jettison.spec.fp8 import WIDE, Fp8Recipe, Rule, rule_for
 from jettison.spec.kernels import Device, Kernels
 from jettison.spec.run import RegionSignature
-from jettison.spec.tuning import Base
+from jettison.spec.tuning import Base, Upcast
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 NAMES = "names"
@@ -73,7 +73,8 @@ class Weight:
     product is the head's, after which autograd is still given a gradient of that size: ``torch.empty`` in Megatron-LM's
     ``megatron/core/tensor_parallel/layers.py``, or TransformerEngine's, which is kept. ``frozen``: it has no gradient.
     ``wide``: it is held in fp32 whatever the others are, with its gradient and its state.
-    ``packed_bytes``: on one rank, where it is held in fewer bits than it is read with; 0: it is not.
+    ``packed_bytes``: on one rank, where it is held in fewer bits than it is read with; 0: it is not. ``scale_bytes``:
+    of these, what lies beside the parameter, where no ZeRO shards it.
     ``narrow_bytes``: of copies for narrow products that are held for good, on one rank.
     ``adapter``: it belongs to an adapter, whose products are as wide as activations. ``recipe``: of its product, where
     that is not the run's. ``gradient_ways``: its gradient takes so many times what a rank has of it.
@@ -90,6 +91,7 @@ class Weight:
     head: bool = False
     frozen: bool = False
     packed_bytes: int = 0
+    scale_bytes: int = 0
     wide: bool = False
     narrow_bytes: int = 0
     adapter: bool = False
@@ -473,15 +475,24 @@ class Writer:
 
     # sources --------------------------------------------------------------------------------------------------------
 
-    def hidden(self, role: str = "block input", *, detached: bool = False, depths: int = 1) -> Value:
+    @property
+    def table_dtype(self) -> str:
+        """Dtype of rows of embeddings, which TRL leaves as narrow as products: NOTE [ What is not packed ]."""
+        tuning = self.run.tuning
+        return self.products if tuning is not None and tuning.upcast is Upcast.NORMS else self.compute
+
+    def hidden(
+        self, role: str = "block input", *, detached: bool = False, narrow: bool = False, depths: int = 1
+    ) -> Value:
         """The residual stream as the region is given it. ``detached``: no gradient goes further back.
 
-        ``depths``: hidden states of so many, joined.
+        ``narrow``: in the dtype of products. ``depths``: hidden states of so many, joined.
         """
         rows = list(self.shape(self.run.model.hidden))
         rows[self.seq_dim] *= depths
         shape = tuple(rows)
-        return self.tape.source(role, shape, self.stream, self.outside(), grad=not detached)
+        dtype = self.products if narrow else self.stream
+        return self.tape.source(role, shape, dtype, self.outside(), grad=not detached)
 
     def table(self, name: str, shape: tuple[int, ...], dtype: str, places: Places = ()) -> Value:
         """Something that every layer reads and none pays for."""
@@ -513,6 +524,7 @@ class Writer:
         product: bool = False,
         head: bool = False,
         adapter: bool = False,
+        table: bool = False,
         fixed: bool = False,
         wide: bool = False,
         gradient_ways: int = 1,
@@ -521,14 +533,15 @@ class Writer:
 
         ``tied``: it is another region's, and is held once more only where a pipeline stage comes between.
         ``product``: it is the matrix of a product; ``head``: of the head's. ``adapter``: it is trained while the others
-        are frozen. ``fixed``: the model's own code never trains it. ``wide``: it is held in fp32, whatever others are.
+        are frozen. ``table``: its rows are looked up. ``fixed``: the model's own code never trains it. ``wide``: it is
+        held in fp32, whatever others are.
         """
         axis = self.expert_axis if expert else "tp"
         places = [(axis, split)] if split is not None and self.tape.mesh[axis] > 1 else []
         if expert and self.run.layout.ep > 1:
             places.append(("ep", 0))
         frozen = fixed or (self.run.tuning is not None and not adapter)
-        packed = copies = 0
+        packed = copies = beside = 0
         held = self.recipe
         spread = tuple(sorted(places))
         local = self.tape.local_shape(shape, spread)
@@ -536,8 +549,11 @@ class Writer:
             copies = held.weight_bytes(local)
         if frozen and product and not head and not expert and self.base.packed:
             packed = self.base.packed_bytes(prod(local), local[0])
+            if self.kernels.model_code:  # bitsandbytes' ``quant_state``, which is no parameter
+                beside = packed - -(-prod(local) * self.base.bits // 8)
         wide = wide or (adapter and self.run.tuning is not None and self.run.tuning.wide)
         dtype = "float32" if wide else self.held(frozen=frozen)
+        dtype = self.table_dtype if frozen and (table or head) and self.base.packed else dtype
         weight = Weight(
             f"{self.tape.path}.{name}" if self.tape.path else name,
             tuple(shape),
@@ -550,6 +566,7 @@ class Writer:
             head=head,
             frozen=frozen,
             packed_bytes=packed,
+            scale_bytes=beside,
             wide=wide,
             narrow_bytes=copies,
             adapter=adapter,

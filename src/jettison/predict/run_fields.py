@@ -71,6 +71,8 @@ class CommonRequest:
         lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
         base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4, nf4-double (QLoRA), or int8
             (LLM.int8).
+        kbit_upcast: What of a base in four bits is fp32 beside what is packed: all (PEFT's
+            prepare_model_for_kbit_training), norms (TRL's SFTTrainer to 0.26) or none.
         input_gradients: The embedding's output has a gradient although it is frozen: where layers are computed again.
         reference: A second, frozen model that runs a forward, as DPO has it: same (a copy), base (the adapters switched
             off) or a model, and perhaps ,dtype=bf16,sharded=no,when=before.
@@ -129,6 +131,7 @@ class CommonRequest:
     packed: Tokens | None = None
     lora: str | None = None
     base: str | None = None
+    kbit_upcast: str | None = None
     input_gradients: bool | None = None
     reference: str | None = None
     reward: str | None = None

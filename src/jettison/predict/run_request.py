@@ -35,7 +35,7 @@ from jettison.spec.precision import Adding, Gradients, Precision, optimizer, pre
 from jettison.spec.recompute import MOST, Mode, Recompute, listed
 from jettison.spec.run import Run, check_scans
 from jettison.spec.states_on_host import StatesOnHost, states_on_host
-from jettison.spec.tuning import BASE, SAME, Base, FrozenModel, FrozenWords, Role, Tuning, When
+from jettison.spec.tuning import BASE, SAME, Base, FrozenModel, FrozenWords, Role, Tuning, Upcast, When
 
 PAPER: Final = "paper"
 """The family of arXiv 2205.05198's GPTs."""
@@ -156,11 +156,13 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         raise UsageError(
             f"got --deferred-head with --loss {kernels.loss}, which has no gradients of logits that could wait"
         )
-    if tuning is not None and not tuning.inputs_need_gradients:
+    if tuning is not None:
         first = model.layers[0]
         assert isinstance(first, Layer), "recorded models are refused adapters"
-        model = replace(model, layers=(replace(first, detached=True), *model.layers[1:]))
-    if tuning is not None:
+        narrow = tuning.upcast is Upcast.NORMS and model.embedding_norm is None
+        if narrow or not tuning.inputs_need_gradients:
+            first = replace(first, narrow=narrow, detached=not tuning.inputs_need_gradients)
+            model = replace(model, layers=(first, *model.layers[1:]))
         refuse_idle(model, tuning)
     gradients = _gradients(request.gradients, kernels)
     longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens
@@ -191,6 +193,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         states_on_host=_states_on_host(request),
         anchor=None if request.anchor is None else read_anchor(Path(request.anchor)),
     )
+    _check_upcast(run)
     return Resolved(run=run, assumed=frozenset(f.name for f in fields(request)) - set(request.given()))
 
 
@@ -218,10 +221,12 @@ def run_of(model: str | ModelSpec, request: RunRequest | None = None) -> Run:
 def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     tuned, base = int(request.lora is not None), _word(Base, request.base, "base", Base.PLAIN)
     sizes = {name: given_or(getattr(request, name), 0 if name == "zero" else 1) for name in ("tp", "dp", "zero")}
-    fields_of = rule(name, **sizes, lora=tuned, packed=tuned * base.packed)
+    fields_of = rule(name, **sizes, lora=tuned, packed=tuned * base.bits)
     said = {field: value for field, value in fields_of.items() if getattr(request, field) is None}
     if given_or(request.zero, said.get("zero", 0)) != 3:
         said.pop("reshard_after_forward", None)  # nothing is gathered
+    if request.precision not in (None, said.get("precision", rule(name, **sizes).get("precision"))):
+        said.pop("kbit_upcast", None)  # which is for its own
     if request.states_on_host is not None and request.gradients is None:
         said["gradients"] = "one-by-one"  # DeepSpeed's buffer of shards is there, too
     if model.head.pooling is not Pooling.NONE or model.audio is not None or model.pair is not None:
@@ -361,7 +366,7 @@ def _gradients(text: str | None, kernels: Kernels) -> Gradients:
 
 def _tuning(request: RunRequest) -> Tuning | None:
     if request.lora is None:
-        for name in ("base", "input_gradients", "adapters"):
+        for name in ("base", "kbit_upcast", "input_gradients", "adapters"):
             if getattr(request, name) is not None:
                 raise UsageError(
                     f"got {flag_of(name)} without adapters, where nothing is frozen; give --lora r=16 as well"
@@ -372,9 +377,22 @@ def _tuning(request: RunRequest) -> Tuning | None:
     return Tuning.parse(
         request.lora,
         wide=request.adapters == "fp32",
+        upcast=_word(Upcast, request.kbit_upcast, "kbit-upcast", Upcast.NONE),
         base=_word(Base, request.base, "base", Base.PLAIN),
         inputs_need_gradients=given_or(request.input_gradients, given_or(request.recompute, "none") != "none"),
     )
+
+
+def _check_upcast(run: Run) -> None:
+    """What a base that is prepared for k-bit training goes with: NOTE [ What is not packed ] in `spec.tuning`."""
+    tuning = run.tuning
+    if tuning is None or tuning.upcast is Upcast.NONE:
+        return
+    if tuning.base not in (Base.NF4, Base.NF4_DOUBLE) or not run.autocast or run.layout.tp > 1:
+        raise UsageError(
+            f"got --kbit-upcast {tuning.upcast} without a whole base of four bits under autocast; give --base "
+            "nf4-double and --precision bf16-autocast, without --tp and --zero 3, or --kbit-upcast none"
+        )
 
 
 def _frozen(policy: ModelSpec, request: RunRequest) -> Iterator[FrozenModel]:

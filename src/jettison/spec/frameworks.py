@@ -67,7 +67,7 @@ def rule(name: str, *, tp: int, dp: int = 1, zero: int = 0, lora: int = 0, packe
     """Fields of a request that a framework sets where a run says nothing else; a `UsageError` of an unknown one.
 
     Args:
-        lora, packed: 1: adapters are trained, over a base of fewer bits than products read.
+        lora: 1: adapters are trained. ``packed``: over a base of so many bits; 0: as wide as products read it.
     """
     case = {"tp": tp, "dp": dp, "zero": zero, "lora": lora, "packed": packed}
     presets = named("presets")

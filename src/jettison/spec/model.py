@@ -349,6 +349,7 @@ class Layer:
     they are worked out once.
 
     ``attention``: what mixes tokens; None: nothing does. ``mlp``: what works on each; None: nothing does.
+    ``narrow``: it is given 16 bits where others are given fp32, under autocast.
     ``detached``: no gradient leaves through its input, as of the first layer over a frozen embedding.
     ``source``: it is of the encoder, and as long as what that reads. ``cross``: what its queries ask of the encoder.
     ``plain_start``: no norm before its attention, since the embedding ends with one.
@@ -362,6 +363,7 @@ class Layer:
     norm: Norm
     arrangement: Arrangement = Arrangement.PRE
     detached: bool = False
+    narrow: bool = False
     plain_start: bool = False
     source: bool = False
     cross: Attention | None = None

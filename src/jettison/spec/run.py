@@ -28,7 +28,7 @@ from jettison.spec.precision import (
 )
 from jettison.spec.recompute import NOTHING_AGAIN, Mode, Recompute, check_parts
 from jettison.spec.states_on_host import NOT_MOVED, StatesOnHost
-from jettison.spec.tuning import Base, FrozenModel, Tuning
+from jettison.spec.tuning import Base, FrozenModel, Tuning, Upcast
 
 if TYPE_CHECKING:
     from jettison.spec.hardware import Hardware
@@ -173,7 +173,8 @@ class Run:
         no cast, and the casts of its adapters are those of `spec.tuning`.
         """
         wide = self.precision.parameter == "float32" and self.precision.compute != "float32"
-        held = self.tuning is None or self.tuning.base is Base.FP32
+        tuning = self.tuning
+        held = tuning is None or tuning.base is Base.FP32 or tuning.upcast is not Upcast.NONE
         return wide and held and not self.gathers_parameters
 
     @property

@@ -17,6 +17,15 @@ offset. ``autograd/_functions.py``, ``MatMul4Bit``: each pass makes the 16-bit m
 neither it nor the input. What transformers packs are its ``nn.Linear`` but for the head: embeddings, norms, routers and
 experts, which are one tensor, keep 16 bits.
 
+NOTE [ What is not packed ]
+PEFT's ``prepare_model_for_kbit_training`` (``peft/utils/other.py``, 0.5 to 0.21) casts every parameter in 16 bits that
+is not packed to fp32: embeddings, norms, the head, biases. So the residual stream is fp32: ``Linear4bit.forward``
+(bitsandbytes 0.43 to 0.50, ``nn/modules.py``) casts its input to the dtype of products, and what it returns back
+(``.to(inp_dtype)``). TRL to 0.26 (``peft_module_casting_to_bf16``: ``trl/trainer/utils.py``, later
+``trl/models/utils.py``) casts embeddings and the head back, and not norms, whose fp32 weights make what they return
+fp32: the first layer is given 16 bits, and returns fp32 from its feed-forward block on. Neither where the base is in
+shards (``is_sharded_qlora``).
+
 NOTE [ Eight bits ]
 bitsandbytes (LLM.int8, arXiv 2208.07339): ``functional.py``, ``int8_vectorwise_quant``: a byte a number and an fp32
 scale a row. ``autograd/_functions.py``, ``MatMul8bitLt`` (0.50): forward quantises its input, multiplies bytes, and
@@ -55,6 +64,11 @@ class Base(StrEnum):
         """In fewer bits than products read."""
         return self in (Base.NF4, Base.NF4_DOUBLE, Base.INT8)
 
+    @property
+    def bits(self) -> int:
+        """Of a number, where it is packed; else 0."""
+        return (8 if self is Base.INT8 else 4) if self.packed else 0
+
     def packed_bytes(self, elements: int, rows: int) -> int:
         """Of one matrix. See NOTE [ Four bits ] and NOTE [ Eight bits ]."""
         if self is Base.INT8:
@@ -62,6 +76,14 @@ class Base(StrEnum):
         blocks = -(-elements // PACKED_BLOCK)
         scales = 4 * blocks if self is Base.NF4 else blocks + 4 * -(-blocks // SCALES_BLOCK) + 4
         return -(-elements // 2) + scales + TABLE_BYTES
+
+
+class Upcast(StrEnum):
+    """What of a packed base is fp32 beside what is packed. See NOTE [ What is not packed ]."""
+
+    NONE = "none"
+    NORMS = "norms"
+    ALL = "all"
 
 
 ALL: Final = "all-linear"
@@ -104,6 +126,7 @@ class Tuning:
     dropout: float = 0.0  # of what adapters read
     base: Base = Base.PLAIN  # how frozen matrices are held
     inputs_need_gradients: bool = False  # the first layer's input has a gradient although the embedding is frozen
+    upcast: Upcast = Upcast.NONE  # what of a packed base is made fp32
     wide: bool = False  # adapters are fp32 whatever parameters are: PEFT's ``autocast_adapter_dtype``
 
     def __post_init__(self) -> None:
@@ -125,7 +148,13 @@ class Tuning:
 
     @classmethod
     def parse(
-        cls, text: str, *, base: Base = Base.PLAIN, inputs_need_gradients: bool = False, wide: bool = False
+        cls,
+        text: str,
+        *,
+        base: Base = Base.PLAIN,
+        inputs_need_gradients: bool = False,
+        wide: bool = False,
+        upcast: Upcast = Upcast.NONE,
     ) -> Tuning:
         """Read ``16``, or ``r=16,alpha=32,targets=qkv+o_proj,dropout=0.05``.
 
@@ -150,6 +179,7 @@ class Tuning:
             base=base,
             inputs_need_gradients=inputs_need_gradients,
             wide=wide,
+            upcast=upcast,
         )
 
 

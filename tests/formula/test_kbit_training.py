@@ -1,0 +1,150 @@
+"""Bases in four bits as PEFT and TRL prepare them, on models of transformers: bytes of a step.
+
+bitsandbytes needs a GPU. Its layer and PEFT's adapter around it are written here as their code has them, with a matrix
+of zeros in the place of the one that is unpacked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from jettison.core.errors import UsageError
+from jettison.dryrun.counter import AllocationCounter, static_tensors
+from jettison.families.family import kernels_for
+from jettison.families.presets import preset
+from jettison.predict.forecast import forecast
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
+from jettison.spec.precision import PRECISIONS, Optimizer
+from jettison.spec.recompute import Recompute
+from jettison.spec.run import Run
+from jettison.spec.tuning import Base, Tuning, Upcast
+from support.formula_cases import spec_of
+
+BATCH, SEQUENCE, RANK, LAYERS = 2, 128, 4, 4
+NARROW = torch.bfloat16
+
+
+class Unpacking(torch.autograd.Function):
+    """bitsandbytes, ``autograd/_functions.py``, ``MatMul4Bit``: each pass makes the matrix again, and keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Product with a matrix in the dtype of x."""
+        ctx.shape = shape
+        return nn.functional.linear(x, torch.zeros(shape, dtype=x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Gradient of x."""
+        return gradient @ torch.zeros(ctx.shape, dtype=gradient.dtype), None, None
+
+
+class Adapted4bit(nn.Module):
+    """``bnb.nn.Linear4bit.forward`` within PEFT's ``tuners/lora/bnb.py``, ``Linear4bit.forward``."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.shape = tuple(plain.weight.shape)
+        nbytes = Base.NF4_DOUBLE.packed_bytes(plain.weight.numel(), self.shape[0])
+        self.packed = nn.Parameter(torch.zeros(nbytes, dtype=torch.uint8), requires_grad=False)
+        self.lora_A = nn.Linear(self.shape[1], RANK, bias=False)
+        self.lora_B = nn.Linear(RANK, self.shape[0], bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, and what the adapter adds."""
+        result = Unpacking.apply(x.to(NARROW), self.packed, self.shape).to(x.dtype)
+        result = result.clone()
+        output = self.lora_B(self.lora_A(x)) * 2.0
+        result = result + output
+        return result
+
+
+def prepared(upcast: Upcast, vocabulary: int, recompute: str) -> tuple[Any, Run]:
+    """A model as a trainer prepares it, and the described run."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=224,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    model: Any = LlamaForCausalLM(config).to(NARROW).train().requires_grad_(False)
+    for parameter in model.parameters() if upcast is not Upcast.NONE else ():
+        parameter.data = parameter.data.to(torch.float32)  # prepare_model_for_kbit_training
+    for module in list(model.model.layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, Adapted4bit(child))
+    if upcast is Upcast.NORMS:  # peft_module_casting_to_bf16
+        model.lm_head.to(NARROW)
+        model.model.embed_tokens.to(NARROW)
+    if recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    model.enable_input_require_grads()
+    spec = spec_of(config)
+    if upcast is Upcast.NORMS:
+        spec = replace(spec, layers=(replace(spec.layers[0], narrow=True), *spec.layers[1:]))
+    run = Run(
+        model=spec,
+        seq=SEQUENCE,
+        micro_batch=BATCH,
+        kernels=kernels_for(spec, "huggingface").with_attention("sdpa").on_cpu(),
+        precision=PRECISIONS["bf16-autocast"],
+        optimizer=Optimizer.NONE,
+        tuning=Tuning(rank=RANK, base=Base.NF4_DOUBLE, upcast=upcast, inputs_need_gradients=True),
+        recompute=Recompute.parse(recompute, layers=LAYERS),
+    )
+    return model, run
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("vocabulary", [64, 4096])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("upcast", list(Upcast))
+def test_the_peak_of_a_step_of_a_prepared_base(upcast: Upcast, recompute: str, vocabulary: int) -> None:
+    """In the loss, or in a layer."""
+    model, run = prepared(upcast, vocabulary, recompute)
+    ids = torch.randint(1, vocabulary, (BATCH, SEQUENCE))
+
+    def step() -> None:
+        with torch.autocast("cpu", NARROW):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        model.zero_grad()
+
+    step()
+    with AllocationCounter(static_tensors(model, ids)) as counter:
+        step()
+    assert forecast(run).peak_bytes == pytest.approx(counter.peak_bytes, abs=8192), "a fourth of a hidden state"
+
+
+def test_a_trainer_of_that_time_prepares_what_it_does_not_shard() -> None:
+    """TRL to 0.26; the plugin of fms-acceleration casts nothing, and says so."""
+    model = preset("llama3-8b")
+    ways = {
+        "trl": RunRequest(like="huggingface-4.48", lora="16", base="nf4"),
+        "said": RunRequest(like="huggingface-4.48", lora="16", base="nf4", kbit_upcast="none"),
+        "shards": RunRequest(like="huggingface-4.48", lora="16", base="nf4", dp=2, zero=3),
+        "eight": RunRequest(like="huggingface-4.48", lora="16", base="int8"),
+        "pure": RunRequest(like="huggingface-4.48", lora="16", base="nf4", precision="bf16-pure"),
+        "today": RunRequest(like="huggingface", lora="16", base="nf4"),
+    }
+    found = {name: resolve(model, request).run.tuning for name, request in ways.items()}
+    assert {name: str(each.upcast) for name, each in found.items() if each} == {
+        "trl": "norms", "said": "none", "shards": "none", "eight": "none", "pure": "none", "today": "none"
+    }  # fmt: skip
+
+
+def test_what_is_prepared_is_in_four_bits_under_autocast() -> None:
+    with pytest.raises(UsageError, match="without a whole base of four bits under autocast"):
+        resolve(preset("llama3-8b"), RunRequest(lora="16", base="nf4", kbit_upcast="all", precision="bf16-pure"))
+    with pytest.raises(UsageError, match="got --kbit-upcast without adapters"):
+        resolve(preset("llama3-8b"), RunRequest(kbit_upcast="all"))
