@@ -50,7 +50,8 @@ def written(tmp_path: Path, text: str, *changes: tuple[str, str]) -> Path:
     return file
 
 
-SHARED = {"zero": 3, "reshard_after_forward": "always", "outer_ends": True}
+SHARED = {"zero": 3, "reshard_after_forward": "always", "fsdp_version": 1}
+OUTER = {"zero": 3, "reshard_after_forward": "always", "outer_ends": True}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_pretraining(tmp_path: Path, changes: tuple[tuple[str, str], ...], field
         ),
         (
             (("devices: 1", "devices: 4"),),
-            {"optimizer": "adamw-foreach", "lora": LORA, "dp": 4, "micro_batches": 1, "recompute": "full", **SHARED},
+            {"optimizer": "adamw-foreach", "lora": LORA, "dp": 4, "micro_batches": 1, "recompute": "full", **OUTER},
         ),
         (
             (("lora_r: 16\nlora_alpha: 32\nlora_key: true\nlora_mlp: true\nlora_head: false\n", ""),),

@@ -67,7 +67,10 @@ def read(keys: Keys) -> None:
     if devices > 1:
         keys.give("zero", 3)
         keys.give("reshard_after_forward", "always")
-        keys.give("outer_ends", True)
+        if adapted:
+            keys.give("outer_ends", True)
+        else:
+            keys.give("fsdp_version", 1)
         nodes = keys.whole("num_nodes", 1) or 1
         if not tuned and nodes > 1:
             keys.give("zero_replicas", nodes, "num_nodes")

@@ -1,0 +1,138 @@
+"""A run from a LightningCLI's YAML: what the Trainer, its strategy and the usual arguments of modules say.
+
+Read: Lightning 7f0c3436 (July 2026): src/lightning/pytorch/strategies/fsdp.py (FSDP1), ddp.py and deepspeed.py,
+trainer/connectors/accelerator_connector.py (auto is one device, or ddp).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from jettison.frameworks.run_file import Keys
+
+_STRATEGY: Final = "trainer.strategy"
+_ARGUMENTS: Final = f"{_STRATEGY}.init_args"
+_MODELS: Final = (
+    "model_name_or_path",
+    "pretrained_model_name_or_path",
+    "model_name",
+    "model_id",
+    "pretrained",
+    "model",
+)
+_BATCHES: Final = ("micro_batch_size", "train_batch_size", "batch_size", "per_device_batch_size")
+_LENGTHS: Final = (
+    "max_seq_length",
+    "max_seq_len",
+    "max_length",
+    "seq_length",
+    "seq_len",
+    "block_size",
+    "context_length",
+)
+_COMPILED: Final = ("compile", "torch_compile", "use_compile")
+
+
+def read(keys: Keys) -> None:
+    """Everything that is no table."""
+    key, value = _usual(keys, _MODELS)
+    if value is not None:
+        keys.model = str(value)
+        keys.read(key, why=keys.model)
+    for names, field in ((_BATCHES, "micro_batch"), (_LENGTHS, "seq")):
+        key, value = _usual(keys, names)
+        if value is not None:
+            keys.give(field, keys.whole(key), key)
+    key, value = _usual(keys, _COMPILED)
+    if value is not None:
+        keys.compile = keys.on(key)
+        keys.read(key, why="--compile" if keys.compile else "")
+    devices = _devices(keys)
+    if keys.field("precision") is None:
+        keys.give("precision", "fp32")  # Trainer: 32-true
+    _strategy(keys, devices)
+    if keys.field("optimizer") is None:
+        fused = keys.on("optimizer.init_args.fused")
+        keys.give("optimizer", "adamw" if fused else "adamw-foreach", "optimizer.class_path")
+    keys.notes.append("what the module itself does in a step is taken to be as transformers' code and Trainer have it")
+
+
+def _usual(keys: Keys, names: tuple[str, ...]) -> tuple[str, Any]:
+    """The first argument of a module or a DataModule that goes by one of these names, and its value."""
+    places = ("model.init_args", "data.init_args", "model", "data")
+    found = (f"{place}.{name}" for name in names for place in places)
+    key = next((one for one in found if keys.has(one)), "")
+    return key, keys.get(key) if key else None
+
+
+def _devices(keys: Keys) -> int:
+    nodes = keys.whole("trainer.num_nodes", 1) or 1
+    each = keys.get("trainer.devices", "auto")
+    count = len(each) if isinstance(each, list) else int(each) if str(each).isdecimal() else None
+    if keys.gpus is None and count is not None:
+        keys.gpus = count * nodes
+    devices = keys.share()
+    keys.give("dp", devices, "trainer.devices", "trainer.num_nodes")
+    micro, steps = keys.field("micro_batch", 1), keys.field("micro_batches", 1)
+    keys.global_batch = micro * steps * devices
+    return devices
+
+
+def _strategy(keys: Keys, devices: int) -> None:
+    key = f"{_STRATEGY}.class_path" if keys.has(f"{_STRATEGY}.class_path") else _STRATEGY
+    name = keys.text(key, "auto").rpartition(".")[2].replace("strategy", "")
+    if name == "auto":
+        name = "ddp" if devices > 1 else "single"
+    if name.startswith("deepspeed"):
+        _deepspeed(keys, key, name)
+    elif name.startswith("fsdp"):
+        _fsdp(keys, key)
+    elif name.startswith(("ddp", "single")):
+        keys.give("zero", 0, key)
+    else:
+        keys.refuse(key, "expected auto, ddp, fsdp or deepspeed_stage_1 to 3")
+
+
+def _fsdp(keys: Keys, key: str) -> None:
+    keys.give("zero", 3, key)
+    sharding = keys.text(f"{_ARGUMENTS}.sharding_strategy", "full_shard")
+    if sharding == "shard_grad_op":
+        keys.notes.append("units that stay whole after a forward are counted as FSDP2's")
+    else:
+        keys.give("fsdp_version", 1)
+    if sharding in ("full_shard", "hybrid_shard", "shard_grad_op"):
+        whole = "never" if sharding == "shard_grad_op" else "always"
+        keys.give("reshard_after_forward", whole, f"{_ARGUMENTS}.sharding_strategy")
+        nodes = keys.whole("trainer.num_nodes", 1) or 1
+        if sharding == "hybrid_shard" and nodes > 1:
+            keys.give("zero_replicas", nodes, f"{_ARGUMENTS}.sharding_strategy")
+    else:
+        keys.refuse(f"{_ARGUMENTS}.sharding_strategy", "expected FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD")
+    wrapped, kept = f"{_ARGUMENTS}.auto_wrap_policy", ("activation_checkpointing_policy", "activation_checkpointing")
+    if keys.has(wrapped):
+        keys.read(wrapped, why="a unit a layer")
+    else:
+        keys.notes.append("no auto_wrap_policy is said there; a unit a layer is taken")
+    for name in kept:
+        if keys.has(f"{_ARGUMENTS}.{name}"):
+            keys.give("recompute", "full", f"{_ARGUMENTS}.{name}")
+            keys.read(f"{_ARGUMENTS}.{name}")
+
+
+def _deepspeed(keys: Keys, key: str, name: str) -> None:
+    said = re.search(r"stage_([123])", name)
+    stage = int(said[1]) if said else keys.whole(f"{_ARGUMENTS}.stage", 2)
+    keys.give("zero", stage, key, f"{_ARGUMENTS}.stage")
+    keys.give("like", "deepspeed")
+    if keys.field("precision") == "bf16-autocast":
+        keys.give("precision", "bf16", "trainer.precision")
+    if keys.field("optimizer") is None:
+        keys.give("optimizer", "adamw-deepspeed")
+    optimizer, parameters = f"{_ARGUMENTS}.offload_optimizer", f"{_ARGUMENTS}.offload_parameters"
+    if keys.on(parameters) or (stage == 3 and name.endswith("offload")):
+        keys.give("states_on_host", "deepspeed-parameters", key, parameters)
+    elif keys.on(optimizer) or name.endswith("offload"):
+        keys.give("states_on_host", "deepspeed", key, optimizer)
+    keys.read(optimizer, parameters)
+    keys.read(*keys.matching(f"{_ARGUMENTS}.*bucket_size", f"{_ARGUMENTS}.overlap_comm", f"{_ARGUMENTS}.contiguous_*"))
