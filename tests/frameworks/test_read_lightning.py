@@ -66,7 +66,7 @@ def strategy(name: str, **arguments: str) -> tuple[str, str]:
             (strategy("FSDPStrategy", auto_wrap_policy="[my.Block]", activation_checkpointing_policy="[my.Block]"),),
             {**FSDP, "recompute": "full"},
         ),
-        ((strategy("FSDPStrategy", sharding_strategy="SHARD_GRAD_OP"),), {**FSDP, "reshard_after_forward": "never"}),
+        ((strategy("FSDPStrategy", sharding_strategy="SHARD_GRAD_OP"),), {"zero": 3, "reshard_after_forward": "never"}),
         ((strategy("FSDPStrategy", sharding_strategy="HYBRID_SHARD"),), {**FSDP, "zero_replicas": 2}),
         (
             (("strategy: ddp", "strategy: deepspeed_stage_2"),),
