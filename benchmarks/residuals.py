@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, permutations
 from math import sqrt
 from pathlib import Path
 from statistics import mean, median
@@ -53,7 +53,19 @@ from jettison.core.units import GIB, MIB
 from jettison.cost.execution import execution_of
 from jettison.predict.allowance import fixed_allowance
 from jettison.predict.forecast import forecast_sizes
-from jettison.predict.ranges import DATA, FitVerdict, Measure, Range, classes_of, figures, kind_of, stack_of
+from jettison.predict.ranges import (
+    AGREES,
+    ANCHORED,
+    DATA,
+    FitVerdict,
+    Measure,
+    Range,
+    classes_of,
+    figures,
+    kind_of,
+    residual,
+    stack_of,
+)
 from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
 from jettison.spec.run import Run
@@ -238,6 +250,35 @@ def stored() -> list[Row]:
 
 # ranges ---------------------------------------------------------------------------------------------------------------
 
+
+def anchored(measure: Measure, rows: Sequence[Row]) -> list[Row]:
+    """Every row as it is off where another of its source and class was measured: `jettison.predict.anchor`.
+
+    A time is divided by the other's; fragments are expected halfway between the other's and the class's; of allocated
+    bytes an anchor that the ledger agrees with says that the stack was read, and mends nothing.
+    """
+
+    @cache
+    def expected(source: str, classes: tuple[str, ...]) -> float:
+        return quantile(pool([row for row in rows if row.source != source], classes).values(), 0.5)
+
+    groups: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.source, row.classes[0]].append(row)
+    found = []
+    for alike in groups.values():
+        for one, other in permutations(alike, 2):
+            if measure is Measure.ALLOCATED and abs(one.value - 1) > AGREES:
+                continue
+            value = other.value
+            if measure is Measure.TIME:
+                value /= one.value
+            elif measure is Measure.FRAGMENTS:
+                value -= (one.value + expected(other.source, other.classes)) / 2
+            found.append(replace(other, stack="", kind=ANCHORED, hardware="", value=value))
+    return found
+
+
 Weighted = Sequence[tuple[float, float]]
 """Values with weights, in order."""
 
@@ -340,13 +381,22 @@ def data(rows: Sequence[Row]) -> str:
         chosen = of_measure(rows, measure)
         tail, _ = tail_of(measure, chosen)
         parents = {row.classes[i]: row.classes[i:] for row in chosen for i in range(len(row.classes))}
+        near = anchored(measure, chosen)
+        tail_near, _ = tail_of(measure, near)
+        found = stated(measure, near, (ANCHORED,), tail_near)
+        runs = len({(row.source, row.run, row.figure) for row in near})
+        parts.append(_stated_row(measure, ANCHORED, runs, near, found))
         for kind, classes in sorted(parents.items()):
             own = [row for row in chosen if kind in row.classes]
             found = stated(measure, chosen, classes, tail)
-            ends = f"low = {found.low:.3f}\nexpected = {found.expected:.3f}\nhigh = {found.high:.3f}\n"
-            counts = f"runs = {len(own)}\nsources = {len({row.source for row in own})}\n"
-            parts.append(f'[[{measure}]]\nkind = "{kind}"\n{counts}{ends}')
+            parts.append(_stated_row(measure, kind, len(own), own, found))
     return "\n".join(parts)
+
+
+def _stated_row(measure: Measure, kind: str, runs: int, own: Sequence[Row], found: Range) -> str:
+    ends = f"low = {found.low:.3f}\nexpected = {found.expected:.3f}\nhigh = {found.high:.3f}\n"
+    counts = f"runs = {runs}\nsources = {len({row.source for row in own})}\n"
+    return f'[[{measure}]]\nkind = "{kind}"\n{counts}{ends}'
 
 
 # the page -------------------------------------------------------------------------------------------------------------
@@ -371,6 +421,7 @@ def page(rows: Sequence[Row]) -> str:
         words[str(measure)] = "\n".join(_classes(measure, chosen, held))
     words["summary"] = "\n".join(lines)
     words["centres"] = _centres(rows)
+    words["anchored"] = "\n".join(_anchored(rows))
     words["verdicts"] = "\n".join(_verdicts())
     words["not_counted"] = "\n".join(f"- {why}." for why in NOT_COUNTED.values())
     return TEXT.read_text(encoding="utf-8").format_map(words)
@@ -385,6 +436,28 @@ def _classes(measure: Measure, rows: Sequence[Row], held: Sequence[Held]) -> Ite
         inside, found = sum(one.inside for one in own), stated_by[kind]
         ends = " | ".join(f"{found[name]:.3f}" for name in ("low", "expected", "high"))
         yield f"| {kind} | {len(own)} | {found['sources']} | {ends} | {inside} of {len(own)} |"
+
+
+def _anchored(rows: Sequence[Row]) -> Iterator[str]:
+    """How far rows are off, and how ranges hold them, where another of their source and class was measured."""
+    yield "| figure | pairs | sources | error alone | error anchored | held, of pairs | held, by sources |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for measure in Measure:
+        chosen = of_measure(rows, measure)
+        near = anchored(measure, chosen)
+        _, held = tail_of(measure, near)
+        of_pairs, of_sources = shares(held)
+        centre = 0 if measure is Measure.FRAGMENTS else 1
+        there = {(row.source, row.run, row.figure) for row in near}
+        alone = [row for row in chosen if (row.source, row.run, row.figure) in there]
+        stated_alone = median(abs(row.value - residual(measure, row.classes).expected) for row in alone)
+        errors = [f"{100 * stated_alone:.1f} %", f"{100 * median(abs(row.value - centre) for row in near):.1f} %"]
+        if not centre:
+            errors = [f"{float(text[:-2]) / 100:.2f} GiB/√GiB" for text in errors]
+        yield (
+            f"| {measure} | {len(near)} | {len({row.source for row in near})} | {' | '.join(errors)} | "
+            f"{_percent(of_pairs)} | {_percent(of_sources)} |"
+        )
 
 
 def _stated() -> Mapping[str, list[dict[str, float]]]:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
-from jettison.predict.allowance import fixed_allowance
+from jettison.predict.allowance import available_bytes, fixed_allowance
 from jettison.predict.anchor import buffers, extra_bytes, fit_anchor, fragment_bytes
 from jettison.predict.forecast import forecast
+from jettison.predict.ranges import ANCHORED, Measure, figures, lineage, residual
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
 from jettison.predict.time import estimate
@@ -57,15 +58,15 @@ def test_copies_of_a_buffer_explain_bytes_that_are_left_over() -> None:
             assert (anchor.copies, anchor.unexplained) == (0, size)
             continue
         assert anchor.copies == 1
-        twice = forecast(replace(RUN, micro_batch=2))
+        twice = replace(RUN, micro_batch=2)
         of_tokens = name.startswith(("logits", "residual"))
         own = dict(buffers(found))[anchor.buffer]
-        assert extra_bytes(anchor, found) == own
+        assert extra_bytes(anchor, RUN) == own
         assert extra_bytes(anchor, twice) == own * (1 + of_tokens) or anchor.buffer != name
     exact = fitted(MeasuredRun(allocated=found.peak_bytes))
     assert (exact.copies, exact.unexplained) == (0, 0)
     odd = fitted(MeasuredRun(allocated=found.peak_bytes + 777 * MIB))
-    assert (odd.unexplained, extra_bytes(odd, found)) == (777 * MIB, 0) or odd.copies
+    assert (odd.unexplained, extra_bytes(odd, RUN)) == (777 * MIB, 0) or odd.copies
 
 
 def test_the_gap_to_the_device_is_context_and_fragments() -> None:
@@ -133,3 +134,25 @@ def test_a_slower_device_takes_as_many_times_as_long() -> None:
     took = estimate(RUN, H100)
     twice = estimate(RUN, slower(H100, compute=2.0, communication=2.0, host=2.0))
     assert twice.step_seconds == pytest.approx(2 * took.step_seconds, rel=0.02)
+
+
+def test_ranges_of_an_anchored_run_are_those_of_anchored_runs() -> None:
+    found = forecast(RUN)
+    peak, took = found.peak_bytes, estimate(RUN, H100).step_seconds
+    anchor = fitted(MeasuredRun(allocated=peak, reserved=peak + 3 * GIB, device=peak + 5 * GIB, step=1.2 * took))
+    again = replace(RUN, anchor=anchor)
+    plain, near = (figures(run, peak, hardware=H100.name, step_seconds=took) for run in (RUN, again))
+    of = {measure: residual(measure, (ANCHORED,)) for measure in Measure}
+    assert near.step_seconds is not None and plain.step_seconds is not None
+    assert near.step_seconds.low == pytest.approx(took * of[Measure.TIME].low)
+    assert near.allocated.high == pytest.approx(peak * of[Measure.ALLOCATED].high)
+    own = residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, RUN)).expected
+    assert anchor.fragments is not None and anchor.context is not None
+    halfway = (anchor.fragments + own) / 2 + of[Measure.FRAGMENTS].expected
+    assert near.reserved.expected == pytest.approx(peak + halfway * (peak * GIB) ** 0.5)
+    beyond = near.device.expected - near.reserved.expected - (plain.device.expected - plain.reserved.expected)
+    assert beyond == pytest.approx(anchor.context)
+    assert available_bytes(H100, again) <= available_bytes(H100, RUN)
+    wrong = replace(RUN, anchor=fitted(MeasuredRun(allocated=peak + peak // 3)))
+    if wrong.anchor is not None and not wrong.anchor.copies:
+        assert figures(wrong, peak).allocated == plain.allocated

@@ -83,7 +83,7 @@ def test_times_are_corrected_where_four_in_five_sources_agree_and_bytes_never() 
 def test_reserved_is_beyond_allocated_and_device_beyond_reserved() -> None:
     run = run_of("llama3-8b", RunRequest(like="huggingface", dp=8, zero=3))
     found, fixed = figures(run, 16 * GIB, step_seconds=2.0), fixed_allowance(run.layout, run.kernels.device)
-    beyond = residual(Measure.FRAGMENTS, lineage(run)[1:])
+    beyond = residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, run))
     assert found.reserved.expected == (16 + 4 * beyond.expected) * GIB  # 4: the root of 16
     assert found.device.expected == found.reserved.expected + fixed.expected
     assert (found.device.low, found.device.high) == (found.reserved.low + fixed.low, found.reserved.high + fixed.high)

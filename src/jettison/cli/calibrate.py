@@ -101,7 +101,7 @@ def _rows(anchor: RunAnchor, run: Run, device: Hardware | None) -> Iterator[tupl
     """For people: each figure as predicted, as measured, and what explains the difference."""
     found, measured = forecast(run), anchor.measured
     if measured.allocated is not None:
-        beside = extra_bytes(anchor, found) or anchor.unexplained
+        beside = extra_bytes(anchor, run) or anchor.unexplained
         why = f"{anchor.copies} x {anchor.buffer}" if anchor.copies else "unexplained, and not given to other runs"
         yield "allocated", f"{format_bytes(found.peak_bytes)} predicted, {format_bytes(measured.allocated)} measured"
         yield "", f"{'-' if beside < 0 else '+'}{format_bytes(abs(beside))}: {why}"

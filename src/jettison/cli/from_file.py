@@ -16,6 +16,7 @@ from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import CommonRequest, RunRequest
 from jettison.predict.run_request import resolve
 from jettison.report.console import hint
+from jettison.spec.anchor import read_anchor
 
 if TYPE_CHECKING:
     from jettison.frameworks.run_file import RunFile
@@ -75,6 +76,7 @@ def sourced(
             raise UsageError("expected a model: a preset such as llama3-8b, a config.json, or --from FILE of a trainer")
         if own_gpus is not None or source.allow_unread:
             raise UsageError(f"got --{'gpus' if own_gpus else 'allow-unread'} without --from; leave it away")
+        _say_anchor(request)
         return model, request, None
     from jettison.frameworks.run_file import read_run
 
@@ -90,7 +92,19 @@ def sourced(
     found = _settled(found, request, verb)
     for line in said(found, verb, request):
         hint(line)
+    _say_anchor(request)
     return found.model_argument, request, found
+
+
+def _say_anchor(request: CommonRequest) -> None:
+    """Name the measured run that answers are anchored on, and whether this one is of its stack."""
+    if request.anchor is None:
+        return
+    anchor = read_anchor(Path(request.anchor))
+    hint(f"anchored on {anchor.run}{f' on {anchor.gpu}' if anchor.gpu else ''} ({request.anchor})")
+    own = request.like or request.kernels
+    if own != anchor.stack:
+        hint(f"note: the anchor is of a run of {anchor.stack}, this one is of {own or 'no framework that is named'}")
 
 
 def spec_of(model: str, request: RunRequest, **how: bool) -> ModelSpec:
@@ -125,9 +139,11 @@ def _settled(found: RunFile, request: Any, verb: str) -> RunFile:
 def said(found: RunFile, verb: str, request: Any) -> list[str]:
     """What a file was understood as, in lines."""
     lines = [f"{found.path}: {found.says}; the same as: {found.command(verb, request)}"]
-    became = [f"{key} -> {key.why}" for key in found.used if key.why]
-    if became:
-        lines.append(f"read: {'; '.join(became)}")
+    became: dict[str, list[str]] = {}
+    for key in found.used:
+        if key.why:
+            became.setdefault(key.why, []).append(str(key))
+    lines += [f"  {why}  from  {', '.join(keys)}" for why, keys in became.items()]
     lines += [f"not read, though it may change memory or time: {key} ({key.why})" for key in found.unread]
     if found.ignored:
         many = len(found.ignored) > 1

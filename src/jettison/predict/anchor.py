@@ -27,15 +27,15 @@ from jettison.core.errors import UsageError
 from jettison.core.units import GIB
 from jettison.predict.allowance import fixed_allowance
 from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.ranges import AGREES
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.anchor import MeasuredRun, RunAnchor
 from jettison.spec.hardware import Hardware, slower
+from jettison.spec.recompute import NOTHING_AGAIN
 from jettison.spec.run import Run
 
 MATCH: Final = 0.1
 """Of the bytes to explain, how far copies of a buffer may be off."""
-NEGLIGIBLE: Final = 0.02
-"""Of the allocated bytes, how far ledgers of stacks that were read are off: less is not looked for among copies."""
 MOST_COPIES: Final = 3
 SIGMAS: Final = {"compute": 0.15, "communication": 0.35, "host": 0.5}
 """Spreads of measured over predicted seconds, a priori."""
@@ -70,9 +70,11 @@ def fit_anchor(run: Run, measured: MeasuredRun, *, hardware: Hardware | None, st
     return anchor
 
 
-def extra_bytes(anchor: RunAnchor, found: Forecast) -> int:
+def extra_bytes(anchor: RunAnchor, run: Run) -> int:
     """Allocated bytes of a run beside its ledger's, on the worst rank: copies of a buffer that the anchor found."""
-    return anchor.copies * dict(buffers(found)).get(anchor.buffer, 0) if anchor.copies else 0
+    if not anchor.copies:
+        return 0
+    return anchor.copies * dict(buffers(forecast(replace(run, recompute=NOTHING_AGAIN)))).get(anchor.buffer, 0)
 
 
 def fragment_bytes(anchor: RunAnchor, allocated: int) -> int:
@@ -100,7 +102,7 @@ def _explained(found: Forecast, measured: MeasuredRun) -> dict[str, Any]:
     if measured.allocated is None:
         return {}
     left = measured.allocated - found.peak_bytes
-    if abs(left) > NEGLIGIBLE * found.peak_bytes:
+    if abs(left) > AGREES * found.peak_bytes:
         fits = [
             (n, abs(left - sign * n * size), name, sign)
             for name, size in buffers(found)
@@ -121,7 +123,7 @@ def _beside(found: Forecast, measured: MeasuredRun, anchor: RunAnchor) -> dict[s
     """Fragments and context out of what is reserved and what the device has, beside what is allocated."""
     allocated = measured.allocated
     if allocated is None:
-        allocated = found.peak_bytes + extra_bytes(anchor, found)
+        allocated = found.peak_bytes + extra_bytes(anchor, found.run)
     root = sqrt(allocated * GIB)
     fixed = fixed_allowance(found.run.layout, found.run.kernels.device).expected
     if measured.device is None:

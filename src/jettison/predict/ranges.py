@@ -45,9 +45,14 @@ from jettison.spec.run import Run
 
 if TYPE_CHECKING:
     from jettison.predict.time import Estimate
+    from jettison.spec.anchor import RunAnchor
 
 DATA: Final = Path(__file__).with_name("ranges.toml")
 ALL: Final = "all"
+ANCHORED: Final = "anchored"
+"""The class of runs of which one of the same source, stack, kind and hardware was measured."""
+AGREES: Final = 0.02
+"""Of the allocated bytes, how far a ledger of a stack that was read may be off."""
 NAMES: Final = {
     "allocated": ", of tensors",
     "reserved": ", by the caching allocator",
@@ -182,21 +187,33 @@ def figures(
         layout: in place of the run's.
         hardware: its name.
     """
-    classes = lineage(run, hardware)
-    allocated = scaled(residual(Measure.ALLOCATED, classes[1:]), allocated_bytes)
+    anchor = run.anchor
+    if anchor is not None and anchor.copies:
+        from jettison.predict.anchor import extra_bytes  # few runs have an anchor
+
+        allocated_bytes += extra_bytes(anchor, run)
+    allocated = scaled(residual(Measure.ALLOCATED, lineage(Measure.ALLOCATED, run)), allocated_bytes)
     reserved, device = allocated, allocated
     if run.kernels.device is not Device.CPU:
-        beyond, scale = residual(Measure.FRAGMENTS, classes[1:]), sqrt(allocated_bytes * GIB)
+        beyond, scale = residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, run)), sqrt(allocated_bytes * GIB)
+        centre = 0.0
+        if anchor is not None and anchor.fragments is not None:  # halfway: one run alone says little about another's
+            centre = (anchor.fragments + residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, run)[1:]).expected) / 2
         reserved = Range(
-            expected=allocated_bytes + beyond.expected * scale,
-            low=allocated_bytes + beyond.low * scale,
-            high=allocated_bytes + beyond.high * scale,
+            expected=allocated_bytes + (centre + beyond.expected) * scale,
+            low=allocated_bytes + max(0.0, centre + beyond.low) * scale,
+            high=allocated_bytes + (centre + beyond.high) * scale,
         )
         fixed = fixed_allowance(layout or run.layout, run.kernels.device)
+        more = 0 if anchor is None else anchor.context or 0
         device = Range(
-            expected=reserved.expected + fixed.expected, low=reserved.low + fixed.low, high=reserved.high + fixed.high
+            expected=reserved.expected + fixed.expected + more,
+            low=reserved.low + fixed.low + more,
+            high=reserved.high + fixed.high + more,
         )
-    took = None if step_seconds is None else scaled(residual(Measure.TIME, classes), step_seconds)
+    took = None
+    if step_seconds is not None:
+        took = scaled(residual(Measure.TIME, lineage(Measure.TIME, run, hardware)), step_seconds)
     return RunFigures(allocated=allocated, reserved=reserved, device=device, step_seconds=took)
 
 
@@ -217,9 +234,24 @@ def residual(measure: Measure, classes: tuple[str, ...]) -> Residual:
     return Residual(kind=kind, of_this_kind=kind in classes[:-2], **row)
 
 
-def lineage(run: Run, hardware: str = "") -> tuple[str, ...]:
-    """The classes of a run, its own first."""
-    return classes_of(stack_of(run), kind_of(run), hardware)
+def lineage(measure: Measure, run: Run, hardware: str = "") -> tuple[str, ...]:
+    """The classes of a run for a measure, its own first; bytes are not told apart by hardware.
+
+    A run that is anchored on a measured one of its stack is first of all one of those (`predict.anchor`).
+    """
+    found = classes_of(stack_of(run), kind_of(run), hardware)
+    own = found if measure is Measure.TIME else found[1:]
+    return (ANCHORED, *own) if run.anchor is not None and _anchors(run.anchor, measure) else own
+
+
+def _anchors(anchor: RunAnchor, measure: Measure) -> bool:
+    """Whether the anchor's run says anything about this; of a ledger that it contradicts, it does not."""
+    measured = anchor.measured
+    if measure is Measure.TIME:
+        return measured.step is not None
+    if measure is Measure.FRAGMENTS:
+        return anchor.fragments is not None
+    return measured.allocated is not None and abs(anchor.unexplained) <= AGREES * measured.allocated
 
 
 def classes_of(stack: str, kind: str, hardware: str) -> tuple[str, ...]:
@@ -256,7 +288,7 @@ def _shape(model: ModelSpec, kernels: str) -> str:
 
 def time_residual(run: Run, hardware: str) -> Residual:
     """How sure a modelled step of such a run is."""
-    return residual(Measure.TIME, lineage(run, hardware))
+    return residual(Measure.TIME, lineage(Measure.TIME, run, hardware))
 
 
 def time_residual_of(found: Estimate) -> Residual:
