@@ -1,8 +1,9 @@
 """Files of frameworks in a folder: how many ``--from`` reads, how many it refuses, and by which keys.
 
-    python benchmarks/read_examples.py FOLDER [--keys] [--list]
+    python benchmarks/read_examples.py FOLDER [--gpus 8] [--keys] [--list]
 
-FOLDER holds what was fetched, such as axolotl's ``examples``. A file that needs a model or a number of GPUs gets them.
+FOLDER holds what was fetched, such as axolotl's ``examples``. A file that needs a model or a number of GPUs gets them,
+and one that says another number keeps its own. Of a Python file every configuration counts.
 Files that are none of a framework are counted apart. Nothing of the files is kept.
 """
 
@@ -14,20 +15,43 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jettison.core.errors import UsageError
+from jettison.frameworks.python_values import configurations
 from jettison.frameworks.run_file import RunFile, read_run
 from jettison.predict.run_request import resolve
 
-SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".sh", ".args")
-GPUS = 8
+SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".sh", ".args", ".py")
 
 
-def outcomes(folder: Path) -> Iterator[tuple[Path, RunFile | str]]:
-    """Each file with what was read, or why it was not."""
+def files(folder: Path) -> Iterator[Path]:
+    """Files of these names, and every configuration of a Python file."""
     for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file()):
+        if path.suffix == ".py":
+            try:
+                names = configurations(path.read_text(encoding="utf-8"))
+            except SyntaxError:
+                names = []
+            yield from (path.with_name(f"{path.name}:{name}") for name in names)
+        else:
+            yield path
+
+
+def understood(path: Path, gpus: int) -> RunFile:
+    """What a file says, resolved; with a model and a number of GPUs where it names none."""
+    for model, number in ((None, gpus), (None, None), ("llama3-8b", gpus)):
         try:
-            found = read_run(path, model="llama3-8b", gpus=GPUS, allow_unread=True)
+            found = read_run(path, model=model, gpus=number, allow_unread=True)
             resolve(found.spec(), found.request)
-            yield path, found
+            return found
+        except UsageError as error:
+            last = error
+    raise last
+
+
+def outcomes(folder: Path, gpus: int) -> Iterator[tuple[Path, RunFile | str]]:
+    """Each file with what was read, or why it was not."""
+    for path in files(folder):
+        try:
+            yield path, understood(path, gpus)
         except UsageError as error:
             yield path, " ".join(str(error).replace(f"{path}: ", "").split())
 
@@ -36,6 +60,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--keys", action="store_true", help="every key that was not read, with its count")
     parser.add_argument("--list", action="store_true", help="every file")
     asked = parser.parse_args()
@@ -43,7 +68,7 @@ def main() -> None:
     refused: Counter[str] = Counter()
     keys: defaultdict[str, Counter[str]] = defaultdict(Counter)
     none = 0
-    for path, found in outcomes(asked.folder):
+    for path, found in outcomes(asked.folder, asked.gpus):
         if isinstance(found, str) and "no key of a framework" in found:
             none += 1
             continue

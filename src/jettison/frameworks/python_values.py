@@ -48,6 +48,11 @@ def python_values(text: str, name: str | None) -> Mapping[str, Any]:
     return _Module(ast.parse(text)).values(name)
 
 
+def configurations(text: str) -> list[str]:
+    """Names of a file's configurations: functions without required arguments that return something."""
+    return _Module(ast.parse(text)).configurations()
+
+
 class _Module:
     def __init__(self, tree: ast.Module) -> None:
         self.functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -61,7 +66,7 @@ class _Module:
                     self.names[target] = self.value(value, {})
 
     def values(self, name: str | None) -> Mapping[str, Any]:
-        known = [*self._configurations(), *(key for key, value in self.names.items() if isinstance(value, dict))]
+        known = [*self.configurations(), *(key for key, value in self.names.items() if isinstance(value, dict))]
         if name is None:
             if len(known) != 1:
                 listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
@@ -77,7 +82,7 @@ class _Module:
             )
         return {key: value for key, value in found.items() if key}
 
-    def _configurations(self) -> list[str]:
+    def configurations(self) -> list[str]:
         """Functions without required arguments that return something."""
         return [
             name
