@@ -322,7 +322,7 @@ def _precision(row: Facts) -> Precision:
     """
     found = PRECISIONS["fp16-main32" if row["precision"] == "fp16" else "bf16-main32"]
     if "grad-reduce-in-bf16" in extras(row):
-        found = replace(PRECISIONS["bf16"], optimizer_gradient="float32")
+        found = PRECISIONS["bf16-reduce16"]
     recipe = extras(row).get("fp8-recipe")
     if recipe is None:
         return found

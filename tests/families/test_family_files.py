@@ -59,7 +59,8 @@ def test_every_family_is_tried() -> None:
     tiny |= {name.partition(" ")[0] for table in TABLES for name in table.TINY}
     tiny |= {name.partition(" ")[0] for name in test_formula_mixtures.REAL}
     tiny = {WRAPPERS[name] if name in PAIRS else name for name in tiny}
-    assert tiny | set(SAME) | set(IN_WRAPPERS) | {"qwen3_vl_moe_text"} == set(FAMILIES)
+    no_class = {"megatron_gpt"}  # held against Megatron's own figures in tests/frameworks/test_read_megatron.py
+    assert tiny | set(SAME) | set(IN_WRAPPERS) | {"qwen3_vl_moe_text"} | no_class == set(FAMILIES)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

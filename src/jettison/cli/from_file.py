@@ -76,6 +76,8 @@ def sourced(
             raise UsageError("expected a model: a preset such as llama3-8b, a config.json, or --from FILE of a trainer")
         if own_gpus is not None or source.allow_unread:
             raise UsageError(f"got --{'gpus' if own_gpus else 'allow-unread'} without --from; leave it away")
+        if Path(model).is_file() and Path(model).suffix != ".json":
+            hint(f"note: of {model} the model alone is read; --from {model} reads the run")
         _say_anchor(request)
         return model, request, None
     from jettison.frameworks.run_file import read_run
@@ -113,10 +115,10 @@ def spec_of(model: str, request: RunRequest, **how: bool) -> ModelSpec:
         from jettison.frameworks.run_file import is_run_file, read_run
 
         if is_run_file(model):
-            found = read_run(model, gpus=0, allow_unread=True)
+            asked = {name: getattr(request, name) for name in request.given()}
+            found = read_run(model, gpus=0, asked=asked, allow_unread=True)
             if found.config is None:
                 raise UsageError(f"{model} is {found.says}, the configuration of a run; give it after --from")
-            hint(f"note: of {model} the model alone is read; --from {model} reads the run")
             return found.spec()
     return described_model(model, request, **how)
 

@@ -156,9 +156,7 @@ def _model(fields: ConfigFields, kind: str) -> ModelSpec:
         layers=layers,
         final_norm=None if family.arrangement is Arrangement.OUTER else norm,
         max_positions=positions,
-        learned_positions=not (
-            family.rotary or family.alibi or family.waveform or family.scan or family.position_biases.made
-        ),
+        learned_positions=_learned_positions(family),
         position_rows=positions + family.position_offset if family.position_offset else 0,
         token_types=fields.size("type_vocab_size") if fields.knows("type_vocab_size") else 0,
         embedding_norm=norm if family.embedding_norm else None,
@@ -177,6 +175,12 @@ def _model(fields: ConfigFields, kind: str) -> ModelSpec:
         dropout=dropout,
         dtype=_dtype(fields),
     )
+
+
+def _learned_positions(family: Family) -> bool:
+    if family.learned_positions is not None:
+        return family.learned_positions
+    return not (family.rotary or family.alibi or family.waveform or family.scan or family.position_biases.made)
 
 
 def _norm(fields: ConfigFields) -> Norm:

@@ -13,7 +13,7 @@
     [spelling]                      # how this family writes a key, where it does not write it as most do
     [dropout]                       # fields of `DropoutKeys`
     [experts]                       # fields of `Experts`
-    [when.KEY]                      # fields of `Family` where the file has KEY true
+    [when.KEY]                      # fields of `Family`, and of its `Experts`, where the file has KEY true
     [unless.KEY]                    # and where it has it false
     reader = "falcon"               # a function of `readers`, for what no table says
     [kernels]                       # fields of `Kernels` in which transformers' code of this family differs
@@ -121,6 +121,7 @@ class Family:
     scaled_queries: bool = False
     scaled_where_nope: bool = False  # in layers without rotary positions alone
     rotary: bool = True
+    learned_positions: bool | None = None  # None: where nothing else says positions
     rotary_key: str = ""  # a top-level key that says which share of a head is rotated
     nope_where_full: bool = False  # layers without a window have no rotary positions, where some have one: EXAONE 4
     latent: bool = False
@@ -174,11 +175,16 @@ _CHOICES: Final[Mapping[str, type[Enum]]] = {
 
 
 def _typed(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with members of enums in the place of their names, and tuples in that of lists."""
-    return {
-        key: _CHOICES[key][value.upper()] if key in _CHOICES else tuple(value) if isinstance(value, list) else value
-        for key, value in table.items()
-    }
+    """The same with members of enums in the place of their names, tuples in that of lists, and a `Norm`."""
+    return {key: _typed_value(key, value) for key, value in table.items()}
+
+
+def _typed_value(key: str, value: Any) -> Any:
+    if key == "norm":
+        return Norm(**{**value, "kind": NormKind(value["kind"])})
+    if isinstance(value, Mapping):
+        return _typed(value)
+    return _CHOICES[key][value.upper()] if key in _CHOICES else tuple(value) if isinstance(value, list) else value
 
 
 def _merge(into: dict[str, Any], table: Mapping[str, Any]) -> None:
@@ -207,11 +213,9 @@ def _table(file: Path) -> dict[str, Any]:
 def _family(file: Path) -> Family:
     """Read a file."""
     table = _table(file)
-    norm = table.pop("norm")
-    own = _typed({key: value for key, value in table.items() if not isinstance(value, Mapping)})
+    own = _typed({key: value for key, value in table.items() if key == "norm" or not isinstance(value, Mapping)})
     experts = _typed(table.get("experts", {}))
     return Family(
-        norm=Norm(**{**norm, "kind": NormKind(norm["kind"])}),
         defaults=table["defaults"],
         spelling=_typed(table.get("spelling", {})),
         dropout=DropoutKeys(**table.get("dropout", {})),

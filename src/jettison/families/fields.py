@@ -161,7 +161,8 @@ def read(family: Family, values: Mapping[str, Any], name: str) -> Read:
     for default, cases in ((False, family.when), (True, family.unless)):
         for key, then in cases.items():
             if _flag(values, key, default, name) is not default:
-                family = replace(family, **then)
+                experts = family.experts and replace(family.experts, **then.get("experts", {}))
+                family = replace(family, **{**then, "experts": experts})
     return _READERS[family.reader](family, values, name) if family.reader else (family, values)
 
 

@@ -351,7 +351,7 @@ def mlp_of(fields: ConfigFields) -> Mlp:
 def experts_of(fields: ConfigFields) -> Moe:
     style = fields.family.experts
     assert style is not None, "a sparse layer of a family without experts"
-    if fields.flag("mlp_bias"):
+    if fields.flag("mlp_bias") and not style.bias:
         raise fields.error("mlp_bias", f"false where there are experts: only shared ones would have it; or {TRACE}")
     if style.only_top_k and (chosen := fields.value("num_experts_per_tok")) != style.only_top_k:
         key, only = fields.spelled("num_experts_per_tok"), style.only_top_k
@@ -368,7 +368,7 @@ def experts_of(fields: ConfigFields) -> Moe:
         activation=fields.activation(),
         gated=fields.family.gated,
         normalise_top_k=style.normalised or fields.flag("norm_topk_prob"),
-        shared_ffn=fields.size(style.shared_width, least=0 if style.shared_fused else 1)  # Granite's may have none
+        shared_ffn=fields.size(style.shared_width, least=0 if _may_lack_shared(fields) else 1)
         if style.shared_width
         else ffn * (fields.optional_size("n_shared_experts", least=0) or 0),
         jitters=style.jitters if fields.values.get(style.jitter_key) else 0,
@@ -377,6 +377,13 @@ def experts_of(fields: ConfigFields) -> Moe:
         top_groups=top_groups,
         latent=fields.optional_size("moe_latent_size") or 0,
     )
+
+
+def _may_lack_shared(fields: ConfigFields) -> bool:
+    """Granite's and Megatron's experts may stand alone."""
+    style = fields.family.experts
+    assert style is not None
+    return style.shared_fused or fields.family.defaults.get(style.shared_width) == 0
 
 
 def _groups(fields: ConfigFields, experts: int) -> tuple[int, int]:

@@ -6,8 +6,6 @@ Nothing in a file is run: of a shell script assignments and arguments are read, 
 from __future__ import annotations
 
 import json
-import re
-import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,13 +14,11 @@ from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.frameworks.python_values import python_values
+from jettison.frameworks.shell_script import arguments
 
 MOST_BYTES: Final = 1 << 20
 MOST_KEYS: Final = 20_000
 _SUFFIXES: Final = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python"}
-_ASSIGNMENT: Final = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=(\((?:[^()]|\n)*\)|.*)$", re.MULTILINE)
-_VARIABLE: Final = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
-_ENDS: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>&1"})
 _EXPECTED: Final = "a training framework's file: TOML, YAML, JSON, Python, a shell script, or arguments as text"
 
 
@@ -117,57 +113,9 @@ def _yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-def _arguments(text: str) -> Mapping[str, Any]:
-    """Arguments of a shell script or of a text that has nothing else: ``--tp-size 8``, ``--bf16``, ``--a=b``."""
-    text = re.sub(r"\\\r?\n", " ", text)
-    text = re.sub(r"(^|\s)#.*$", r"\1", text, flags=re.MULTILINE)
-    variables: dict[str, str] = {}
-    for name, value in _ASSIGNMENT.findall(text):
-        inner = value.strip()
-        variables[name] = _expanded(inner.strip("()") if inner.startswith("(") else inner, variables).strip("\"'")
-    plain = _expanded(_ASSIGNMENT.sub(" ", text), variables)
-    lines = plain if "--" in plain else " ".join(variables.values())
-    found: dict[str, Any] = {}
-    for line in lines.splitlines():
-        name, program = "", True
-        for word in _words(line):
-            if word.startswith("--") and len(word) > 2:
-                name, equals, value = word[2:].partition("=")
-                found[name] = value if equals else True
-                program = False
-            elif word.endswith(".py") or word in _ENDS or program:
-                found[f"${Path(word).name}"] = True
-                name, program = "", program or word in _ENDS
-            elif name:
-                before = found[name]
-                found[name] = word if before is True else [*(before if isinstance(before, list) else [before]), word]
-    return found | {f"${name}": value for name, value in variables.items()}
-
-
-def _words(line: str) -> Iterator[str]:
-    try:
-        words = shlex.split(line)
-    except ValueError:  # a quotation that goes on in a next line
-        words = line.split()
-    for word in words:
-        yield from word.split() if " --" in word else (word,)
-
-
-def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        return variables.get(name, match[2] if match[2] is not None else match[0])
-
-    for _ in range(4):
-        text, before = _VARIABLE.sub(value, text), text
-        if text == before:
-            break
-    return text
-
-
 _PARSERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "toml": tomllib.loads,
     "yaml": _yaml,
     "json": json.loads,
-    "arguments": _arguments,
+    "arguments": arguments,
 }

@@ -33,6 +33,7 @@ from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.families.presets import PRESETS, cached_config, is_hub_id, preset_named
 from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
+from jettison.frameworks.shell_script import OPEN
 from jettison.models.described import described_model
 from jettison.predict.run_fields import CommonRequest, RunRequest
 from jettison.predict.run_request import flag_of, resolve
@@ -44,6 +45,7 @@ _T = TypeVar("_T", int, float, str, bool)
 _OFF: Final = ("", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{}")
 _FIELDS: Final = frozenset(f.name for f in fields(RunRequest))
 UNKNOWN: Final = "it is not known"
+LEFT_OPEN: Final = "the file leaves it open"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +155,7 @@ class Keys:
         asked: fields of a request that the command line gives, which count before the file's.
         gpus: devices, where the command line says how many.
         beside: other files that were given with it.
+        asked_model: the model, where the command names one.
         table: what ``read.toml`` says of such a file.
     """
 
@@ -163,10 +166,13 @@ class Keys:
         asked: Mapping[str, Any] | None = None,
         gpus: int | None = None,
         beside: Sequence[ConfigFile] = (),
+        asked_model: str | None = None,
         table: Mapping[str, Any] | None = None,
     ) -> None:
         table = {} if table is None else table
         self.file = file
+        self.table = table
+        self.asked_model = asked_model
         self.form = str(table.get("name", ""))
         self._written = {_usual(key, table): key for key in file.values}
         self.values = {name: file.values[key] for name, key in self._written.items()}
@@ -177,7 +183,9 @@ class Keys:
         self.beside = tuple(beside)
         self.model: str | None = None
         self.config: Mapping[str, Any] | None = None
-        self.notes: list[str] = []
+        self.notes: list[str] = [
+            f"a test of the script is not known, and counts as false: {t}" for t in file.values.get(OPEN, ())
+        ]
         self._fields: dict[str, Any] = {}
         self._became: dict[str, list[str]] = {}
         self._refused: dict[str, str] = {}
@@ -252,6 +260,11 @@ class Keys:
         if key in self.values:
             self._refused[key] = why
 
+    def _left_open(self, key: str) -> None:
+        """Refuse a variable of a script; what another program fills in has its own ways."""
+        if self.has(key) and str(self.values[key]).startswith("$"):
+            self.refuse(key, LEFT_OPEN)
+
     def take_model(self, sizes: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
         """Take a model by its sizes in the form of a config.json, ``like`` being a preset of ours; return them all."""
         like = sizes.get("like")
@@ -322,7 +335,11 @@ class Keys:
         self._tables.append((prefix, table))
         for own, name in table.get("keys", {}).items():
             key = f"{prefix}{own}"
-            if self.has(key) and not _variable(self.values[key]):
+            if self.has(key) and name in self.asked and _variable(self.values[key]):
+                self.read(key, why="the command line says it")
+            elif self.has(key) and _variable(self.values[key]):
+                self._left_open(key)
+            elif self.has(key):
                 kind = _KINDS[name]
                 value = self.whole(key) if kind is int else self.number(key) if kind is float else self.get(key)
                 value = ",".join(map(str, value)) if isinstance(value, list) else value
@@ -395,6 +412,7 @@ class Keys:
     def _as(self, kind: type[_T], key: str, default: _T | None, expected: str) -> _T | None:
         value = self.get(key)
         if value is None or _variable(value):
+            self._left_open(key)
             return default
         try:
             number = float(value)
@@ -438,7 +456,7 @@ def read_run(
             f"{', '.join(dict.fromkeys(table['says'] for table in tables()))}"
         )
     name = table["framework"]
-    keys = Keys(first, asked=asked, gpus=gpus, beside=others, table=table)
+    keys = Keys(first, asked=asked, gpus=gpus, beside=others, asked_model=model, table=table)
     keys.by_table(table)
     prefixes = table.get("beside", {})
     for other in others:

@@ -22,6 +22,7 @@ from jettison.core.errors import DoesNotFit, UsageError
 from jettison.core.units import format_bytes, format_seconds
 from jettison.frameworks.config_file import ConfigFile, read_config_file
 from jettison.frameworks.run_file import RunFile, flags_of, read_run
+from jettison.frameworks.shell_script import OF_LAUNCHERS
 from jettison.predict.auto_recompute import AutoForecast
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import DECIDED, RunRequest
@@ -273,7 +274,7 @@ def _json(text: str, key: str, value: Any) -> str:
 
 
 def _arguments(text: str, key: str, value: Any) -> str:
-    """Of a script: the flag where it is, or before the first argument."""
+    """Of a script: the flag where it is, or before the program's first argument."""
     words = [str(one) for one in value] if isinstance(value, list) else [] if value is True else [str(value)]
     said = "" if value is None or value is False else " ".join([f"--{key}", *words])
     pattern = (
@@ -283,7 +284,7 @@ def _arguments(text: str, key: str, value: Any) -> str:
         return re.sub(pattern, lambda _match: said, text, count=1)
     if not said:
         return text
-    place = re.search(r"(?<![\w-])--[A-Za-z]", re.sub(r"#.*", lambda m: " " * len(m[0]), text))
+    place = re.search(rf"(?<![\w-])--(?!(?:{OF_LAUNCHERS})\b)[A-Za-z]", re.sub(r"#.*", lambda m: " " * len(m[0]), text))
     if place is None:
         raise _cannot(key)
     return f"{text[: place.start()]}{said} {text[place.start() :]}"

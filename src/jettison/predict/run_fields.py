@@ -17,7 +17,8 @@ class CommonRequest:
         source_seq: Tokens that an encoder beside a decoder reads, as many as --seq if it can; samples of raw sound.
         attention: eager, flash, sdpa, flex or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
-        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-master16, bf16-autocast, fp16-main32 or fp8.
+        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-reduce16 (Megatron's --grad-reduce-in-bf16), bf16-pure,
+            bf16-master16, bf16-autocast, fp16-main32 or fp8.
         fp8_recipe: How products are narrow, beside a --precision in bf16: TransformerEngine's delayed[:N], tensorwise
             (either -blackwell), blockwise, mxfp8 or nvfp4; torchao's tensorwise, rowwise, rowwise_with_gw_hp or mxfp8.
         fp8_param_gather: Weights are held as bytes (Megatron), or gathered so (torchao's tensorwise).

@@ -141,6 +141,8 @@ PRECISIONS: Final = MappingProxyType(
             replace(_MIXED, name="bf16-grad32", accumulator="float32"),  # 20 bytes
             # 18 bytes: Megatron adds bf16 gradients straight into an fp32 buffer
             replace(_MIXED, name="bf16-main32", gradient="float32"),
+            # Megatron's ``--grad-reduce-in-bf16``: the optimizer copies gradients to fp32
+            replace(_MIXED, name="bf16-reduce16", optimizer_gradient="float32"),
             Precision(
                 name="fp16-main32",
                 compute="float16",

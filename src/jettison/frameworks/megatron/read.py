@@ -1,0 +1,539 @@
+"""A Megatron-LM run from its arguments: a script, a text of them, a test's YAML; and Megatron-Bridge's configuration.
+
+Read: ``megatron/training/arguments.py`` and ``megatron/core/transformer/transformer_config.py`` of Megatron-LM at
+d98e8a64 (22 August 2026). Arguments that are not there have the defaults of these files. The model is written down as
+a ``config.json`` would have it: ``families/models/megatron_gpt.toml`` has its keys.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+from jettison.core.errors import UsageError
+from jettison.frameworks.run_file import Keys
+from jettison.frameworks.shell_script import PROGRAM
+
+_MOST: Final = 100_000
+"""Layers of a pattern."""
+_RANKS: Final = ("tp", "pp", "cp")
+_PER_NODE: Final = ("nproc_per_node", "gpus_per_node", "ntasks_per_node", "$GPUS_PER_NODE", "$NPROC_PER_NODE")
+_NODES: Final = ("nnodes", "nodes", "num_nodes", "$NNODES", "$NUM_NODES", "$NODES")
+_WORLD: Final = ("$WORLD_SIZE", "$WORLD")
+
+
+_EXPERTS: Final = (
+    "expert_tensor_parallel_size",
+    "expert_model_parallel_size",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
+)
+
+
+def read(keys: Keys) -> None:
+    """Everything that is no table."""
+    _devices(keys)
+    _program(keys)
+    if keys.asked_model is not None:
+        keys.read(*keys.table["model"], why=f"the model is {keys.asked_model}")
+    elif keys.has("num_layers") or keys.has("hybrid_layer_pattern") or keys.has("hybrid_override_pattern"):
+        keys.config = config(keys)
+        keys.read(*keys.table["model"])
+    _pipeline(keys)
+    _batch(keys)
+    _kernels(keys)
+    _precision(keys)
+    _recompute(keys)
+    _optimizer(keys)
+    if not keys.values.get("use_megatron_fsdp"):
+        keys.read("data_parallel_sharding_strategy", why="without --use-megatron-fsdp nothing is sharded by it")
+
+
+# ranks and batch ------------------------------------------------------------------------------------------------------
+
+
+def _devices(keys: Keys) -> None:
+    """How many GPUs the script starts, unless the command says so."""
+    if keys.gpus is not None:
+        for name in (*_PER_NODE, *_NODES):
+            keys.read(name)
+        return
+    each, nodes = (_first(keys, names) for names in (_PER_NODE, _NODES))
+    world = _first(keys, _WORLD)
+    keys.gpus = each * (nodes or 1) if each else world
+
+
+def _first(keys: Keys, names: Sequence[str]) -> int | None:
+    """The first of these that is a whole number."""
+    found = None
+    for name in names:
+        value = keys.get(name)
+        if found is None and str(value).isdecimal() and int(value) > 0:
+            found = int(value)
+    return found
+
+
+def _batch(keys: Keys) -> None:
+    """Replicas, and micro-batches in a step."""
+    dp = keys.share(*_RANKS)
+    keys.give("dp", dp)
+    micro = keys.field("micro_batch", 1)
+    total = keys.whole("global_batch_size")
+    if total is None:
+        schedule = str(keys.get("step_batch_size_schedule", "")).split()
+        total = int(schedule[-1].partition(":")[2]) if schedule and schedule[-1].partition(":")[2].isdecimal() else None
+        if total is not None:
+            keys.notes.append(f"the batch grows to {total}, which is counted")
+    if keys.get("rampup_batch_size") is not None:
+        keys.notes.append("the batch grows until it is whole, as it is counted")
+    if total is None:
+        keys.give("micro_batches", 1)
+        return
+    keys.global_batch = total
+    if keys.gpus == 0:
+        return
+    if total % (micro * dp):
+        raise UsageError(
+            f"{keys.file.path}: {_written(keys, 'global_batch_size')} {total} is no multiple of {micro} sequences x "
+            f"{dp} replicas; give --gpus as the run has them"
+        )
+    keys.give("micro_batches", total // (micro * dp), "global_batch_size", "step_batch_size_schedule")
+
+
+def _written(keys: Keys, name: str) -> str:
+    """A key as the file writes it."""
+    return keys.written(name) if name in keys.values else name
+
+
+def _program(keys: Keys) -> None:
+    """Refuse what trains something else than a decoder of text."""
+    program = keys.text(PROGRAM)
+    if keys.asked_model is None and (other := re.search(keys.table["other_programs"], program)):
+        raise UsageError(
+            f"{keys.file.path} runs {program}, whose model ({other[0]}) its arguments do not describe: give MODEL "
+            "before --from"
+        )
+
+
+# the model ------------------------------------------------------------------------------------------------------------
+
+
+def config(keys: Keys) -> Mapping[str, Any]:
+    """The model, in the form of a ``config.json``.
+
+    Raises:
+        UsageError: a size is not there, or is none.
+    """
+    hidden, heads = _size(keys, "hidden_size"), _size(keys, "num_attention_heads")
+    gated = keys.on("swiglu") or keys.on("quick_geglu")
+    learned = _positions(keys)
+    bias = not keys.on("disable_bias_linear")
+    latent = keys.on("multi_latent_attention")
+    pattern = _pattern(keys)
+    if keys.has("spec") and not (pattern and "hybrid_stack_spec" in str(keys.get("spec"))):
+        keys.refuse("spec", "layers of another module are not described")
+    layers = len(pattern) if pattern else _size(keys, "num_layers")
+    ffn = keys.whole("ffn_hidden_size") or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
+    found: dict[str, Any] = {
+        "model_type": keys.table["model_type"],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.whole("num_query_groups", 1) if keys.on("group_query_attention") else heads,
+        "head_dim": keys.whole("kv_channels") or hidden // heads,
+        "intermediate_size": ffn,
+        "vocab_size": _vocabulary(keys),
+        "max_position_embeddings": keys.whole("max_position_embeddings") or keys.whole("seq_length") or 1024,
+        "learned_positions": learned,
+        "rotary": _position_kind(keys) in ("rope", "yarn", "mrope"),
+        "partial_rotary_factor": keys.number("rotary_percent", 1.0),
+        "tie_word_embeddings": not keys.on("untie_embeddings_and_output_weights"),
+        "rms_norm": keys.text("normalization", "layernorm") == "rmsnorm",
+        "gated_linear_unit": gated,
+        "hidden_act": _activation(keys),
+        "attention_bias": bias or keys.on("add_qkv_bias"),
+        "attention_out_bias": bias,
+        "mlp_bias": bias,
+        **{name: keys.on(key) for name, key in keys.table["flags"].items()},
+        "learnable_softmax": keys.text("softmax_type", "vanilla") == "learnable",
+        "hidden_dropout": keys.number("hidden_dropout", 0.1),
+        "attention_dropout": keys.number("attention_dropout", 0.1),
+        **_experts(keys, layers, ffn),
+        **_windows(keys, layers),
+        **(_sizes(keys, "latent") if latent else {}),
+        **(_hybrid(keys, pattern, hidden) if pattern else {}),
+    }
+    if keys.text("softmax_type", "vanilla") == "off-by-one":
+        keys.refuse("softmax_type", "a softmax off by one is not described")
+    if latent and bias:
+        keys.notes.append("biases beside latent attention are not counted")
+    if heads % found["num_key_value_heads"]:
+        raise UsageError(f"{keys.file.path}: {heads} heads do not share {found['num_key_value_heads']} query groups")
+    return found
+
+
+def _size(keys: Keys, name: str) -> int:
+    found = keys.whole(name)
+    if found is None or found < 1:
+        raise UsageError(f"{keys.file.path}: got {_written(keys, name)} {found}; expected a whole number of 1 or more")
+    return found
+
+
+def _position_kind(keys: Keys) -> str:
+    if keys.on("use_rotary_position_embeddings"):
+        return "rope"
+    if keys.on("no_position_embedding"):
+        return "none"
+    return keys.text("position_embedding_type", "learned_absolute")
+
+
+def _positions(keys: Keys) -> bool:
+    """Has it a table of learned positions?"""
+    kind = _position_kind(keys)
+    if kind == "relative":
+        keys.refuse("position_embedding_type", "relative positions are not described for this model")
+    return kind == "learned_absolute"
+
+
+def _activation(keys: Keys) -> str:
+    if keys.on("swiglu"):
+        return "silu"
+    if keys.on("squared_relu"):
+        return "relu2"
+    return "gelu" if keys.on("openai_gelu") else "gelu_pytorch_tanh"
+
+
+def _vocabulary(keys: Keys) -> int:
+    """Rows of the embedding: ``core/tokenizers/utils/build_tokenizer.py``, ``vocab_size_with_padding``."""
+    tokenizer = keys.text("tokenizer_type")
+    padded = keys.whole("padded_vocab_size")
+    known = f"{tokenizer}:{keys.text('tokenizer_model')}"
+    if not tokenizer and keys.has("vocab_file") and keys.has("merge_file"):
+        known = "gpt2bpetokenizer:"
+    said = next((size for name, size in keys.table["vocabularies"].items() if fnmatchcase(known, name)), None)
+    found = padded or keys.whole("vocab_size") or said
+    if found is None:
+        raise UsageError(
+            f"{keys.file.path} does not say how many tokens its vocabulary has, which its tokenizer's files do; add "
+            "vocab_size to it (--vocab-size 128256 as an argument), or give MODEL before --from"
+        )
+    if not keys.has("vocab_size") and padded is None:
+        keys.notes.append(f"a vocabulary of {found} tokens, as {known.strip(':')} has it, before padding")
+    multiple = (keys.whole("make_vocab_size_divisible_by") or 128) * keys.field("tp", 1)
+    return found if padded or not _pads(keys) else -(-found // multiple) * multiple
+
+
+def _pads(keys: Keys) -> bool:
+    return keys.form != "recipe" or keys.on("should_pad_vocab")
+
+
+def _experts(keys: Keys, layers: int, ffn: int) -> dict[str, Any]:
+    experts = keys.whole("num_experts")
+    score = keys.text("moe_router_score_function", "softmax")
+    found: dict[str, Any] = {"moe_layers": []}
+    if not experts:
+        return found
+    if score not in ("softmax", "sigmoid"):
+        keys.refuse("moe_router_score_function", "expected softmax or sigmoid")
+    return found | {
+        "moe_layers": [i for i, one in enumerate(frequencies(keys, "moe_layer_freq", layers, first=True)) if one],
+        "num_experts": experts,
+        **_sizes(keys, "experts"),
+        "moe_intermediate_size": keys.whole("moe_ffn_hidden_size") or ffn,
+        "router_pre_softmax": keys.on("moe_router_pre_softmax") and score == "softmax",
+        "router_sigmoid": score == "sigmoid",
+    }
+
+
+def _windows(keys: Keys, layers: int) -> dict[str, Any]:
+    """Sliding windows, as (127, 0) before and behind a token."""
+    size = keys.get("window_size")
+    if size is None:
+        return {}
+    before = re.findall(r"-?\d+", str(size))
+    if len(before) != 2 or before[1] != "0":
+        keys.refuse("window_size", "expected tokens before a token, and 0 behind it, such as 127,0")
+        return {}
+    found: dict[str, Any] = {"sliding_window": int(before[0]) + 1}
+    if keys.has("window_attn_skip_freq"):
+        slides = frequencies(keys, "window_attn_skip_freq", layers, first=False)
+        found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
+    return found
+
+
+def _sizes(keys: Keys, section: str) -> dict[str, Any]:
+    """Whole numbers of a ``config.json``, by argument, with the default of the argument."""
+    return {name: keys.whole(key, *default) for name, (key, *default) in keys.table[section].items()}
+
+
+def _pattern(keys: Keys) -> str:
+    """Letters of a hybrid model's own layers."""
+    name = "hybrid_layer_pattern" if keys.has("hybrid_layer_pattern") else "hybrid_override_pattern"
+    pattern = str(keys.get(name, ""))
+    own, *further = pattern.split("/")
+    letters = own.replace("|", "")
+    if set(letters) - set("M*-E"):
+        keys.refuse(name, "expected layers of M, *, - and E")
+        return ""
+    if further:
+        keys.give("mtp_num_layers", len(further), name)
+    if "|" in own:
+        stages = own.split("|")
+        keys.give("stage_layers", ",".join(str(len(stage)) for stage in stages), name)
+        ranks = keys.field("pp", 1)
+        if len(stages) > ranks and not len(stages) % ranks:
+            keys.give("virtual_stages", len(stages) // ranks, name)
+    return letters
+
+
+def _hybrid(keys: Keys, pattern: str, hidden: int) -> dict[str, Any]:
+    """``megatron/core/models/hybrid/hybrid_model.py``: a letter a layer, and heads that are twice as wide together."""
+    table = keys.table["hybrid"]
+    heads, width = (keys.whole(*table[kind]) for kind in ("heads", "width"))
+    assert width
+    return {
+        "hybrid": True,
+        "layer_types": [table["words"][letter] for letter in pattern],
+        table["heads_are"]: heads or 2 * hidden // width,
+        table["width_is"]: width,
+        **_sizes(keys, "states"),
+    }
+
+
+def frequencies(keys: Keys, name: str, layers: int, *, first: bool) -> list[int]:
+    """One number a layer: ``([0]*3+[1]*12)``, or N, which is every N-th.
+
+    Args:
+        first: the first of N layers is the one (experts), else the N-th is the other (windows).
+    """
+    value = keys.get(name, 1)
+    if isinstance(value, list):
+        found = [int(bool(one)) for one in value]
+    elif str(value).isdecimal():
+        every = max(1, int(value))
+        found = [int(not i % every) if first else int(bool((i + 1) % every)) for i in range(layers)]
+    else:
+        try:
+            found = _listed(ast.parse(str(value), mode="eval").body)
+        except (SyntaxError, ValueError):
+            found = []
+    if len(found) != layers:
+        got = f"{_written(keys, name)} {value}"
+        raise UsageError(f"{keys.file.path}: got {got}; expected a number, or a list of {layers} such as ([0]*3+[1]*9)")
+    return found
+
+
+def _listed(node: ast.expr) -> list[int]:
+    """Lists of whole numbers, added and repeated."""
+    match node:
+        case ast.List(elts=items):
+            return [one.value for one in items if isinstance(one, ast.Constant) and isinstance(one.value, int)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            found = _listed(left) + _listed(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int() as times)) if 0 <= times <= _MOST:
+            inner = _listed(left)
+            found = inner * times if len(inner) * times <= _MOST else []
+        case _:
+            raise ValueError
+    return found if len(found) <= _MOST else []
+
+
+# pipeline, kernels, precision -----------------------------------------------------------------------------------------
+
+
+def _pipeline(keys: Keys) -> None:
+    stages = keys.field("pp", 1)
+    layers = keys.config["num_hidden_layers"] if keys.config else keys.whole("num_layers") or 0
+    if layout := keys.get("pipeline_model_parallel_layout"):
+        text = str(layout).strip("'\"")
+        keys.give("stage_layers", text, "pipeline_model_parallel_layout")
+        chunks = _unrolled(text).count("|") + 1
+        if chunks > stages and not chunks % stages:
+            keys.give("virtual_stages", chunks // stages, "pipeline_model_parallel_layout")
+        return
+    each, virtual = keys.whole("num_layers_per_virtual_pipeline_stage"), "num_virtual_stages_per_pipeline_rank"
+    ends = [keys.on(f"account_for_{name}_in_pipeline_split") for name in ("embedding", "loss")]
+    rows = layers + sum(ends)
+    if each and stages > 1 and not rows % (stages * each):
+        keys.give("virtual_stages", rows // stages // each, "num_layers_per_virtual_pipeline_stage")
+    elif number := keys.whole(virtual):
+        keys.give("virtual_stages", number, virtual)
+    chunks = stages * keys.field("virtual_stages", 1)
+    if any(ends) and chunks > 1:
+        sizes = [rows // chunks] * chunks
+        sizes[0] -= ends[0]
+        sizes[-1] -= ends[1]
+        keys.give("stage_layers", ",".join(map(str, sizes)), "account_for_embedding_in_pipeline_split")
+    uneven = [
+        f"{end}:{count}" for end in ("first", "last") if (count := keys.whole(f"decoder_{end}_pipeline_num_layers"))
+    ]
+    if uneven and stages > 1:
+        keys.give(
+            "stage_layers", ",".join(uneven), *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last"))
+        )
+    if keys.on("defer_embedding_wgrad_compute") and stages > 1:
+        keys.give("deferred_head", keys.whole("wgrad_deferral_limit") or 0, "defer_embedding_wgrad_compute")
+        if not keys.whole("wgrad_deferral_limit"):
+            keys.refuse("defer_embedding_wgrad_compute", "of all micro-batches; give --wgrad-deferral-limit")
+
+
+def _unrolled(text: str) -> str:
+    """A layout string without repetitions of a group."""
+    return re.sub(r"\(([^()]*)\)\*(\d{1,3})", lambda found: found[1] * int(found[2]), text)
+
+
+def _kernels(keys: Keys) -> None:
+    local = keys.text("transformer_impl", "transformer_engine") == "local"
+    backend = keys.text("attention_backend", "auto")
+    eager = backend in ("unfused", "local") or (local and not keys.on("use_flash_attn"))
+    if backend not in ("auto", "flash", "fused", "unfused", "local"):
+        keys.refuse("attention_backend", "expected auto, flash, fused, unfused or local")
+    keys.give("attention", "eager" if eager else "flash", "attention_backend", "transformer_impl", "use_flash_attn")
+    if local:
+        keys.give("workspaces", "torch-hopper", "transformer_impl")
+    if keys.on("no_masked_softmax_fusion") and eager:
+        keys.refuse("no_masked_softmax_fusion", "eager attention without the fused softmax has no flag")
+    if keys.on("no_gradient_accumulation_fusion"):
+        keys.give("accumulation", "cast", "no_gradient_accumulation_fusion")
+    else:
+        keys.give("accumulation", "fused" if local else "fused-dummy", "transformer_impl")
+    if keys.on("cross_entropy_loss_fusion"):
+        kind = keys.text("cross_entropy_fusion_impl", "native")
+        keys.give("loss", kind, "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")
+    if keys.on("no_create_attention_mask_in_dataloader"):
+        keys.give("loader_masks", False, "no_create_attention_mask_in_dataloader")
+    if keys.field("tp", 1) > 1:
+        keys.give("sp", keys.on("sequence_parallel"), "sequence_parallel")
+    else:
+        keys.read("sequence_parallel", why="off with one rank of tensor parallelism")
+    if keys.config and keys.config.get("num_experts"):
+        _dispatch(keys)
+    else:
+        keys.read(*_EXPERTS, why="without experts")
+    if kinds := [*dict.fromkeys(words(keys.get("cp_comm_type")))]:
+        exchange = {"p2p": "p2p", "a2a": "a2a", "allgather": "gather", "a2a+p2p": "p2p"}.get(kinds[0])
+        if exchange is None or len(kinds) > 1:
+            keys.refuse("cp_comm_type", "expected one of p2p, a2a, allgather and a2a+p2p for all layers")
+        keys.give("context_exchange", exchange, "cp_comm_type")
+        if kinds == ["a2a+p2p"]:
+            keys.notes.append("context parallelism by a2a+p2p is counted as p2p")
+    if keys.on("enable_cuda_graph") or keys.text("cuda_graph_impl", "none") not in ("none", ""):
+        keys.give("cuda_graphs", True, "enable_cuda_graph", "cuda_graph_impl")
+        keys.notes.append("CUDA graphs keep buffers of their own, which are not counted")
+
+
+def _dispatch(keys: Keys) -> None:
+    """Experts: how tokens reach them, and whether one product has all of them."""
+    keys.give("ep", keys.whole("expert_model_parallel_size"), "expert_model_parallel_size")
+    dispatcher = keys.text("moe_token_dispatcher_type", "allgather")
+    keys.give("dispatcher", dispatcher, "moe_token_dispatcher_type")
+    if not keys.on("moe_grouped_gemm"):
+        keys.give("sequential_experts", True)
+    if (wide := keys.whole("expert_tensor_parallel_size")) and wide != keys.field("tp", 1):
+        keys.give("expert_tp", wide, "expert_tensor_parallel_size")
+    keys.read(*_EXPERTS)
+
+
+def _precision(keys: Keys) -> None:
+    narrow = keys.on("grad_reduce_in_bf16")
+    if keys.on("fp16"):
+        keys.give("precision", "fp16-main32", "fp16")
+        if keys.on("accumulate_allreduce_grads_in_fp32"):
+            keys.refuse("accumulate_allreduce_grads_in_fp32", "fp16 with fp32 gradients is not described")
+    elif keys.on("bf16"):
+        keys.give("precision", "bf16-reduce16" if narrow else "bf16-main32", "bf16", "grad_reduce_in_bf16")
+    else:
+        keys.give("precision", "fp32", "bf16", "fp16")
+    _aware(keys)
+    if keys.has("fp8_format"):
+        recipe = keys.text("fp8_recipe", "delayed")
+        history = keys.whole("fp8_amax_history_len", 1)
+        keys.give("fp8_recipe", f"{recipe}:{history}" if recipe == "delayed" else recipe, "fp8_format", "fp8_recipe")
+        keys.read("fp8_amax_history_len")
+        if keys.on("fp8_param_gather"):
+            keys.give("fp8_param_gather", True, "fp8_param_gather")
+        if keys.on("first_last_layers_bf16"):
+            ends = {"first": "num_layers_at_start_in_bf16", "last": "num_layers_at_end_in_bf16"}
+            said = ",".join(f"{end}:{count}=bf16" for end, key in ends.items() if (count := keys.whole(key, 1)))
+            keys.give("products", said or None, "first_last_layers_bf16", *ends.values())
+        for name in ("fp8_dot_product_attention", "fp8_multi_head_attention", "fp8_output_proj"):
+            if keys.on(name):
+                keys.refuse(name, "attention in FP8 is not described")
+    else:
+        keys.read(
+            "fp8_recipe", "fp8_param_gather", "fp8_amax_history_len", why="without --fp8-format nothing is in FP8"
+        )
+
+
+def _aware(keys: Keys) -> None:
+    """NOTE [ Precision-aware optimizers ]."""
+    name = "use_precision_aware_optimizer"
+    if not keys.on(name):
+        return
+    kinds = {key: keys.text(key, "fp32") for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
+    gradients = keys.text("main_grads_dtype", "fp32")
+    if list(kinds.values()) == ["fp32", "fp32", "fp32"] and gradients == "fp32":
+        keys.read(name, why="all in fp32, as without it")
+    elif list(kinds.values()) == ["fp32", "bf16", "bf16"] and keys.on("bf16"):
+        word = "bf16-aware" if gradients == "bf16" else "bf16-aware-grad32"
+        keys.give("precision", word, name, "main_grads_dtype", *kinds)
+    else:
+        keys.refuse(name, "described are moments in bf16 (--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16) and fp32 alone")
+
+
+# recomputation, optimizer ---------------------------------------------------------------------------------------------
+
+
+def _recompute(keys: Keys) -> None:
+    granularity = keys.text("recompute_granularity")
+    if keys.on("recompute_activations"):
+        granularity = "selective"
+    if keys.on("checkpoint_activations"):
+        granularity = "full"
+    method, number = keys.text("recompute_method"), keys.whole("recompute_num_layers", 1)
+    said = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations")
+    if granularity == "full":
+        word = f"block:{number}" if method == "block" else f"every:{number}" if number and number > 1 else "full"
+        keys.give("recompute", word, *said)
+    elif granularity == "selective":
+        modules = list(words(keys.get("recompute_modules"))) or ["core_attn"]
+        if keys.on("moe_layer_recompute"):
+            modules = [*dict.fromkeys([*modules, "moe"])]
+        keys.give("recompute_modules", ",".join(modules), *said, "recompute_modules")
+    elif granularity:
+        keys.refuse("recompute_granularity", "expected full or selective")
+    else:
+        keys.read(*said, "recompute_modules", why="without --recompute-granularity nothing is recomputed")
+    if keys.on("fine_grained_activation_offloading"):
+        modules = list(words(keys.get("offload_modules")))
+        keys.give("offload_modules", ",".join(modules) or None, "offload_modules", "fine_grained_activation_offloading")
+
+
+def words(value: Any) -> Iterator[str]:
+    """A list's items: of YAML, of arguments, or in one text such as ``[mlp moe_act]``."""
+    for one in value if isinstance(value, list) else [] if value is None or value is True else [str(value)]:
+        yield from re.findall(r"[\w.+]+", str(one))
+
+
+def _optimizer(keys: Keys) -> None:
+    name, sharded = keys.text("optimizer", "adam"), keys.on("use_distributed_optimizer")
+    if name in ("muon", "dist_muon"):
+        whole = sharded or name == "dist_muon"
+        older = keys.on("no_use_layer_wise_param_layout")
+        word = ("dist-muon-pingpong" if older else "dist-muon") if whole else "muon"
+        keys.give("optimizer", word, "optimizer", "no_use_layer_wise_param_layout")
+    elif name == "sgd":
+        keys.give("optimizer", "sgd-momentum" if keys.number("sgd_momentum", 0.9) else "sgd", "optimizer")
+    elif name == "adam":
+        keys.read("optimizer")
+    else:
+        keys.refuse("optimizer", "described are adam, sgd and muon")
+    if sharded:
+        keys.give("zero", 1, "use_distributed_optimizer")
+    if (groups := keys.whole("num_distributed_optimizer_instances", 1)) and groups > 1:
+        keys.give("zero_replicas", groups, "num_distributed_optimizer_instances")
+    if keys.on("optimizer_cpu_offload"):
+        keys.refuse("optimizer_cpu_offload", "optimizer states on the host are not described for Megatron-LM")

@@ -1,0 +1,420 @@
+"""Arguments of a shell script, or of a text that has nothing else: read, never run.
+
+Assignments, arrays, ``if``, ``case`` and the first round of ``for`` are followed as far as values are known. What only
+a run would know (a file that is there, what a command prints, ``$1``) is left open: its test counts as false, and its
+``$NAME`` stays in the text.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+OPEN: Final = "$?"
+"""The key of tests that are not known."""
+PROGRAM: Final = "$0"
+"""The key of the program that takes the arguments."""
+_MOST: Final = 1 << 20
+"""Characters that a text may grow to."""
+_VARIABLE: Final = re.compile(
+    r"\$\(\((?P<sum>[^$`]*?)\)\)|\$\{(?P<name>\w+|[@#*])(?:\[[@*]\])?(?:(?P<how>:?[-=+?])(?P<else>[^{}]*))?\}|\$(?P<plain>\w+)"
+)
+_NAME: Final = re.compile(r"(?:(?:export|local|readonly|declare|typeset)\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=")
+_SBATCH: Final = re.compile(r"^#SBATCH\s+--([\w-]+)(?:[= ]+(\S+))?", re.MULTILINE)
+_HERE: Final = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2\s*$", re.MULTILINE | re.DOTALL)
+_ENDS: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>&1", "&>", "<"})
+_LAUNCHERS: Final = frozenset({"srun", "sbatch", "mpirun", "mpiexec", "docker", "singularity", "apptainer", "enroot"})
+_PROGRAMS: Final = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|trl)")
+_KNOWN_OF_LAUNCHERS: Final = ("nodes", "ntasks-per-node", "gpus-per-node", "gpus", "ntasks")
+OF_LAUNCHERS: Final = (
+    r"nproc[_-]per[_-]node|nnodes|node[_-]rank|master[_-](?:addr|port)|rdzv[_-]\w+|standalone|max[_-]restarts|"
+    r"num[_-](?:nodes|gpus|processes|machines)|config[_-]file|mem|nodes|ntasks[\w-]*|gpus[\w-]*|container[\w-]*|"
+    r"job-name|partition|account|time|output|error|exclusive"
+)
+"""A pattern of arguments that are a launcher's and not the program's."""
+_FILE_TESTS: Final = ("-f", "-d", "-e", "-x", "-s", "-r", "-w", "-L")
+
+
+def arguments(text: str) -> Mapping[str, Any]:
+    """Arguments by name without dashes, those without a value True, those with several a list; variables as ``$NAME``.
+
+    Raises:
+        ValueError: it grows beyond what can be read.
+    """
+    script = _Script()
+    script.read(_HERE.sub("\n", text.replace("\r\n", "\n")))
+    found = _named(script.command())
+    for name, value in _SBATCH.findall(text):
+        if name in _KNOWN_OF_LAUNCHERS and value:
+            found.setdefault(name, value)
+    found |= {f"${name}": value for name, value in script.variables.items()}
+    return found | ({OPEN: sorted(script.open)} if script.open else {})
+
+
+@dataclass
+class _Script:
+    """What a script has said so far."""
+
+    variables: dict[str, str] = field(default_factory=dict)
+    commands: list[list[str]] = field(default_factory=list)
+    open: set[str] = field(default_factory=set)
+    _blocks: list[_Block] = field(default_factory=list)
+
+    def command(self) -> list[str]:
+        """The command with the most arguments, of those that start a program where one does; else all words."""
+        started = [words for words in self.commands if any(map(_starts, words))]
+        with_arguments = [words for words in started if any(word.startswith("--") for word in words)]
+        if with_arguments:
+            return max(with_arguments, key=lambda words: sum(word.startswith("--") for word in words))
+        words = [word for command in self.commands for word in command]
+        if any(word.startswith("--") for word in words):
+            return words
+        return [word for value in self.variables.values() if "--" in value for word in split_words(value)]
+
+    def read(self, text: str) -> None:
+        """Follow all statements."""
+        pieces = list(_statements(text))
+        at = 0
+        while at < len(pieces):
+            words, _ = pieces[at]
+            first, _, rest = words.strip().partition(" ")
+            if first in ("if", "elif", "while", "until"):
+                tests: list[tuple[str, str]] = [(rest, pieces[at][1])]
+                closing = "then" if first in ("if", "elif") else "do"
+                while at + 1 < len(pieces) and pieces[at + 1][0].split(" ")[0] != closing:
+                    at += 1
+                    tests.append(pieces[at])
+                self._branch(first, tests)
+            else:
+                self._statement(first, rest, words, pieces[at][1])
+            at += 1
+
+    def _branch(self, word: str, tests: Sequence[tuple[str, str]]) -> None:
+        if word == "elif":
+            block = self._blocks[-1] if self._blocks else _Block()
+            block.runs = not block.done and self._outer() and self._all(tests)
+            block.done |= block.runs
+            return
+        runs = self._runs() and word == "if" and self._all(tests)
+        self._blocks.append(_Block(runs=runs, done=runs))
+
+    def _statement(self, first: str, rest: str, words: str, follows: str) -> None:
+        """One statement that begins no test."""
+        if first in ("then", "do", "else", "{"):
+            if first == "else" and self._blocks:
+                self._blocks[-1].runs = not self._blocks[-1].done and self._outer()
+            if rest.strip():
+                self.read(rest)
+        elif first in ("fi", "done", "esac"):
+            if self._blocks:
+                self._blocks.pop()
+        elif first == "case":
+            value = self.expand(rest.rpartition(" in")[0] or rest).strip("\"' ")
+            self._blocks.append(_Block(runs=False, value=value))
+            if after := rest.rpartition(" in ")[2] if " in " in rest else "":
+                self._case(after)
+        elif self._blocks and self._blocks[-1].value is not None and re.match(r"\(?[^()=]*\)", words):
+            self._case(words)
+        elif first == "for":
+            name, _, values = rest.partition(" in ")
+            listed = split_words(self.expand(values))
+            runs = self._runs()
+            if runs and listed:
+                self.variables[name.strip()] = listed[0]
+            self._blocks.append(_Block(runs=runs, done=True))
+        elif self._runs():
+            if follows in ("&&", "||") and _is_test(words):
+                holds = self._holds(words)
+                self._blocks.append(_Block(runs=bool(holds) is (follows == "&&"), once=True))
+                return
+            self._run(words)
+        if self._blocks and self._blocks[-1].once and follows not in ("&&", "||"):
+            self._blocks.pop()
+
+    def _case(self, words: str) -> None:
+        """A pattern of ``case``, and what stands behind it."""
+        block = self._blocks[-1]
+        pattern, _, rest = words.partition(")")
+        kinds = [kind.strip("\"' ") for kind in pattern.lstrip("(").split("|")]
+        fits = any(fnmatchcase(block.value or "", kind) for kind in kinds)
+        block.runs = fits and not block.done and self._outer()
+        block.done |= block.runs
+        if rest.strip():
+            self.read(rest)
+
+    def _runs(self) -> bool:
+        return all(block.runs for block in self._blocks)
+
+    def _outer(self) -> bool:
+        return all(block.runs for block in self._blocks[:-1])
+
+    def _run(self, words: str) -> None:
+        """Assignments, and a command behind them."""
+        words = words.strip()
+        while match := _NAME.match(words):
+            value, words = _value(words[match.end() :])
+            before = self.variables.get(match[1], "") if match[2] else ""
+            array = value.startswith("(")
+            text = self.expand(value[1:-1] if array else value, single=not array)
+            self.variables[match[1]] = f"{before} {text.strip()}".strip() if array else before + _unquoted(text)
+            words = words.strip()
+        if words:
+            self.commands.append(split_words(self.expand(words)))
+
+    # values -----------------------------------------------------------------------------------------------------------
+
+    def expand(self, text: str, *, single: bool = False) -> str:
+        """A text with the variables that are known."""
+        if single and re.fullmatch(r"'[^']*'", text.strip()):
+            return text
+        for _ in range(8):
+            text, before = _VARIABLE.sub(self._value, text), text
+            if len(text) > _MOST:
+                raise ValueError("its variables grow beyond what can be read")
+            if text == before:
+                break
+        return text
+
+    def _value(self, match: re.Match[str]) -> str:
+        if (sum_ := match["sum"]) is not None:
+            names = re.sub(r"[A-Za-z_]\w*", lambda name: self.variables.get(name[0], name[0]), sum_)
+            number = _calculated(names)
+            return match[0] if number is None else str(number)
+        name = match["name"] or match["plain"]
+        value, how = self.variables.get(name), (match["how"] or "").lstrip(":")
+        if how == "+":
+            return match["else"] if value else ""
+        if value is None or (value == "" and match["how"] and match["how"].startswith(":")):
+            return _unquoted(match["else"]) if how in ("-", "=") else match[0]
+        return value
+
+    def _all(self, tests: Sequence[tuple[str, str]]) -> bool:
+        """Do tests hold that are joined by && and ||? One that is not known does not."""
+        found, operator = True, "&&"
+        for words, follows in tests:
+            holds = bool(self._holds(words)) if words.strip() else True
+            found = (found and holds) if operator == "&&" else (found or holds)
+            operator = follows
+        return found
+
+    def _holds(self, words: str) -> bool | None:
+        """Does a test hold? None where it is not known."""
+        words = words.strip()
+        if words.startswith("! "):
+            inner = self._holds(words[2:])
+            return None if inner is None else not inner
+        if not _is_test(words):
+            return None
+        if words.startswith("(("):
+            number = _compared(self.expand(re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"${\1}", words[2:-2])))
+        else:
+            inside = words.removeprefix("test ").strip("[] ")
+            number = self._joined(inside)
+        if number is None and not any(f" {one} " in f" {words} " for one in _FILE_TESTS):
+            self.open.add(words)
+        return number
+
+    def _joined(self, inside: str) -> bool | None:
+        for operator, settles in (("||", True), ("&&", False), (" -o ", True), (" -a ", False)):
+            if operator in inside:
+                parts = [self._joined(part) for part in inside.split(operator)]
+                return settles if settles in parts else None if None in parts else not settles
+        try:
+            words = shlex.split(self.expand(_emptied(inside, self.variables)))
+        except ValueError:
+            return None
+        if any("$" in word or "`" in word for word in words):
+            return None
+        match words:
+            case ["!", *rest]:
+                inner = self._joined(shlex.join(rest))
+                return None if inner is None else not inner
+            case ["-z"] | ["-n"]:
+                return words[0] == "-z"
+            case ["-z" | "-n", value]:
+                return (not value) is (words[0] == "-z")
+            case [left, "=" | "==" | "!=" as sign, right]:
+                return fnmatchcase(left, right) is (sign != "!=")
+            case [left, "-eq" | "-ne" | "-gt" | "-ge" | "-lt" | "-le" as sign, right]:
+                signs = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
+                return _compared(f"{left} {signs[sign]} {right}")
+            case ["=" | "==" | "!=" as sign, right]:
+                return (right == "") is (sign != "!=")
+            case [left, "=" | "==" | "!=" as sign]:
+                return (left == "") is (sign != "!=")
+            case [value]:
+                return None if value in _FILE_TESTS else bool(value)
+        return None
+
+
+@dataclass
+class _Block:
+    """A branch. ``value``: of ``case``. ``once``: of one command behind && or ||."""
+
+    runs: bool = False
+    done: bool = False
+    value: str | None = None
+    once: bool = False
+
+
+def _statements(text: str) -> Iterator[tuple[str, str]]:
+    """Statements with the operator behind each, without comments; arrays and quotations go over lines."""
+    text = re.sub(r"\\\n", " ", text)
+    found: list[str] = []
+    quote, depth, at = "", 0, 0
+    while at < len(text):
+        char, two = text[at], text[at : at + 2]
+        if quote:
+            quote = "" if char == quote and text[at - 1] != "\\" else quote
+        elif char in "\"'":
+            quote = char if not at or text[at - 1] != "\\" else quote
+        elif char == "#" and (not at or text[at - 1].isspace() or text[at - 1] == "("):
+            end = text.find("\n", at)
+            at = len(text) if end < 0 else end
+            continue
+        elif two == "[[" or char == "(":
+            depth += 1
+        elif (two == "]]" or char == ")") and depth:
+            depth -= 1
+        elif not depth and (char in "\n;" or two in ("&&", "||")):
+            if word := "".join(found).strip():
+                yield word, two if two in ("&&", "||") else char
+            found = []
+            at += 2 if two in ("&&", "||", ";;") else 1
+            continue
+        found.append(" " if char == "\n" and depth and not quote else char)
+        at += 1
+    if word := "".join(found).strip():
+        yield word, "\n"
+
+
+def _value(text: str) -> tuple[str, str]:
+    """What an assignment's value is, and what stands behind it."""
+    quote, depth = "", 0
+    for at, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote and text[at - 1] != "\\" else quote
+        elif char in "\"'":
+            quote = char
+        elif char == "(" or (char == "{" and text[at - 1 : at] == "$"):
+            depth += 1
+        elif char in ")}" and depth:
+            depth -= 1
+        elif char.isspace() and not depth:
+            return text[:at], text[at:]
+    return text, ""
+
+
+def split_words(line: str) -> list[str]:
+    """Words of a line; a quotation that has several arguments counts as these."""
+    try:
+        words = shlex.split(line)
+    except ValueError:  # a quotation that does not end
+        words = line.split()
+    found: list[str] = []
+    for word in words:
+        several = " --" in word or (word.startswith("--") and " " in word.partition("=")[0])
+        found += [one.strip("\"'") for one in word.split()] if several else [word]
+    return found
+
+
+def _named(words: Sequence[str]) -> dict[str, Any]:
+    """Arguments by name, of a launcher's those that say how many devices there are; programs as ``$NAME``."""
+    found: dict[str, Any] = {}
+    name, launched, begun = "", bool(words) and words[0].rpartition("/")[2] in _LAUNCHERS, False
+    for word in words:
+        if launched and _PROGRAMS.fullmatch(word):
+            launched, begun, name = False, False, ""
+            found[f"${word.rpartition('/')[2]}"] = True
+        elif word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            begun = True
+            if launched and name not in _KNOWN_OF_LAUNCHERS:
+                name = ""
+            else:
+                found[name] = value if equals else True
+        elif _is_program(word) or not begun:
+            found[f"${word.rpartition('/')[2]}"] = True
+            found |= {PROGRAM: word} if _is_program(word) else {}
+            name = ""
+        elif word in _ENDS or re.fullmatch(r"-[A-Za-z]", word):
+            name = ""
+        elif name:
+            before = found[name]
+            found[name] = word if before is True else [*(before if isinstance(before, list) else [before]), word]
+    return found
+
+
+def _is_program(word: str) -> bool:
+    return word.endswith(".py")
+
+
+def _starts(word: str) -> bool:
+    return _is_program(word) or _PROGRAMS.fullmatch(word) is not None
+
+
+def _is_test(words: str) -> bool:
+    return words.startswith(("[ ", "[[", "((", "test "))
+
+
+def _unquoted(text: str) -> str:
+    text = text.strip()
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
+
+
+def _emptied(text: str, variables: Mapping[str, str]) -> str:
+    """Variables that nobody sets are empty where they are tested."""
+
+    def empty(match: re.Match[str]) -> str:
+        name = match["name"] or match["plain"]
+        return "" if name and match["how"] is None and name not in variables else match[0]
+
+    return _VARIABLE.sub(empty, text)
+
+
+def _compared(text: str) -> bool | None:
+    match = re.fullmatch(r"\s*(-?\d+)\s*(==|!=|>=|<=|>|<)\s*(-?\d+)\s*", text)
+    if match is None:
+        return None
+    left, right = int(match[1]), int(match[3])
+    return {
+        "==": left == right,
+        "!=": left != right,
+        ">": left > right,
+        "<": left < right,
+        ">=": left >= right,
+        "<=": left <= right,
+    }[match[2]]
+
+
+def _calculated(text: str) -> int | None:
+    """Whole numbers with + - * / %, as a shell has them."""
+
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int() as number) if abs(number) < 1 << 62:
+                return int(number)
+            case ast.BinOp(left=left, op=operator, right=right):
+                first, then = value(left), value(right)
+                match operator:
+                    case ast.Add():
+                        return first + then
+                    case ast.Sub():
+                        return first - then
+                    case ast.Mult():
+                        return first * then
+                    case ast.Div() | ast.FloorDiv() if then:
+                        return first // then
+                    case ast.Mod() if then:
+                        return first % then
+        raise ValueError
+
+    try:
+        return value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,433 @@
+"""Megatron-LM's runs, read from scripts, arguments as text and tests' YAML."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import megatron_golden as golden
+from benchmarks import megatron_hybrids
+
+from jettison.cli.main import run as jettison
+from jettison.core.errors import UsageError
+from jettison.formula.region import parameter_count
+from jettison.frameworks.run_file import read_run, run_from
+from jettison.frameworks.shell_script import OPEN, PROGRAM, arguments
+from jettison.predict.forecast import forecast
+from jettison.spec.model import Activation, Attention, LatentAttention, Layer, Mlp, Moe, NormKind, QkNorm, Router
+
+SMALL = {
+    "num-layers": 4,
+    "hidden-size": 256,
+    "num-attention-heads": 4,
+    "seq-length": 128,
+    "max-position-embeddings": 128,
+    "vocab-size": 1000,
+    "micro-batch-size": 2,
+    "global-batch-size": 32,
+    "bf16": True,
+}
+LLAMA = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "disable-bias-linear": True,
+    "untie-embeddings-and-output-weights": True,
+    "position-embedding-type": "rope",
+    "group-query-attention": True,
+    "num-query-groups": 2,
+    "ffn-hidden-size": 512,
+}
+
+
+def text_of(values: dict[str, Any]) -> str:
+    """Arguments as they are typed."""
+    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in values.items())
+
+
+def yaml_of(values: dict[str, Any]) -> str:
+    """The same, as a test's YAML has them."""
+    lines = [f"  --{name}: {'true' if value is True else value}" for name, value in values.items()]
+    return "ENV_VARS:\n  CUDA_DEVICE_MAX_CONNECTIONS: 1\nMODEL_ARGS:\n" + "\n".join(lines) + "\nTEST_TYPE: regular\n"
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """Read arguments on eight devices."""
+
+    def found(values: dict[str, Any], gpus: int | None = 8, **more: Any) -> Any:
+        file = tmp_path / "run.args"
+        file.write_text(text_of({**SMALL, **values}))
+        return read_run(file, gpus=gpus, **more)
+
+    return found
+
+
+def test_fields_of_a_request(read: Any) -> None:
+    found = read(
+        {
+            "tensor-model-parallel-size": 2,
+            "pipeline-model-parallel-size": 2,
+            "sequence-parallel": True,
+            "num-layers-per-virtual-pipeline-stage": 1,
+            "use-distributed-optimizer": True,
+            "recompute-granularity": "full",
+            "recompute-method": "block",
+            "recompute-num-layers": 1,
+            "lr": 0.1,
+        }
+    )
+    request = found.request
+    assert {name: getattr(request, name) for name in request.given()} == {
+        "seq": 128,
+        "micro_batch": 2,
+        "micro_batches": 8,
+        "tp": 2,
+        "sp": True,
+        "pp": 2,
+        "virtual_stages": 2,
+        "dp": 2,
+        "zero": 1,
+        "attention": "flash",
+        "precision": "bf16-main32",
+        "accumulation": "fused-dummy",
+        "recompute": "block:1",
+        "like": "megatron-0.19",
+    }
+    assert (found.global_batch, found.ignored, found.unread) == (32, ("lr",), ())
+
+
+def test_three_forms_are_one_run(tmp_path: Path, read: Any) -> None:
+    values = {**SMALL, **LLAMA}
+    plain, script, test = (tmp_path / name for name in ("plain.args", "run.sh", "model_config.yaml"))
+    plain.write_text(text_of(values))
+    test.write_text(yaml_of(values))
+    script.write_text(
+        "#!/bin/bash\r\nGPUS_PER_NODE=4\nNNODES=2 # nodes\nHIDDEN=256\n"
+        "ARGS=(\n    " + text_of({**values, "hidden-size": "$HIDDEN"}).replace(" --", "\n    --") + "\n)\n"
+        "torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES pretrain_gpt.py ${ARGS[@]}\n"
+    )
+    runs = [run_from(plain, gpus=8), run_from(script), run_from(test, gpus=8)]
+    for one in runs:
+        assert replace(one, model=replace(one.model, name="")) == replace(
+            runs[0], model=replace(runs[0].model, name="")
+        )
+    assert runs[1].layout.dp == 8
+
+
+def test_a_file_is_the_command_that_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.args"
+    file.write_text(text_of({**SMALL, **LLAMA, "tensor-model-parallel-size": 2}))
+    found = read_run(file, gpus=8)
+    assert jettison(["ledger", "--from", str(file), "--gpus", "8"]) == 0
+    first = capsys.readouterr()
+    assert jettison(found.command().split()[1:]) == 0
+    second = capsys.readouterr()
+    assert first.out == second.out
+    assert "of " + str(file) + " the model alone is read" in second.err
+
+
+def test_the_model_of_a_gpt(read: Any) -> None:
+    model = read({}).spec()
+    layer = model.layers[0]
+    assert isinstance(layer.attention, Attention) and isinstance(layer.mlp, Mlp)
+    assert (model.vocab, model.learned_positions, model.tied_embeddings, model.dropout) == (1024, True, True, 0.1)
+    assert (layer.attention.qkv_bias, layer.attention.out_bias, layer.attention.rotary_dim) == (True, True, 0)
+    assert (layer.mlp.ffn, layer.mlp.activation, layer.mlp.gated) == (1024, Activation.GELU_TANH, False)
+    assert (layer.norm.kind, layer.norm.bias) == (NormKind.LAYER, True)
+    assert parameter_count(model) == 4 * (12 * 256**2 + 13 * 256) + 1024 * 256 + 128 * 256 + 2 * 256
+
+
+def test_the_model_of_a_llama(read: Any) -> None:
+    model = read({**LLAMA, "qk-layernorm": True, "tensor-model-parallel-size": 4}).spec()
+    layer = model.layers[0]
+    assert isinstance(layer.attention, Attention) and isinstance(layer.mlp, Mlp)
+    assert (model.vocab, model.learned_positions, model.tied_embeddings) == (1024, False, False)
+    assert (layer.attention.kv_heads, layer.attention.rotary_dim, layer.attention.qk_norm) == (2, 64, QkNorm.HEAD)
+    assert (layer.mlp.gated, layer.mlp.activation, layer.mlp.bias, layer.norm.kind) == (
+        True,
+        Activation.SILU,
+        False,
+        NormKind.RMS,
+    )
+    assert read({**LLAMA, "vocab-size": 1025, "tensor-model-parallel-size": 4}).spec().vocab == 1536
+    assert read({**LLAMA, "padded-vocab-size": 1001}).spec().vocab == 1001
+
+
+def test_experts_windows_and_latent_attention(read: Any) -> None:
+    experts = {
+        "num-experts": 8,
+        "moe-layer-freq": "([0]*1+[1]*3)",
+        "moe-ffn-hidden-size": 64,
+        "moe-router-topk": 4,
+        "moe-shared-expert-intermediate-size": 128,
+        "moe-router-score-function": "sigmoid",
+        "moe-grouped-gemm": True,
+        "moe-token-dispatcher-type": "alltoall",
+        "expert-model-parallel-size": 4,
+    }
+    found = read({**LLAMA, **experts})
+    kinds = [layer.experts for layer in found.spec().layers if isinstance(layer, Layer)]
+    assert kinds[0] is None
+    moe = kinds[1]
+    assert isinstance(moe, Moe)
+    assert (moe.experts, moe.top_k, moe.ffn, moe.shared_ffn, moe.router) == (8, 4, 64, 128, Router.SIGMOID_GROUPS)
+    assert (found.request.ep, found.request.dispatcher, found.request.sequential_experts) == (4, "alltoall", None)
+    assert [bool(one.experts) for one in read({**experts, "moe-layer-freq": 2}).spec().layers] == [True, False] * 2
+    windows = read({**LLAMA, "window-size": "127,0", "window-attn-skip-freq": 2}).spec().layers
+    assert [layer.window for layer in windows] == [128, None, 128, None]
+    latent = read({**LLAMA, "multi-latent-attention": True, "q-lora-rank": 96, "kv-lora-rank": 64}).spec().layers[0]
+    assert latent.attention == LatentAttention(
+        heads=4, query_rank=96, kv_rank=64, nope_dim=128, rope_dim=64, value_dim=128
+    )
+
+
+def test_a_hybrid_model(read: Any) -> None:
+    found = read(
+        {
+            "hybrid-layer-pattern": "M-M-|M*M-/*E/*E",
+            "pipeline-model-parallel-size": 2,
+            "num-experts": 4,
+            "mamba-head-dim": 32,
+            "position-embedding-type": "none",
+            "disable-bias-linear": True,
+        }
+    )
+    model = found.spec()
+    assert (model.depth, found.request.mtp_num_layers, found.request.stage_layers) == (8, 2, "4,4")
+    assert [("M" if one.scan else "*" if one.attention else "-") for one in model.layers] == list("M-M-M*M-")
+    assert not model.learned_positions
+    scan = model.layers[0].scan
+    assert scan is not None
+    assert (scan.heads, scan.head_dim) == (16, 32)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "value"),
+    [
+        ({"fp16": True, "bf16": "false"}, "precision", "fp16-main32"),
+        ({"grad-reduce-in-bf16": True}, "precision", "bf16-reduce16"),
+        ({"bf16": "false"}, "precision", "fp32"),
+        ({"fp8-format": "hybrid", "fp8-amax-history-len": 1024}, "fp8_recipe", "delayed:1024"),
+        ({"fp8-format": "e4m3", "fp8-recipe": "mxfp8"}, "fp8_recipe", "mxfp8"),
+        ({"fp8-format": "hybrid", "first-last-layers-bf16": True}, "products", "first:1=bf16,last:1=bf16"),
+        ({"recompute-activations": True}, "recompute_modules", "core_attn"),
+        (
+            {"recompute-granularity": "selective", "recompute-modules": "mlp moe_act"},
+            "recompute_modules",
+            "mlp,moe_act",
+        ),
+        ({"recompute-granularity": "full", "recompute-method": "uniform"}, "recompute", "full"),
+        (
+            {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 2},
+            "recompute",
+            "every:2",
+        ),
+        ({"transformer-impl": "local"}, "workspaces", "torch-hopper"),
+        ({"attention-backend": "unfused"}, "attention", "eager"),
+        ({"no-gradient-accumulation-fusion": True}, "accumulation", "cast"),
+        ({"cross-entropy-loss-fusion": True, "cross-entropy-fusion-impl": "te"}, "loss", "te"),
+        ({"no-create-attention-mask-in-dataloader": True}, "loader_masks", False),
+        ({"optimizer": "muon", "use-distributed-optimizer": True}, "optimizer", "dist-muon"),
+        ({"optimizer": "sgd"}, "optimizer", "sgd-momentum"),
+        ({"context-parallel-size": 2, "cp-comm-type": "a2a"}, "context_exchange", "a2a"),
+        (
+            {"use-precision-aware-optimizer": True, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "bf16"},
+            "precision",
+            "bf16-aware-grad32",
+        ),
+        ({"pipeline-model-parallel-size": 2, "decoder-first-pipeline-num-layers": 1}, "stage_layers", "first:1"),
+        ({"pipeline-model-parallel-size": 2, "pipeline-model-parallel-layout": "'Et|(t|)*2tL'"}, "virtual_stages", 2),
+    ],
+)
+def test_what_an_argument_becomes(read: Any, values: dict[str, Any], field: str, value: Any) -> None:
+    assert getattr(read(values).request, field) == value
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"use-megatron-fsdp": True}, r"use-megatron-fsdp = true \(Megatron's own FSDP is not described\)"),
+        ({"hyper-drive": 9}, r"hyper-drive = 9 \(it is not known\)"),
+        ({"optimizer": "lion"}, r"optimizer = lion \(described are adam, sgd and muon\)"),
+        ({"spec": "mine.layers spec"}, r"spec = .*layers of another module"),
+        ({"no-rope-freq": 4}, "layers without rotary positions"),
+        ({"hidden-size": "wide"}, "got hidden-size = wide; expected a whole number"),
+        ({"hidden-size": -1}, "got hidden-size -1; expected a whole number of 1 or more"),
+        ({"num-experts": 4, "moe-layer-freq": "__import__('os')"}, "got moe-layer-freq"),
+        ({"num-experts": 4, "moe-layer-freq": "([1]*99999999)"}, "got moe-layer-freq"),
+        ({"global-batch-size": 7}, r"global-batch-size 7 is no multiple of 2 sequences x 8 replicas"),
+        ({"num-layers": "$LAYERS"}, "num-layers"),
+        ({"global-batch-size": "$BATCH"}, r"global-batch-size = \$BATCH \(the file leaves it open\)"),
+    ],
+)
+def test_what_is_refused_names_the_argument(read: Any, values: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        read(values).spec()
+
+
+def test_a_vocabulary_that_only_its_tokenizer_knows(tmp_path: Path) -> None:
+    file, more = tmp_path / "run.args", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model "
+    values = {key: value for key, value in SMALL.items() if key != "vocab-size"}
+    file.write_text(f"{text_of(values)} {more}mine/own")
+    with pytest.raises(UsageError, match=r"how many tokens its vocabulary has.*--vocab-size 128256"):
+        read_run(file, gpus=8)
+    file.write_text(f"{text_of(values)} {more}meta-llama/Llama-3.1-8B")
+    found = read_run(file, gpus=8)
+    assert found.spec().vocab == 128_256
+    assert found.notes[0].startswith("a vocabulary of 128256 tokens, as huggingfacetokenizer:meta-llama/llama-3.1-8b")
+
+
+def test_a_model_that_the_command_names_stands_for_the_files(tmp_path: Path) -> None:
+    file = tmp_path / "run.args"
+    file.write_text("--use-checkpoint-args --micro-batch-size 1 --hidden-size 8 --num-layers 2 --seq-length 64 --bf16")
+    with pytest.raises(UsageError, match="got num_attention_heads None"):
+        read_run(file, gpus=1).spec()
+    found = read_run(file, gpus=1, model="gpt2")
+    assert (found.model, found.config, found.request.seq) == ("gpt2", None, 64)
+
+
+def test_another_program_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(f"python pretrain_bert.py {text_of(SMALL)}\n")
+    with pytest.raises(UsageError, match=r"runs pretrain_bert\.py, whose model \(bert\)"):
+        read_run(file, gpus=8)
+
+
+# tests of Megatron-LM whose figures are facts -------------------------------------------------------------------------
+
+
+def arguments_of(row: golden.Facts) -> dict[str, Any]:
+    """A test's arguments, written anew from what is known of it."""
+    described, tp = golden.run_of(row), int(row["tp"])
+    own = {
+        "num-layers": row["layers"],
+        "hidden-size": row["hidden"],
+        "ffn-hidden-size": row["ffn"],
+        "num-attention-heads": row["heads"],
+        "group-query-attention": True,
+        "num-query-groups": row["kv_heads"],
+        "seq-length": row["seq"],
+        "max-position-embeddings": row["seq"],
+        "padded-vocab-size": row["vocab_padded"],
+        "micro-batch-size": row["mbs"],
+        "global-batch-size": row["gbs"],
+        "tensor-model-parallel-size": tp,
+        "pipeline-model-parallel-size": row["pp"],
+        "context-parallel-size": row["cp"] or 1,
+        "expert-model-parallel-size": row["ep"] or 1,
+        "hidden-dropout": described.dropout,
+        "attention-dropout": described.dropout,
+        "fp16" if row["precision"] == "fp16" else "bf16": True,
+    }
+    own |= {"sequence-parallel": True} if row["sp"] == "1" else {}
+    own |= {"use-distributed-optimizer": True} if row["zero"] == "1" else {}
+    own |= {} if described.loader_masks else {"no-create-attention-mask-in-dataloader": True}
+    if row["vpp"] and "|" not in golden._cut(row) and megatron_hybrids.PATTERN not in golden.extras(row):
+        own["num-virtual-stages-per-pipeline-rank"] = row["vpp"]
+    if row["recompute"].startswith("full"):
+        own |= {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+    elif row["recompute"].startswith("selective"):
+        modules = row["recompute"].removeprefix("selective:")
+        own |= {"recompute-granularity": "selective", "recompute-modules": modules}
+    if row["offload"]:
+        own |= {"fine-grained-activation-offloading": True, "offload-modules": row["offload"]}
+    return own | {key: True if value == "True" else value for key, value in golden.extras(row).items()}
+
+
+UNSAID = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "moe-router-pre-softmax",
+    "fp8-recipe",
+    "optimizer",
+    "defer-embedding-wgrad-compute",
+)
+"""Rows that have these are left out: what stands beside them is in no column."""
+
+
+def rows() -> list[golden.Facts]:
+    """One row for each kind of test that is described, on a Hopper."""
+    found: dict[str, golden.Facts] = {}
+    for path in (golden.FACTS, golden.LATER, golden.MORE, golden.HYBRIDS):
+        for row in golden.facts(path):
+            name = golden.name_of(row)
+            described = not golden.why_not(row) and not name.startswith(golden.PREFIXES) and "muon" not in name
+            if described and row["gpu"].startswith("H100") and not set(UNSAID) & set(golden.extras(row)):
+                kind = [row[key] for key in ("layers", "tp", "sp", "pp", "vpp", "cp", "ep", "zero", "recompute")]
+                found.setdefault(" ".join([*kind, row["arch_extra"]]), row)
+    return list(found.values())
+
+
+ROWS = rows()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=golden.name_of)
+def test_a_golden_row_reads_as_it_is_described(row: golden.Facts, tmp_path: Path) -> None:
+    file = tmp_path / "model_config.yaml"
+    file.write_text(yaml_of(arguments_of(row)))
+    ranks = int(row["tp"]) * int(row["pp"]) * int(row["cp"] or 1) * int(row["dp"])
+    found = run_from(file, gpus=ranks)
+    described = replace(golden.run_of(row), keep_batches=False)
+    first, then = (forecast(run).stages[-1] for run in (found, described))
+    assert (first.first_step_peak, first.peak) == (then.first_step_peak, then.peak)
+
+
+# scripts --------------------------------------------------------------------------------------------------------------
+
+
+def test_branches_of_a_script_that_are_known() -> None:
+    found = arguments(
+        "SIZE=${SIZE:-8b}\nNODES=2\nif [ $SIZE = 8b ]; then\n  H=64\nelif [[ $SIZE == 70b ]]; then\n  H=128\nelse\n"
+        "  H=1\nfi\ncase $SIZE in\n  70b) L=80 ;;\n  8b|9b) L=32 ;;\n  *) L=0 ;;\nesac\n"
+        'if [ -z "$MORE" ]; then EXTRA="--more"; fi\n[[ $NODES -gt 1 ]] && EXTRA="$EXTRA --many"\n'
+        "ARGS=(--hidden $H \"--split '9,1'\" --layers $L)\nARGS+=(--world $((NODES * 8)))\n"
+        "while [[ $# -gt 0 ]]; do shift; L=9; done\nfor n in 3 4; do ARGS+=(--each $n); done\n"
+        "cat <<EOF\n--not here\nEOF\npython tools/prepare.py --one 1\n"
+        'srun --mem 4 --nodes=2 bash -c "python train.py ${ARGS[@]} $EXTRA -x 3 --path $1"\n'
+    )
+    assert {key: value for key, value in found.items() if not key.startswith("$")} == {
+        "nodes": "2",
+        "hidden": "64",
+        "split": "9,1",
+        "layers": "32",
+        "world": "16",
+        "each": "3",
+        "more": True,
+        "many": True,
+        "path": "$1",
+    }
+    assert found[PROGRAM] == "train.py"
+    assert OPEN not in found
+
+
+def test_tests_of_a_script_that_are_not_known_are_said(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(f'if [ "$(hostname)" = big ]; then TP=8; else TP=2; fi\npython a.py {text_of(SMALL)} '
+                    "--tensor-model-parallel-size $TP\n")  # fmt: skip
+    found = read_run(file, gpus=8)
+    assert found.request.tp == 2
+    assert found.notes == ('a test of the script is not known, and counts as false: [ "$(hostname)" = big ]',)
+
+
+def test_a_script_that_grows_without_end_is_refused(tmp_path: Path) -> None:
+    lines = ["A=xxxxxxxxxx"] + ["A=$A$A$A$A$A$A$A$A"] * 12
+    file = tmp_path / "run.sh"
+    file.write_text("\n".join(lines) + "\npython a.py --x $A\n")
+    with pytest.raises(UsageError, match="grow beyond what can be read"):
+        read_run(file)
+
+
+def test_a_plan_is_written_back_into_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.sh"
+    lines = text_of({**SMALL, **LLAMA, "seq-length": 4096, "num-layers": 8}).replace(" --", " \\\n    --")
+    file.write_text(f'# mine\nDIST=(--nproc_per_node 8)\nARGS="{lines}"\ntorchrun ${{DIST[@]}} pretrain_gpt.py $ARGS\n')
+    whole = forecast(run_from(file)).peak_bytes
+    least = forecast(run_from(file, recompute="full")).peak_bytes
+    plan = ["plan", "--from", str(file), "--gpu", "h100-80gb", "--budget", str((whole + least) // 2 >> 20) + "MiB"]
+    assert jettison([*plan, "--write"]) == 0, capsys.readouterr().err
+    text = (tmp_path / "run.planned.sh").read_text()
+    assert text.startswith('# mine\nDIST=(--nproc_per_node 8)\nARGS="--')
+    again = run_from(tmp_path / "run.planned.sh")
+    assert again.recompute != run_from(file).recompute
+    assert forecast(again).peak_bytes <= (whole + least) // 2
