@@ -127,9 +127,7 @@ def linear(
         if eight:  # forward multiplies bytes, backward has the matrix in 16 bits
             workspace = weight.numel * DTYPE_BYTES[w.products]
         elif weight.packed_bytes:
-            inputs.append(
-                w.tape.op("dequantise.nf4", [_packed(w, weights[0])], weights[0].shape, w.products, grad=False)
-            )
+            inputs += unpacked(w, weight, weight.shape)
             workspace = inputs[-1].nbytes
         out = w.tape.op(
             "aten.addmm.default" if len(weights) > 1 else "aten.mm.default",
@@ -166,9 +164,10 @@ def _gathered_again(w: Writer, x: Value, weight: Weight) -> int:
     return x.nbytes + in_order
 
 
-def _packed(w: Writer, weight: Weight) -> Value:
-    """The matrix as it is held: a parameter, which no activation is."""
-    return w.tape.source("packed weight", (weight.packed_bytes,), "uint8", free=True)
+def unpacked(w: Writer, weight: Weight, shape: tuple[int, ...]) -> list[Value]:
+    """A matrix as a product reads it; it is held as a parameter, which no activation is."""
+    held = w.tape.source("packed weight", (weight.packed_bytes,), "uint8", free=True)
+    return [w.tape.op("dequantise.nf4", [held], shape, w.products, grad=False)]
 
 
 def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split: str | None, *, packed: bool) -> Value:

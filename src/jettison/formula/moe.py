@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import Final
 
 from jettison.formula.basic import (
     WEIGHT_COPY,
@@ -51,6 +52,7 @@ from jettison.formula.basic import (
     linear,
     multiply,
     quantise,
+    unpacked,
     weight_copies,
 )
 from jettison.formula.mlp import activation, gate_product, halves, mlp
@@ -454,25 +456,43 @@ def _normalise(w: Writer, weights: Value, *, clamped: bool) -> Value:
 
 # looped experts -------------------------------------------------------------------------------------------------------
 #
-# Experts one after the other, each with the tokens that chose it: transformers' DBRX, whose gate and up are apart
+# Experts one after the other, each with the tokens that chose it, gate and up apart: transformers' DBRX, and most
+# families until its version 5
 # T tokens · c choices a token · N = Tc rows · f width of an expert. Each expert has tensors of its own; together they
-# have these rows, however tokens are spread (what an allocator rounds up for each is left out).
+# have these rows, however tokens are spread (what an allocator rounds up for each is left out). Written are `GROUPS`
+# experts at the most, each of them several of the model's: what a backward has of one at a time is no less than that.
+# Matrices of modules are packed as those of any other linear layer, one of them unpacked at a time.
+
+GROUPS: Final = 8
 
 
 def looped_experts(w: Writer, tokens: Value, weights: Value, choice: Value, spec: Moe) -> Value:
     """T × h, the weighted sum over each token's experts."""
     rows = choice.shape[0] * choice.shape[1]
-    places = tuple(p for p in tokens.places if p[1] == 0)
+    groups = next(n for n in range(GROUPS, 0, -1) if spec.experts % n == 0)
+    added: list[Value] = []
+    kept: list[Saved] = []
     with w.tape.scope("experts"):
-        pairs = w.tape.op("aten.nonzero.default", [choice], (rows, 2), "int64", places, grad=False)
-        x = _taken(w, tokens, pairs, tokens.shape[1])
-        gate, up = (_each(w, x, spec.ffn, name, spec.experts, split="column") for name in ("gate", "up"))
-        hidden = gate_product(w, gate, up, spec.activation)
-        out = _each(w, hidden, tokens.shape[1], "down", spec.experts, split="row")
-        share = _taken(w, weights, pairs, 1)
-        out = multiply(w, out, share, ("expert output", "expert weights"))
-        kept = [Saved(pairs, ORDER), Saved(out, "expert output")]
-        return w.tape.op("aten.index_add.default", [out, pairs], tokens.shape, places=tokens.places, saves=kept)
+        for group in range(groups):
+            own = rows * (group + 1) // groups - rows * group // groups
+            out, pairs = _looped(w, tokens, weights, choice, spec, own, spec.experts // groups)
+            added += [out, pairs]
+            kept += [Saved(pairs, ORDER), Saved(out, "expert output")]
+        return w.tape.op("aten.index_add.default", added, tokens.shape, places=tokens.places, saves=kept)
+
+
+def _looped(
+    w: Writer, tokens: Value, weights: Value, choice: Value, spec: Moe, rows: int, experts: int
+) -> tuple[Value, Value]:
+    """Weighted rows of some experts, and where they belong."""
+    places = tuple(p for p in tokens.places if p[1] == 0)
+    pairs = w.tape.op("aten.nonzero.default", [choice], (rows, 2), "int64", places, grad=False)
+    x = _taken(w, tokens, pairs, tokens.shape[1])
+    gate, up = (_each(w, x, spec.ffn, name, experts, split="column") for name in ("gate", "up"))
+    hidden = gate_product(w, gate, up, spec.activation)
+    out = _each(w, hidden, tokens.shape[1], "down", experts, split="row")
+    share = _taken(w, weights, pairs, 1)
+    return multiply(w, out, share, ("expert output", "expert weights")), pairs
 
 
 def _taken(w: Writer, x: Value, pairs: Value, width: int) -> Value:
@@ -485,10 +505,11 @@ def _each(w: Writer, x: Value, features: int, name: str, experts: int, *, split:
     with w.tape.scope(name):
         weight, places = _matrices(w, x, features, experts, split)
         copies = weight_copies(w, [weight])
-        x = for_product(w, x)
-        return w.tape.op(
+        given, x = x, for_product(w, x)
+        one = unpacked(w, weight, weight.shape[1:]) if weight.packed_bytes else []
+        out = w.tape.op(
             "aten.mm.default" if len(x.shape) == 2 else "aten.bmm.default",
-            [x, *copies],
+            [x, *copies, *one],
             (*x.shape[:-1], features),
             w.products,
             places,
@@ -496,7 +517,9 @@ def _each(w: Writer, x: Value, features: int, name: str, experts: int, *, split:
             weights=[weight],
             copied=bool(copies),
             contracted=x.local_shape[-1],
+            workspace=sum(each.nbytes for each in one),
         )
+        return cast(w, out, given.dtype) if one else out
 
 
 # Experts that are each given all tokens, weighted before they come: transformers' Llama 4 -----------------------------

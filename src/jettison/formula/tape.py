@@ -547,8 +547,10 @@ class Writer:
         local = self.tape.local_shape(shape, spread)
         if held is not None and self.narrows(shape[-2] if product else 1, head=head) and not adapter:
             copies = held.weight_bytes(local)
-        if frozen and product and not head and not expert and self.base.packed:
-            packed = self.base.packed_bytes(prod(local), local[0])
+        modules = not expert or (self.kernels.looped_experts and self.run.layout.ep == 1)
+        if frozen and product and not head and modules and self.base.packed:
+            count = local[0] if expert else 1  # matrices
+            packed = count * self.base.packed_bytes(prod(local) // count, local[-2])
             if self.kernels.model_code:  # bitsandbytes' ``quant_state``, which is no parameter
                 beside = packed - -(-prod(local) * self.base.bits // 8)
         wide = wide or (adapter and self.run.tuning is not None and self.run.tuning.wide)

@@ -15,7 +15,7 @@ bitsandbytes (``functional.py``, ``quantize_4bit``): two numbers a byte, an fp32
 of 16 fp32; doubly quantised (arXiv 2305.14314 §3), a byte for each 64, an fp32 scale for each 256 of these and an fp32
 offset. ``autograd/_functions.py``, ``MatMul4Bit``: each pass makes the 16-bit matrix again for its product, and keeps
 neither it nor the input. What transformers packs are its ``nn.Linear`` but for the head: embeddings, norms, routers and
-experts, which are one tensor, keep 16 bits.
+experts, which are one tensor, keep 16 bits. Before 5.0 experts were linear layers, and packed.
 
 NOTE [ What is not packed ]
 PEFT's ``prepare_model_for_kbit_training`` (``peft/utils/other.py``, 0.5 to 0.21) casts every parameter in 16 bits that
