@@ -1,0 +1,96 @@
+"""A nanotron run from its YAML, whose ``model.model_config`` has a model's sizes by Hugging Face's names."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Final
+
+from jettison.core.errors import UsageError
+from jettison.frameworks.run_file import Keys
+
+_CONFIG: Final = "model.model_config."
+_SIZES: Final = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    *("max_position_embeddings", "vocab_size"),
+)
+_NO_EXPERTS: Final = "parallelism.expert_parallel_size"
+
+
+def read(keys: Keys, prefix: str = "") -> None:
+    """What is no table: the model, precision, and defaults of ``ParallelismArgs``."""
+    if keys.whole(_NO_EXPERTS, 1) == 1:
+        keys.read(_NO_EXPERTS)
+    else:
+        keys.refuse(_NO_EXPERTS, "experts of nanotron are not described")
+    _model(keys)
+    tensor, stages = keys.field("tp", 1), keys.field("pp", 1)
+    if tensor > 1 and not keys.has("parallelism.tp_mode"):
+        keys.give("sp", False)  # ALL_REDUCE
+    elif tensor == 1:
+        keys.drop("sp")
+    if keys.field("sp") and not keys.on("parallelism.tp_recompute_allgather", True):
+        keys.give("gathered_inputs", True, "parallelism.tp_recompute_allgather")
+    keys.read("parallelism.tp_recompute_allgather")
+    if stages == 1:
+        keys.drop("schedule")
+    else:
+        keys.give("stage_layers", "nanotron")
+        if not keys.has("parallelism.pp_engine"):
+            keys.give("schedule", "gpipe")  # AllForwardAllBackwardPipelineEngine
+    _precision(keys)
+    if keys.text("optimizer.optimizer_factory.name", "adamw") in ("adamw", "adam"):
+        fused = keys.on("optimizer.optimizer_factory.torch_adam_is_fused") or keys.on("optimizer.torch_adam_is_fused")
+        keys.give("optimizer", "adamw" if fused else "adamw-foreach", "optimizer.optimizer_factory.torch_adam_is_fused")
+    replicas = keys.field("dp", 1)
+    keys.gpus = keys.gpus or tensor * stages * replicas * keys.field("cp", 1)
+    keys.global_batch = keys.field("micro_batch", 1) * keys.field("micro_batches", 1) * replicas
+
+
+def _model(keys: Keys) -> None:
+    """Sizes, and whose code has them: ``models/llama.py`` is described, ``models/qwen.py`` is not."""
+    names = list(keys.matching(f"{_CONFIG}*"))
+    keys.read("model.make_vocab_size_divisible_by")
+    if keys.asked_model is not None or not keys.has(f"{_CONFIG}hidden_size"):
+        keys.read(*names)
+        return
+    for glob, why in keys.table["refused"].items():
+        for name in fnmatch.filter(names, glob):
+            if keys.on(name):
+                keys.refuse(name, why)
+                keys.read(*names)
+                return
+    sizes = {name: keys.whole(f"{_CONFIG}{name}") for name in _SIZES}
+    if missing := [name for name in _SIZES if name != "num_key_value_heads" and not sizes[name]]:
+        raise UsageError(f"{keys.file.path}: {_CONFIG}{missing[0]} is not there; expected a whole number")
+    vocabulary, multiple = sizes["vocab_size"], keys.whole("model.make_vocab_size_divisible_by", 1)
+    assert vocabulary is not None and multiple is not None
+    multiple *= keys.field("tp", 1)
+    keys.config = sizes | {
+        "model_type": "llama",
+        "hidden_act": keys.get(f"{_CONFIG}hidden_act", "silu"),
+        "attention_bias": keys.on(f"{_CONFIG}attention_bias"),
+        "tie_word_embeddings": keys.on(f"{_CONFIG}tie_word_embeddings"),
+        "vocab_size": -(-vocabulary // multiple) * multiple,  # helpers.py, _vocab_size_with_padding
+    }
+    if keys.values.get(f"{_CONFIG}is_qwen2_config"):
+        keys.give("kernels", "pytorch", f"{_CONFIG}is_qwen2_config")
+        keys.note("nanotron's models/qwen.py is not described: its layers are counted as PyTorch's own operators")
+    if keys.on(f"{_CONFIG}_use_doc_masking"):
+        keys.note("documents of a sequence are counted as one")
+
+
+def _precision(keys: Keys) -> None:
+    """``optim/gradient_accumulator.py``: fp32 gradients beside fp32 weights, where they are accumulated so."""
+    dtype = keys.text("model.dtype", "bfloat16")
+    wide = keys.on("optimizer.accumulate_grad_in_fp32")
+    if dtype in ("float32", "double"):
+        keys.give("precision", "fp32", "model.dtype")
+        keys.give("gradients", "one-by-one")
+    elif dtype == "bfloat16":
+        keys.give(
+            "precision", "bf16-grad32" if wide else "bf16-pure", "model.dtype", "optimizer.accumulate_grad_in_fp32"
+        )
+        if not wide:
+            keys.give("gradients", "one-by-one", "optimizer.accumulate_grad_in_fp32")
+    else:
+        keys.refuse("model.dtype", "expected bfloat16 or float32")
