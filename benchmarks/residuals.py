@@ -16,6 +16,11 @@ A class counts as `ENOUGH` sources. What it lacks it borrows from the class abov
 have share the weight that is missing, in equal parts. So a class of one source has a fifth of a say in its range, and
 one of five or more has all of it.
 
+NOTE [ Expected times ]
+The model counts as `ENOUGH` sources that say 1: of a class of n sources the expected time is n / (n + 5) of the way
+from what is modelled to the median. By ranges of other sources that is nearer than either end for rows that took no
+part. Bytes are counted, and stay what they are.
+
 NOTE [ Tails ]
 The ends are weighted quantiles, with as much outside of each as `TAILS` allows: the first of these with which ranges
 hold four in five of rows that took no part, both counted by rows and by sources, each figure for itself. The quantile
@@ -311,17 +316,14 @@ def stated(measure: Measure, rows: Sequence[Row], classes: Sequence[str], tail: 
     """What a class states: its low end, what is expected, and its high end."""
     found = pool(rows, classes)
     low, high = (quantile(found.values(), share) for share in (tail, 1 - tail))
-    expected = 1.0
-    if measure is Measure.FRAGMENTS or (measure is Measure.TIME and systematic(found.values())):
-        expected = quantile(found.values(), 0.5)
+    middle = quantile(found.values(), 0.5)
+    sources = sum(weight for weight, _ in found.values())
+    expected = {
+        Measure.ALLOCATED: 1.0,
+        Measure.FRAGMENTS: middle,
+        Measure.TIME: 1 + sources / (sources + ENOUGH) * (middle - 1),
+    }[measure]
     return Range(expected=expected, low=min(low, expected), high=max(high, expected))
-
-
-def systematic(sources: Iterable[tuple[float, list[float]]]) -> bool:
-    """Are four in five sources, by their medians, on one side of what is modelled?"""
-    sides = [(weight, median(values) > 1) for weight, values in sources]
-    every, above = sum(weight for weight, _ in sides), sum(weight for weight, over in sides if over)
-    return max(above, every - above) >= CLAIMED * every
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -474,8 +476,8 @@ def _centres(rows: Sequence[Row]) -> str:
         ("vendor's recipes, `--stack` given", [one for one in held if one.row.stack in tuned]),
         ("all others", [one for one in held if one.row.stack not in tuned]),
     ):
-        before = median(abs(one.row.value - 1) for one in own)
-        after = median(abs(one.row.value / one.range.expected - 1) for one in own)
+        before = median(abs(1 / one.row.value - 1) for one in own)
+        after = median(abs(one.range.expected / one.row.value - 1) for one in own)
         lines.append(f"| {len(own)}: {name} | {_percent(before)} | {_percent(after)} |")
     return "\n".join(lines)
 

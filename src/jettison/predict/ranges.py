@@ -9,7 +9,8 @@ NOTE [ Ranges of published runs ]
 A range is conformal: where measured over predicted of published runs was, in four cases of five, for runs that took no
 part. `ranges.toml` has it by class; ``python -m benchmarks.residuals`` writes it and docs/accuracy_ranges.md.
 
-- *time*: measured over modelled seconds. Its expected value is the median where that is systematic, otherwise 1.
+- *time*: measured over modelled seconds. Its expected value is between 1 and the median, nearer to the median with
+  more sources.
 - *allocated*: measured over modelled bytes. Its expected value is 1: bytes are counted, and no factor mends a count.
 - *fragments*: what is reserved, or in use less the fixed parts, beyond the modelled allocated bytes. It grows more
   slowly than they do: in published runs of 5 to 175 GiB about as their square root. So its unit is GiB for each square
