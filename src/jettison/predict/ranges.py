@@ -202,7 +202,7 @@ def figures(
             centre = (anchor.fragments + residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, run)[1:]).expected) / 2
         reserved = Range(
             expected=allocated_bytes + (centre + beyond.expected) * scale,
-            low=allocated_bytes + max(0.0, centre + beyond.low) * scale,
+            low=max(allocated.low, allocated_bytes + (centre + beyond.low) * scale),
             high=allocated_bytes + (centre + beyond.high) * scale,
         )
         fixed = fixed_allowance(layout or run.layout, run.kernels.device)
