@@ -142,8 +142,9 @@ class SearchReport:
         if doubtful is FitVerdict.FITS:
             return
         needs = dict(self.figures(self.answer.best).rows())["device"]
-        sure = next((found for found in self.answer.ranked if self.verdict(found) is FitVerdict.FITS), None)
-        other = "none of those listed fits without doubt"
+        every = sorted((*self.answer.ranked, *self.answer.front), key=lambda found: found.rank)
+        sure = next((found for found in every if self.verdict(found) is FitVerdict.FITS), None)
+        other = "none of these fits without doubt"
         if sure is not None:
             other = f"the first that fits without doubt is {sure.candidate.flags}, {format_seconds(sure.seconds.step)}"
         yield f"Whether the fastest fits is {doubtful}: it needs {needs}; {other}."
@@ -302,13 +303,14 @@ def _table(title: str, rows: Sequence[Evaluated], report: SearchReport) -> Fitte
         for name, value in _AXES
         if name in ("tp", "pp", "dp") or any(value(layout) not in ("1", "0", "") for layout in layouts)
     ]
-    columns = ("batch", "step", "range", "MFU", "tokens/s/GPU", "allocated", "device", "fits")
-    table = grid(title, ("", "recompute"), (*(name for name, _ in axes), *columns))
+    columns = ("batch", "step", "range", "MFU", "tokens/s/GPU", "allocated", "device")
+    table = grid(title, ("", "recompute", "fits"), (*(name for name, _ in axes), *columns))
     for number, found in enumerate(rows):
         setup, seconds = found.candidate.setup, found.seconds
         table.add_row(
             str(number + 1),
             _plan(found),
+            _SHORT[report.verdict(found)],
             *(values[number] for _, values in axes),
             f"{setup.micro_batch} x {setup.micro_batches}",
             format_seconds(seconds.step),
@@ -317,7 +319,6 @@ def _table(title: str, rows: Sequence[Evaluated], report: SearchReport) -> Fitte
             format_count(round(seconds.tokens_per_second_per_gpu)),
             format_bytes(found.needed_bytes),
             format_bytes(round(report.figures(found).device.expected)),
-            _SHORT[report.verdict(found)],
             style="bold" if number == 0 else "",
         )
     return table
