@@ -97,7 +97,7 @@ def test_devices_that_nobody_says_or_that_are_not_divided(titan: Path) -> None:
 
 def test_flags_of_a_file_need_the_file(titan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ledger", "gpt2", "--gpus", "8"]) == 2
-    assert "got --gpus without --from" in capsys.readouterr().err
+    assert "got --gpus 8 without --from" in capsys.readouterr().err
     assert run(["ledger"]) == 2
     assert "--from FILE" in capsys.readouterr().err
     assert run(["ledger", str(titan)]) == 2

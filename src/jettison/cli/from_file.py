@@ -75,7 +75,8 @@ def sourced(
         if model is None:
             raise UsageError("expected a model: a preset such as llama3-8b, a config.json, or --from FILE of a trainer")
         if own_gpus is not None or source.allow_unread:
-            raise UsageError(f"got --{'gpus' if own_gpus else 'allow-unread'} without --from; leave it away")
+            flag = "--allow-unread" if own_gpus is None else f"--gpus {own_gpus}"
+            raise UsageError(f"got {flag} without --from; expected --from FILE of a trainer beside it")
         if Path(model).is_file() and Path(model).suffix != ".json":
             hint(f"note: of {model} the model alone is read; --from {model} reads the run")
         _say_anchor(request)
