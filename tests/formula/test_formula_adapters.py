@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
+from formula.test_formula_encoders import TINY
 from jettison.core.errors import UsageError
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.families.presets import preset
@@ -23,6 +24,7 @@ from jettison.spec.precision import PRECISIONS, Gradients
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
 from jettison.spec.tuning import Base, Tuning
+from support.formula_cases import FAMILIES as FAMILIES_OF_CASES
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, traced_call, written
 
 peft = pytest.importorskip("peft")
@@ -47,9 +49,12 @@ def silent() -> Iterator[None]:
 def tuned(case: FormulaCase, tuning: Tuning) -> Run:
     """The run of a case, with adapters."""
     run = run_of(case)
-    first = replace(run.model.layers[0], detached=not tuning.inputs_need_gradients)
-    model = replace(run.model, layers=(first, *run.model.layers[1:]))
-    return replace(run, model=model, tuning=tuning)
+    sources = [None, *(layer.source for layer in run.model.layers)]
+    layers = [
+        replace(layer, detached=not tuning.inputs_need_gradients) if layer.source is not before else layer
+        for before, layer in zip(sources, run.model.layers, strict=False)
+    ]
+    return replace(run, model=replace(run.model, layers=tuple(layers)), tuning=tuning)
 
 
 def adapted(case: FormulaCase, tuning: Tuning, targets: Any = "all-linear", *, upcast: bool = False) -> Any:
@@ -277,3 +282,22 @@ def test_adapters_that_no_product_has_are_refused(targets: str) -> None:
     with pytest.raises(UsageError, match=r"llama3-8b has none of these products"):
         resolve(preset("llama3-8b"), RunRequest(lora=f"r=8,targets={targets}"))
     assert resolve(preset("llama3-8b"), RunRequest(lora=f"r=8,targets={targets}+q_proj")).run.tuning is not None
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("targets", ["q+v", "all-linear"])
+def test_an_encoder_with_a_decoder_as_peft_adapts_it(
+    family: str, targets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both stacks start without a gradient; so do biases by distance, whose table is frozen."""
+    monkeypatch.setitem(FAMILIES_OF_CASES, family, TINY[family])
+    case = FormulaCase(family=family, attention="sdpa")
+    names = targets.split("+") if family == "t5" else ["q_proj", "v_proj"]
+    tuning = Tuning(rank=4, targets=frozenset(names if targets != "all-linear" else [targets]))
+    config = peft.LoraConfig(
+        r=4, target_modules=names if targets != "all-linear" else targets, task_type="SEQ_2_SEQ_LM"
+    )
+    model = peft.get_peft_model(model_of(case), config, autocast_adapter_dtype=False)
+    ids = torch.randint(1, VOCABULARY, (case.batch, case.sequence))
+    found = traced_call(model, {"input_ids": ids, "labels": ids.clone()})
+    assert [str(difference) for difference in compare(written(tuned(case, tuning)), found)] == []

@@ -196,7 +196,7 @@ def test_two_stacks_have_two_lengths() -> None:
         (RunRequest(pp=2), "got --pp 2; whisper-tiny is an encoder with a decoder"),
         (RunRequest(packed=64), "got --packed with whisper-tiny, which is no decoder of words alone"),
         (RunRequest(reference="same"), "got a frozen model with whisper-tiny"),
-        (RunRequest(lora="r=8"), "got --lora; whisper-tiny is an encoder with a decoder"),
+        (RunRequest(lora="r=8"), "got --lora; whisper-tiny hears sound"),
     ):
         with pytest.raises(UsageError, match=said):
             run_of(model, asked)

@@ -479,7 +479,7 @@ def made_biases(w: Writer, spec: Attention, rows: int, keys: int) -> Value:
     places = (("tp", 1),) if w.tp > 1 else ()
     dtype = w.compute if spec.buckets else w.products  # zeros are made in the dtype of queries
     if spec.biases is Biases.GIVEN:
-        return w.tape.source(BIASES, shape, dtype, places, grad=spec.buckets > 0 or w.kernels.learned_zeros, free=True)
+        return w.tape.source(BIASES, shape, dtype, places, grad=has_gradient(w, spec), free=True)
     anchor = Anchor.HANDED if spec.biases is Biases.FIRST else None
     with w.tape.scope("biases"):
         positions = w.table("positions", (keys,), "int64")
@@ -498,6 +498,11 @@ def made_biases(w: Writer, spec: Attention, rows: int, keys: int) -> Value:
             anchor=anchor,
         )
     return w.tape.view(made, shape, places)
+
+
+def has_gradient(w: Writer, spec: Attention) -> bool:
+    """Has what a layer is handed of biases a gradient? Frozen tables have none, unless one is asked of them."""
+    return (spec.buckets > 0 and w.run.tuning is None) or w.kernels.learned_zeros
 
 
 def as_mask(w: Writer, spec: Attention, added: Value) -> Value:

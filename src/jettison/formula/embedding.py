@@ -160,7 +160,7 @@ def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) ->
         w.inside(),
         saves=[Saved(ids, "token ids")],
         weights=weights,
-        grad=not weights or not weights[0].frozen,
+        grad=not weights[0].frozen if weights else w.run.tuning is None,
     )
     if w.tp > 1:
         kind = "reduce_scatter_tensor" if layout.sp else "all_reduce"

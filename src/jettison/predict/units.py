@@ -472,7 +472,8 @@ def _given_bytes(run: Run, layer: Layer) -> int:
     total = 0 if layer.source else run.micro_batch * run.source_seq * run.model.hidden * each
     for asked, columns in ((layer.attention, rows), (layer.cross, run.source_seq)):
         if isinstance(asked, Attention) and asked.biases in (Biases.FIRST, Biases.GIVEN):
-            total += asked.heads * rows * columns * each if asked.buckets or run.scene.kernels.learned_zeros else 0
+            learned = (asked.buckets > 0 and run.tuning is None) or run.scene.kernels.learned_zeros
+            total += asked.heads * rows * columns * each if learned else 0
     return total
 
 

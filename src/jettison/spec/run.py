@@ -312,8 +312,9 @@ def _source(run: Run) -> Iterator[str]:
             yield f"got {flag} with {kinds[0]}, which is no decoder of words alone: leave it away"
     if run.model.audio is not None:
         run.model.audio.check(name, seq=run.seq, samples=run.source_seq)
-    if run.tuning is not None and (run.model.audio or run.model.two_stacks):
-        what = "hears sound" if run.model.audio else f"is {run.model.two_stacks}"
+    sound = run.model.audio is not None or (source is not None and source.sound > 0)
+    if run.tuning is not None and (sound or run.model.pair is not None):
+        what = "hears sound" if sound else f"is {run.model.two_stacks}"
         yield f"got --lora; {name} {what}, for which no description has it: leave it away"
     got = f"got --source-seq {run.source_seq}"
     if run.model.pair is not None:
