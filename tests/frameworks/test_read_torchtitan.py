@@ -109,6 +109,13 @@ def test_fields_of_a_toml(tmp_path: Path, lines: tuple[str, ...], fields: dict[s
     resolve(found.spec(), found.request)
 
 
+@pytest.mark.parametrize("text", [TOML.replace("\n", "\r\n"), "\ufeff" + TOML])
+def test_line_ends_and_marks_of_windows(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(text.encode())
+    assert given(read_run(file, gpus=64)) == PLAIN
+
+
 def test_what_absence_means(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[model]\nflavor = "8B"\n')
@@ -386,6 +393,13 @@ def test_a_python_file_with_several_configurations_needs_a_name(
         ("X = 1 << 100000\ndef a():\n    return T(model_spec=X * X)\n", "names no model|not read"),
         ("def a():\n    return open('/etc/passwd').read()\n", "no key of a framework that is known"),
         ("(" * 500 + ")" * 500, "is not PYTHON"),
+        (
+            "A0 = [1]\n"
+            + "\n".join(f"A{n} = [A{n - 1}, A{n - 1}]" for n in range(1, 40))
+            + "\nX = T(model_spec=A39)\n",
+            "more than 20,000 keys",
+        ),
+        ("def a():\n    x = T(model_spec=1)\n    x.me = x\n    return x\n", "more than 20,000 keys"),
     ],
 )
 def test_bad_python(tmp_path: Path, text: str, message: str) -> None:

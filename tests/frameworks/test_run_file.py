@@ -109,9 +109,9 @@ def test_a_request_as_typed() -> None:
     assert list(flags_of(request)) == ["--seq", "8", "--no-sp", "--recompute", "full", "--offload"]
 
 
-def test_aliases_of_yaml_do_not_multiply(tmp_path: Path) -> None:
-    lines = ["a0: &a0 {x: 1, y: 2}"]
-    lines += [f"a{n}: &a{n} {{l: *a{n - 1}, r: *a{n - 1}}}" for n in range(1, 40)]
+@pytest.mark.parametrize(("first", "later"), [("{x: 1, y: 2}", "{{l: {0}, r: {0}}}"), ("[1, 2]", "[{0}, {0}]")])
+def test_aliases_of_yaml_do_not_multiply(tmp_path: Path, first: str, later: str) -> None:
+    lines = [f"a0: &a0 {first}", *(f"a{n}: &a{n} " + later.format(f"*a{n - 1}") for n in range(1, 40))]
     file = tmp_path / "bomb.yaml"
     file.write_text("\n".join(lines))
     with pytest.raises(UsageError, match=f"more than {MOST_KEYS:,} keys"):

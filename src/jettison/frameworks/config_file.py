@@ -49,7 +49,7 @@ def read_config_file(path: Path) -> ConfigFile:
     file, name = split_name(path)
     try:
         data = file.read_bytes()
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"got --from {path}; expected {_EXPECTED}: {error.strerror or 'it cannot be read'}") from None
     except UnicodeDecodeError:
@@ -82,14 +82,14 @@ def _flat(values: Any) -> Iterator[tuple[str, Any]]:
     while waiting:
         prefix, table = waiting.pop()
         for key, value in table.items():
-            left -= 1
+            inside = isinstance(value, Mapping) and bool(value)
+            left -= 1 if inside else 1 + _elements(value, left)
             if left < 0:
                 raise ValueError(f"more than {MOST_KEYS:,} keys")
             name = f"{prefix}{key}" if key else prefix[:-1]
-            if isinstance(value, Mapping) and value:
+            if inside:
                 waiting.append((f"{name}.", value))
             else:
-                left -= _elements(value, left)
                 yield name, value
 
 

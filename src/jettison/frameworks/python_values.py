@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -36,10 +35,11 @@ class _Unknown(Exception):
 
 
 def python_values(text: str, name: str | None) -> Mapping[str, Any]:
-    """What a function of a file returns, or a variable holds.
+    """What a function of a file returns, or a variable of the module holds.
 
     Args:
-        name: of the function or the variable; None: the only function without required arguments that returns a call.
+        name: of the function or the variable; None: the only function without required arguments, or where there is
+            none the only variable that holds a call.
 
     Raises:
         SyntaxError: it is no Python.
@@ -66,7 +66,8 @@ class _Module:
                     self.names[target] = self.value(value, {})
 
     def values(self, name: str | None) -> Mapping[str, Any]:
-        known = [*self.configurations(), *(key for key, value in self.names.items() if isinstance(value, dict))]
+        called = [key for key, value in self.names.items() if isinstance(value, dict) and "" in value]
+        known = self.configurations() or called
         if name is None:
             if len(known) != 1:
                 listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
@@ -172,7 +173,7 @@ class _Module:
                     if key is not None
                 }
             case ast.Name(id=name) if name in local or name in self.names:
-                return local[name] if name in local else deepcopy(self.names[name])
+                return local[name] if name in local else self.names[name]
             case ast.Attribute(value=owner, attr=name):
                 table = self._known(owner, local)
                 if isinstance(table, dict) and name in table:

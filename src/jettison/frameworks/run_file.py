@@ -216,6 +216,15 @@ class Keys:
         """A text, in lower case."""
         return str(self.get(key, default)).strip().lower()
 
+    def listed(self, key: str) -> list[Any]:
+        """A list, or a text with commas as one; empty where there is none, a `UsageError` where it is no list."""
+        value = self.get(key, [])
+        if isinstance(value, str):
+            return [part.strip() for part in value.split(",") if part.strip()]
+        if not isinstance(value, list):
+            raise UsageError(f"{self.file.path}: got {self.written(key)} = {_shown(value)}; expected a list")
+        return value
+
     def on(self, key: str, default: bool = False) -> bool:
         """Is it on? A flag without a value is, and so is ``true`` as text."""
         value = self.get(key, default)
@@ -318,6 +327,9 @@ class Keys:
         if self.gpus == 0:
             return 1
         sizes = [self.field(axis, 1) for axis in axes]
+        for axis, size in zip(axes, sizes, strict=True):
+            if size < 1:
+                raise UsageError(f"{self.file.path}: got {axis} {size}; expected 1 or more")
         product = 1
         for size in sizes:
             product *= size
@@ -589,10 +601,8 @@ def _settled(model: str | None, keys: Keys) -> str | None:
     """A model's folder beside the file, where there is one of that name; a preset whose name says the same; else it."""
     if model is None or model in PRESETS:
         return model
-    if len(model) > 1000:
-        raise UsageError(
-            f"{keys.file.path} names a model in {len(model):,} letters; expected a preset, a path or a Hub id"
-        )
+    if max(len(part.encode()) for part in model.split("/")) > 255 or "\0" in model:
+        raise UsageError(f"{keys.file.path} names the model {_shown(model)}; expected a preset, a path or a Hub id")
     beside = keys.file.path.parent / model
     if Path(model).exists():
         return model

@@ -87,20 +87,16 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
 def _model(keys: Keys) -> Mapping[str, Any]:
     """Find the model, and return its sizes; none where a file or a Hub id has them."""
     own = {ours: keys.whole(f"model_config.{theirs}") for theirs, ours in _SIZES.items()}
-    if own["hidden_size"] is not None:
+    if None not in (own["hidden_size"], own["num_attention_heads"], own["num_hidden_layers"]):
         keys.read("model_name")
         return _described(keys, {name: size for name, size in own.items() if size is not None})
     key = "checkpoint_dir" if keys.has("checkpoint_dir") else "model_name"
     name = str(keys.get(key, "")).rstrip("/")
-    if (keys.file.path.parent / name / "config.json").is_file():
-        keys.model = name
-        keys.read(key, why=name)
-        return {}
     sizes = _table()["models"].get(name.rpartition("/")[2].lower())
-    if sizes is not None:
+    if sizes is not None and not (keys.file.path.parent / name).is_dir():
         return keys.take_model(sizes, key)
     if name:
-        keys.model = "/".join(Path(name).parts[-2:])
+        keys.model = name.removeprefix("checkpoints/")
         keys.read(key, why=keys.model)
     return {}
 

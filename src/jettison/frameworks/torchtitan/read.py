@@ -385,12 +385,7 @@ def _adapters(keys: Keys, key: str, converter: Mapping[str, Any]) -> str:
 
 
 def _listed(keys: Keys, key: str) -> list[str]:
-    value = keys.get(key, [])
-    return (
-        [one.strip().lower() for one in value.split(",") if one.strip()]
-        if isinstance(value, str)
-        else list(map(str, value))
-    )
+    return [str(one).lower() for one in keys.listed(key)]
 
 
 def _sections(keys: Keys, *names: str) -> Iterator[tuple[str, dict[str, str]]]:

@@ -117,7 +117,7 @@ def _layout(keys: Keys) -> None:
         keys.give("zero", 3)
         reshard = keys.on("fsdp_reshard_after_forward", True)
         keys.give("reshard_after_forward", "always" if reshard else "never", "fsdp_reshard_after_forward")
-        own = keys.get("custom_sharded_layers", [])
+        own = keys.listed("custom_sharded_layers")
         if not set(map(str, own)) >= _ENDS and not keys.on("memory_efficient_fsdp_wrap"):
             keys.give("outer_ends", True, "custom_sharded_layers")
         if replicas > 1:
@@ -160,11 +160,7 @@ def _recompute(keys: Keys) -> None:
 
 
 def _adapters(keys: Keys, builder: str) -> None:
-    names = keys.get("model.lora_attn_modules", [])
-    if not isinstance(names, list):
-        keys.refuse("model.lora_attn_modules", "expected a list of modules")
-        return
-    targets = [str(name).replace("output_proj", "o_proj") for name in names]
+    targets = [str(name).replace("output_proj", "o_proj") for name in keys.listed("model.lora_attn_modules")]
     mlp = keys.on("model.apply_lora_to_mlp")
     rank, dropout = keys.whole("model.lora_rank", 8), keys.number("model.lora_dropout", 0.0)
     if not builder.removeprefix("q").startswith("lora_"):
