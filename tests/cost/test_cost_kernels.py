@@ -15,7 +15,7 @@ from jettison.core.errors import UsageError
 from jettison.cost.collective import RankGroup, group, transfer_seconds
 from jettison.cost.execution import Execution, Fusion, execution_of
 from jettison.cost.kernel import Half, Product
-from jettison.cost.launches import groups, work
+from jettison.cost.launches import aligned, groups, work
 from jettison.cost.layer import PriceModel, RegionSeconds
 from jettison.cost.matmul import memory_seconds, product_seconds, rate
 from jettison.families.presets import preset
@@ -216,6 +216,21 @@ def test_rates_fall_back_to_the_next_wider_type() -> None:
     for price in (lambda: rate(BARE, "bfloat16"), lambda: memory_seconds(1, BARE)):
         with pytest.raises(UsageError, match="does not state"):
             price()
+
+
+def test_products_of_rows_that_begin_anywhere() -> None:
+    """NOTE [ Aligned rows ] in `cost.matmul`: two products that ml-engineering timed on H100; lines of 128 bytes on
+    A100."""
+    h100 = hardware("h100-80gb")
+
+    def seconds(n: int, device: Hardware) -> float:
+        return product_seconds(Product(1, 16384, n, 4096, "bfloat16", aligned=aligned(n)), device)
+
+    assert seconds(10944, h100) / seconds(10922, h100) == pytest.approx(273 / 398, rel=0.03)
+    assert seconds(10848, h100) == pytest.approx(seconds(10944, h100), rel=0.03)
+    assert seconds(14400 // 8, A100) == pytest.approx(seconds(14336 // 8, A100) / 0.8 * 15 / 14, rel=0.08)
+    assert seconds(50257, A100) > 1.5 * seconds(50304, A100)
+    assert aligned(1800) == 8 and aligned(14400) == 64 and aligned(450, 2048) == 2
 
 
 # transfers ------------------------------------------------------------------------------------------------------------

@@ -338,3 +338,24 @@ def test_reached_shares_are_defaults_that_a_file_may_change() -> None:
     assert Reached().matmul == 0.8
     with pytest.raises(UsageError, match="recompute"):
         resolve(preset("gpt2"), RunRequest(recompute="some"))
+
+
+def test_stacks_say_what_is_waited_for() -> None:
+    """Transfers of tensor parallelism and of gradients beside nothing, all gradients in fp32 on all ranks, and in one
+    code whole outputs from each rank."""
+    layout = {"tp": 8, "sp": False, "pp": 4, "dp": 4, "zero": 1, "micro_batches": 16, "kernels": "megatron"}
+    device = hardware("a100-80gb")
+
+    def found(stack: str | None, precision: str = "bf16-main32") -> Estimate:
+        run = run_of("llama2-70b", seq=2048, stack=stack, precision=precision, **layout)
+        return estimate(run, device)
+
+    tuned, deepspeed, scaling = found(None), found("megatron-deepspeed"), found("scaling", "bf16")
+    assert tuned.step_seconds < deepspeed.step_seconds
+    assert tuned.breakdown.communication < min(x.breakdown.communication for x in (deepspeed, scaling))
+    assert scaling.stages[0].sent[0][0] > deepspeed.stages[0].sent[0][0]
+    assert tuned.stages[1].end < deepspeed.stages[1].end
+    reached = (device.network_bytes_per_second or 1) * device.reached.network
+    reduced = 4 * (68.98e9 / 32) * 2 * 3 / 4 / reached
+    for each in (deepspeed, scaling):
+        assert each.stages[1].end == pytest.approx(reduced + reduced / 4, rel=0.05)

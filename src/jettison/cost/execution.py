@@ -58,6 +58,9 @@ class Execution:
     hides_offload: bool = True  # copies to and from the host run beside the layers
     repeats_all: bool = False  # full recomputation runs the whole layer again, and not only what backward asks for
     adds_in_product: bool = False  # the product that makes a weight's gradient adds it to the buffer
+    casts_gradients: bool = False  # a micro-batch's gradients are cast by kernels of their own before they are added
+    reduces_whole: bool = False  # ZeRO 1 reduces gradients on all ranks, which then step on their shards
+    reduces_float32: bool = False  # gradients of other dtypes are cast for it
     reduces_each: bool = True  # ZeRO 2 and 3 reduce gradients after every micro-batch, otherwise after the last
     fused_optimizer: bool = False
     splits_outputs: bool = False
@@ -143,7 +146,7 @@ def _execution(
     graphs_experts: bool,
 ) -> Execution:
     """Of few kinds; a search asks for each of its candidates."""
-    how = usual_execution(kernels)
+    how = replace(usual_execution(kernels), **named("stacks").get(stack or "", {}).get("execution", {}))
     return replace(
         how,
         pipelines_tensor=overlaps_tensor,

@@ -17,7 +17,7 @@ class Half(StrEnum):
 class Product:
     """``batch`` products of m × k and k × n, in the dtype of their inputs.
 
-    ``grouped``: see NOTE [ Grouped products ] in `matmul`.
+    ``grouped``: see NOTE [ Grouped products ] in `matmul`; ``aligned``: NOTE [ Aligned rows ] there.
     """
 
     batch: int
@@ -26,6 +26,7 @@ class Product:
     k: int
     dtype: str
     grouped: bool = False
+    aligned: int = 64
 
     @property
     def flops(self) -> int:

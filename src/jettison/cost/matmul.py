@@ -5,7 +5,15 @@ The result of a product is cut into tiles, which multiprocessors work on in roun
 tiles were a little deeper (`EDGE`: filling the pipeline, and writing the result), and the last round takes as long as a
 full one. Large tiles read less for what they compute and reach the full rate; small ones fit narrow results. A library
 tries several and has the fastest: so does this. Where there are fewer tiles than multiprocessors the sum may be split.
-What this leaves out: how well rows are aligned, what stays in caches, and clocks that follow the power drawn.
+What this leaves out: what stays in caches, and clocks that follow the power drawn.
+
+NOTE [ Aligned rows ]
+A tile is loaded in pieces of 16 bytes where rows begin at multiples of that, in smaller ones where they do not: of two
+elements a [16384, 4096] x [4096, 10922] reaches 273 TFLOP/s on an H100, where multiples of 32 from 10848 to 11008 reach
+395 to 398 (stas00/ml-engineering, training/performance, "swiglu-maf-bench.py"); what lies between, and single elements,
+follow the same power. Before Hopper, whose tiles are copied by an engine of their own, rows of 16-bit numbers are read
+in full where they are multiples of 128 bytes (NVIDIA's "Matrix Multiplication Background User's Guide", Tensor Core
+requirements on A100): `Reached.unaligned` of other ones.
 
 NOTE [ Grouped products ]
 Experts' products follow one another, each with weights that no cache holds and with too few rounds of tiles to load the
@@ -22,6 +30,7 @@ small that their rounding does not show, and what small sizes cost is the packin
 from __future__ import annotations
 
 from functools import lru_cache
+from math import log2
 from typing import Final
 
 from jettison.core.errors import UsageError
@@ -42,6 +51,8 @@ PIECE_EDGE, PIECE_KEYS = 425, 4096
 FlashAttention-2's on an A100. Its shares are those of calls of so many keys; pieces of fewer take longer."""
 CAUSAL: Final = 0.5
 """Of the scores, those that a causal mask leaves."""
+WHOLE_LINE, WHOLE_LOAD, TWO_ELEMENTS = 64, 8, 273 / 397
+"""16-bit numbers in a line of a cache and in a load, and the share of the rate where only two follow each other."""
 SPLIT: Final = 1024
 """A sum is not split into parts shallower than this."""
 
@@ -87,7 +98,7 @@ def product_seconds(product: Product, hardware: Hardware) -> float:
     edges = _edges(hardware, product.dtype)
     if edges is not None:
         return product.flops / full * (1 + edges.rows / product.m + edges.columns / product.n + edges.depth / product.k)
-    per_unit = full / hardware.units
+    per_unit = full / hardware.units * _aligned_share(product.aligned, hardware)
     best = float("inf")
     for rows, columns, of_full in TILES:
         tiles = product.batch * -(-product.m // rows) * -(-product.n // columns)
@@ -97,6 +108,13 @@ def product_seconds(product: Product, hardware: Hardware) -> float:
         rounds = -(-tiles // hardware.units)
         best = min(best, rounds * 2 * rows * columns * (depth + EDGE) / (per_unit * of_full))
     return best
+
+
+def _aligned_share(elements: int, hardware: Hardware) -> float:
+    """Of the rate, by products whose rows begin at multiples of so many 16-bit numbers: NOTE [ Aligned rows ]."""
+    if elements >= WHOLE_LINE:
+        return 1.0
+    return hardware.reached.unaligned * TWO_ELEMENTS ** (log2(max(1.0, WHOLE_LOAD / elements)) / 2)
 
 
 def memory_seconds(nbytes: float, hardware: Hardware, *, share: float | None = None) -> float:

@@ -42,7 +42,8 @@ class CommonRequest:
         ep_comm_overlap: Rows travel to experts and back beside the work of another micro-batch: costs less time.
         cuda_graphs: CUDA graphs replay the kernels of layers, so that the host does not hand them over; experts where
             it need not know their rows.
-        stack: Whose software: base, megatron, nemo, nemo-24.12 or nemo-26.06; else what goes with --kernels.
+        stack: Whose software: base, megatron, megatron-deepspeed, nemo, nemo-24.12, nemo-26.06 or scaling; else what
+            goes with --kernels.
         gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
         gradients: one-by-one, as backward makes them; upfront, in buffers; buckets, one by one beside those of

@@ -173,7 +173,7 @@ def _one(
     if adds:
         adding = _adding_seconds(region, sharding, precision, prices.execution, hardware)
         seconds = replace(seconds, weights=seconds.weights + PassSeconds(compute=adding))
-    gathered, reduced = _shared_seconds(region, replace(sharding, tp=prices.layout.tp), precision, hardware)
+    gathered, reduced = _shared_seconds(region, replace(sharding, tp=prices.layout.tp), prices)
     return Item(
         count=1,
         region=region,
@@ -472,7 +472,8 @@ class Timing:
         if self.run.states_on_host.steps_there:
             return self._host_copies(items, least=least)
         nbytes = sum(item.count * item.optimizer_bytes for item in items)
-        passes = 1 if self.execution.fused_optimizer else OPTIMIZER_PASSES
+        fused = self.execution.fused_optimizer and self.run.optimizer is not Optimizer.ADAMW_FOREACH
+        passes = 1 if fused else OPTIMIZER_PASSES
         how = self.execution
         again = sum(item.count * _quantised_bytes(item.region, precision, how) for item in items if item.in_layer)
         return memory_seconds(nbytes * passes + again, self.hardware) + self._host_copies(items)
@@ -519,16 +520,19 @@ def _pending_share(region: Region) -> float:
     return max(0.0, 1 - BUCKET_BYTES / gradients) if gradients else 0.0
 
 
-def _shared_seconds(region: Region, layout: Layout, precision: Precision, hardware: Hardware) -> tuple[float, float]:
+def _shared_seconds(region: Region, layout: Layout, prices: PriceModel) -> tuple[float, float]:
     """Seconds to gather a region's weights, and to reduce its gradients, over the ranks that share them."""
+    precision, hardware, execution = prices.precision, prices.hardware, prices.execution
     gathered = reduced = 0.0
-    kind = "all_reduce" if layout.zero == 0 else "reduce_scatter_tensor"
+    whole = layout.zero == 0 or (layout.zero == 1 and execution.reduces_whole)
+    kind = "all_reduce" if whole else "reduce_scatter_tensor"
+    sent = "float32" if execution.reduces_float32 else precision.gradient
     for expert in (False, True):
         shared = [w for w in region.weights if w.expert is expert and not w.tied]
         elements = sum(w.numel for w in shared if not w.frozen)
         frozen = sum(w.packed_bytes or w.numel * DTYPE_BYTES[precision.compute] for w in shared if w.frozen)
         ranks = group(layout, "experts" if expert else "shards", hardware.node)
-        weights, gradients = (elements * DTYPE_BYTES[dtype] for dtype in (precision.compute, precision.gradient))
+        weights, gradients = (elements * DTYPE_BYTES[dtype] for dtype in (precision.compute, sent))
         gathered += transfer_seconds("all_gather_into_tensor", weights + frozen, ranks, hardware)
         reduced += transfer_seconds(kind, gradients, ranks, hardware)
     return gathered, reduced
@@ -546,7 +550,9 @@ def _adding_seconds(
             sharded = layout.zero >= 2 and execution.reduces_each
             ranks = layout.expert_shards if weight.expert else layout.shards
             elements = -(-weight.numel // ranks) if sharded else weight.numel
-            nbytes += elements * (into if execution.adds_in_product else gradient + 2 * into)
+            cast = 2 * into if execution.casts_gradients and precision.compute != "float32" else 0
+            given = DTYPE_BYTES[precision.compute] if cast else gradient
+            nbytes += elements * (into if execution.adds_in_product else given + cast + 2 * into)
     return memory_seconds(nbytes, hardware)
 
 

@@ -79,6 +79,7 @@ class Reached:
     matmul_mxfp8: float | None = None  # of fp8's, by those with a scale for 32 numbers; None: as `matmul_fp8`
     matmul_lines: float | None = None
     matmul_fp4: float | None = None  # of fp4's; None: as `matmul_fp8`
+    unaligned: float = 1.0  # of a product's rate, where rows begin in the middle of a line of the cache
     attention: float = 0.5  # of FLOP/s, by a fused attention's forward, in FLOPs that it cannot skip
     attention_backward: float = 0.42  # the same for its backward, which computes the scores again
     attention_64: float | None = None
@@ -217,10 +218,17 @@ def hardware_names() -> tuple[str, ...]:
 def hardware(name_or_path: str | Path) -> Hardware:
     """An accelerator by name, by the part of a name that only one has, or from a TOML file.
 
+    Clusters differ in what connects the same devices: ``a100-80gb,network=6.25,node=4`` has 6.25 GB/s from each device
+    to other nodes (adapters that devices share, divided by them), and four devices in a node.
+
     Raises:
-        UsageError: no such name or file, a part that several names have, or a file that is not of the form above.
+        UsageError: no such name or file, a part that several names have, a file that is not of the form above, or
+            other words behind a name.
     """
     text = str(name_or_path)
+    if isinstance(name_or_path, str) and "=" in text:
+        name, *words = text.split(",")
+        return replace(hardware(name), **dict(_connected(text, word) for word in words))
     if isinstance(name_or_path, Path) or text.endswith(".toml") or "/" in text:
         return _read(Path(name_or_path))
     wanted = text.strip().lower().replace("_", "-")
@@ -233,6 +241,22 @@ def hardware(name_or_path: str | Path) -> Hardware:
     if matching:
         raise UsageError(f"got the accelerator {text!r}, which may be {' or '.join(matching)}; say which")
     raise UsageError(f"got the accelerator {text!r}; {_closest(wanted, names)}. A .toml file will do as well")
+
+
+def _connected(text: str, word: str) -> tuple[str, int]:
+    """A field of `Hardware` by a word behind its name, and its value."""
+    key, _, given = word.partition("=")
+    known = {"node": ("node", 1)} | {name: (f"{name}_bytes_per_second", 10**9) for name in ("network", "link")}
+    try:
+        field, unit = known[key]
+        value = int(Decimal(given) * unit)
+    except (KeyError, ArithmeticError):
+        value = 0
+    if value < 1:
+        raise UsageError(
+            f"got the accelerator {text!r}; expected a name and perhaps ,network=25,link=300,node=8 (GB/s)"
+        )
+    return field, value
 
 
 def usual_hardware(device: Device) -> Hardware:
