@@ -228,7 +228,8 @@ def hardware(name_or_path: str | Path) -> Hardware:
     text = str(name_or_path)
     if isinstance(name_or_path, str) and "=" in text:
         name, *words = text.split(",")
-        return replace(hardware(name), **dict(_connected(text, word) for word in words))
+        connected: dict[str, Any] = dict(_connected(text, word) for word in words)
+        return replace(hardware(name), **connected)
     if isinstance(name_or_path, Path) or text.endswith(".toml") or "/" in text:
         return _read(Path(name_or_path))
     wanted = text.strip().lower().replace("_", "-")
