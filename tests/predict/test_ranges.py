@@ -101,7 +101,7 @@ def test_on_the_cpu_nothing_is_reserved_beyond_tensors() -> None:
 
 def test_verdicts_are_of_both_limits() -> None:
     found = figures(run_of("llama3-8b", RunRequest()), 16 * GIB)
-    low, high = round(found.device.low), round(found.device.high)
+    low, high = round(found.least), round(found.device.high)
     for usable, verdict in (
         (high + 1, FitVerdict.FITS),
         (high - 1, FitVerdict.CLOSE),

@@ -141,12 +141,12 @@ WRONG: list[tuple[str, object, str]] = [
     ("plan", {**PLAN, "tp": True}, "tp: "),
     ("plan", {**PLAN, "tp": 2**41}, "tp: "),
     ("plan", {**PLAN, "tp": 7}, "7"),
-    ("plan", {**PLAN, "state": "/tmp/x"}, "state: not known; expected some of accumulation, attention, "),
+    ("plan", {**PLAN, "state": "/tmp/x"}, "state: not known; expected some of accumulation, adapters, "),
     ("plan", {**PLAN, "stage_layers": "t" * 201}, "stage_layers: "),
     ("plan", {**PLAN, "id": "short"}, "id: expected 8 to 64 letters"),
     ("ledger", {"model": "gpt2", "compare": "/etc/passwd"}, "compare: not known"),
     ("estimate", {"model": "gpt2"}, "gpu: "),
-    ("search", {"model": "gpt2", "gpu": "a100-80gb", "gpus": 2}, "global_batch: "),
+    ("search", {"model": "gpt2", "gpu": "a100-80gb", "gpus": 2}, "search needs --global-batch"),
     ("search", {"model": "gpt2", "gpu": "a100-80gb", "gpus": 2, "global_batch": 2, "top": 101}, "top: "),
 ]
 

@@ -94,9 +94,7 @@ def command(
             gpus=found.gpus if flags.gpus is None else flags.gpus,
             global_batch=found.global_batch if flags.global_batch is None else flags.global_batch,
         )
-    for name in ("gpus", "global_batch"):
-        if getattr(flags, name) is None:
-            raise UsageError(f"search needs {flag_of(name)}, such as {flag_of(name)} 64")
+    _require_devices(flags)
     with progress() as say:
         try:
             report = answer(model, request, flags, jobs=cores() if flags.jobs is None else flags.jobs, progress=say)
@@ -114,6 +112,13 @@ def command(
     deliver(report.document, report.table, form=form, out=out, source=found)
 
 
+def _require_devices(flags: SearchFlags) -> None:
+    """Raises a `UsageError` where nobody says how many devices or sequences there are."""
+    for name in ("gpus", "global_batch"):
+        if getattr(flags, name) is None:
+            raise UsageError(f"search needs {flag_of(name)}, such as {flag_of(name)} 64")
+
+
 def nothing(model: str, request: SearchRequest, flags: SearchFlags, error: NothingFits) -> dict[str, object]:
     """Return the document that says that nothing fits."""
     unsaid = replace(flags, tokens=None, price_per_gpu_hour=None, jobs=None, state=None)
@@ -124,6 +129,7 @@ def nothing(model: str, request: SearchRequest, flags: SearchFlags, error: Nothi
 
 def answer(model: str, request: SearchRequest, flags: SearchFlags, *, jobs: int, progress: Progress) -> SearchReport:
     """See `search`."""
+    _require_devices(flags)
     given = {one.name: getattr(flags, one.name) for one in fields(flags) if one.name != "jobs"}
     return search(model, request, **given, jobs=jobs, progress=progress)
 

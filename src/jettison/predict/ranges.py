@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cache
 from math import sqrt
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jettison.core.units import GIB, format_bytes, format_seconds
-from jettison.predict.allowance import fixed_allowance
+from jettison.predict.allowance import FRAGMENTS, fixed_allowance
 from jettison.spec.frameworks import named
 from jettison.spec.kernels import Device
 from jettison.spec.kernels import kernels as kernel_set
@@ -142,11 +142,16 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFigures:
-    """The figures of one answer. Bytes are of the worst rank; ``step_seconds`` is None where no time was asked for."""
+    """The figures of one answer. Bytes are of the worst rank; ``step_seconds`` is None where no time was asked for.
+
+    ``least``: bytes of the device without which it cannot run, at the low end: an allocator that runs short gives back
+    what it has cached, so that little of what is reserved where there is room has to be there.
+    """
 
     allocated: Range
     reserved: Range
     device: Range
+    least: float
     step_seconds: Range | None = None
 
     def rows(self) -> Iterator[tuple[str, str]]:
@@ -168,7 +173,8 @@ class RunFigures:
     def verdict(self, *, usable_bytes: int | None = None, budget_bytes: int | None = None) -> FitVerdict:
         """The worse of two: what is in use against what a device has, allocated bytes against a budget for them."""
         found = [FitVerdict.FITS]
-        found += [] if usable_bytes is None else [self.device.within(usable_bytes)]
+        if usable_bytes is not None:
+            found.append(replace(self.device, low=self.least).within(usable_bytes))
         found += [] if budget_bytes is None else [self.allocated.within(budget_bytes)]
         return max(found, key=list(FitVerdict).index)
 
@@ -194,7 +200,7 @@ def figures(
 
         allocated_bytes += extra_bytes(anchor, run)
     allocated = scaled(residual(Measure.ALLOCATED, lineage(Measure.ALLOCATED, run)), allocated_bytes)
-    reserved, device = allocated, allocated
+    reserved, device, least = allocated, allocated, allocated.low
     if run.kernels.device is not Device.CPU:
         beyond, scale = residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, run)), sqrt(allocated_bytes * GIB)
         centre = 0.0
@@ -212,10 +218,11 @@ def figures(
             low=reserved.low + fixed.low + more,
             high=reserved.high + fixed.high + more,
         )
+        least = min(device.low, allocated.low * float(1 + FRAGMENTS[0]) + fixed.low + more)
     took = None
     if step_seconds is not None:
         took = scaled(residual(Measure.TIME, lineage(Measure.TIME, run, hardware)), step_seconds)
-    return RunFigures(allocated=allocated, reserved=reserved, device=device, step_seconds=took)
+    return RunFigures(allocated=allocated, reserved=reserved, device=device, least=least, step_seconds=took)
 
 
 def scaled(found: Residual, modelled: float) -> Range:
