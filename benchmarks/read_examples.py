@@ -36,8 +36,9 @@ def files(folder: Path) -> Iterator[Path]:
 
 
 def understood(path: Path, gpus: int) -> RunFile:
-    """What a file says, resolved; with a model and a number of GPUs where it names none."""
-    for model, number in ((None, gpus), (None, None), ("llama3-8b", gpus)):
+    """What a file says, resolved; with a model and a number of GPUs where it names none, or more where it needs them."""
+    more = [(None, gpus * times) for times in (2, 4, 8, 16, 32, 64, 128)]
+    for model, number in ((None, gpus), (None, None), *more, ("llama3-8b", gpus)):
         try:
             found = read_run(path, model=model, gpus=number, allow_unread=True)
             resolve(found.spec(), found.request)

@@ -13,10 +13,14 @@ from benchmarks import megatron_hybrids
 from jettison.cli.main import run as jettison
 from jettison.core.errors import UsageError
 from jettison.formula.region import parameter_count
+from jettison.frameworks.megatron.write import flags_text, layout_settings, overrides_text
 from jettison.frameworks.run_file import read_run, run_from
 from jettison.frameworks.shell_script import OPEN, PROGRAM, arguments
 from jettison.predict.forecast import forecast
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import run_of
 from jettison.spec.model import Activation, Attention, LatentAttention, Layer, Mlp, Moe, NormKind, QkNorm, Router
+from jettison.spec.run import Run
 
 SMALL = {
     "num-layers": 4,
@@ -431,3 +435,133 @@ def test_a_plan_is_written_back_into_a_script(tmp_path: Path, capsys: pytest.Cap
     again = run_from(tmp_path / "run.planned.sh")
     assert again.recompute != run_from(file).recompute
     assert forecast(again).peak_bytes <= (whole + least) // 2
+
+
+# Megatron-Bridge, and --yaml-cfg --------------------------------------------------------------------------------------
+
+BRIDGE = """
+model:
+  _target_: megatron.bridge.models.llama.LlamaModelProvider
+  num_layers: 4
+  hidden_size: 256
+  ffn_hidden_size: 512
+  num_attention_heads: 4
+  num_query_groups: 2
+  gated_linear_unit: true
+  activation_func: {_target_: torch.nn.functional.silu, _call_: false}
+  normalization: RMSNorm
+  add_bias_linear: false
+  share_embeddings_and_output_weights: false
+  position_embedding_type: rope
+  hidden_dropout: 0.0
+  attention_dropout: 0.0
+  vocab_size: 1000
+  seq_length: 128
+  tensor_model_parallel_size: 2
+  sequence_parallel: true
+  virtual_pipeline_model_parallel_size: null
+  recompute_granularity: selective
+  recompute_modules: [mlp]
+train: {micro_batch_size: 2, global_batch_size: 32, train_iters: 5}
+optimizer: {lr: 0.1, optimizer: adam, use_distributed_optimizer: true}
+ddp: {grad_reduce_in_fp32: true, overlap_grad_reduce: true}
+scheduler: {lr_decay_style: cosine}
+checkpoint: {save: out, save_interval: 5}
+dataset: {seq_length: 128}
+mixed_precision: bf16_mixed
+"""
+
+
+def test_a_configuration_of_megatron_bridge(tmp_path: Path, read: Any) -> None:
+    file = tmp_path / "run_config.yaml"
+    file.write_text(BRIDGE)
+    found = read_run(file, gpus=8)
+    assert (found.says, found.unread) == ("Megatron-Bridge's configuration", ())
+    asked = {name: getattr(found.request, name) for name in found.request.given()}
+    assert asked == {
+        "seq": 128,
+        "micro_batch": 2,
+        "micro_batches": 4,
+        "tp": 2,
+        "sp": True,
+        "dp": 4,
+        "zero": 1,
+        "attention": "flash",
+        "precision": "bf16-main32",
+        "accumulation": "fused-dummy",
+        "loss": "native",
+        "loader_masks": False,
+        "recompute_modules": "mlp",
+        "like": "megatron-0.19",
+    }
+    same = read({**LLAMA, "tensor-model-parallel-size": 2, "hidden-dropout": 0, "attention-dropout": 0}).spec()
+    assert found.spec().vocab == 1000  # should_pad_vocab is off there
+    assert replace(found.spec(), name="", vocab=1024) == replace(same, name="")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field", "value"),
+    [
+        ("bf16_mixed", "bf16-with-mxfp8-mixed", "fp8_recipe", "mxfp8"),
+        ("bf16_mixed", "bf16_with_fp8_current_scaling_mixed", "products", "first:1=bf16,last:1=bf16"),
+        ("bf16_mixed", "bf16_with_fp8_delayed_scaling_mixed", "fp8_recipe", "delayed:1024"),
+        ("grad_reduce_in_fp32: true", "grad_reduce_in_fp32: false", "precision", "bf16-reduce16"),
+        ("optimizer: adam,", "optimizer: adam, use_precision_aware_optimizer: true, exp_avg_dtype: torch.bfloat16, "
+         "exp_avg_sq_dtype: bfloat16, main_grads_dtype: bf16,", "precision", "bf16-bridge"),
+        ("seq_length: 128\n", "seq_length: 128\n  gradient_accumulation_fusion: false\n", "accumulation", "cast"),
+    ],
+)  # fmt: skip
+def test_what_a_field_of_megatron_bridge_becomes(tmp_path: Path, old: str, new: str, field: str, value: Any) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(BRIDGE.replace(old, new, 1))
+    assert getattr(read_run(file, gpus=8).request, field) == value
+
+
+def test_overrides_need_the_model_that_their_recipe_has(tmp_path: Path) -> None:
+    file = tmp_path / "overrides.yaml"
+    file.write_text("model: {tensor_model_parallel_size: 2}\ntrain: {global_batch_size: 8, train_iters: 3}\n")
+    with pytest.raises(UsageError, match=r"no train\.micro_batch_size, which its recipe does: give --micro-batch 1"):
+        read_run(file, gpus=8)
+    with pytest.raises(UsageError, match="names no model; give it before --from"):
+        read_run(file, gpus=8, asked={"micro_batch": 1}).spec()
+    found = read_run(file, gpus=8, asked={"micro_batch": 1}, model="llama3-8b")
+    assert (found.request.tp, found.request.dp, found.request.micro_batches, found.request.zero) == (2, 4, 2, 1)
+    assert any("what a recipe in Python sets" in note for note in found.notes)
+    file.write_text("train: {global_batch_size: 8, micro_batch_size: 1, train_iters: 3}\npeft: {dim: 8}\n")
+    with pytest.raises(UsageError, match=r"peft\.dim = 8 \(adapters of Megatron-Bridge are not described"):
+        read_run(file, gpus=8, model="llama3-8b")
+
+
+def test_what_is_exported_is_read_again(tmp_path: Path) -> None:
+    asked = run_from_flags(tp=2, sp=True, pp=2, dp=2, micro_batch=2, micro_batches=4, zero=1, seq=512)
+    for name, text in (
+        ("overrides.txt", overrides_text(asked, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]})),
+        ("flags.txt", flags_text({**layout_settings(asked), "recompute_granularity": "selective",
+                                  "recompute_modules": ["mlp"], "bf16": True})),
+    ):  # fmt: skip
+        file = tmp_path / name
+        file.write_text(text)
+        again = run_from(file, gpus=8, model="llama3-8b")
+        assert again.layout == replace(asked.layout, keeps_received=True), name
+        assert (again.micro_batch, again.micro_batches, again.seq) == (2, 4, 512)
+        assert again.recompute.modules == ("mlp",)
+
+
+def run_from_flags(**flags: Any) -> Run:
+    return run_of("llama3-8b", RunRequest(like="megatron-0.19", **flags))
+
+
+def test_fields_in_the_place_of_arguments(tmp_path: Path, read: Any) -> None:
+    file = tmp_path / "gpt_config.yaml"
+    file.write_text(
+        "language_model:\n  num_layers: 4\n  hidden_size: 256\n  num_attention_heads: 4\n  add_bias_linear: false\n"
+        "  num_query_groups: 2\n  gated_linear_unit: true\n  activation_func: swiglu\n  ffn_hidden_size: 512\n"
+        "  normalization: RMSNorm\nmodel_parallel:\n  tensor_model_parallel_size: 2\n  bf16: true\n"
+        "  gradient_accumulation_fusion: true\nmicro_batch_size: 2\nglobal_batch_size: 32\nseq_length: 128\n"
+        "max_position_embeddings: 128\nvocab_size: 1000\nposition_embedding_type: rope\ndata_path: null\n"
+        "untie_embeddings_and_output_weights: true\nuse_distributed_optimizer: false\n"
+    )
+    found, same = read_run(file, gpus=8), read({**LLAMA, "tensor-model-parallel-size": 2})
+    assert found.says == "Megatron-LM's YAML (--yaml-cfg)"
+    assert found.request == same.request
+    assert replace(found.spec(), name="") == replace(same.spec(), name="")

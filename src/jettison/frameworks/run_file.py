@@ -4,14 +4,16 @@
 no table, as a function ``read(keys)``. Sections of ``read.toml``:
 
 - ``says``: what such a file is called. ``syntaxes``, ``any``, ``all``: a file is one where its syntax is among these,
-  one of ``any`` is among its keys (globs), and all of ``all``. ``order``: whose turn it is, the least first.
+  one of ``any`` is among its keys (globs, with or without ``prefixes``), and all of ``all``. ``order``: whose turn it
+  is, the least first.
 - ``like``: the preset of ``--like`` that such a run follows.
 - ``keys``: fields of a request by key, value for value: ``"training.seq_len" = "seq"``.
 - ``words``: by key and then by value, as text in lower case or a glob, fields with their values, and ``note``, which is
   said of it. A value that is not there is refused. ``like = "NAME:KEY"``: those of another framework's key.
 - ``ignored``: globs of keys that change neither memory nor time.
 - ``refused``: by glob, why keys that do are not read. One whose value is off (false, null, 0, empty) says nothing.
-- ``prefixes``: what keys of a file may begin with that is left away, and ``underscores``: dashes in them are these.
+- ``prefixes``: what keys of a file may begin with that is left away, ``underscores``: dashes in them are these, and
+  ``renames``: keys by what such a file calls them.
 - ``beside``: by framework, what the keys of its file begin with here, when it is given beside this one.
 - ``[[forms]]``: kinds of files of one framework, each with any of these sections; what stands above counts for all.
   ``name``: how ``read`` tells them apart (`Keys.form`).
@@ -583,12 +585,13 @@ def _table(file: ConfigFile) -> Mapping[str, Any] | None:
 def _usual(key: str, table: Mapping[str, Any]) -> str:
     """A key's name here: without what it may begin with."""
     key = next((key[len(prefix) :] for prefix in table.get("prefixes", ()) if key.startswith(prefix)), key)
-    return key.replace("-", "_") if table.get("underscores") else key
+    key = key.replace("-", "_") if table.get("underscores") else key
+    return str(table.get("renames", {}).get(key, key))
 
 
 def _fits(file: ConfigFile, table: Mapping[str, Any]) -> bool:
     def there(glob: str) -> bool:
-        return any(fnmatchcase(_usual(key, table), glob) for key in file.values)
+        return any(fnmatchcase(key, glob) or fnmatchcase(_usual(key, table), glob) for key in file.values)
 
     return (
         file.syntax in table["syntaxes"]

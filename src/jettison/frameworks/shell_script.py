@@ -27,6 +27,8 @@ _VARIABLE: Final = re.compile(
 _NAME: Final = re.compile(r"(?:(?:export|local|readonly|declare|typeset)\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=")
 _SBATCH: Final = re.compile(r"^#SBATCH\s+--([\w-]+)(?:[= ]+(\S+))?", re.MULTILINE)
 _HERE: Final = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2\s*$", re.MULTILINE | re.DOTALL)
+_OVERRIDE: Final = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)")
+"""A key of a configuration with its value, as Hydra takes them."""
 _ENDS: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>&1", "&>", "<"})
 _LAUNCHERS: Final = frozenset({"srun", "sbatch", "mpirun", "mpiexec", "docker", "singularity", "apptainer", "enroot"})
 _PROGRAMS: Final = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|trl)")
@@ -72,7 +74,7 @@ class _Script:
         if with_arguments:
             return max(with_arguments, key=lambda words: sum(word.startswith("--") for word in words))
         words = [word for command in self.commands for word in command]
-        if any(word.startswith("--") for word in words):
+        if any(word.startswith("--") or _OVERRIDE.fullmatch(word) for word in words):
             return words
         return [word for value in self.variables.values() if "--" in value for word in split_words(value)]
 
@@ -324,7 +326,7 @@ def split_words(line: str) -> list[str]:
 
 
 def _named(words: Sequence[str]) -> dict[str, Any]:
-    """Arguments by name, of a launcher's those that say how many devices there are; programs as ``$NAME``."""
+    """Arguments and overrides by name, programs as ``$NAME``; of a launcher, how many devices there are."""
     found: dict[str, Any] = {}
     name, launched, begun = "", bool(words) and words[0].rpartition("/")[2] in _LAUNCHERS, False
     for word in words:
@@ -338,6 +340,9 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
                 name = ""
             else:
                 found[name] = value if equals else True
+        elif override := _OVERRIDE.fullmatch(word):
+            found[override[1]] = {"null": None, "true": True, "false": False}.get(override[2], override[2])
+            name, begun = "", True
         elif _is_program(word) or not begun:
             found[f"${word.rpartition('/')[2]}"] = True
             found |= {PROGRAM: word} if _is_program(word) else {}

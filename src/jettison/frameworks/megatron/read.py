@@ -35,13 +35,17 @@ _EXPERTS: Final = (
 
 def read(keys: Keys) -> None:
     """Everything that is no table."""
+    if keys.form in ("recipe", "yaml"):
+        _dataclasses(keys)
     _devices(keys)
     _program(keys)
     if keys.asked_model is not None:
         keys.read(*keys.table["model"], why=f"the model is {keys.asked_model}")
-    elif keys.has("num_layers") or keys.has("hybrid_layer_pattern") or keys.has("hybrid_override_pattern"):
+    elif keys.has("hidden_size"):
         keys.config = config(keys)
         keys.read(*keys.table["model"])
+    else:
+        keys.read("num_layers", "hybrid_layer_pattern", "hybrid_override_pattern")
     _pipeline(keys)
     _batch(keys)
     _kernels(keys)
@@ -50,6 +54,62 @@ def read(keys: Keys) -> None:
     _optimizer(keys)
     if not keys.values.get("use_megatron_fsdp"):
         keys.read("data_parallel_sharding_strategy", why="without --use-megatron-fsdp nothing is sharded by it")
+
+
+# files that have fields of dataclasses in the place of arguments ------------------------------------------------------
+
+
+def _dataclasses(keys: Keys) -> None:
+    """Fields of dataclasses as the arguments that mean the same."""
+    if keys.form == "recipe":
+        _recipe(keys)
+    if keys.has("num_query_groups"):
+        _set(keys, "num_query_groups", "group_query_attention", True)
+    opposite = {
+        "add_bias_linear": "disable_bias_linear",
+        "share_embeddings_and_output_weights": "untie_embeddings_and_output_weights",
+        "gradient_accumulation_fusion": "no_gradient_accumulation_fusion",
+        "masked_softmax_fusion": "no_masked_softmax_fusion",
+        "grad_reduce_in_fp32": "grad_reduce_in_bf16",
+    }
+    for field, argument in opposite.items():
+        if keys.has(field):
+            _set(keys, field, argument, not keys.on(field))
+    activation = " ".join(keys.text(name) for name in keys.matching("activation_func", "activation_func.*"))
+    gated = keys.on("gated_linear_unit")
+    keys.read("gated_linear_unit", *keys.matching("activation_func.*"))
+    if gated and "silu" not in activation and "swiglu" not in activation:
+        keys.refuse(
+            "gated_linear_unit", "gates that are not SiLU are described for other models: give MODEL before --from"
+        )
+    keys.values |= {"swiglu": gated, "squared_relu": "squared_relu" in activation}
+
+
+def _set(keys: Keys, field: str, argument: str, value: bool) -> None:
+    keys.read(field)
+    keys.values[argument] = value
+
+
+def _recipe(keys: Keys) -> None:
+    """What Megatron-Bridge's recipes set where a file does not: ``recipes/common.py``, ``_pretrain_common``."""
+    if not keys.has("micro_batch_size") and keys.field("micro_batch") is None:
+        raise UsageError(
+            f"{keys.file.path} says no train.micro_batch_size, which its recipe does: give --micro-batch 1"
+        )
+    if not keys.has("hidden_size"):
+        keys.note("what a recipe in Python sets beneath this file is not known: flags beside --from count before it")
+        keys.model = keys.get("hf_model_id")
+    name = keys.text("mixed_precision", "bf16_mixed").replace("-", "_")
+    if "mixed_precision" in keys.values and name not in keys.table["precisions"]:
+        keys.refuse("mixed_precision", f"expected one of {', '.join(keys.table['precisions'])}")
+    said = {key: keys.values[key] for key in ("bf16", "fp16", "fp8_format") if keys.has(key)}
+    keys.values |= {**keys.table["precisions"].get(name, {}), **said}
+    keys.values.setdefault("use_distributed_optimizer", True)
+    keys.values.setdefault("cross_entropy_loss_fusion", True)
+    keys.values.setdefault("fp8_recipe", "tensorwise")
+    keys.values.setdefault("moe_token_dispatcher_type", "alltoall")
+    if keys.on("skip_getting_attention_mask_from_dataset", True):
+        keys.values["no_create_attention_mask_in_dataloader"] = True
 
 
 # ranks and batch ------------------------------------------------------------------------------------------------------
@@ -409,7 +469,9 @@ def _kernels(keys: Keys) -> None:
         keys.give("sp", keys.on("sequence_parallel"), "sequence_parallel")
     else:
         keys.read("sequence_parallel", why="off with one rank of tensor parallelism")
-    if keys.config and keys.config.get("num_experts"):
+    if (keys.config and keys.config.get("num_experts")) or (
+        not keys.config and keys.whole("expert_model_parallel_size", 1) != 1
+    ):
         _dispatch(keys)
     else:
         keys.read(*_EXPERTS, why="without experts")
@@ -430,7 +492,7 @@ def _dispatch(keys: Keys) -> None:
     keys.give("ep", keys.whole("expert_model_parallel_size"), "expert_model_parallel_size")
     dispatcher = keys.text("moe_token_dispatcher_type", "allgather")
     keys.give("dispatcher", dispatcher, "moe_token_dispatcher_type")
-    if not keys.on("moe_grouped_gemm"):
+    if not keys.on("moe_grouped_gemm", keys.config is None):
         keys.give("sequential_experts", True)
     if (wide := keys.whole("expert_tensor_parallel_size")) and wide != keys.field("tp", 1):
         keys.give("expert_tp", wide, "expert_tensor_parallel_size")
@@ -468,15 +530,23 @@ def _precision(keys: Keys) -> None:
         )
 
 
+def _dtype(keys: Keys, name: str) -> str:
+    """bf16 and fp32, whatever torch or YAML calls them."""
+    word = keys.text(name, "fp32").removeprefix("torch.")
+    return {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}.get(word, word)
+
+
 def _aware(keys: Keys) -> None:
     """NOTE [ Precision-aware optimizers ]."""
     name = "use_precision_aware_optimizer"
     if not keys.on(name):
         return
-    kinds = {key: keys.text(key, "fp32") for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
-    gradients = keys.text("main_grads_dtype", "fp32")
+    kinds = {key: _dtype(keys, key) for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
+    gradients = _dtype(keys, "main_grads_dtype")
     if list(kinds.values()) == ["fp32", "fp32", "fp32"] and gradients == "fp32":
         keys.read(name, why="all in fp32, as without it")
+    elif list(kinds.values()) == ["fp32", "bf16", "bf16"] and keys.on("bf16") and keys.form == "recipe":
+        keys.give("precision", "bf16-bridge", name, "main_grads_dtype", *kinds)
     elif list(kinds.values()) == ["fp32", "bf16", "bf16"] and keys.on("bf16"):
         word = "bf16-aware" if gradients == "bf16" else "bf16-aware-grad32"
         keys.give("precision", word, name, "main_grads_dtype", *kinds)
