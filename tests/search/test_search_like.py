@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
+from jettison.search.evaluate import Evaluated, Figures, Seconds
 from jettison.search.request import SearchRequest
-from jettison.search.search import search
+from jettison.search.search import by_slack, search
 from jettison.search.space import SearchCandidate, Setup, setup_run
+from jettison.spec.frameworks import named
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Loss
+from jettison.spec.layout import Layout
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Recompute
 
@@ -121,3 +127,61 @@ def test_the_best_with_weights_on_the_host_is_the_best_of_all(rule: str, precisi
         best[setup] = min(estimate(run, A100).step_seconds for run in runs)
     found = search(whole, A100, budget_bytes=10**13, top=4).ranked[:4]
     assert [f.seconds.step for f in found] == pytest.approx(sorted(best.values())[:4], rel=1e-9)
+
+
+# what a framework can run ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", sorted(named("runs")))
+def test_a_search_keeps_to_what_a_framework_can_run(framework: str) -> None:
+    """Axes above 1, stages of ZeRO, orders of pipelines and recompute modes are those of its `runs`."""
+    able = named("runs")[framework]
+    found = SearchRequest(seq=256, runs_on=framework).space(LLAMA, A100, gpus=8, global_batch=8)
+    above = {
+        name
+        for setup in found.setups
+        for name in ("tp", "pp", "cp", "ep", "virtual_stages")
+        if getattr(setup.layout, name) > 1
+    }
+    assert above <= set(able["axes"]) and (above or "tp" not in able["axes"])
+    assert {setup.layout.zero for setup in found.setups} <= set(able["zero"])
+    assert "sp" in able["axes"] or not any(setup.layout.sp for setup in found.setups)
+    assert {str(plan) for setup in found.setups for plan in found.plans(setup)} >= {"none", "full"}
+    assert found.axes.plans == tuple(able["recompute"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"runs_on": "transformers", "pp": "1,2"}, "got --pp 1,2, which transformers cannot run"),
+        ({"runs_on": "transformers", "sp": True}, "got --sp, which transformers cannot run"),
+        ({"runs_on": "megatron", "zero": "3"}, "got --zero 3; --runs-on megatron"),
+        ({"runs_on": "megatron", "recompute": "selective-op"}, "expected some of none, selective, full, every, block"),
+        ({"runs_on": "nanotron", "schedule": "interleaved"}, "got --schedule interleaved, which nanotron cannot run"),
+        ({"runs_on": "nobody"}, "expected one of accelerate, "),
+    ],
+)
+def test_what_a_framework_cannot_run_is_refused(asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(says)):
+        SearchRequest(seq=256, **asked).space(LLAMA, A100, gpus=8, global_batch=8)
+
+
+def test_what_is_not_tried_may_be_asked_for() -> None:
+    """Blocks of Megatron, and a planner's choice where this package plugs into a trainer."""
+    for framework, word in (("megatron", "block:2"), ("torchtitan", "auto"), ("torchtitan", "interval:3")):
+        request = SearchRequest(seq=256, runs_on=framework, recompute=word)
+        assert request.space(LLAMA, A100, gpus=8, global_batch=8).axes.plans == (word,)
+
+
+def test_candidates_within_one_percent_are_in_the_order_of_the_room_they_leave() -> None:
+    def made(seconds: float, needed: int) -> Evaluated:
+        fields = dict.fromkeys(("compute", "communication", "bubble", "recompute", "other", "mfu"), 0.0)
+        took = Seconds(step=seconds, least=seconds, tokens_per_second_per_gpu=1.0, **fields)
+        candidate = SearchCandidate(setup=Setup(layout=Layout(), micro_batch=1, micro_batches=1), recompute=Recompute())
+        figures = Figures(peak_bytes=needed, static_bytes=0, seconds=took)
+        return Evaluated(candidate=candidate, figures=figures, number=(needed, 0), limit_bytes=1000)
+
+    fast, alike, same = made(1.0, 900), made(1.005, 504), made(1.009, 500)
+    slow, last = made(1.02, 300), made(1.025, 200)
+    assert by_slack([fast, alike, same, slow, last]) == (alike, same, fast, last, slow)
+    assert by_slack([]) == ()

@@ -38,6 +38,7 @@ from jettison.search.request import MARGIN, SearchRequest
 from jettison.search.search import NothingFits
 from jettison.search.search import search as find
 from jettison.spec.anchor import read_anchor
+from jettison.spec.frameworks import named
 from jettison.spec.hardware import hardware
 
 NOTHING_FIXED = SearchRequest()
@@ -89,6 +90,9 @@ def command(
     refuse_to_overwrite(out, force=force)
     model, request, found = sourced(model, request, source, verb="search", gpus=flags.gpus)
     if found is not None:
+        if request.runs_on is None and found.framework in named("runs"):
+            request = replace(request, runs_on=found.framework)
+            hint(f"layouts and recompute modes that {found.framework} can run, as with --runs-on {found.framework}")
         flags = replace(
             flags,
             gpus=found.gpus if flags.gpus is None else flags.gpus,

@@ -51,7 +51,7 @@ class SearchRequest(CommonRequest):
         offload: Try each plan with what stays on the host, too.
         whole_micro_batches: Try each plan of a pipeline with as many micro-batches kept whole as fit, too.
         uneven: Try pipelines whose ends have a layer less or more than other stages, too.
-        runs_on: Only layouts and recompute modes that a framework can run: torchtitan, megatron, transformers.
+        runs_on: Only layouts and recompute modes that a framework can run, such as torchtitan; --from implies its own.
     """
 
     tp: str | None = None
@@ -144,10 +144,10 @@ class SearchRequest(CommonRequest):
             **numbers,
             zero=zero,
             sp=self._sequence_parallelism(able),
-            schedules=self._allowed("schedule", None if able is None else able.schedules, SCHEDULES),
+            schedules=self._allowed("schedule", () if able is None else (able.schedules, able.schedules), SCHEDULES),
             plans=()
             if lists and self.recompute is None
-            else self._allowed("recompute", None if able is None else able.plans, PLANS),
+            else self._allowed("recompute", () if able is None else (able.plans, able.also), PLANS),
             lists=lists,
             offload=(False, True) if self.offload else (False,),
             whole=(False, True) if self.whole_micro_batches else (False,),
@@ -170,17 +170,24 @@ class SearchRequest(CommonRequest):
             raise UsageError(f"got --sp, which {self.runs_on} cannot run")
         return (False,)
 
-    def _allowed(self, name: str, able: tuple[str, ...] | None, usual: tuple[str, ...]) -> tuple[str, ...]:
-        """The words of an axis: as asked for, otherwise the usual ones, of which a framework may run some."""
+    def _allowed(
+        self, name: str, able: tuple[()] | tuple[tuple[str, ...], tuple[str, ...]], usual: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """The words of an axis: as asked for, otherwise the usual ones.
+
+        Args:
+            able: words that a framework runs and that are tried, and others that it runs; empty: it may run all.
+        """
         asked = _words(getattr(self, name))
-        if able is None:
+        if not able:
             return asked or usual
-        bad = [word for word in asked if word.partition(":")[0] not in able]
+        tried, also = able
+        known = [word.partition(":")[0] for word in (*tried, *also)]
+        bad = [word for word in asked if word.partition(":")[0] not in known]
         if bad:
-            raise UsageError(
-                f"got {flag_of(name)} {bad[0]}, which {self.runs_on} cannot run; expected some of {', '.join(able)}"
-            )
-        return asked or tuple(word for word in usual if word in able and word != Mode.AUTO)
+            words = ", ".join(dict.fromkeys(known))
+            raise UsageError(f"got {flag_of(name)} {bad[0]}, which {self.runs_on} cannot run; expected some of {words}")
+        return asked or tried
 
     def _over_tensor_ranks(self) -> OverTensorRanks:
         """What a framework's rule says otherwise over several ranks, where no flag goes before it."""
@@ -203,12 +210,18 @@ class SearchRequest(CommonRequest):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runnable:
-    """What a framework can run: axes that may be above 1, stages of ZeRO, orders of a pipeline and recompute modes."""
+    """What a framework can run.
+
+    Args:
+        axes: that may be above 1. ``zero``: stages of ZeRO. ``schedules``: orders of a pipeline.
+        plans: recompute modes that a search tries. ``also``: those that it takes where they are asked for.
+    """
 
     axes: tuple[str, ...]
     zero: tuple[int, ...]
     schedules: tuple[str, ...]
     plans: tuple[str, ...]
+    also: tuple[str, ...]
 
 
 def runnable(framework: str | None) -> Runnable | None:
@@ -229,7 +242,8 @@ def runnable(framework: str | None) -> Runnable | None:
         axes=tuple(found["axes"]),
         zero=tuple(found["zero"]),
         schedules=tuple(found.get("schedules", ("1f1b",))),
-        plans=(*found["recompute"], *([str(Mode.AUTO)] if found["folder"] in plugged else [])),
+        plans=tuple(found["recompute"]),
+        also=(*found.get("also", ()), *([str(Mode.AUTO)] if found["folder"] in plugged else [])),
     )
 
 
