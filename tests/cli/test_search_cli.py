@@ -298,3 +298,17 @@ def test_what_a_configuration_has_beside_is_said(tmp_path: Path, capsys: pytest.
         (warning,) = json.loads(said.out)["warnings"]
         assert "quantization_config" in warning
         assert warning in " ".join(said.err.split())
+
+
+def test_a_trainers_file_is_searched_for_what_its_trainer_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 2048\nlocal_batch_size = 1\n')
+    space = ["search", "--from", str(file), "--gpus", "8", "--global-batch", "8", "--gpu", "h100-80gb", "--jobs", "1"]
+    fixed = ["--pp", "1", "--cp", "1", "--recompute", "full"]
+    assert cli([*space, *fixed, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["request"]["runs_on"], found["from"]["framework"]) == ("torchtitan", "torchtitan")
+    assert cli([*space, "--recompute", "every:2"]) == 2
+    assert "torchtitan cannot run" in capsys.readouterr().err
