@@ -21,3 +21,16 @@ def test_small_tensors_of_8_bit_adam_have_fp32_moments(elements: int, nbytes: in
     weight = Weight("weight", (elements,), (), 2 * elements, elements)
     found = state_bytes(weight, elements, PRECISIONS["bf16"], Optimizer.ADAM8BIT, in_layer=True)
     assert found == nbytes
+
+
+@pytest.mark.parametrize(
+    ("elements", "nbytes"),
+    [
+        (4096, 2 * (2048 + 4 * 32)),  # torchao's ``OptimState4bit``: two numbers a byte, an fp32 scale for each 128
+        (4097, 8 * 4097),  # no whole blocks: as what is updated, fp32 master copies here
+        (128, 8 * 128),
+    ],
+)
+def test_4_bit_adam_has_whole_blocks_alone(elements: int, nbytes: int) -> None:
+    weight = Weight("weight", (elements,), (), 2 * elements, elements)
+    assert state_bytes(weight, elements, PRECISIONS["bf16"], Optimizer.ADAM4BIT, in_layer=True) == nbytes

@@ -28,8 +28,8 @@ from jettison.spec.layout import Layout
 from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.states_on_host import NOT_MOVED, StatesOnHost
 
-SCALE_BLOCK = 256
-"""8-bit Adam keeps an fp32 scale for each 256 numbers of a moment (arXiv 2110.02861 §2.1)."""
+SCALE_BLOCK, NARROW_BLOCK = 256, 128
+"""8-bit Adam keeps an fp32 scale for each 256 numbers of a moment (arXiv 2110.02861), torchao's 4-bit for each 128."""
 SMALL_TENSOR = 4096
 """Tensors of fewer numbers have fp32 moments (bitsandbytes, ``optim/optimizer.py``, ``min_8bit_size``)."""
 
@@ -205,6 +205,10 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
             return moment * elements
         case Optimizer.ADAM8BIT:
             return 8 * elements if elements < SMALL_TENSOR else 2 * (elements + 4 * -(-elements // SCALE_BLOCK))
+        case Optimizer.ADAM4BIT:  # torchao/optim/adam.py (0372e5f), ``_new_buffer``: whole blocks, else as parameters
+            if elements < SMALL_TENSOR or elements % NARROW_BLOCK:
+                return 2 * moment * elements
+            return 2 * (elements // 2 + 4 * (elements // NARROW_BLOCK))
         case Optimizer.ADAFACTOR:
             return _factored(weight, elements) if matrix else 4 * elements
         case Optimizer.MUON | Optimizer.DIST_MUON | Optimizer.DIST_MUON_PINGPONG:

@@ -252,6 +252,10 @@ class Keys:
         """Take a field back."""
         self._fields.pop(name, None)
 
+    def said(self, name: str) -> Any:
+        """A field as the file says it, whatever the command line does; None where it does not."""
+        return self._fields.get(name)
+
     def field(self, name: str, default: Any = None) -> Any:
         """A field as it stands: the command line's, else what was given; the default where neither says it."""
         found = self.asked.get(name)

@@ -65,8 +65,9 @@ def precision(keys: Keys, *, weights: str, mixed: bool) -> None:
         weights: fp32 or bf16: as they are loaded.
         mixed: products run in 16 bits under autocast.
     """
-    deepspeed = keys.field("like") == "deepspeed"
-    tuned = keys.field("lora") is not None
+    deepspeed, tuned = keys.said("like") == "deepspeed", keys.field("lora") is not None
+    if deepspeed and mixed and keys.field("like") != "deepspeed":
+        keys.give("precision", "bf16")  # another preset is asked for, and the engine is there all the same
     if keys.field("precision") is not None or (deepspeed and mixed):
         return  # the engine's bf16, which the preset has, or what a framework does of its own
     if not deepspeed and mixed and not tuned and keys.field("zero", 0) == 3:
@@ -85,7 +86,7 @@ def optimizer(keys: Keys, key: str, default: str) -> None:
     """The optimizer, where no key has said it; DeepSpeed's step runs on copies of gradients whatever it is."""
     if not keys.has(key) and keys.field("optimizer") is None:
         keys.give("optimizer", default)
-    deepspeed = keys.field("like") == "deepspeed"
+    deepspeed = keys.said("like") == "deepspeed"
     if deepspeed and keys.field("optimizer") in ("adamw", "adamw-foreach"):
         keys.drop("optimizer")
 

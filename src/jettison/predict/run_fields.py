@@ -25,8 +25,8 @@ class CommonRequest:
         products: Products that --fp8-recipe does not have, as Megatron says it: last:14=bf16, first:1=bf16, mtp=bf16,
             attention.*=bf16, out_proj=mxfp8, separated by commas; of globs the first that fits counts.
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-deepspeed, as ZeRO
-            steps there; adamw-bf16, whose moments are narrow; sgd, sgd-momentum, adam8bit, adafactor, muon, dist-muon,
-            dist-muon-pingpong or none.
+            steps there; adamw-bf16, whose moments are narrow; sgd, sgd-momentum, adam8bit, adam4bit, adafactor, muon,
+            dist-muon, dist-muon-pingpong or none.
         kernels: megatron, pytorch, pytorch-2.8 (or before: RMSNorm op by op), huggingface, huggingface-4.57, -4.48,
             -4.45 or -4.30 (of that version or before, until the next one named), torchtune, liger or nanotron: whose
             code runs.

@@ -190,7 +190,7 @@ def _axes(keys: Keys) -> None:
     """``dp_shard_size`` and ``dp_replicate_size``; ring attention shards the sequence."""
     if keys.field("cp", 1) > 1:
         keys.give("context_exchange", "ring")
-        if keys.field("like") != "deepspeed":
+        if keys.said("like") != "deepspeed":
             keys.read("ring_attn_func", why="ring")
     else:
         keys.drop("cp")
