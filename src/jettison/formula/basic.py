@@ -9,7 +9,7 @@ from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.narrow import QUANTISE, narrow
 from jettison.formula.tape import Collective, Places, Saved, Value, Weight, Writer
 from jettison.ledger.program import Anchor
-from jettison.spec.tuning import Base
+from jettison.spec.tuning import Base, Tuning
 
 WEIGHT_COPY, ADAPTER_COPY = "weight in the dtype of products", "adapter in the dtype of products"
 
@@ -174,6 +174,8 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     """out + B(A(dropout(x))) · alpha / r: NOTE [ Adapters as PEFT places them ] in `spec.tuning`."""
     tuning = w.run.tuning
     assert tuning is not None
+    if w.kernels.fused_adapters and w.tp == 1:
+        return _fused_adapter(w, x, out, features, tuning)
     autocast = w.run.precision.parameter != w.products
     alone = tuning.wide and not autocast  # fp32, and nothing casts what they read and return but PEFT
     wide = "float32" if tuning.wide else w.run.precision.parameter
@@ -223,6 +225,31 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         summed = add(w, out, high)
     w.tape.name(given, x)
     return summed
+
+
+def _fused_adapter(w: Writer, x: Value, out: Value, features: int, tuning: Tuning) -> Value:
+    """The adapter added to what the product has made: x alone is kept, and what has the adapter's rank made again.
+
+    unslothai/unsloth, ``unsloth/kernels/fast_lora.py``, ``LoRA_W``; ``unsloth/kernels/utils.py``, ``matmul_lora``:
+    ``out.addmm_(XA, B.to(dtype), alpha = s)``.
+    """
+    x = _dropped(w, x, "adapter's dropout mask") if tuning.dropout else x
+    down = w.parameter("lora_A", tuning.rank, x.shape[-1], adapter=True, product=True)
+    up = w.parameter("lora_B", features, tuning.rank, adapter=True, product=True)
+    again = w.one_block and w.tape.path.endswith("down")  # activation and product of gate and up, in their place
+    low = tuning.rank * DTYPE_BYTES[w.products] * prod(x.local_shape[:-1])
+    return w.tape.op(
+        "fused_adapter",
+        [x, out],
+        out.shape,
+        out.dtype,
+        out.places,
+        saves=[] if again else [Saved(x, "adapter input")],
+        weights=[down, up],
+        flops=2 * prod(x.local_shape[:-1]) * tuning.rank * (x.shape[-1] + features),
+        gradients=(x.nbytes, 0),
+        workspace=low,
+    )
 
 
 def convolution(

@@ -134,6 +134,13 @@ def _copies_logits(w: Writer) -> bool:
     return w.kernels.copied_logits and w.kernels.shifted_labels and w.run.layout.cp == 1
 
 
+def _without_last(w: Writer, logits: Value, labels: Value) -> tuple[Value, Value]:
+    """Copies without a sequence's last position."""
+    b, s, width = logits.shape
+    copied = w.tape.op("aten.clone.default", [logits], (b, s - 1, width))
+    return copied, w.tape.op("aten.clone.default", [labels], (b, s - 1), grad=False)
+
+
 def _softcap(w: Writer, logits: Value) -> Value:
     """c * tanh(logits / c): Gemma 2."""
     logits = scale(w, logits)
@@ -159,10 +166,8 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     wide = cast(w, logits, "float32") if outside or w.kernels.loss_float32 or w.run.precision.casts else logits
     named = [wide if w.kernels.widened_logits else logits]
     if _copies_logits(w) and not outside:
-        b, s, width = wide.shape
         named.append(wide)
-        wide = w.tape.op("aten.clone.default", [wide], (b, s - 1, width))
-        labels = w.tape.op("aten.clone.default", [labels], (b, s - 1), grad=False)
+        wide, labels = _without_last(w, wide, labels)
     rows = w.tape.op(
         "aten._log_softmax.default", [wide], keeps="log-softmax output", reference=f"{EXTRA}: 4sbv", grad=True
     )
@@ -267,6 +272,25 @@ def _te(w: Writer, logits: Value, labels: Value) -> Value:
     return loss
 
 
+def _in_place(w: Writer, logits: Value, labels: Value) -> Value:
+    """One kernel in Triton, which saves logits and a number a row, and writes the gradient over them.
+
+    unslothai/unsloth, ``unsloth/kernels/cross_entropy_loss.py``, ``Fast_CrossEntropyLoss``. fms-acceleration has it
+    behind the cast and the copy of transformers (``kernels/unsloth/cross_entropy_loss.py``, ``FastForCausalLMLoss``).
+    """
+    wide = cast(w, logits, "float32") if w.kernels.copied_logits and w.kernels.loss_float32 else logits
+    named = [wide if w.kernels.widened_logits else logits]
+    if _copies_logits(w):
+        named.append(wide)
+        wide, labels = _without_last(w, wide, labels)
+    row = w.tape.empty((*wide.shape[:-1], 1), "float32")
+    loss = w.tape.empty((), "float32", grad=True)
+    kept = [Saved(wide, "logits"), Saved(labels, "labels"), Saved(row, "softmax statistics")]
+    w.tape.record("in_place_cross_entropy", [wide, labels], [loss, row], saves=kept, in_place=True)
+    w.tape.name(*named)
+    return loss
+
+
 def _compiled(w: Writer, logits: Value, labels: Value) -> Value:
     """torch's cross_entropy under torch.compile: no fp32 logits.
 
@@ -312,6 +336,7 @@ _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = Mapping
         Loss.SHARDED: _over_shards,
         Loss.NATIVE: _over_shards,
         Loss.TE: _te,
+        Loss.IN_PLACE: _in_place,
         Loss.COMPILED: _compiled,
         Loss.DTENSOR: _dtensor,
     }

@@ -57,7 +57,7 @@ def halves(w: Writer, joint: Value, width: int) -> list[Value]:
 
 def gate_product(w: Writer, gate: Value, up: Value, kind: Activation) -> Value:
     """activation(gate) * up. As one kernel it keeps both halves and computes the rest again."""
-    if w.kernels.fused_gate:
+    if w.kernels.fused_gate and (w.one_block or not w.kernels.fused_adapters):
         kept = [Saved(gate, "activation input"), Saved(up, "activation input")]
         return w.tape.op("gated_activation", [gate, up], saves=kept)
     return multiply(w, activation(w, gate, kind), up, ("activation output", "product operand"))

@@ -583,6 +583,13 @@ class Writer:
         return self.recipe is not None and features > 1 and not head
 
     @property
+    def one_block(self) -> bool:
+        """Is a gated block with its adapters one op? Only where all its products have one."""
+        tuning = self.run.tuning
+        fused = self.kernels.fused_adapters and self.kernels.fused_gate
+        return fused and tuning is not None and all(map(tuning.adapts, ("gate", "up", "down")))
+
+    @property
     def other_recipe(self) -> Fp8Recipe | None:
         """Of products here, where that is not the run's."""
         return rule_for(self.rules, self.tape.path) if self.rules else None

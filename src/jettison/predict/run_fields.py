@@ -28,9 +28,9 @@ class CommonRequest:
             steps there; adamw-bf16, whose moments are narrow; sgd, sgd-momentum, adam8bit, adam4bit, adafactor, muon,
             dist-muon, dist-muon-pingpong or none.
         kernels: megatron, pytorch, pytorch-2.8 (or before: RMSNorm op by op), huggingface, huggingface-4.57, -4.48,
-            -4.45 or -4.30 (of that version or before, until the next one named), torchtune, liger or nanotron: whose
-            code runs.
-        loss: upcast, outside (the loop's own, of logits that the model returned), rows, compiled, dtensor,
+            -4.45 or -4.30 (of that version or before, until the next one named), torchtune, liger, foak,
+            unsloth or nanotron: whose code runs.
+        loss: upcast, outside (the loop's own, of logits that the model returned), rows, in-place, compiled, dtensor,
             vocab-parallel, sharded, native, te, fused, chunked, listed,
             tiled or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
@@ -90,7 +90,7 @@ class CommonRequest:
             expert_fc1,moe_act.
         family: The model_type whose architecture a config.json of an unknown type has, such as qwen2.
         like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface (or of a version: huggingface-4.57,
-            -4.52, -4.48, -4.45 or -4.30), deepspeed or automodel does it; other flags go before it.
+            -4.52, -4.48, -4.45 or -4.30), unsloth, deepspeed or automodel does it; other flags go before it.
     """
 
     seq: Tokens | None = None

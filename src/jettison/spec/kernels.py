@@ -34,6 +34,7 @@ class Loss(StrEnum):
     SHARDED = "sharded"  # nanotron's: the same in a second copy, beside fp32 logits that the caller holds
     NATIVE = "native"  # Megatron's --cross-entropy-fusion-impl native: the same compiled, with a second copy
     TE = "te"  # TransformerEngine's: the gradient is written over the 16-bit logits in the forward
+    IN_PLACE = "in-place"  # one kernel that keeps logits; its gradient is written over them in backward
     COMPILED = "compiled"  # cross_entropy under torch.compile: 16-bit logits and two numbers a row
     DTENSOR = "dtensor"  # torch's loss_parallel over a sharded vocabulary: four fp32 copies at its worst moment
     FUSED = "fused"  # head and loss together: gradients are made in the forward, logits never kept
@@ -217,6 +218,7 @@ class Kernels(AttentionChoices, NormChoices, RotaryChoices, ExpertChoices, LossC
     biases_apart: bool = False  # a product's result gets its bias by a sum, in the wider dtype of both
     widened_down: bool = False  # what a feed-forward block's last product reads is cast to its weight's dtype before
     fused_gate: bool = False  # activation and product of a gated block are one kernel that saves both halves
+    fused_adapters: bool = False  # a product and its adapter are one op, which keeps what it reads
     fused_gelu: bool = False  # GPT-2's written GELU is one kernel (``megatron/core/fusions/fused_bias_gelu.py``)
     gelu_function: bool = False  # GELU saves its input; five tensors of its size in backward (``bloom_gelu_back``)
     named_attention: bool = False  # a layer has a name for what its attention returned until it is over

@@ -1,0 +1,53 @@
+"""Unsloth's kernels, which need a GPU: what they keep, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from jettison.families.presets import preset
+from jettison.formula.liveness import replay
+from jettison.formula.region import head_region, layer_region
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
+from jettison.spec.run import Run
+
+SEQUENCE, FFN, VOCABULARY = 1024, 14336, 128256
+
+
+def llama(kernels: str, targets: str = "all-linear", loss: str | None = None) -> Run:
+    """Llama 3 8B with adapters."""
+    request = RunRequest(
+        seq=SEQUENCE,
+        micro_batch=2,
+        lora=f"r=16,targets={targets}",
+        precision="bf16-pure",
+        kernels=kernels,
+        attention="flash",
+        input_gradients=True,
+        loss=loss,
+    )
+    return resolve(preset("llama3-8b"), request).run
+
+
+@pytest.mark.parametrize(("targets", "wide"), [("all-linear", 2), ("q_proj+v_proj", 3)])
+def test_a_layer_keeps_what_its_ops_read(targets: str, wide: int) -> None:
+    """Of a block whose products all have adapters gate and up; else what activation and product keep of themselves."""
+    run = llama("unsloth", targets)
+    entries = list(layer_region(run.scene, run.model.layers[1]).entries("layer"))
+    tokens = 2 * SEQUENCE
+    assert sum(s.storage_bytes for s in entries if s.shape[-1] == FFN) == wide * tokens * FFN * 2
+    assert not [s for s in entries if s.shape[-1] == 16], "what has the adapter's rank is made again"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "kept", "highest"), [("unsloth", 2, 2), ("foak", 4, 10), ("huggingface-4.48", 4, 14)]
+)
+def test_bytes_of_a_logit(kernels: str, kept: int, highest: int) -> None:
+    """Of 16 bits in place; of fp32, whose copy is kept, beside those that are copied and the model's own; and with the
+    log-softmax that torch has.
+    """
+    region = head_region(llama(kernels).scene)
+    logits = 2 * SEQUENCE * VOCABULARY
+    assert region.saved_bytes / logits == pytest.approx(kept, rel=0.05)
+    passes = replay(region, frozenset(region.program.saved_buffers()), llama(kernels).gradient_rule)
+    assert passes.forward_peak / logits == pytest.approx(highest, abs=0.3)
