@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 from jettison.core.errors import UsageError
@@ -37,15 +38,17 @@ def files(folder: Path) -> Iterator[Path]:
 
 def understood(path: Path, gpus: int) -> RunFile:
     """What a file says, resolved; with a model and a number of GPUs where it names none, or more where it needs them."""
-    more = [(None, gpus * times) for times in (2, 4, 8, 16, 32, 64, 128)]
-    for model, number in ((None, gpus), (None, None), *more, ("llama3-8b", gpus)):
+    why: UsageError | None = None
+    numbers = (gpus, None, *(gpus * times for times in (2, 4, 8, 16, 32, 64, 128)))
+    for model, number in product((None, "llama3-8b", "qwen3-30b-a3b"), numbers):
         try:
             found = read_run(path, model=model, gpus=number, allow_unread=True)
             resolve(found.spec(), found.request)
             return found
         except UsageError as error:
-            last = error
-    raise last
+            why = why or error
+    assert why is not None
+    raise why
 
 
 def outcomes(folder: Path, gpus: int) -> Iterator[tuple[Path, RunFile | str]]:

@@ -1,0 +1,182 @@
+"""A NeMo AutoModel run from its YAML.
+
+Read: 36044ad3 (August 2026). Sizes and lengths: nemo_automodel/recipes/llm/train_ft.py; checkpoints around the parts of
+a layer (components/distributed/activation_checkpointing.py) or, of its own models with experts, around the layer
+(components/moe/parallelizer.py, apply_ac); FSDP2 in bf16 with fp32 reduction (components/distributed/config.py).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Final
+
+from jettison.core.errors import UsageError
+from jettison.frameworks.run_file import Keys
+
+_MODELS: Final = (
+    "model.pretrained_model_name_or_path",
+    "model.config.pretrained_model_name_or_path",
+    "model.config.name_or_path",
+    "model.config",
+)
+_LENGTHS: Final = (
+    "packed_sequence.packed_sequence_size",
+    "dataset.seq_len",
+    "dataset.seq_length",
+    "dataset.max_length",
+)
+
+
+def read(keys: Keys) -> None:
+    """Everything that is no table."""
+    key = next((one for one in _MODELS if keys.has(one)), None)
+    if key is not None:
+        keys.model = str(keys.get(key))
+        keys.read(*(one for one in _MODELS if keys.has(one)), why=keys.model)
+    if any(True for _ in keys.matching("model.backend.*")):
+        keys.give("kernels", "pytorch")
+        keys.notes.append("kernels of AutoModel's own model code, which its backend chooses, are taken for PyTorch's")
+    _layout(keys)
+    _batch(keys)
+    _checkpoints(keys)
+    if keys.field("loss") == "fused" or keys.field("pp", 1) > 1:
+        keys.give("holds_output", False)
+    dtype = keys.text("model.torch_dtype", keys.text("model.dtype", "bf16")).removeprefix("torch.")
+    if dtype in ("float32", "fp32"):
+        keys.give("precision", "bf16-autocast", "model.torch_dtype", "model.dtype")
+    elif dtype not in ("bf16", "bfloat16", "auto"):
+        keys.refuse("model.torch_dtype", "expected bfloat16 or float32")
+    keys.read(*(f"model.config.{name}" for name in ("_target_", "trust_remote_code", "use_cache", "architectures")))
+    if keys.on("optimizer.fused") or not keys.on("optimizer.foreach", True):
+        keys.give("optimizer", "adamw", "optimizer.fused", "optimizer.foreach")
+        if not keys.on("optimizer.fused"):
+            keys.notes.append("copies that an unfused step makes of one parameter are not counted")
+    if not keys.on("loss_fn.fp32_upcast", True):
+        keys.notes.append("logits are not cast up there (fp32_upcast): the peak at the head is at most so")
+    keys.read("loss_fn.fp32_upcast", "optimizer.fused", "optimizer.foreach")
+    if keys.on("compile.enabled"):
+        keys.compile = True
+        keys.read("compile.enabled", why="--compile")
+    _adapters(keys)
+    _products(keys)
+
+
+def _layout(keys: Keys) -> None:
+    size = keys.text("distributed.dp_size", "none")
+    if keys.gpus is None and size.isdecimal():
+        keys.gpus = int(size) * prod(keys.field(axis, 1) for axis in ("tp", "pp", "cp"))
+    over = keys.share("tp", "pp", "cp")
+    if size not in ("none", "", str(over)) and "dp" not in keys.asked and keys.gpus:
+        raise UsageError(
+            f"{keys.file.path}: distributed.dp_size = {size}, and {keys.gpus} GPUs leave {over}; leave --gpus away"
+        )
+    keys.give("dp", over, "distributed.dp_size")
+    replicas = keys.text("distributed.dp_replicate_size", "none")
+    if replicas.isdecimal() and int(replicas) > 1:
+        keys.give("zero_replicas", int(replicas), "distributed.dp_replicate_size")
+    keys.read("distributed.dp_replicate_size")
+    if keys.field("zero") is None:
+        keys.give("zero", 3)
+    if keys.field("zero") == 3 and keys.has("distributed.reshard_after_forward"):
+        whole = not keys.on("distributed.reshard_after_forward")
+        keys.give("reshard_after_forward", "never" if whole else "always", "distributed.reshard_after_forward")
+    experts = keys.text("distributed.ep_size", "1")
+    if experts.isdecimal() and int(experts) > 1:
+        keys.give("ep", int(experts), "distributed.ep_size")
+        if not keys.on("distributed.moe.reshard_after_forward"):
+            keys.give("reshard_after_forward", "never", "distributed.moe.reshard_after_forward")
+    keys.read("distributed.moe.reshard_after_forward")
+    if keys.field("cp", 1) > 1:
+        keys.give("context_exchange", "gather")
+    if keys.field("tp", 1) > 1 and keys.field("sp") is None:
+        keys.give("sp", False)
+    if keys.field("tp", 1) == 1:
+        keys.drop("sp")
+
+
+def _batch(keys: Keys) -> None:
+    local, ranks = max(1, keys.field("micro_batch", 1)), keys.field("dp", 1)
+    total = keys.whole("step_scheduler.global_batch_size", local * ranks) or local * ranks
+    if total % (local * ranks):
+        raise UsageError(
+            f"{keys.file.path}: step_scheduler.global_batch_size = {total}, which {local} sequences on each of {ranks} "
+            "data-parallel ranks do not divide"
+        )
+    keys.global_batch = total
+    steps = total // (local * ranks)
+    if keys.field("pp", 1) > 1:
+        steps = _pipeline(keys, local, steps)
+    else:
+        keys.read(*keys.matching("distributed.pipeline.*"))
+    keys.give("micro_batches", steps, "step_scheduler.global_batch_size")
+    for key in _LENGTHS:
+        if keys.has(key) and keys.whole(key):
+            keys.give("seq", keys.whole(key), key)
+            break
+    else:
+        if "seq" not in keys.asked:
+            keys.notes.append(
+                "the file says no length of sequences, which are as long as their batch's longest: give --seq"
+            )
+    keys.read(*(key for key in _LENGTHS if keys.has(key)))
+
+
+def _pipeline(keys: Keys, local: int, steps: int) -> int:
+    """Read how a batch goes through stages, and return micro-batches of a step."""
+    size = keys.whole("distributed.pipeline.pp_microbatch_size", 1) or 1
+    if local % size:
+        raise UsageError(
+            f"{keys.file.path}: a batch of {local} sequences, which pp_microbatch_size = {size} does not divide"
+        )
+    keys.give("micro_batch", size, "distributed.pipeline.pp_microbatch_size")
+    if keys.text("distributed.pipeline.pp_schedule", "1f1b") == "1f1b":
+        keys.give("schedule", "1f1b", "distributed.pipeline.pp_schedule")
+        keys.read("distributed.pipeline.layers_per_stage", "distributed.pipeline.round_virtual_stages_to_pp_multiple")
+    elif "virtual_stages" in keys.asked:
+        keys.read(*keys.matching("distributed.pipeline.*"))
+    else:
+        keys.refuse("distributed.pipeline.pp_schedule", "give --virtual-stages, which follows from the model's layers")
+        keys.read("distributed.pipeline.layers_per_stage", "distributed.pipeline.round_virtual_stages_to_pp_multiple")
+    return steps * (local // size)
+
+
+def _checkpoints(keys: Keys) -> None:
+    key = "distributed.activation_checkpointing"
+    mode = keys.text(key, "false")
+    if mode in ("true", "full"):
+        keys.give("recompute", "full" if keys.field("ep", 1) > 1 else "parts", key)
+    elif mode == "selective":
+        keys.give("recompute", "selective-op-alternate", key)
+    elif mode in ("false", "none"):
+        keys.give("recompute", "none", key)
+    else:
+        keys.refuse(key, "expected true, false or selective")
+
+
+def _adapters(keys: Keys) -> None:
+    if not any(True for _ in keys.matching("peft.*")):
+        return
+    names = [str(name) for name in keys.listed("peft.target_modules")]
+    if keys.on("peft.match_all_linear") or names in ([], ["*"], ["*_proj"]):
+        targets = ["all-linear"]
+    else:
+        targets = [name.rpartition(".")[2].removeprefix("*") for name in names]
+    dropout = keys.number("peft.dropout", 0.0)
+    said = f"r={keys.whole('peft.dim', 8)},targets={'+'.join(targets)}" + (f",dropout={dropout:g}" if dropout else "")
+    keys.give("lora", said, "peft.dim", "peft.target_modules", "peft.match_all_linear", "peft.dropout")
+    if keys.on("quantization.load_in_4bit"):
+        double = keys.on("quantization.bnb_4bit_use_double_quant")
+        keys.give("base", "nf4-double" if double else "nf4", *keys.matching("quantization.*"))
+    elif keys.on("quantization.load_in_8bit"):
+        keys.give("base", "int8", *keys.matching("quantization.*"))
+
+
+def _products(keys: Keys) -> None:
+    if keys.on("fp8.enabled"):
+        keys.give("fp8_recipe", keys.text("fp8.recipe_name", "tensorwise"), "fp8.enabled", "fp8.recipe_name")
+        if keys.on("fp8.enable_fsdp_float8_all_gather"):
+            keys.give("fp8_param_gather", True, "fp8.enable_fsdp_float8_all_gather")
+        if keys.listed("fp8.filter_fqns") not in ([], ["lm_head"]):
+            keys.refuse("fp8.filter_fqns", "expected lm_head: which other products stay wide cannot be said")
+    else:
+        keys.read(*keys.matching("fp8.*"))
