@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
 from jettison.predict.allowance import available_bytes, fixed_allowance
-from jettison.predict.anchor import buffers, extra_bytes, fit_anchor, fragment_bytes
+from jettison.predict.anchor import fit_anchor, fragment_bytes
+from jettison.predict.extra_buffers import buffers, extra_bytes
 from jettison.predict.forecast import forecast
 from jettison.predict.ranges import ANCHORED, Measure, figures, lineage, residual
 from jettison.predict.run_fields import RunRequest

@@ -16,7 +16,8 @@ from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
 from jettison.core.units import format_bytes, format_seconds
 from jettison.cost.flops import tokens
-from jettison.predict.anchor import extra_bytes, fit_anchor, fragment_bytes
+from jettison.predict.anchor import fit_anchor, fragment_bytes
+from jettison.predict.extra_buffers import extra_bytes
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import is_live, resolve

@@ -98,8 +98,6 @@ def command(
             gpus=found.gpus if flags.gpus is None else flags.gpus,
             global_batch=found.global_batch if flags.global_batch is None else flags.global_batch,
         )
-        if request.runs_on is None and found.framework in named("runs"):
-            request = replace(request, runs_on=found.framework)
     _require_devices(flags)
     with progress() as say:
         try:

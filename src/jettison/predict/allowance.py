@@ -82,7 +82,7 @@ def available_bytes(hardware: Hardware, run: Run) -> int:
     """What a device has for tensors: the largest peak that fits beside its own expected allowance; 0 if none does."""
     if run.anchor is None:
         return available_to(hardware, run.layout, run.kernels.device)
-    from jettison.predict.anchor import extra_bytes
+    from jettison.predict.extra_buffers import extra_bytes
 
     own = replace(hardware, usable_bytes=hardware.usable_bytes - max(0, run.anchor.context or 0))
     return available_to(own, run.layout, run.kernels.device) - extra_bytes(run.anchor, run)

@@ -18,7 +18,7 @@ A measurement of a run corrects answers about others by as few physical quantiti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import sqrt
 from typing import Any, Final
@@ -26,12 +26,12 @@ from typing import Any, Final
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB
 from jettison.predict.allowance import fixed_allowance
+from jettison.predict.extra_buffers import buffers, extra_bytes
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.ranges import AGREES
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.anchor import MeasuredRun, RunAnchor
 from jettison.spec.hardware import Hardware, slower
-from jettison.spec.recompute import NOTHING_AGAIN
 from jettison.spec.run import Run
 
 MATCH: Final = 0.1
@@ -70,32 +70,12 @@ def fit_anchor(run: Run, measured: MeasuredRun, *, hardware: Hardware | None, st
     return anchor
 
 
-def extra_bytes(anchor: RunAnchor, run: Run) -> int:
-    """Allocated bytes of a run beside its ledger's, on the worst rank: copies of a buffer that the anchor found."""
-    if not anchor.copies:
-        return 0
-    return anchor.copies * dict(buffers(forecast(replace(run, recompute=NOTHING_AGAIN)))).get(anchor.buffer, 0)
-
-
 def fragment_bytes(anchor: RunAnchor, allocated: int) -> int:
     """Bytes that the allocator has reserved beside those that are allocated; 0 where that was not measured."""
     return round((anchor.fragments or 0.0) * sqrt(allocated * GIB))
 
 
 # allocated ------------------------------------------------------------------------------------------------------------
-
-
-def buffers(found: Forecast) -> Iterator[tuple[str, int]]:
-    """Bytes of buffers of which a framework may hold copies beside the ledger's, by name, the likeliest first."""
-    run, layout, model = found.run, found.run.layout, found.run.model
-    tokens = run.micro_batch * run.seq // layout.cp
-    if model.words:
-        yield "logits in fp32", 4 * tokens * model.vocab // layout.tp
-        yield "logits in bf16", 2 * tokens * model.vocab // layout.tp
-    static = found.worst.static
-    yield "parameters", static.parameters
-    yield "gradients", static.gradients
-    yield "residual stream in fp32", 4 * tokens * model.hidden // layout.tp
 
 
 def _explained(found: Forecast, measured: MeasuredRun) -> dict[str, Any]:

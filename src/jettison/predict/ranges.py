@@ -196,7 +196,7 @@ def figures(
     """
     anchor = run.anchor
     if anchor is not None and anchor.copies:
-        from jettison.predict.anchor import extra_bytes  # few runs have an anchor
+        from jettison.predict.extra_buffers import extra_bytes  # few runs have an anchor
 
         allocated_bytes += extra_bytes(anchor, run)
     allocated = scaled(residual(Measure.ALLOCATED, lineage(Measure.ALLOCATED, run)), allocated_bytes)
