@@ -37,7 +37,7 @@ def files(folder: Path) -> Iterator[Path]:
 
 
 def understood(path: Path, gpus: int) -> RunFile:
-    """What a file says, resolved; with a model and a number of GPUs where it names none, or more where it needs them."""
+    """What a file says, resolved; with a model and a number of GPUs where it names none, or needs more."""
     why: UsageError | None = None
     numbers = (gpus, None, *(gpus * times for times in (2, 4, 8, 16, 32, 64, 128)))
     for model, number in product((None, "llama3-8b", "qwen3-30b-a3b"), numbers):
