@@ -565,3 +565,39 @@ def test_fields_in_the_place_of_arguments(tmp_path: Path, read: Any) -> None:
     assert found.says == "Megatron-LM's YAML (--yaml-cfg)"
     assert found.request == same.request
     assert replace(found.spec(), name="") == replace(same.spec(), name="")
+
+
+def test_megatron_deepspeed_has_deepspeeds_states(tmp_path: Path) -> None:
+    file, beside = tmp_path / "run.sh", tmp_path / "ds.json"
+    beside.write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
+    arguments = text_of({**SMALL, "checkpoint-activations": True, "no-pipeline-parallel": True, "num-experts": 1})
+    file.write_text(f"deepspeed --num_gpus 8 pretrain_gpt.py {arguments} --deepspeed --deepspeed_config ds.json\n")
+    found = read_run(file, gpus=8)
+    assert found.says == "Megatron-DeepSpeed's arguments"
+    assert {name: getattr(found.request, name) for name in found.request.given()} == {
+        "seq": 128,
+        "micro_batch": 2,
+        "micro_batches": 2,
+        "dp": 8,
+        "zero": 2,
+        "attention": "eager",
+        "workspaces": "torch-hopper",
+        "precision": "bf16",
+        "kernels": "megatron",
+        "loss": "vocab-parallel",
+        "recompute": "full",
+        "like": "deepspeed",
+    }
+    assert run_from(file, gpus=8).layout.zero == 2
+    beside.unlink()
+    with pytest.raises(UsageError, match=r"deepspeed_config = ds\.json \(it is not there, and no --zero-stage"):
+        read_run(file, gpus=8)
+    file.write_text(f"deepspeed x.py {arguments} --deepspeed --zero-stage 1 --moe-expert-parallel-size 4\n")
+    with pytest.raises(UsageError, match="experts of Megatron-DeepSpeed are not described"):
+        read_run(file, gpus=8)
+
+
+def test_arguments_of_older_versions(read: Any) -> None:
+    old = {"activations-checkpoint-method": "uniform", "DDP-impl": "local", "data-impl": "mmap"}
+    assert read(old).request.recompute == "full"
+    assert read({"checkpoint-activations": True}).request.recompute == "full"

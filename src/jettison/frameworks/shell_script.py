@@ -349,7 +349,7 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
             name = ""
         elif word in _ENDS or re.fullmatch(r"-[A-Za-z]", word):
             name = ""
-        elif name:
+        elif name and not (found[name] is not True and word.startswith("$")):  # options that are left open
             before = found[name]
             found[name] = word if before is True else [*(before if isinstance(before, list) else [before]), word]
     return found

@@ -37,6 +37,8 @@ def read(keys: Keys) -> None:
     """Everything that is no table."""
     if keys.form in ("recipe", "yaml"):
         _dataclasses(keys)
+    if keys.form == "deepspeed":
+        _of_deepspeed(keys)
     _devices(keys)
     _program(keys)
     if keys.asked_model is not None:
@@ -52,6 +54,8 @@ def read(keys: Keys) -> None:
     _precision(keys)
     _recompute(keys)
     _optimizer(keys)
+    if keys.form == "deepspeed":
+        _deepspeed(keys)
     if not keys.values.get("use_megatron_fsdp"):
         keys.read("data_parallel_sharding_strategy", why="without --use-megatron-fsdp nothing is sharded by it")
 
@@ -110,6 +114,48 @@ def _recipe(keys: Keys) -> None:
     keys.values.setdefault("moe_token_dispatcher_type", "alltoall")
     if keys.on("skip_getting_attention_mask_from_dataset", True):
         keys.values["no_create_attention_mask_in_dataloader"] = True
+
+
+def _of_deepspeed(keys: Keys) -> None:
+    """Arguments that Megatron-DeepSpeed has otherwise."""
+    if keys.has("num_query_groups"):
+        keys.values["group_query_attention"] = True
+    if str(keys.get("num_experts", 1)).strip("[]'") == "1":
+        keys.values["num_experts"] = None
+    keys.values["transformer_impl"] = "local"
+    for name in ("use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_triton", "use_flash_attn_builder"):
+        if keys.on(name):
+            keys.values["use_flash_attn"] = True
+
+
+def _deepspeed(keys: Keys) -> None:
+    """DeepSpeed's engine: its states, its gradients, its checkpoints."""
+    beside = keys.named("deepspeed_config")
+    said = {} if beside is None else beside.values
+    stage = keys.whole("zero_stage")
+    if stage is None:
+        stage = said.get("zero_optimization.stage")
+    if isinstance(stage, int) and 0 <= stage <= 3:
+        keys.give("zero", stage, "zero_stage", "deepspeed_config")
+    else:
+        keys.refuse("deepspeed_config", "it is not there, and no --zero-stage says how states are sharded")
+    if any(
+        str(key).startswith("zero_optimization.offload") and value not in (None, "none") for key, value in said.items()
+    ):
+        keys.refuse("deepspeed_config", "states on the host; give --states-on-host deepspeed")
+    for name in ("precision", "accumulation"):
+        keys.drop(name)
+    if keys.on("fp16") or keys.on("bf16"):
+        keys.give("precision", "bf16", "fp16", "bf16")  # as many bytes in fp16
+    else:
+        keys.give("precision", "fp32")
+    keys.give("kernels", "megatron")
+    keys.give("loss", "vocab-parallel")
+    keys.read("deepspeed", "no_pipeline_parallel", "deepspeed_activation_checkpointing")
+    if keys.on("checkpoint_activations") or keys.text("recompute_method"):
+        keys.give("recompute", "full", "checkpoint_activations", "recompute_method")
+    if keys.field("pp", 1) > 1:
+        keys.note("DeepSpeed's pipeline is counted as Megatron's 1F1B")
 
 
 # ranks and batch ------------------------------------------------------------------------------------------------------
@@ -564,7 +610,13 @@ def _recompute(keys: Keys) -> None:
     if keys.on("checkpoint_activations"):
         granularity = "full"
     method, number = keys.text("recompute_method"), keys.whole("recompute_num_layers", 1)
-    said = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations")
+    said: tuple[str, ...] = (
+        *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations"),
+    )
+    if keys.has("activations_checkpoint_method"):  # as it was called until 2022
+        granularity, method = "full", keys.text("activations_checkpoint_method")
+        number = keys.whole("activations_checkpoint_num_layers", 1)
+        said = ("activations_checkpoint_method", "activations_checkpoint_num_layers")
     if granularity == "full":
         word = f"block:{number}" if method == "block" else f"every:{number}" if number and number > 1 else "full"
         keys.give("recompute", word, *said)
