@@ -196,6 +196,17 @@ def test_bytes_of_four_bits() -> None:
     assert Base.NF4_DOUBLE.packed_bytes(n, 4096) == n // 2 + n // 64 + 4 * n // 64 // 256 + 4 + 64
 
 
+def test_bytes_of_a_gptq_matrix() -> None:
+    """AutoGPTQ's tensors of 4096 inputs and 14336 outputs: qweight, qzeros and scales of 32 groups, g_idx."""
+    inputs, outputs = 4096, 14336
+    qweight, qzeros = inputs // 8 * outputs * 4, inputs // 128 * (outputs // 8) * 4
+    scales, g_idx = inputs // 128 * outputs * 2, inputs * 4
+    assert Base.GPTQ.packed_bytes(inputs * outputs, outputs) == qweight + qzeros + scales + g_idx
+    assert Base.GPTQ.beside_bytes(inputs * outputs, outputs) == scales + g_idx
+    run = resolve(preset("llama3-8b"), RunRequest(like="huggingface-4.48", lora="16", base="gptq")).run
+    assert run.tuning is not None and str(run.tuning.upcast) == "none", "nothing is cast for training"
+
+
 @pytest.mark.parametrize(("loss", "forwards"), [("fused", 2), ("chunked", 1), ("listed", 1)])
 def test_a_frozen_head_has_no_gradient_of_its_weight(loss: str, forwards: int) -> None:
     """Of a loss that makes gradients at once there are two products instead of three (Liger: ``grad_weight``)."""

@@ -180,7 +180,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     alone = tuning.wide and not autocast  # fp32, and nothing casts what they read and return but PEFT
     wide = "float32" if tuning.wide else w.run.precision.parameter
     product = wide if alone else w.products
-    if packed:
+    if packed and w.base is not Base.GPTQ:
         out = copy(w, out)
     given = x
     if not (packed and autocast):

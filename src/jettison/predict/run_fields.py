@@ -71,8 +71,8 @@ class CommonRequest:
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p, gather or a2a.
         packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
         lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
-        base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4, nf4-double (QLoRA), or int8
-            (LLM.int8).
+        base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4, nf4-double (QLoRA), int8
+            (LLM.int8) or gptq.
         kbit_upcast: What of a base in four bits is fp32 beside what is packed: all (PEFT's
             prepare_model_for_kbit_training), norms (TRL's SFTTrainer to 0.26) or none.
         input_gradients: The embedding's output has a gradient although it is frozen: where layers are computed again.

@@ -221,7 +221,7 @@ def run_of(model: str | ModelSpec, request: RunRequest | None = None) -> Run:
 def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     tuned, base = int(request.lora is not None), _word(Base, request.base, "base", Base.PLAIN)
     sizes = {name: given_or(getattr(request, name), 0 if name == "zero" else 1) for name in ("tp", "dp", "zero")}
-    fields_of = rule(name, **sizes, lora=tuned, packed=tuned * base.bits)
+    fields_of = rule(name, **sizes, lora=tuned, packed=0 if base is Base.GPTQ else tuned * base.bits)
     said = {field: value for field, value in fields_of.items() if getattr(request, field) is None}
     if given_or(request.zero, said.get("zero", 0)) != 3:
         said.pop("reshard_after_forward", None)  # nothing is gathered

@@ -17,6 +17,14 @@ offset. ``autograd/_functions.py``, ``MatMul4Bit``: each pass makes the 16-bit m
 neither it nor the input. What transformers packs are its ``nn.Linear`` but for the head: embeddings, norms, routers and
 experts, which are one tensor, keep 16 bits. Before 5.0 experts were linear layers, and packed.
 
+NOTE [ GPTQ ]
+Checkpoints of GPTQ, as AutoGPTQ and fms-acceleration's copy of GPTQModel hold them (876e2ed, ``gptqmodel/nn_modules/
+qlinear/qlinear_tritonv2.py``): eight numbers an int32, of each 128 inputs (``group_size``) a 16-bit scale and four bits
+of zero an output, and an int32 an input. ``triton_utils/dequant.py``, ``QuantLinearFunction``: each pass makes the
+16-bit matrix again, and keeps neither it nor the input. PEFT (``tuners/lora/gptq.py``) adds to what it returns in its
+place. Under FSDP numbers and zeros are parameters (``autogptq_utils.py``, ``PATCH_FOR_FSDP_TRITON_V2``), the rest lies
+whole on each rank. Nothing is cast to fp32 for training.
+
 NOTE [ What is not packed ]
 PEFT's ``prepare_model_for_kbit_training`` (``peft/utils/other.py``, 0.5 to 0.21) casts every parameter in 16 bits that
 is not packed to fp32: embeddings, norms, the head, biases. So the residual stream is fp32: ``Linear4bit.forward``
@@ -48,6 +56,7 @@ from jettison.spec.model import ModelSpec
 PACKED_BLOCK: Final = 64
 SCALES_BLOCK: Final = 256
 TABLE_BYTES: Final = 64
+GPTQ_GROUP: Final = 128
 
 
 class Base(StrEnum):
@@ -58,11 +67,12 @@ class Base(StrEnum):
     NF4 = "nf4"
     NF4_DOUBLE = "nf4-double"
     INT8 = "int8"
+    GPTQ = "gptq"
 
     @property
     def packed(self) -> bool:
         """In fewer bits than products read."""
-        return self in (Base.NF4, Base.NF4_DOUBLE, Base.INT8)
+        return self in (Base.NF4, Base.NF4_DOUBLE, Base.INT8, Base.GPTQ)
 
     @property
     def bits(self) -> int:
@@ -70,12 +80,26 @@ class Base(StrEnum):
         return (8 if self is Base.INT8 else 4) if self.packed else 0
 
     def packed_bytes(self, elements: int, rows: int) -> int:
-        """Of one matrix. See NOTE [ Four bits ] and NOTE [ Eight bits ]."""
+        """Of one matrix. See NOTE [ Four bits ], NOTE [ Eight bits ] and NOTE [ GPTQ ]."""
         if self is Base.INT8:
-            return elements + 4 * rows
+            return elements + self.beside_bytes(elements, rows)
+        zeros = _groups(elements, rows) * rows // 2 if self is Base.GPTQ else 0
+        return -(-elements // 2) + zeros + self.beside_bytes(elements, rows)
+
+    def beside_bytes(self, elements: int, rows: int) -> int:
+        """Of these, what is no parameter: scales and their like."""
+        if self is Base.INT8:
+            return 4 * rows
+        if self is Base.GPTQ:
+            return 2 * _groups(elements, rows) * rows + 4 * (elements // rows)
         blocks = -(-elements // PACKED_BLOCK)
         scales = 4 * blocks if self is Base.NF4 else blocks + 4 * -(-blocks // SCALES_BLOCK) + 4
-        return -(-elements // 2) + scales + TABLE_BYTES
+        return scales + TABLE_BYTES
+
+
+def _groups(elements: int, rows: int) -> int:
+    """Of inputs that share a scale."""
+    return -(-elements // rows // GPTQ_GROUP)
 
 
 class Upcast(StrEnum):
