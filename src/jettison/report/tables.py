@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jettison.core.units import format_bytes
-from jettison.spec.frameworks import BASE_STACK
+from jettison.spec.frameworks import BASE_STACK, named
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Run
 
@@ -109,7 +109,8 @@ def device_notes(hardware: Hardware, run: Run) -> Iterator[str]:
     """Rates of a hardware that were not measured, and those that its file lacks for a run."""
     if hardware.reached_source.startswith("estimated"):
         yield f"how much of its peaks {hardware.name} reaches is estimated, not measured"
-    if run.stack not in (None, BASE_STACK) and hardware.under(str(run.stack)) is hardware:
+    states = "execution" in named("stacks").get(str(run.stack), {})  # what a code waits for is no figure of a device
+    if run.stack not in (None, BASE_STACK) and not states and hardware.under(str(run.stack)) is hardware:
         yield f"{hardware.name} has no figures of the stack {run.stack}: its file's own are taken"
     yield from rate_note(hardware, run)
 
