@@ -14,29 +14,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from benchmarks.megatron_hybrids import PATTERN, hybrid, stages
 from benchmarks.megatron_others import BERT, PREFIXES, T5, bert, t5
 from jettison.core.units import GIB, MIB
+from jettison.frameworks.megatron.read import described
 from jettison.memory.span import Phase
 from jettison.predict.forecast import forecast
 from jettison.spec.fp8 import fp8_recipe
 from jettison.spec.kernels import WORKSPACES, AttentionKernel, Dispatcher, Loss, Workspaces
 from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import Layout, stage_layers
-from jettison.spec.model import (
-    Activation,
-    Attention,
-    DropoutSites,
-    LatentAttention,
-    Layer,
-    Mlp,
-    ModelSpec,
-    Moe,
-    Norm,
-    NormKind,
-    QkNorm,
-    Router,
-)
+from jettison.spec.model import ModelSpec
 from jettison.spec.model_variants import with_mtp
 from jettison.spec.precision import PRECISIONS, Adding, Gradients, Optimizer, Precision
 from jettison.spec.recompute import Mode, Recompute, listed
@@ -56,6 +43,9 @@ NEW_TORCH = "2026-05-07"
 """``docker/.ngc_version.dev`` became 26.04."""
 KEPT = ("2026-05-21", "2026-07-08")
 """Between these batches were kept (`frameworks/megatron/buffers.toml`), which was Megatron's way."""
+FURTHER = "mtp-num-layers"
+PATTERN = "hybrid-layer-pattern"
+"""M: Mamba 2, *: attention, -: feed-forward, E: experts; | between stages, / before each further token."""
 Facts = Mapping[str, str]
 
 
@@ -161,71 +151,30 @@ def model_of(row: Facts) -> ModelSpec:
         return bert(row, name_of(row))
     if name_of(row).startswith(T5):
         return t5(row, extras(row), name_of(row))
-    if PATTERN in extras(row):
-        return hybrid(row, extras(row), name_of(row))
-    more, hidden, heads = extras(row), int(row["hidden"]), int(row["heads"])
-    rms, biased = more.get("normalization") == "RMSNorm", "disable-bias-linear" not in more
-    norm = Norm(kind=NormKind.RMS if rms else NormKind.LAYER, bias=not rms)
-    head_dim = int(more.get("kv-channels", hidden // heads))
-    rotary = more.get("position-embedding-type") == "rope"
-    gated = "swiglu" in more
-    attention: Attention | LatentAttention = Attention(
-        heads=heads,
-        kv_heads=int(row["kv_heads"]),
-        head_dim=head_dim,
-        qkv_bias=biased,
-        out_bias=biased,
-        fused_qkv=True,
-        qk_norm=QkNorm.HEAD if "qk-layernorm" in more else QkNorm.NONE,
-        rotary_dim=round(head_dim * float(more.get("rotary-percent", 1))) if rotary else 0,
-    )
-    if "multi-latent-attention" in more:  # sizes that are not stated are ``MLATransformerConfig``'s
-        attention = LatentAttention(
-            heads=heads,
-            query_rank=int(more["q-lora-rank"]),
-            kv_rank=int(more["kv-lora-rank"]),
-            nope_dim=int(more.get("qk-head-dim", 128)),
-            rope_dim=int(more.get("qk-pos-emb-head-dim", 64)),
-            value_dim=int(more.get("v-head-dim", 128)),
-        )
-    activation = Activation.SILU if gated else Activation.GELU_TANH
-    dense = Mlp(ffn=int(row["ffn"]), activation=activation, gated=gated, bias=biased, fused_gate_up=gated)
-    kinds: list[Mlp | Moe] = [dense] * int(row["layers"])
-    if "num-experts" in more:
-        sparse = Moe(
-            experts=int(more["num-experts"]),
-            top_k=int(more["moe-router-topk"]),
-            ffn=int(more.get("moe-ffn-hidden-size", row["ffn"])),
-            activation=activation,
-            router=Router.TOPK_SOFTMAX,
-            gated=gated,
-            bias=biased,
-            shared_ffn=int(more.get("moe-shared-expert-intermediate-size", 0)),
-            shared_fused=gated,
-        )
-        kinds = [sparse if has else dense for has in _experts_by_layer(row)]
-    model = ModelSpec(
-        name=name_of(row),
-        family="paper",
-        hidden=hidden,
-        vocab=int(row["vocab_padded"]),
-        layers=tuple(Layer(attention=attention, mlp=mlp, norm=norm) for mlp in kinds),
-        final_norm=norm,
-        max_positions=int(row["seq"]),
-        learned_positions=not rotary,
-        tied_embeddings="untie-embeddings-and-output-weights" not in more,
-        dropout_sites=DropoutSites(embedding=True, attention=True, residual=True),
-        dropout=0.1,
-    )
-    return with_mtp(model, int(more.get("mtp-num-layers", 0)), kernel_set("megatron"))
+    more = extras(row)
+    model = described(arguments(row), name_of(row))
+    further = int(more.get(FURTHER, more.get(PATTERN, "").count("/")))
+    return with_mtp(model, further, kernel_set("megatron"), repeated="mtp-use-repeated-layer" in more)
 
 
-def _experts_by_layer(row: Facts) -> list[bool]:
-    """``--moe-layer-freq``, such as ([0]*3+[1]*12): 1 is a layer with experts."""
-    pattern, found = extras(row).get("moe-layer-freq", ""), []
-    for kind, count in re.findall(r"\[([01])\]\*(\d+)", pattern):
-        found += [kind == "1"] * int(count)
-    return found or [True] * int(row["layers"])
+def arguments(row: Facts) -> dict[str, str | bool]:
+    """What of a test's arguments says its model and its ranks, by name."""
+    found: dict[str, str | bool] = {
+        "num-layers": row["layers"],
+        "hidden-size": row["hidden"],
+        "ffn-hidden-size": row["ffn"],
+        "num-attention-heads": row["heads"],
+        "group-query-attention": True,
+        "num-query-groups": row["kv_heads"],
+        "max-position-embeddings": row["seq"],
+        "padded-vocab-size": row["vocab_padded"],
+        "tensor-model-parallel-size": row["tp"],
+        "pipeline-model-parallel-size": row["pp"],
+    }
+    more = {name: value == "True" or value for name, value in extras(row).items() if "dropout" not in name}
+    if PATTERN in more:  # which no column has, and all of these tests with experts
+        found |= {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True}
+    return found | {"hidden-dropout": "0.1", "attention-dropout": "0.1"} | more
 
 
 def run_of(row: Facts) -> Run:
@@ -297,8 +246,8 @@ def run_of(row: Facts) -> Run:
 def _cut(row: Facts) -> str:
     """Layers of stages as ``--stage-layers`` takes them; empty where they are even."""
     more, chunks = extras(row), int(row["pp"]) * int(row["vpp"] or 1)
-    if PATTERN in more:
-        return stages(more[PATTERN])
+    if "|" in (own := more.get(PATTERN, "").partition("/")[0]):
+        return ",".join(str(len(stage)) for stage in own.split("|"))
     if "account-for-embedding-in-pipeline-split" in more:  # and for the loss: a layer each
         each = (int(row["layers"]) + 2) // chunks
         return ",".join(map(str, (each - 1, *(each,) * (chunks - 2), each - 1)))
@@ -368,9 +317,6 @@ def _workspaces(gpu: str, more: Facts, *, local: bool, on: str, stated: bool) ->
     states = "deterministic-mode" in more or "num-experts" in more
     states = "CUBLAS_WORKSPACE_CONFIG" in more if stated else states
     return found.with_torch(32 * MIB) if states else found
-
-
-FURTHER = "mtp-num-layers"
 
 
 def rows(path: Path = FACTS) -> list[Golden]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from benchmarks import megatron_golden as golden
-from benchmarks import megatron_hybrids
 
 from jettison.cli.main import run as jettison
 from jettison.core.errors import UsageError
@@ -304,21 +303,11 @@ def test_another_program_is_refused(tmp_path: Path) -> None:
 
 def arguments_of(row: golden.Facts) -> dict[str, Any]:
     """A test's arguments, written anew from what is known of it."""
-    described, tp = golden.run_of(row), int(row["tp"])
-    own = {
-        "num-layers": row["layers"],
-        "hidden-size": row["hidden"],
-        "ffn-hidden-size": row["ffn"],
-        "num-attention-heads": row["heads"],
-        "group-query-attention": True,
-        "num-query-groups": row["kv_heads"],
+    described = golden.run_of(row)
+    own = golden.arguments(row) | {
         "seq-length": row["seq"],
-        "max-position-embeddings": row["seq"],
-        "padded-vocab-size": row["vocab_padded"],
         "micro-batch-size": row["mbs"],
         "global-batch-size": row["gbs"],
-        "tensor-model-parallel-size": tp,
-        "pipeline-model-parallel-size": row["pp"],
         "context-parallel-size": row["cp"] or 1,
         "expert-model-parallel-size": row["ep"] or 1,
         "hidden-dropout": described.dropout,
@@ -328,7 +317,7 @@ def arguments_of(row: golden.Facts) -> dict[str, Any]:
     own |= {"sequence-parallel": True} if row["sp"] == "1" else {}
     own |= {"use-distributed-optimizer": True} if row["zero"] == "1" else {}
     own |= {} if described.loader_masks else {"no-create-attention-mask-in-dataloader": True}
-    if row["vpp"] and "|" not in golden._cut(row) and megatron_hybrids.PATTERN not in golden.extras(row):
+    if row["vpp"] and "|" not in golden._cut(row) and golden.PATTERN not in golden.extras(row):
         own["num-virtual-stages-per-pipeline-rank"] = row["vpp"]
     if row["recompute"].startswith("full"):
         own |= {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
@@ -337,7 +326,7 @@ def arguments_of(row: golden.Facts) -> dict[str, Any]:
         own |= {"recompute-granularity": "selective", "recompute-modules": modules}
     if row["offload"]:
         own |= {"fine-grained-activation-offloading": True, "offload-modules": row["offload"]}
-    return own | {key: True if value == "True" else value for key, value in golden.extras(row).items()}
+    return own
 
 
 UNSAID = (

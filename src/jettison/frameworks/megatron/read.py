@@ -11,11 +11,15 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
-from jettison.frameworks.run_file import Keys
+from jettison.families.config import parse_config
+from jettison.frameworks.config_file import ConfigFile
+from jettison.frameworks.run_file import Keys, tables
 from jettison.frameworks.shell_script import PROGRAM
+from jettison.spec.model import ModelSpec
 
 _MOST: Final = 100_000
 """Layers of a pattern."""
@@ -58,6 +62,20 @@ def read(keys: Keys) -> None:
         _deepspeed(keys)
     if not keys.values.get("use_megatron_fsdp"):
         keys.read("data_parallel_sharding_strategy", why="without --use-megatron-fsdp nothing is sharded by it")
+
+
+def described(arguments: Mapping[str, Any], name: str) -> ModelSpec:
+    """The model that arguments describe, by their names without dashes in front, and without what predicts further
+    tokens.
+
+    Raises:
+        UsageError: a size is not there, or a model that no description has.
+    """
+    table = next(one for one in tables() if one["says"] == "Megatron-LM's arguments")
+    file = ConfigFile(path=Path(name), text="", syntax="arguments", values=arguments)
+    keys = Keys(file, gpus=0, table=table)
+    keys.by_table(table)
+    return parse_config(config(keys), name=name)
 
 
 # files that have fields of dataclasses in the place of arguments ------------------------------------------------------
@@ -260,7 +278,7 @@ def config(keys: Keys) -> Mapping[str, Any]:
         "rms_norm": keys.text("normalization", "layernorm") == "rmsnorm",
         "gated_linear_unit": gated,
         "hidden_act": _activation(keys),
-        "attention_bias": bias or keys.on("add_qkv_bias"),
+        "attention_bias": (bias or keys.on("add_qkv_bias")) and not latent,
         "attention_out_bias": bias,
         "mlp_bias": bias,
         **{name: keys.on(key) for name, key in keys.table["flags"].items()},
