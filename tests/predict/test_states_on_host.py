@@ -209,3 +209,27 @@ def test_a_search_keeps_to_the_stages_of_zero_that_a_framework_has() -> None:
     ):
         with pytest.raises(UsageError, match=message):
             space(**asked)
+
+
+def test_a_base_in_four_bits_waits_on_the_host() -> None:
+    """Llama 2 70B on two cards of 24 GB (Answer.AI's fsdp_qlora): scales stay on each, half of the rest on each host."""
+    request = RunRequest(
+        seq=512,
+        lora="r=8,targets=q_proj",
+        base="nf4-double",
+        like="huggingface-4.48",
+        dp=2,
+        zero=3,
+        recompute="full",
+        states_on_host="fsdp1",
+    )
+    found = forecast(resolve(preset("llama2-70b"), request).run)
+    h, kv, ffn = 8192, 1024, 28672
+    numbers = 80 * (2 * h * h + 2 * kv * h + 3 * ffn * h)
+    matrices = 80 * 7
+    scales = numbers // 64 + 4 * numbers // 64 // 256 + 4 * matrices + 64 * matrices
+    assert found.stages[0].static.parameters == scales
+    adapters = 80 * 2 * 8 * h
+    ends = 2 * 32000 * h + (2 * 80 + 1) * h
+    assert found.stages[0].static.host_parameters == (numbers // 2 + 2 * ends + 4 * adapters) // 2
+    assert found.peak_bytes < 6 * 2**30

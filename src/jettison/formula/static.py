@@ -110,7 +110,7 @@ def static(
         in_layer: they belong to a transformer layer, which is what Muon asks about.
     """
     parameters = gradients = state = master = copies = gathered = reduced = largest = before = stepping = first = 0
-    host_state = host_elements = 0
+    host_state = host_elements = beside = 0
     moves = on_host.moves
     freed, waits = moves and on_host.frees_gradients, moves and on_host.moves_parameters
     for w in weights:
@@ -122,7 +122,8 @@ def static(
             shared = layout.zero == 3 and (ranks > 1 or waits)
             alone = bool(w.narrow_bytes) and precision.recipe is not None and precision.recipe.parameters
             held_bytes = 0 if alone else w.held_bytes - w.scale_bytes
-            parameters += (-(-held_bytes // ranks) if shared else held_bytes) + w.scale_bytes + w.narrow_bytes
+            parameters += (-(-held_bytes // ranks) if shared else held_bytes) + w.narrow_bytes
+            beside += w.scale_bytes  # which no host has
             whole = w.packed_bytes - w.scale_bytes if w.packed_bytes else w.numel * DTYPE_BYTES[precision.compute]
             gathered += whole if shared else 0
             continue
@@ -152,7 +153,7 @@ def static(
         size = at[0] * DTYPE_BYTES[held.moment or held.master or held.parameter]
         largest, stepping, before, first = max(largest, size), max(stepping, before + 2 * size), size, first or size
     return Static(
-        parameters=0 if waits else parameters,
+        parameters=beside if waits else parameters + beside,
         host_parameters=parameters if waits else 0,
         gradients=gradients,
         state=state + master,

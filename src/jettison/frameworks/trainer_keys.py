@@ -213,7 +213,7 @@ def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:
     elif "shard_grad_op" in words_of or sharded == "2" or again == "false":
         keys.give("reshard_after_forward", "never", key("reshard_after_forward"), key("sharding_strategy"))
     if keys.on(key("offload_params", "cpu_offload")) or "offload" in words.split():
-        keys.give("states_on_host", "fsdp2", key("offload_params", "cpu_offload"))
+        keys.give("states_on_host", "fsdp1" if first else "fsdp2", key("offload_params", "cpu_offload"))
     if keys.on(key("activation_checkpointing")):
         keys.give("recompute", "full", key("activation_checkpointing"))
     policy = keys.text(key("auto_wrap_policy"), "transformer_based_wrap")

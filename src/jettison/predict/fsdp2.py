@@ -482,8 +482,11 @@ def _on_its_way(run: Run, part: StageRegion | None) -> int:
     """
     if part is None:
         return 0
-    cast = run.precision.parameter != run.precision.compute
-    return part.static.host_parameters + (part.static.gathered // run.layout.shards if cast else 0)
+    narrow = 0
+    if run.precision.parameter != run.precision.compute:  # what is frozen is held as products read it
+        learned = sum(w.numel for w in part.region.weights if not w.frozen)
+        narrow = learned * DTYPE_BYTES[run.precision.compute] // run.layout.shards
+    return part.static.host_parameters + narrow
 
 
 def _cloned(run: Run, part: StageRegion) -> int:

@@ -80,8 +80,8 @@ class CommonRequest:
             off) or a model, and perhaps ,dtype=bf16,sharded=no,when=before.
         reward: A frozen model with one score for each token, before the policy's forward: same, or a model.
         states_on_host: The optimizer's states are in the host's memory, as deepspeed (ZeRO-Offload), torchao,
-            torchao-gradients or bitsandbytes (paged) have them there; with deepspeed-parameters and fsdp2 parameters
-            as well.
+            torchao-gradients or bitsandbytes (paged) have them there; with deepspeed-parameters, fsdp2 and fsdp1
+            (--fsdp-version 1) parameters as well.
         mtp_num_layers: Layers that predict further tokens, as Megatron has them: 0.
         mtp_use_repeated_layer: One such layer's weights serve all further tokens.
         recompute_modules: Megatron's list of what is computed again: core_attn,layernorm,mla_up_proj,mlp,moe_act,

@@ -514,8 +514,8 @@ def _host(run: Run) -> Iterator[str]:
     own = run.precision.master is None
     ours = (Optimizer.ADAMW, Optimizer.ADAMW_ON_COPIES)
     kinds = ours if rule.steps_there else (Optimizer.ADAMW, Optimizer.ADAM8BIT)
-    quantised = run.precision.recipe is not None or (run.tuning is not None and run.tuning.base.packed)
-    if rule.moves_parameters and quantised:
+    packed = run.tuning is not None and run.tuning.base.packed
+    if rule.moves_parameters and (run.precision.recipe is not None or (packed and not rule.moves_packed)):
         why = "weights in fewer than 16 bits; what is gathered of them from a host was not read"
     elif rule.moves_masters and own:
         why = f"--precision {run.precision.name}; {rule.framework} updates fp32 copies: --precision bf16"

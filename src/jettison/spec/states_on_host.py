@@ -22,6 +22,7 @@ class StatesOnHost:
         framework: whose it is, in messages. ``zeros``: stages of ZeRO that it is described for.
         moves_masters: the copies that the optimizer updates move. ``moves_parameters``: a rank's shards of parameters
             wait there, too.
+        moves_packed: also of weights in fewer bits than products read.
         keeps_buffer: a gradient of the largest parameter stays on the device. ``copies_shards``: gradients are reduced
             on the device before they go. ``one_micro_batch``: the host adds no gradients up.
     """
@@ -34,6 +35,7 @@ class StatesOnHost:
     frees_gradients: bool = False  # gradients go as backward makes them
     moves_masters: bool = False
     moves_parameters: bool = False
+    moves_packed: bool = False
     keeps_buffer: bool = False
     copies_shards: bool = False
     one_micro_batch: bool = False
