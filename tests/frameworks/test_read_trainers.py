@@ -13,7 +13,8 @@ import yaml  # type: ignore[import-untyped]
 from jettison.cli.main import run
 from jettison.core.errors import UsageError
 from jettison.families.presets import preset_named
-from jettison.frameworks.run_file import RunFile, read_run
+from jettison.frameworks.run_file import RunFile, read_run, run_from
+from jettison.predict.forecast import forecast
 
 SFT: Mapping[str, Any] = {
     "model_name_or_path": "meta-llama/Llama-2-7b-hf",
@@ -238,6 +239,36 @@ def test_axolotl_without_adapters_and_with_other_kernels(write: Any) -> None:
     fsdp = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True, "offload_params": False}}
     found = _fields(read_run(write(plain, **fsdp), gpus=2))
     assert (found["zero"], found["dp"], found["precision"]) == (3, 2, "bf16-autocast")
+
+
+@pytest.mark.parametrize(
+    ("more", "kernels"),
+    [
+        ({}, None),
+        ({"lora_dropout": 0}, "axolotl"),
+        ({"lora_dropout": 0, "trust_remote_code": True}, None),
+        ({"lora_dropout": 0, "lora_o_kernel": False}, None),
+        ({"lora_dropout": 0, "lora_mlp_kernel": True, "lora_qkv_kernel": True, "lora_o_kernel": True}, "axolotl"),
+        ({"lora_dropout": 0, "liger_rms_norm": True, "liger_glu_activation": True}, "axolotl-liger"),
+    ],
+)
+def test_axolotls_kernels_of_adapters(write: Any, more: Mapping[str, Any], kernels: str | None) -> None:
+    assert read_run(write(QLORA, **more)).request.kernels == kernels
+
+
+def test_kernels_of_adapters_keep_less(write: Any) -> None:
+    plain = QLORA | {"lora_dropout": 0, "gradient_checkpointing": False}
+    kept = [forecast(run_from(write(plain, lora_o_kernel=own))).peak_bytes for own in (None, False)]
+    assert kept[0] < kept[1]
+    with pytest.raises(UsageError, match="described all together"):
+        read_run(write(plain, lora_mlp_kernel=True))
+
+
+def test_llamafactory_with_unsloth(write: Any) -> None:
+    assert read_run(write(FACTORY, use_unsloth=True)).request.like == "unsloth"
+    assert read_run(write(FACTORY, use_unsloth_gc=True)).request.offload
+    with pytest.raises(UsageError, match="beside adapters alone"):
+        read_run(write({**FACTORY, "finetuning_type": "full"}, use_unsloth=True))
 
 
 def test_llamafactory_field_by_field(write: Any) -> None:

@@ -100,7 +100,8 @@ def write_back(found: RunFile, choice: AutoForecast, *, beside: tuple[Path, ...]
     file = read_config_file(found.path)
     changes = [_changes(found, file, keys) for *_, keys in fitting]
     alike = [at for at, took in enumerate(seconds) if took <= (1 + ALIKE) * min(seconds)]
-    best = min(alike, key=lambda at: (bool(changes[at]), forecast(fitting[at][0]).peak_bytes))
+    sends = [bool(request.offload) for _, request, _ in fitting]
+    best = min(alike, key=lambda at: (bool(changes[at]), sends[at], forecast(fitting[at][0]).peak_bytes))
     run, request, _ = fitting[best]
     chosen = [part.chosen for part in choice.forecast.parts if part.is_layer]
     planned = estimate(choice.forecast.run, choice.hardware, chosen=chosen)

@@ -48,6 +48,7 @@ def read(keys: Keys) -> None:
     _offloading(keys)
     _losses(keys)
     _preference(keys)
+    _lora_kernels(keys)
     compiled(keys)
     if keys.some("fsdp_config", "fsdp_config.*") and keys.values.get("fsdp_config", True):
         keys.values.setdefault("fsdp", True)  # configured alone, it is on
@@ -102,11 +103,8 @@ def _adapters(keys: Keys) -> None:
         keys.give("base", "nf4-double" if double else "nf4", "load_in_4bit")
     elif keys.on("load_in_8bit"):
         keys.give("base", "int8", "load_in_8bit")
-    if dropout == 0 and not keys.on("trust_remote_code") and not any(keys.has(kernel) for kernel in _LORA_KERNELS):
-        keys.note(
-            "axolotl switches its own kernels of adapters on, since lora_dropout is 0: they keep less than PEFT's, "
-            "which are counted"
-        )
+    elif keys.on("gptq"):
+        keys.give("base", "gptq", "gptq")
 
 
 def _half(keys: Keys) -> bool:
@@ -164,6 +162,24 @@ def _losses(keys: Keys) -> None:
     for plugin in plugins.split():
         if not any(name in plugin for name in known):
             keys.refuse("plugins", f"{plugin} is not known")
+
+
+def _lora_kernels(keys: Keys) -> None:
+    """``schemas/config.py``, ``check_auto_enable_lora_kernels``: on where nothing says otherwise and dropout is 0."""
+    if keys.field("lora") is None:
+        return
+    plain = not keys.number("lora_dropout", 0.0) and keys.field("base") not in ("int8", "gptq")
+    said = [kernel for kernel in _LORA_KERNELS if keys.has(kernel)]
+    fsdp1 = keys.some("fsdp_config.*") and str(keys.get("fsdp_version", 1)) != "2"
+    auto = plain and not said and not keys.on("trust_remote_code") and not keys.text("rl") and not fsdp1
+    whole = all(keys.on(kernel) for kernel in _LORA_KERNELS[:3])
+    if auto or (plain and whole):
+        keys.give("kernels", "axolotl-liger" if keys.field("kernels") == "liger" else "axolotl", *said)
+        if auto:
+            keys.note("axolotl switches its own kernels of adapters on, since lora_dropout is 0")
+    elif any(keys.on(kernel) for kernel in said):
+        for kernel in said:
+            keys.refuse(kernel, "they are described all together, without dropout, over 4 or 16 bits")
 
 
 def _preference(keys: Keys) -> None:

@@ -45,6 +45,12 @@ def read(keys: Keys) -> None:
     if keys.on("enable_liger_kernel"):
         keys.give("kernels", "liger", "enable_liger_kernel")
         keys.give("loss", "fused", "enable_liger_kernel")
+    if keys.on("use_unsloth"):
+        if keys.field("lora") is None:
+            keys.refuse("use_unsloth", "it is described beside adapters alone")
+        keys.give("like", "unsloth", "use_unsloth")
+    if keys.on("use_unsloth_gc") and on:  # ``UnslothGradientCheckpointing``: a layer's input waits on the host
+        keys.give("offload", True, "use_unsloth_gc")
     compiled(keys)
     sharding(keys)
     # ``model/model_utils/checkpointing.py``, ``_get_gradient_checkpointing_kwargs``
