@@ -407,3 +407,30 @@ def test_bad_python(tmp_path: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(UsageError, match=message):
         read_run(file, gpus=64).spec()
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "changed", "unchanged"),
+    [
+        ("small", "60GiB", "activation_checkpoint=None", "SelectiveAC.Config()"),
+        ("small", "16GiB", "activation_checkpoint=FullAC.Config()", "SelectiveAC.Config()"),
+        ("wide", "60GiB", "config.activation_checkpoint = None", "FullAC.Config()"),
+        ("before", "16GiB", "mode='full'", 'mode="selective"'),
+    ],
+)
+def test_a_python_configuration_is_written_back(
+    tmp_path: Path, name: str, budget: str, changed: str, unchanged: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "llama3"
+    folder.mkdir()
+    file = folder / "config_registry.py"
+    file.write_text("# mine\nfrom torchtitan.distributed.activation_checkpoint import SelectiveAC\n" + PYTHON)
+    command = ["plan", "--from", f"{file}:{name}", "--gpus", "64", "--gpu", "h100-80gb", "--budget", budget, "--write"]
+    assert run(command) == 0, capsys.readouterr().err
+    text = (folder / "config_registry.planned.py").read_text()
+    assert changed in text
+    assert text.count(unchanged) == file.read_text().count(unchanged) - 1
+    assert text.startswith("# mine\nfrom torchtitan.distributed.activation_checkpoint import ")
+    assert ("import FullAC, SelectiveAC" in text) == ("FullAC" in changed)
+    recomputed = "none" if "None" in changed else "full"
+    assert read_run(folder / f"config_registry.planned.py:{name}", gpus=64).request.recompute == recomputed

@@ -131,7 +131,9 @@ def _written_name(source: RunSourceFlags, write: bool, *, force: bool) -> Path |
         return None
     if not source.from_file:
         raise UsageError("got --write without --from, whose file it writes again; leave it away")
-    path = source.from_file[0]
+    from jettison.frameworks.config_file import split_name
+
+    path, _ = split_name(source.from_file[0])
     back = path.with_name(f"{path.stem}.planned{path.suffix}")
     if back.exists() and not force:
         raise UsageError(f"{back} is there already; give --force to replace it")

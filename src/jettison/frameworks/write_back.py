@@ -2,14 +2,15 @@
 
 ``[[writes]]`` of ``frameworks/NAME/read.toml`` are the settings that a file can say: fields of a request
 (``recompute``, ``offload``, ``recompute_modules``, ``offload_modules``), ``set``, keys of the file with their values,
-and ``remove``, keys that must not be there. ``{k}`` in a text stands for each number of layers from 2 on; ``"{k:d}"``
-is that number itself. Of the settings that fit the fastest is written; of those within one per cent of it the file's
-own, else the one that leaves most memory. The text is changed at these keys alone, and then read again: it must say
-what was chosen.
+and ``remove``, keys that must not be there (in Python: None). A row counts where the file has all keys of ``if`` and
+none of ``unless``. ``{k}`` in a text stands for each number of layers from 2 on; ``"{k:d}"`` is that number itself. Of
+the settings that fit the fastest is written; of those within one per cent of it the file's own, else the one that
+leaves most memory. The text is changed at these keys alone, and then read again: it must say what was chosen.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tomllib
@@ -21,7 +22,8 @@ from typing import Any, Final
 
 from jettison.core.errors import DoesNotFit, UsageError
 from jettison.core.units import format_bytes, format_seconds
-from jettison.frameworks.config_file import ConfigFile, read_config_file
+from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
+from jettison.frameworks.python_values import configurations
 from jettison.frameworks.run_file import RunFile, flags_of, read_run
 from jettison.frameworks.shell_script import OF_LAUNCHERS
 from jettison.predict.auto_recompute import AutoForecast
@@ -79,7 +81,8 @@ def write_back(found: RunFile, choice: AutoForecast, *, beside: tuple[Path, ...]
         UsageError: the framework's file has no such settings, or the text cannot be changed at these keys.
         DoesNotFit: none of them fits the budget.
     """
-    rows = found.writes
+    file = read_config_file(found.path)
+    rows = [row for row in found.writes if _counts(row, file)]
     if not rows:
         raise UsageError(f"{found.says} has no settings of recomputation that can be written back; jettison export may")
     limit, spec = choice.budget_bytes, found.spec()
@@ -97,7 +100,6 @@ def write_back(found: RunFile, choice: AutoForecast, *, beside: tuple[Path, ...]
             advice=f"the least of the {len(tried)} settings that {found.says} has; jettison export has other ways",
         )
     seconds = [estimate(run, choice.hardware).step_seconds for run, *_ in fitting]
-    file = read_config_file(found.path)
     changes = [_changes(found, file, keys) for *_, keys in fitting]
     alike = [at for at, took in enumerate(seconds) if took <= (1 + ALIKE) * min(seconds)]
     sends = [bool(request.offload) for _, request, _ in fitting]
@@ -124,7 +126,21 @@ def write_back(found: RunFile, choice: AutoForecast, *, beside: tuple[Path, ...]
 def _changes(found: RunFile, file: ConfigFile, keys: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of settings that the file does not have so, by the names that it has for them."""
     named = {found.written(key): value for key, value in keys.items()}
-    return {key: value for key, value in named.items() if file.values.get(key) != value}
+    return {key: value for key, value in named.items() if not _same(file, key, value)}
+
+
+def _counts(row: Mapping[str, Any], file: ConfigFile) -> bool:
+    return all(key in file.values for key in row.get("if", ())) and not any(
+        key in file.values for key in row.get("unless", ())
+    )
+
+
+def _same(file: ConfigFile, key: str, value: Any) -> bool:
+    """Does the file say this already?"""
+    if file.syntax != "python":
+        return bool(file.values.get(key) == value)
+    said = str(file.values.get(key))
+    return key in file.values and (file.values[key] == value or str(value).endswith(f".{said}()"))
 
 
 def _tried(
@@ -163,10 +179,16 @@ def _check(text: str, found: RunFile, request: RunRequest, beside: tuple[Path, .
         UsageError: it does not.
     """
     with TemporaryDirectory() as folder:
-        path = Path(folder) / found.path.name
+        file, name = split_name(found.path)
+        path = Path(folder) / file.name
         path.write_text(text, encoding="utf-8")
         again = read_run(
-            path, *beside, model=found.model_argument, gpus=found.gpus, allow_unread=True, asked=_undecided(request)
+            path if name is None else f"{path}:{name}",
+            *beside,
+            model=found.model_argument,
+            gpus=found.gpus,
+            allow_unread=True,
+            asked=_undecided(request),
         )
     for name in DECIDED:
         said, wanted = getattr(again.request, name), getattr(request, name)
@@ -189,7 +211,10 @@ def edited(file: ConfigFile, changes: Mapping[str, Any]) -> str:
     """
     text = file.text
     for key, value in changes.items():
-        text = _EDITORS[file.syntax](text, key, value)
+        if file.syntax == "python":
+            text = _python(text, key, value, split_name(file.path)[1])
+        else:
+            text = _EDITORS[file.syntax](text, key, value)
     return text
 
 
@@ -283,6 +308,85 @@ def _removed(text: str, owner: Any, entry: Any, node: Any) -> str:
 
 def _json(text: str, key: str, value: Any) -> str:
     return _yaml(text, key, value, of_json=True)
+
+
+def _python(text: str, key: str, value: Any, name: str | None) -> str:
+    """Of an argument of the call that a configuration returns, or of an assignment to an attribute of it.
+
+    A value such as ``package.module.Name.Config()`` is such a call of a name that the file imports.
+    """
+    tree = ast.parse(text)
+    name = name or (configurations(text) or [""])[0]
+    body = next((node.body for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name), [])
+    path = key.split(".")
+    source, imported = _source(value)
+    assigned = [
+        node.value
+        for node in body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).partition(".")[2] == key
+    ]
+    calls = [
+        node.value for node in body if isinstance(node, ast.Return | ast.Assign) and isinstance(node.value, ast.Call)
+    ]
+    given = [place for call in calls if (place := _argument(call, path)) is not None]
+    last = body[-1] if body else None
+    if assigned or given:
+        text = _replaced(text, (assigned or given)[-1], source)
+    elif isinstance(last, ast.Return) and isinstance(last.value, ast.Name):
+        line = f"{' ' * last.col_offset}{last.value.id}.{key} = {source}\n"
+        text = "".join([*(lines := text.splitlines(keepends=True))[: last.lineno - 1], line, *lines[last.lineno - 1 :]])
+    elif isinstance(last, ast.Return) and isinstance(last.value, ast.Call) and len(path) == 1 and last.value.keywords:
+        first = last.value.keywords[0]
+        space = "\n" + " " * first.col_offset if first.lineno > last.lineno else " "
+        text = _replaced(text, first, f"{key}={source},{space}{ast.get_source_segment(text, first)}")
+    else:
+        raise _cannot(key)
+    return _with_import(text, *imported) if imported else text
+
+
+def _source(value: Any) -> tuple[str, tuple[str, str] | None]:
+    """A value as Python has it, and what has to be imported for it: a module and a name."""
+    match = re.fullmatch(r"([a-z_0-9.]+)\.(([A-Z]\w*)[\w.]*\(\))", value) if isinstance(value, str) else None
+    return (match[2], (match[1], match[3])) if match else (repr(value), None)
+
+
+def _argument(call: ast.Call, path: Sequence[str]) -> ast.expr | None:
+    """The value of an argument of a call, or of a call that is one."""
+    value: ast.expr = call
+    for part in path:
+        found = (
+            next((one.value for one in value.keywords if one.arg == part), None)
+            if isinstance(value, ast.Call)
+            else None
+        )
+        if found is None:
+            return None
+        value = found
+    return value
+
+
+def _replaced(text: str, node: ast.expr | ast.keyword, source: str) -> str:
+    """The text with another source of a node, whose columns are counted in bytes."""
+    lines = text.encode().splitlines(keepends=True)
+    begin = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
+    end = sum(map(len, lines[: (node.end_lineno or 0) - 1])) + (node.end_col_offset or 0)
+    data = text.encode()
+    return (data[:begin] + source.encode() + data[end:]).decode()
+
+
+def _with_import(text: str, module: str, name: str) -> str:
+    imports = [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    if any(alias.name == name for node in imports for alias in node.names):
+        return text
+    same = next((node for node in imports if isinstance(node, ast.ImportFrom) and node.module == module), None)
+    lines = text.splitlines(keepends=True)
+    if same is None:
+        at = max((node.end_lineno or 0 for node in imports), default=0)
+        return "".join([*lines[:at], f"from {module} import {name}\n", *lines[at:]])
+    first = same.names[0]
+    line = lines[first.lineno - 1].encode()
+    lines[first.lineno - 1] = (line[: first.col_offset] + f"{name}, ".encode() + line[first.col_offset :]).decode()
+    return "".join(lines)
 
 
 def _arguments(text: str, key: str, value: Any) -> str:
