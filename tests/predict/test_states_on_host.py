@@ -212,7 +212,7 @@ def test_a_search_keeps_to_the_stages_of_zero_that_a_framework_has() -> None:
 
 
 def test_a_base_in_four_bits_waits_on_the_host() -> None:
-    """Llama 2 70B on two cards of 24 GB (Answer.AI's fsdp_qlora): scales stay on each, half of the rest on each host."""
+    """Llama 2 70B on two cards (Answer.AI's fsdp_qlora): scales stay on each, half of the rest waits on each host."""
     request = RunRequest(
         seq=512,
         lora="r=8,targets=q_proj",

@@ -134,6 +134,13 @@ def _copies_logits(w: Writer) -> bool:
     return w.kernels.copied_logits and w.kernels.shifted_labels and w.run.layout.cp == 1
 
 
+def _autocast_loss(w: Writer) -> bool:
+    """Is a loss in 16 bits under autocast, on whose list for fp32 it is, where layers of a frozen base need no cast?"""
+    precision = w.run.precision
+    mixed = w.run.tuning is not None and precision.parameter == "float32" != precision.compute
+    return mixed and w.kernels.model_code and w.kernels.device is not Device.CPU
+
+
 def _without_last(w: Writer, logits: Value, labels: Value) -> tuple[Value, Value]:
     """Copies without a sequence's last position."""
     b, s, width = logits.shape
@@ -163,11 +170,12 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     """
     logits = _gathered(w, logits)
     outside = w.kernels.loss is Loss.OUTSIDE
-    wide = cast(w, logits, "float32") if outside or w.kernels.loss_float32 or w.run.precision.casts else logits
+    wide = cast(w, logits, "float32") if outside or w.kernels.loss_float32 else logits
     named = [wide if w.kernels.widened_logits else logits]
     if _copies_logits(w) and not outside:
         named.append(wide)
         wide, labels = _without_last(w, wide, labels)
+    wide = cast(w, wide, "float32") if w.run.precision.casts or _autocast_loss(w) else wide
     rows = w.tape.op(
         "aten._log_softmax.default", [wide], keeps="log-softmax output", reference=f"{EXTRA}: 4sbv", grad=True
     )
