@@ -260,6 +260,7 @@ def test_what_an_argument_becomes(read: Any, values: dict[str, Any], field: str,
         ({"hidden-size": -1}, "got hidden-size -1; expected a whole number of 1 or more"),
         ({"num-experts": 4, "moe-layer-freq": "__import__('os')"}, "got moe-layer-freq"),
         ({"num-experts": 4, "moe-layer-freq": "([1]*99999999)"}, "got moe-layer-freq"),
+        ({"micro-batch-size": 0}, r"global-batch-size 32 is no multiple of 0 sequences"),
         ({"global-batch-size": 7}, r"global-batch-size 7 is no multiple of 2 sequences x 8 replicas"),
         ({"num-layers": "$LAYERS"}, "num-layers"),
         ({"global-batch-size": "$BATCH"}, r"global-batch-size = \$BATCH \(the file leaves it open\)"),
@@ -401,6 +402,25 @@ def test_tests_of_a_script_that_are_not_known_are_said(tmp_path: Path) -> None:
     found = read_run(file, gpus=8)
     assert found.request.tp == 2
     assert found.notes == ('a test of the script is not known, and counts as false: [ "$(hostname)" = big ]',)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("a.sh", "", "no key of a framework that is known"),
+        ("a.yaml", "- 1\n- 2\n", "is not YAML: it holds list"),
+        ("a.yaml", "MODEL_ARGS: [--num-layers, 2]\n", "no key of a framework that is known"),
+        ("a.yaml", "a: &a {--num-layers: 2, --hidden-size: 64}\nMODEL_ARGS:\n  <<: *a\n  --micro-batch-size: 1\n",
+         "got MODEL_ARGS.*num_attention_heads|num_attention_heads"),
+        ("a.sh", "python a.py --micro-batch-size 1 --hidden-size 1e400 --num-layers 2", "expected a whole number"),
+        ("a.sh", "A=(--micro-batch-size 1\npython x.py 'never ends", "no key of a framework that is known|hidden"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_runs(tmp_path: Path, name: str, text: str, why: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(UsageError, match=why):
+        read_run(file, gpus=1).spec()
 
 
 def test_a_script_that_grows_without_end_is_refused(tmp_path: Path) -> None:

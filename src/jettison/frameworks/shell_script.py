@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
-OPEN: Final = "$?"
+OPEN: Final = "$ tests"
 """The key of tests that are not known."""
-PROGRAM: Final = "$0"
+PROGRAM: Final = "$ program"
 """The key of the program that takes the arguments."""
 _MOST: Final = 1 << 20
 """Characters that a text may grow to."""

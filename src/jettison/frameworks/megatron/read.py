@@ -219,7 +219,7 @@ def _batch(keys: Keys) -> None:
     keys.global_batch = total
     if keys.gpus == 0:
         return
-    if total % (micro * dp):
+    if micro < 1 or total % (micro * dp):
         raise UsageError(
             f"{keys.file.path}: {_written(keys, 'global_batch_size')} {total} is no multiple of {micro} sequences x "
             f"{dp} replicas; give --gpus as the run has them"
