@@ -222,7 +222,7 @@ def test_axolotl_field_by_field(write: Any) -> None:
 
 
 def test_axolotl_without_adapters_and_with_other_kernels(write: Any) -> None:
-    plain = {"base_model": "llama3-8b", "micro_batch_size": 1, "optimizer": "adamw_torch"}
+    plain = {"base_model": "llama3-8b", "micro_batch_size": 1, "optimizer": "adamw_torch", "flash_attention": True}
     found = _fields(read_run(write(plain)))
     assert (found["seq"], found["precision"], found["optimizer"]) == (512, "bf16-pure", "adamw-foreach")
     liger = {
@@ -310,6 +310,7 @@ def test_llamafactory_field_by_field(write: Any) -> None:
         (QLORA, {"unfrozen_parameters": ["lm_head"]}, "frozen by name"),
         (QLORA, {"adapter": "relora"}, r"adapter = relora \(expected lora"),
         (QLORA, {"lora_modules_to_save": ["lm_head"]}, "trained whole beside adapters"),
+        (QLORA, {"adapter": None, "load_in_4bit": False, "flash_attention": False}, r"head and norms are fp32 there"),
         (QLORA, {"rl": "grpo"}, r"rl = grpo \(grpo is not described"),
         (QLORA, {"optimizer": "came_pytorch"}, r"optimizer = came_pytorch \(expected one of"),
         (QLORA, {"micro_batch_size": True}, r"micro_batch_size = true; expected a whole number"),

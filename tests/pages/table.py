@@ -74,6 +74,7 @@ PAGES: dict[str, Page] = {
         not_here={"from planned_ac import PlannedAC": "tests/export/test_export_targets.py"},
     ),
     "docs/fine-tuning.md": Page(slow=("$ jettison plan llama3-70b --lora",)),
+    "docs/how-to/from-a-trainers-file.md": Page(codes={"$ jettison ledger --from qlora.yaml --from sft.yaml": 2}),
     "docs/how-to/out-of-memory-at-step-2.md": Page(
         codes={"$ jettison ledger gpt2-xl --micro-batch 4 --gpu a100-40gb": 3}
     ),

@@ -241,7 +241,9 @@ class Keys:
         self._fields[name] = value
         for key in keys:
             if key in self.values:
-                self._became.setdefault(key, []).append(" ".join(flags_of(RunRequest(**{name: value}))))
+                said = " ".join(flags_of(RunRequest(**{name: value})))
+                other = self.asked.get(name) not in (None, value)
+                self._became.setdefault(key, []).append(f"{said} (the command line says another)" if other else said)
 
     def note(self, text: str) -> None:
         """Something else to say, once."""

@@ -57,6 +57,7 @@ def read(keys: Keys) -> None:
     plain = not keys.has("unfrozen_parameters") and not keys.has("rl") and not keys.has("gradient_checkpointing_kwargs")
     reentrant(keys, default=plain)
     optimizer(keys, "optimizer", "adamw")
+    _wide_ends(keys, half=half)
     precision(keys, weights="bf16" if half else "fp32", mixed=half)
     _axes(keys)
     replicas(keys)
@@ -117,6 +118,16 @@ def _half(keys: Keys) -> bool:
     if keys.text("torch_dtype", "bfloat16") not in ("bfloat16", "torch.bfloat16"):
         keys.refuse("torch_dtype", "it follows from bf16")
     return found
+
+
+def _wide_ends(keys: Keys, *, half: bool) -> None:
+    """``loaders/model.py``, ``_configure_embedding_dtypes``: ends and norms become fp32, but under FSDP; and 16 bits again
+    for adapters, for attention that needs it, and for cut_cross_entropy."""
+    cut = "cut_cross_entropy" in str(keys.values.get("plugins")).lower()
+    needed = cut or keys.field("attention", "sdpa") not in ("sdpa", "eager")
+    if half and keys.field("lora") is None and not needed and not keys.some("fsdp_config.*", "fsdp"):
+        key = "attn_implementation" if keys.has("attn_implementation") else "base_model"
+        keys.refuse(key, "without FlashAttention embedding, head and norms are fp32 there, which is not described")
 
 
 def _offloading(keys: Keys) -> None:
