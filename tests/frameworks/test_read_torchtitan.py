@@ -116,6 +116,15 @@ def test_line_ends_and_marks_of_windows(tmp_path: Path, text: str) -> None:
     assert given(read_run(file, gpus=64)) == PLAIN
 
 
+def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path(__file__).parents[2] / "examples" / "from" / "pretrain.toml"
+    found = read_run(file, gpus=64)
+    assert (found.unread, found.compile, found.global_batch) == ((), True, 512)
+    for verb in ("ledger", "estimate"):
+        assert run([verb, "--from", str(file), "--gpus", "64", "--gpu", "h100-80gb"]) == 0
+        assert found.command(verb) in capsys.readouterr().err
+
+
 def test_what_absence_means(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[model]\nflavor = "8B"\n')
