@@ -306,6 +306,9 @@ class StageChoice(StageParts):
         found = [self._fewest, self._ask(self._lowest), *(self._uniform() if self.mask else ())]
         if self._without_mask is not None:
             found.append(self._without_mask._least)
+        if self._link is not None:  # of little that is held, the quickest may be what sends, which holds it a while
+            kept = replace(self, run=replace(self.run, recompute=replace(self.run.recompute, offload=False)))
+            found.append(kept._ask(kept._lowest))
         least = min(found, key=lambda one: (one.needs, one.added_seconds))
         step = sum(r.forward_seconds + r.backward_seconds for r in self._problem.regions) + least.added_seconds
         return replace(least, gap=least.added_seconds / step if step else 0.0)  # a better one may add nothing
