@@ -139,8 +139,7 @@ class Row:
     @property
     def classes(self) -> tuple[str, ...]:
         """Its own first; bytes are not told apart by hardware."""
-        found = classes_of(self.stack, self.kind, self.hardware)
-        return found if self.figure == "time" else found[1:]
+        return classes_of(FIGURES[self.figure], self.stack, self.kind, self.hardware)
 
 
 # rows -----------------------------------------------------------------------------------------------------------------
@@ -208,8 +207,9 @@ def _blind(row: blind_page.Row) -> Iterator[Row]:
         run, gpu = described(row.facts["mended"] or row.facts["command"])
         if row.of_time:
             how = execution_of(run).compiled() if run.compiled else execution_of(run)
-            found = estimate(replace(run, compiled=False), hardware(gpu), execution=how)
-            yield _row("time", source, run, name, found.tokens_per_second_per_gpu / row.published, gpu)
+            device = hardware(gpu)
+            found = estimate(replace(run, compiled=False), device, execution=how)
+            yield _row("time", source, run, name, found.tokens_per_second_per_gpu / row.published, device.name)
         elif figure != "not said" or looked == "occupied":
             yield _bytes("occupied" if figure == "not said" else figure, source, run, name, row.published * row.unit)
     except UsageError:  # no description has it

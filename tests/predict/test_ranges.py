@@ -17,7 +17,7 @@ from jettison.predict.run_request import run_of
 from jettison.spec.layout import Layout
 
 ROWS = residuals.stored()
-CLASSES = classes_of("torch", "dense", "h100-80gb")
+CLASSES = classes_of(Measure.TIME, "torch", "dense", "h100-80gb")
 
 
 def row(source: str, value: float, *, stack: str = "torch", hardware: str = "h100-80gb") -> Row:

@@ -118,5 +118,5 @@ def test_what_is_no_decoder_has_no_run_of_its_kind(config: dict[str, object], ki
     run = resolve(model, RunRequest()).run
     found = time_residual(run, "h100-80gb")
     assert kind_of(run) == f"{kind}, dense"
-    assert (found.kind, found.of_this_kind) == ("all", False)
+    assert (found.kind, found.of_this_kind) == ("torch", False)
     assert "no run of this class was compared" in found.words

@@ -16,9 +16,9 @@ part. `ranges.toml` has it by class; ``python -m benchmarks.residuals`` writes i
   slowly than they do: in published runs of 5 to 175 GiB about as their square root. So its unit is GiB for each square
   root of a GiB. What allocated bytes are off is in it, so that reserved and device need no second range.
 
-Classes are a tree: stack x kind x hardware, below stack x kind, below kind, below all. The stack is the framework whose
-kernels run, or the software that ``--stack`` names, which is for who runs a vendor's tuned recipes. A class with fewer
-than five independent sources borrows what it lacks from the class above it.
+Classes are a tree: stack x kind x hardware (of times), below stack x kind, below stack (but of fragments), below kind,
+below all. The stack is the framework whose kernels run, or the software that ``--stack`` names, which is for who runs a
+vendor's tuned recipes. A class with fewer than five independent sources borrows what it lacks from the class above it.
 
 What a device has in use has in its range what context and communicators may take more or less than expected, too. On
 the CPU nothing is reserved beyond tensors.
@@ -239,16 +239,16 @@ def residual(measure: Measure, classes: tuple[str, ...]) -> Residual:
     table = _table()[measure]
     kind = next(kind for kind in classes if kind in table)
     row = table[kind]
-    return Residual(kind=kind, of_this_kind=kind in classes[:-2], **row)
+    above = 2 if measure is Measure.FRAGMENTS else 3
+    return Residual(kind=kind, of_this_kind=kind in classes[:-above], **row)
 
 
 def lineage(measure: Measure, run: Run, hardware: str = "") -> tuple[str, ...]:
-    """The classes of a run for a measure, its own first; bytes are not told apart by hardware.
+    """The classes of a run for a measure, its own first.
 
     A run that is anchored on a measured one of its stack is first of all one of those (`predict.anchor`).
     """
-    found = classes_of(stack_of(run), kind_of(run), hardware)
-    own = found if measure is Measure.TIME else found[1:]
+    own = classes_of(measure, stack_of(run), kind_of(run), hardware)
     return (ANCHORED, *own) if run.anchor is not None and _anchors(run.anchor, measure) else own
 
 
@@ -262,9 +262,11 @@ def _anchors(anchor: RunAnchor, measure: Measure) -> bool:
     return measured.allocated is not None and abs(anchor.unexplained) <= AGREES * measured.allocated
 
 
-def classes_of(stack: str, kind: str, hardware: str) -> tuple[str, ...]:
-    """The same by name."""
-    return f"{stack}, {kind}, {hardware}", f"{stack}, {kind}", kind, ALL
+def classes_of(measure: Measure, stack: str, kind: str, hardware: str) -> tuple[str, ...]:
+    """The same by name. Bytes are not told apart by hardware, and fragments are the allocator's, not a stack's."""
+    near = (f"{stack}, {kind}, {hardware}",) if measure is Measure.TIME else ()
+    code = () if measure is Measure.FRAGMENTS else (stack,)
+    return *near, f"{stack}, {kind}", *code, kind, ALL
 
 
 def stack_of(run: Run) -> str:
