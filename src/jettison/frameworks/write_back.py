@@ -105,8 +105,6 @@ def write_back(found: RunFile, choice: AutoForecast, *, beside: tuple[Path, ...]
     sends = [bool(request.offload) for _, request, _ in fitting]
     best = min(alike, key=lambda at: (bool(changes[at]), sends[at], forecast(fitting[at][0]).peak_bytes))
     run, request, _ = fitting[best]
-    chosen = [part.chosen for part in choice.forecast.parts if part.is_layer]
-    planned = estimate(choice.forecast.run, choice.hardware, chosen=chosen)
     changed = changes[best]
     text = edited(file, changed)
     _check(text, found, request, beside)
@@ -117,7 +115,7 @@ def write_back(found: RunFile, choice: AutoForecast, *, beside: tuple[Path, ...]
         peak_bytes=forecast(run).peak_bytes,
         step_seconds=seconds[best],
         plan_peak_bytes=choice.forecast.peak_bytes,
-        plan_step_seconds=planned.step_seconds,
+        plan_step_seconds=choice.step_seconds,
         tried=len(tried),
         fits=len(fitting),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Final
 
@@ -53,10 +53,12 @@ class AutoForecast:
         """Recompute as a share of a step without it."""
         return self.seconds / self.plain_seconds if self.plain_seconds else 0.0
 
-    @property
+    @cached_property
     def step_seconds(self) -> float:
-        """Of all micro-batches on that stage, without bubbles and communication: a lower limit."""
-        return (self.seconds + self.plain_seconds) * self.forecast.run.micro_batches
+        """A whole step, as `predict.time.estimate` models it."""
+        kept = {part.name: part.chosen for part in self.forecast.parts}
+        run = self.forecast.run
+        return estimate(run, self.hardware, chosen=[kept[name] for name in run.model.layer_names]).step_seconds
 
     @property
     def segments(self) -> tuple[tuple[str, str], ...]:
@@ -233,7 +235,7 @@ def choose_with_whole(
         return known[whole][0]
 
     plain = choose(with_whole(run, 0), budget_bytes, hardware)
-    known[0] = _step_seconds(plain), plain
+    known[0] = plain.step_seconds, plain
     size = largest_window(run)
     tried = sorted({size * i // (TRIED - 1) for i in range(TRIED)})
     while True:
@@ -253,10 +255,4 @@ def _tried(run: Run, budget_bytes: int, hardware: Hardware) -> tuple[float, Auto
         found = choose(run, budget_bytes, hardware)
     except Infeasible:
         return float("inf"), None
-    return _step_seconds(found), found
-
-
-def _step_seconds(found: AutoForecast) -> float:
-    kept = {part.name: part.chosen for part in found.forecast.parts}
-    run = found.forecast.run
-    return estimate(run, found.hardware, chosen=[kept[name] for name in run.model.layer_names]).step_seconds
+    return found.step_seconds, found
