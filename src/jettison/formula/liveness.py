@@ -78,6 +78,7 @@ def replay(
     accumulates: bool = False,
     frames: Sequence[frozenset[int]] = (),
     held: frozenset[int] = frozenset(),
+    reentrant: bool = False,
 ) -> Passes:
     """Play a region through.
 
@@ -87,6 +88,8 @@ def replay(
         accumulates: weight gradients are there already, and this backward adds to them.
         frames: ops of each checkpoint, of which the first that needs something runs all again: NOTE [ Frames ].
         held: buffers among ``kept`` that others have until the backward is over.
+        reentrant: its checkpoint's backward (``torch/utils/checkpoint.py``, ``CheckpointFunction.backward``) has a name
+            for the output that it makes again, and was given the gradient of that, until it is over.
     """
     program = region.program
     resident = program.kept_bytes(kept)
@@ -94,7 +97,7 @@ def replay(
     backward = begin(Backward, region, kept, again, rule, accumulates=accumulates, frames=frames, held=held)
     last = region.last_read
     forward = _forward_peaks(region, kept | {*program.outputs}, region.last_ops, last)
-    around = Around(forward=forward, backward=backward.run(last))
+    around = Around(forward=forward, backward=backward.run(last, reentrant=reentrant))
     return Passes(
         resident=resident,
         forward_peak=max(around.forward),
@@ -219,10 +222,13 @@ class Backward:
     def _saved(self, step: TapeOp) -> set[int]:
         return {self.region.buffers[s.value.storage] for s in step.saved} if step.differentiable else set()
 
-    def run(self, cut: int) -> tuple[int, int]:
+    def run(self, cut: int, *, reentrant: bool = False) -> tuple[int, int]:
         """Peaks from the step with this number on, and before it comes to it."""
         output, steps = self.region.output, self.region.tape.steps
         self._give(output.storage, output.nbytes)
+        if reentrant:
+            self.owners[self.gradient[output.storage]] += 1
+            self._grow(output.nbytes)
         behind = 0
         for number in reversed(range(len(steps))):
             if number == cut:

@@ -27,7 +27,8 @@ def passes_of(part: StageRegion, rule: GradientRule, *, accumulates: bool = Fals
 @lru_cache(maxsize=65536)
 def named_passes(region: Region, policy: str, rule: GradientRule, accumulates: bool) -> Passes:
     kept = kept_by(region, policy)
-    return replay(region, kept, rule, accumulates=accumulates, frames=named_frames(region, policy))
+    frames, reentrant = named_frames(region, policy), rule.reentrant and policy == FULL
+    return replay(region, kept, rule, accumulates=accumulates, frames=frames, reentrant=reentrant)
 
 
 def named_frames(region: Region, policy: str) -> Sequence[frozenset[int]]:

@@ -110,21 +110,33 @@ class GradientRule:
     fused: bool = False  # products have no contribution of their own
     dummies: bool = False  # not even the head's, which is torch's: it is given the library's empty gradient as well
     update_bytes: int = 0  # of an element, while a weight is updated within backward
+    reentrant: bool = False  # a full checkpoint holds the gradient of what it returned through its backward
 
 
 @lru_cache(maxsize=256)
-def gradient_rule(precision: Precision, adding: Adding, update_bytes: int = 0, *, whole: bool = False) -> GradientRule:
+def gradient_rule(
+    precision: Precision, adding: Adding, update_bytes: int = 0, *, whole: bool = False, reentrant: bool = False
+) -> GradientRule:
     """Where a precision and a way to add meet.
 
     Args:
         whole: gradients come in the dtype of products, and shards of them are what is kept: `GradientRule.kept` is
             what they come in.
+        reentrant: checkpoints are.
     """
     if whole:
-        return GradientRule(kept=precision.compute, added=precision.compute, update_bytes=update_bytes)
+        wide = precision.compute
+        return GradientRule(kept=wide, added=wide, update_bytes=update_bytes, reentrant=reentrant)
     added = precision.gradient if adding is Adding.WHOLE else precision.compute
     fused, dummies = adding in (Adding.FUSED, Adding.DUMMY), adding is Adding.DUMMY
-    return GradientRule(kept=precision.gradient, added=added, fused=fused, dummies=dummies, update_bytes=update_bytes)
+    return GradientRule(
+        kept=precision.gradient,
+        added=added,
+        fused=fused,
+        dummies=dummies,
+        update_bytes=update_bytes,
+        reentrant=reentrant,
+    )
 
 
 _FULL: Final = Precision(name="fp32", compute="float32", parameter="float32", gradient="float32")

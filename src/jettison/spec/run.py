@@ -140,7 +140,7 @@ class Run:
         """What there is of weight gradients during a backward."""
         updates = UPDATE_BYTES if self.gradients is Gradients.IN_BACKWARD and self.updates_on_cpu else 0
         whole = self.precision.gradient != self.precision.compute and self.gradients_come_whole
-        return gradient_rule(self.precision, self.adding, updates, whole=whole)
+        return gradient_rule(self.precision, self.adding, updates, whole=whole, reentrant=self.recompute.reentrant)
 
     @property
     def gradients_come_whole(self) -> bool:
