@@ -251,8 +251,11 @@ class Keys:
             self.notes.append(text)
 
     def drop(self, name: str) -> None:
-        """Take a field back."""
-        self._fields.pop(name, None)
+        """Take a field back, and what is said of the keys that it came from."""
+        value = self._fields.pop(name, None)
+        said = "" if value is None else " ".join(flags_of(RunRequest(**{name: value})))
+        for became in self._became.values():
+            became[:] = [one for one in became if one != said]
 
     def said(self, name: str) -> Any:
         """A field as the file says it, whatever the command line does; None where it does not."""

@@ -121,8 +121,8 @@ def _half(keys: Keys) -> bool:
 
 
 def _wide_ends(keys: Keys, *, half: bool) -> None:
-    """``loaders/model.py``, ``_configure_embedding_dtypes``: ends and norms become fp32, but under FSDP; and 16 bits again
-    for adapters, for attention that needs it, and for cut_cross_entropy."""
+    """``loaders/model.py``, ``_configure_embedding_dtypes``: ends and norms become fp32, but under FSDP; and 16 bits
+    again for adapters, for attention that needs it, and for cut_cross_entropy."""
     cut = "cut_cross_entropy" in str(keys.values.get("plugins")).lower()
     needed = cut or keys.field("attention", "sdpa") not in ("sdpa", "eager")
     if half and keys.field("lora") is None and not needed and not keys.some("fsdp_config.*", "fsdp"):
