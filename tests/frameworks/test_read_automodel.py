@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jettison.cli.main import run
 from jettison.core.errors import UsageError
 from jettison.frameworks.run_file import RunFile, read_run
 from jettison.predict.forecast import forecast
@@ -133,3 +134,12 @@ def test_devices(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path, changes: tuple[tuple[str, str], ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_run(written(tmp_path, *changes), gpus=8)
+
+
+@pytest.mark.parametrize(("budget", "said"), [("79GiB", "false"), ("30GiB", "true")])
+def test_checkpoints_are_written_back(tmp_path: Path, budget: str, said: str) -> None:
+    file = written(tmp_path, ("sequence_parallel: false", "activation_checkpointing: selective"))
+    assert run(["plan", "--from", str(file), "--gpus", "8", "--gpu", "h100-80gb", "--budget", budget, "--write"]) == 0
+    text = (tmp_path / "run.planned.yaml").read_text()
+    assert f"activation_checkpointing: {said}" in text
+    assert read_run(tmp_path / "run.planned.yaml", gpus=8).request.recompute in ("none", "parts")
