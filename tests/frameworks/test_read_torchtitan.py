@@ -140,7 +140,10 @@ def test_one_gpu_and_ddp_have_no_fsdp(tmp_path: Path) -> None:
     alone = toml(tmp_path, "parallelism.tensor_parallel_degree = 8")
     found = read_run(alone, gpus=8)
     assert (found.request.zero, found.request.precision) == (0, "fp32")
-    assert "mixed precision off" in found.notes[0]
+    assert "no mixed precision beside" in found.notes[0]
+    found = read_run(toml(tmp_path, text=TOML.replace("local_batch_size", "batch_size")), gpus=1)
+    assert (found.request.zero, found.request.precision) == (0, "fp32")
+    assert "no mixed precision in a version that has training.batch_size" in found.notes[0]
 
 
 def test_a_file_of_2024(tmp_path: Path) -> None:
@@ -312,6 +315,13 @@ def eager() -> Trainer.Config:
     return config
 
 
+def staged() -> Trainer.Config:
+    config = small()
+    config.parallelism = ParallelismConfig(pipeline_parallel_degree=4, num_pp_microbatches=8)
+    config.training.disable_cuda_graphs = True
+    return config
+
+
 def odd() -> Trainer.Config:
     config = small()
     for layer in config.model_spec.model.layers:
@@ -359,6 +369,11 @@ SMALL = {
             {"recompute": "interval:2", "fp8_recipe": "tensorwise", "fp8_param_gather": True, "loss": "compiled"},
             ("cuda_graphs", "attention"),
         ),
+        (
+            "staged",
+            {"pp": 4, "dp": 16, "micro_batches": 8, "schedule": "1f1b", "stage_layers": "8,9,8,7"},
+            ("cuda_graphs",),
+        ),
         ("adapted", {"lora": "r=8,alpha=16,targets=q_proj+o_proj", "base": "fp32"}, ("attention",)),
     ],
 )
@@ -381,7 +396,9 @@ def test_a_python_file_with_several_configurations_needs_a_name(
     folder.mkdir()
     file = folder / "config_registry.py"
     file.write_text(PYTHON)
-    with pytest.raises(UsageError, match=r"it has 6 configurations: small, wide, eager, odd, .*config\.py:pretrain"):
+    with pytest.raises(
+        UsageError, match=r"it has 7 configurations: small, wide, eager, staged, odd, .*config\.py:pretrain"
+    ):
         read_run(file, gpus=64)
     with pytest.raises(UsageError, match="no configuration 'large'; expected one of small"):
         read_run(f"{file}:large", gpus=64)

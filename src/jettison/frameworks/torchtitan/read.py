@@ -26,8 +26,6 @@ _OLD: Final = ("training.batch_size", "training.compile", "model.norm_type", "ex
 """Keys that no version after 28 July 2025 has, when FSDP's units and the norm's kernel changed."""
 _LOOPED: Final = {"interleaved1f1b": "1f1b", "interleavedzerobubble": "zero-bubble", "zbvzerobubble": "zero-bubble-v"}
 _FLEX: Final = re.compile(r"_(flex_attn|flex|varlen_attn|varlen)$")
-
-
 _TOKENS: Final = "training.num_tokens_per_microbatch_per_dp_rank"
 _LONGEST: Final = "training.max_context_length"
 _WIDE: Final = ("output", "lm_head", "router.gate", "moe.router.gate", "auto_filter_small_kn")
@@ -154,11 +152,11 @@ def _layout(keys: Keys) -> None:
         keys.give("zero", 0)
         if replicas > 1:
             keys.give("gradients", "buckets", replicate_key)
-        elif keys.field("tp", 1) > 1 or keys.field("pp", 1) > 1:
+        old = next(keys.matching(*_OLD), "")  # autocast is of 0b44d4c4, June 2025
+        if old or keys.field("tp", 1) > 1 or keys.field("pp", 1) > 1:
             keys.give("precision", "fp32")
-            keys.notes.append(
-                "without FSDP torchtitan switches mixed precision off beside tensor and pipeline parallelism"
-            )
+            why = f"in a version that has {old}" if old else "beside tensor and pipeline parallelism"
+            keys.notes.append(f"without FSDP torchtitan has no mixed precision {why}")
     if keys.field("cp", 1) > 1:
         key = _found(keys, "context_parallel_rotate_method")
         keys.give("context_exchange", "ring" if keys.text(key, "allgather") == "alltoall" else "gather", key)
@@ -213,7 +211,10 @@ def _pipeline(keys: Keys, depth: int) -> None:
     pp = keys.field("pp", 1)
     local, repeats = keys.field("micro_batch", 1), keys.field("micro_batches", 1)
     number_key = _found(keys, "pipeline_parallel_microbatches")
-    if (
+    if keys.has(_TOKENS) or keys.has(_LONGEST):
+        key = "parallelism.num_pp_microbatches"
+        size, number = local, keys.whole(key, 1) or 1
+    elif (
         number_key.startswith("experimental")
         or keys.has(number_key)
         or keys.has("experimental.pipeline_parallel_degree")
@@ -282,9 +283,10 @@ def _cut(keys: Keys, depth: int, pp: int, virtual: int) -> list[int]:
     return [] if even and stages == pp * virtual and not each else found
 
 
-def _recompute(keys: Keys) -> None:
+def _recompute(keys: Keys, usual: str = "2") -> None:
+    """Read a mode. ``usual``: the option of a selective one that has none."""
     mode_key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
-    mode, option = keys.text(mode_key, "selective"), keys.text(option_key, "2")
+    mode, option = keys.text(mode_key, "selective"), keys.text(option_key, usual)
     recomputed = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
     if mode in ("none", "full"):
         keys.give("recompute", mode, mode_key)
@@ -311,7 +313,7 @@ def _recompute(keys: Keys) -> None:
 def _policy(keys: Keys) -> None:
     """A policy's class, or ActivationCheckpointConfig with the TOML's keys; none of it is per-op selective.
 
-    From 114151ad (March 2026) on; before, a configuration that says nothing checkpointed each second layer.
+    So it is from 114151ad (March 2026) on; before, a configuration that says nothing checkpointed each second layer.
     """
     key = "activation_checkpoint"
     if key in keys.values and keys.values[key] is None:
@@ -320,9 +322,7 @@ def _policy(keys: Keys) -> None:
         return
     policy = keys.text(key, "selectiveac.config").removesuffix(".config")
     if policy == "activationcheckpointconfig":
-        if keys.text(f"{key}.mode", "selective") == "selective" and not keys.has(f"{key}.selective_ac_option"):
-            keys.values[f"{key}.selective_ac_option"] = "op"
-        _recompute(keys)
+        _recompute(keys, "op")
     elif policy == "fullac":
         keys.give("recompute", "full", key)
     elif policy == "selectiveac":
@@ -407,19 +407,8 @@ def _products(keys: Keys) -> None:
     else:
         keys.read(*keys.matching("quantize.grouped_mm.*", "quantize.moe.*", "*.moe_fqns_prototype"))
     converters = [name for name in converters if name not in experts]
-    narrow = [
-        name
-        for name in converters
-        if name
-        in (
-            "float8",
-            "mx",
-            "quantize.linear.float8",
-            "quantize.linear.mx",
-            "quantize.dense.float8",
-            "quantize.dense.mx",
-        )
-    ]
+    known = [f"{place}{kind}" for place in ("", "quantize.linear.", "quantize.dense.") for kind in ("float8", "mx")]
+    narrow = [name for name in converters if name in known]
     unknown = [name for name in converters if name not in narrow]
     if unknown:
         keys.refuse("model.converters", f"{', '.join(unknown)} is not described; expected float8 or mx")
