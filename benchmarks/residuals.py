@@ -35,7 +35,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, permutations
 from math import sqrt
 from pathlib import Path
@@ -124,7 +124,7 @@ PUBLISHERS: Final = (
 """Whose a source is, by a part of its name; of any other, its first word."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One published figure over what is predicted: a ratio, of fragments what `Measure` says."""
 
@@ -136,7 +136,7 @@ class Row:
     run: str
     value: float
 
-    @property
+    @cached_property
     def classes(self) -> tuple[str, ...]:
         """Its own first; bytes are not told apart by hardware."""
         return classes_of(FIGURES[self.figure], self.stack, self.kind, self.hardware)
@@ -272,16 +272,20 @@ def anchored(measure: Measure, rows: Sequence[Row]) -> list[Row]:
         groups[row.source, row.classes[0]].append(row)
     found = []
     for alike in groups.values():
+        if measure is Measure.ALLOCATED:  # whichever of those it was, it says the same
+            agree = [row for row in alike if abs(row.value - 1) <= AGREES]
+            found += [_near(row, row.value) for row in alike if agree and agree != [row]]
+            continue
         for one, other in permutations(alike, 2):
-            if measure is Measure.ALLOCATED and abs(one.value - 1) > AGREES:
-                continue
-            value = other.value
-            if measure is Measure.TIME:
-                value /= one.value
-            elif measure is Measure.FRAGMENTS:
-                value -= (one.value + expected(other.source, other.classes)) / 2
-            found.append(replace(other, stack="", kind=ANCHORED, hardware="", value=value))
+            value = other.value / one.value
+            if measure is Measure.FRAGMENTS:
+                value = other.value - (one.value + expected(other.source, other.classes)) / 2
+            found.append(_near(other, value))
     return found
+
+
+def _near(row: Row, value: float) -> Row:
+    return replace(row, stack="", kind=ANCHORED, hardware="", value=value)
 
 
 Weighted = Sequence[tuple[float, float]]

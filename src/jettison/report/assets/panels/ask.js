@@ -192,7 +192,13 @@
   }
 
   const range = ([low, high], sure) => `${seconds(low)} to ${seconds(high)}: ` +
-    (sure.of_this_kind ? `${sure.runs < 9 ? "all of" : "eight in ten, by"} ${sure.runs} runs of this kind (${sure.kind})` : `no run of this kind compared: range from all ${sure.runs} ${sure.kind.endsWith("experts") ? "runs with experts" : "dense runs"}`);
+    `${sure.of_this_kind ? "" : "no run of this class was compared; "}80 % range by ${sure.runs} published runs of ${sure.sources} sources (${sure.kind})`;
+
+  // what is expected, and its range: figures of a run by name
+  const expected = (figures) => ["allocated", "reserved", "device"].map((name) => {
+    const found = figures[`${name}_bytes`];
+    return [name, `${bytes(found.expected)} (${bytes(found.low)} to ${bytes(found.high)})`];
+  });
 
   const notes = ({ warnings }) => (warnings ?? []).map((words) => J.el("p", { class: "caption" }, `Note: ${words}`));
 
@@ -213,7 +219,7 @@
     estimate(found) {
       return [
         facts([["step", seconds(found.step_seconds)], ["range", range(found.step_range_seconds, found.sureness)], ["tokens a second on each GPU", J.format.count(found.tokens_per_second_per_gpu)], ["MFU, HFU", `${percent(found.mfu)}, ${percent(found.hfu)}`],
-          ["peak", J.format.exact(found.peak_bytes)], ["fits", `${found.fits ? "yes" : "no"}: there are ${bytes(found.available_bytes)}`]]),
+          ["peak", J.format.exact(found.peak_bytes)], ...expected(found.figures), ["fits", `${found.verdict === "fits" ? "yes" : found.verdict}: ${bytes(found.available_bytes)} are left for tensors`]]),
         table("Where the time goes", ["part", asSeconds("time"), { label: "share", format: percent }],
           Object.entries(found.breakdown).map(([name, time]) => [name.replace("_seconds", ""), time, time / found.step_seconds])),
       ];
@@ -228,9 +234,9 @@
       ];
     },
     search(found) {
-      const row = (c) => [c.step_seconds, c.mfu, c.peak_bytes, c.flags]; // numbers first: flags are wider than a phone
+      const row = (c) => [c.step_seconds, c.mfu, c.peak_bytes, c.verdict === "fits" ? "yes" : c.verdict, c.flags]; // numbers first: flags are wider than a phone
       const flags = (text) => J.el("code", { style: "white-space: nowrap" }, text); // a hyphen is no place to break
-      const columns = [asSeconds("step"), { label: "MFU", format: percent }, asBytes("peak"), { label: "layout, batch and recompute", format: flags }];
+      const columns = [asSeconds("step"), { label: "MFU", format: percent }, asBytes("allocated"), "fits", { label: "layout, batch and recompute", format: flags }];
       if (!found.feasible) return [facts([["fits", "nothing does"], ["closest", found.closest.flags], ["it lacks", J.format.exact(found.lacks_bytes)]])];
       return [
         facts([["range of the fastest", range(found.candidates[0].step_range_seconds, found.sureness)]]),
