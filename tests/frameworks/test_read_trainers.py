@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from jettison.cli.main import run
 from jettison.core.errors import UsageError
 from jettison.families.presets import preset_named
-from jettison.frameworks.run_file import RunFile, read_run, run_from
+from jettison.frameworks.run_file import UNKNOWN, RunFile, read_run, run_from
 from jettison.predict.forecast import forecast
 
 SFT: Mapping[str, Any] = {
@@ -382,3 +383,15 @@ def test_a_file_is_the_command_that_it_prints(write: Any, values: Any, capsys: p
 )
 def test_presets_by_the_names_of_repositories(name: str, expected: str | None) -> None:
     assert preset_named(name) == expected
+
+
+@pytest.mark.parametrize("kind", ["SFTConfig", "DPOConfig", "ModelConfig", "ScriptArguments", "TrainingArguments"])
+def test_every_field_of_the_libraries_is_known(write: Any, kind: str) -> None:
+    """Each is read, harmless, or refused with a reason: none is unknown."""
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    arguments = getattr(trl, kind, None) or getattr(transformers, kind)
+    unknown = []
+    for field in dataclasses.fields(arguments):
+        found = read_run(write({"packing": True, field.name: 7}), model="gpt2", gpus=7, allow_unread=True)
+        unknown += [key.name for key in found.unread if key.why == UNKNOWN]
+    assert unknown == []

@@ -43,6 +43,8 @@ def read(keys: Keys) -> None:
     adapters(keys, trl=trl)
     if trl and keys.some(*_DPO):
         _preference(keys)
+    elif trl and keys.text("loss_type", "nll") not in ("nll", "dft"):
+        keys.refuse("loss_type", "of SFT's losses nll and dft are described")
     mixed = half(keys, default=trl)
     weights = _weights(keys, trl=trl)
     checkpointing(keys, default=trl)
@@ -131,6 +133,8 @@ def _preference(keys: Keys) -> None:
     keys.read("beta", "max_prompt_length", "max_completion_length", "precompute_ref_batch_size", "disable_dropout")
     keys.give("micro_batch", 2 * keys.field("micro_batch", MICRO_BATCH), "per_device_train_batch_size")
     keys.give("loss", "dpo")
+    if keys.on("disable_dropout", True):
+        keys.give("dropout", 0.0, "disable_dropout")
     tuned = keys.field("lora") is not None
     when = ",when=before" if keys.on("precompute_ref_log_probs") else ""
     keys.give("reference", "base" if tuned else f"same{when}", "precompute_ref_log_probs")
