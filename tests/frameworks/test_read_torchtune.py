@@ -78,6 +78,7 @@ LORA = (
         ((("dtype", "enable_activation_offloading: true\ndtype"),), {"offload": True}),
         ((("steps: 4", "steps: 1\noptimizer_in_bwd: true"),), {"micro_batches": 1, "gradients": "in-backward"}),
         ((("dtype", "custom_sharded_layers: [tok_embeddings, output]\ndtype"),), {"outer_ends": None}),
+        ((("dtype", "memory_efficient_fsdp_wrap: false\ndtype"),), {"outer_ends": None, "fsdp_version": 1}),
         ((("dtype", "fsdp_reshard_after_forward: false\ndtype"),), {"reshard_after_forward": "never"}),
         ((("dtype", "fsdp_cpu_offload: true\ndtype"),), {"states_on_host": "fsdp2"}),
         ((("dtype", "tensor_parallel_dim: 2\ndtype"),), {"tp": 2, "dp": 4}),

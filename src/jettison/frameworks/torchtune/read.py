@@ -117,8 +117,14 @@ def _layout(keys: Keys) -> None:
         keys.give("zero", 3)
         reshard = keys.on("fsdp_reshard_after_forward", True)
         keys.give("reshard_after_forward", "always" if reshard else "never", "fsdp_reshard_after_forward")
-        own = keys.listed("custom_sharded_layers")
-        if not set(map(str, own)) >= _ENDS and not keys.on("memory_efficient_fsdp_wrap"):
+        wrapped = "memory_efficient_fsdp_wrap"  # of v0.2 (July 2024) and before, with FSDP1
+        if keys.has(wrapped) and not keys.has("custom_sharded_layers"):
+            keys.give("fsdp_version", 1, wrapped)
+            if keys.on(wrapped):
+                keys.notes.append("embedding and head are units of their own there, and the outermost's here")
+            if keys.on("fsdp_cpu_offload"):
+                keys.refuse("fsdp_cpu_offload", "parameters of FSDP1 on the host are not described")
+        elif not set(map(str, keys.listed("custom_sharded_layers"))) >= _ENDS:
             keys.give("outer_ends", True, "custom_sharded_layers")
         if replicas > 1:
             keys.give("zero_replicas", replicas, "data_parallel_replicate_dim")
