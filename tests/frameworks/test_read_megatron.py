@@ -289,7 +289,7 @@ def test_a_model_that_the_command_names_stands_for_the_files(tmp_path: Path) -> 
     with pytest.raises(UsageError, match="got num_attention_heads None"):
         read_run(file, gpus=1).spec()
     found = read_run(file, gpus=1, model="gpt2")
-    assert (found.model, found.config, found.request.seq) == ("gpt2", None, 64)
+    assert (found.model, found.config, found.request.seq, found.request.dropout) == ("gpt2", None, 64, 0.1)
 
 
 def test_another_program_is_refused(tmp_path: Path) -> None:

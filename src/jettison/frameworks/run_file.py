@@ -282,7 +282,7 @@ class Keys:
 
     def _left_open(self, key: str) -> None:
         """Refuse a variable of a script; what another program fills in has its own ways."""
-        if self.has(key) and str(self.values[key]).startswith("$"):
+        if self.has(key) and self.values[key] != "auto":
             self.refuse(key, LEFT_OPEN)
 
     def take_model(self, sizes: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
@@ -641,7 +641,8 @@ def _off(value: Any) -> bool:
 
 def _variable(value: Any) -> bool:
     """A shell's variable that the file leaves open, or what only another program fills in."""
-    return isinstance(value, str) and (value.startswith("$") or value == "auto")
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, str) and (first.startswith("$") or value == "auto")
 
 
 def _shown(value: Any) -> str:

@@ -47,6 +47,9 @@ def read(keys: Keys) -> None:
     _program(keys)
     if keys.asked_model is not None:
         keys.read(*keys.table["model"], why=f"the model is {keys.asked_model}")
+        sites = [f"{site}_dropout" for site in ("hidden", "attention")]
+        if keys.form != "recipe" or any(map(keys.has, sites)):
+            keys.give("dropout", max(keys.number(site, 0.1) or 0.0 for site in sites), *sites)
     elif keys.has("hidden_size"):
         keys.config = config(keys)
         keys.read(*keys.table["model"])
