@@ -1,4 +1,4 @@
-"""FSDP1 on real models of transformers, with and without PEFT's adapters: every byte of a step on one of two ranks.
+"""FSDP as accelerate has it, with and without PEFT's adapters: every byte of a step on one of two ranks.
 
 The process group is a fake one: what it gathers is zeros, of the right size.
 """
@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -56,8 +57,8 @@ class Around(nn.Module):
         return checkpoint(lambda x: self.inner(x, **words), hidden, use_reentrant=True, preserve_rng_state=False)
 
 
-def wrapped(vocabulary: int, tuning: Tuning | None, recompute: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Run]:
-    """A model under FSDP1 as accelerate wraps it, and the described run."""
+def described(vocabulary: int, recompute: str, tuning: Tuning | None = None) -> tuple[Any, Run]:
+    """A model, and the described run."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=64,
@@ -67,22 +68,8 @@ def wrapped(vocabulary: int, tuning: Tuning | None, recompute: str, monkeypatch:
         use_cache=False,
     )
     model: Any = LlamaForCausalLM(config).to(torch.bfloat16).train()
-    policy: Any = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
-    if tuning is not None:
-        peft = pytest.importorskip("peft")
-        options = peft.LoraConfig(r=tuning.rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = peft.get_peft_model(model, options, autocast_adapter_dtype=False)
-        if tuning.inputs_need_gradients:
-            model.enable_input_require_grads()
-        monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "LlamaDecoderLayer")
-        policy = peft.utils.other.fsdp_auto_wrap_policy(model)
     if recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    layers = (model if tuning is None else model.base_model.model).model.layers
-    model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
-    if recompute == "around":
-        for place, layer in enumerate(layers):
-            layers[place] = Around(layer)
     spec = spec_of(config)
     again = Recompute.parse("none" if recompute == "none" else "full", layers=LAYERS)
     run = Run(
@@ -96,6 +83,26 @@ def wrapped(vocabulary: int, tuning: Tuning | None, recompute: str, monkeypatch:
         layout=Layout(dp=2, zero=3, flat_parameters=True),
         recompute=replace(again, reentrant=recompute == "around"),
     )
+    return model, run
+
+
+def wrapped(vocabulary: int, tuning: Tuning | None, recompute: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Run]:
+    """A model under FSDP1 as accelerate wraps it, and the described run."""
+    model, run = described(vocabulary, recompute, tuning)
+    policy: Any = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
+    if tuning is not None:
+        peft = pytest.importorskip("peft")
+        options = peft.LoraConfig(r=tuning.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, options, autocast_adapter_dtype=False)
+        if tuning.inputs_need_gradients:
+            model.enable_input_require_grads()
+        monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "LlamaDecoderLayer")
+        policy = peft.utils.other.fsdp_auto_wrap_policy(model)
+    layers = (model if tuning is None else model.base_model.model).model.layers
+    model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    if recompute == "around":
+        for place, layer in enumerate(layers):
+            layers[place] = Around(layer)
     return model, run
 
 
@@ -121,3 +128,25 @@ def test_the_peak_of_a_step_of_flat_parameters(
     exact = not adapters
     near = pytest.approx(counter.peak_bytes, abs=2048) if exact else pytest.approx(counter.peak_bytes, rel=0.01)
     assert forecast(run).peak_bytes == near
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("vocabulary", [64, 4096])
+def test_the_peak_of_a_step_of_groups_around_a_models_own_loss(vocabulary: int, recompute: str) -> None:
+    """FSDP2 as accelerate has it: embedding, norm and head are the outermost's, and there while the loss is made."""
+    model, run = described(vocabulary, recompute)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    run = replace(run, layout=Layout(dp=2, zero=3, outer_ends=True))
+    ids = torch.randint(1, vocabulary, (BATCH, SEQUENCE))
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    step()
+    with AllocationCounter(static_tensors(model, ids)) as counter:
+        step()
+    assert forecast(run).peak_bytes == pytest.approx(counter.peak_bytes, abs=2048)

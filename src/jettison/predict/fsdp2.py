@@ -24,7 +24,8 @@ Each group is reduced when its own backward is over, beside what the layers befo
 Weights that stay unsharded after a forward (``reshard_after_forward=False``) are freed by ``post_backward`` all the
 same. Over fewer ranks (an ``int``) a larger shard is there from ``reshard`` until the weights have been copied out for
 backward. A pipeline's stage has weights that stay unsharded while any micro-batch is in flight. The loss is behind the
-model: where norm and head are sharded again, none of their weights is there while it is made and differentiated.
+model: where norm and head are sharded again, none of their weights is there while it is made and differentiated. Of
+transformers' code it is within: the outermost group's weights are there, and in its backward those of the last layer.
 
 In a pipeline of ``torch.distributed.pipelining`` (`Layout.keeps_whole_gradients`) nothing is reduced until a chunk's
 last backward (``stage.py``, ``backward_maybe_with_nosync``): gradients stay unsharded, in the dtype that is reduced in
@@ -78,7 +79,7 @@ from jettison.formula.static import Static, static, together
 from jettison.memory.unit import Unit
 from jettison.predict.passes import named_frames, named_passes, passes_of, sums_apart
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
-from jettison.spec.kernels import Device
+from jettison.spec.kernels import Device, Loss
 from jettison.spec.layout import Reshard
 from jettison.spec.precision import GradientRule
 from jettison.spec.run import Run
@@ -256,6 +257,8 @@ def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
     part, behind = place.own[0], 0 if place.behind is None else place.behind.static.reduced
     shard = chunk.left(part) if chunk.ranks else 0
     there, ahead = chunk.again(part), chunk.again(place.before)
+    if run.layout.flat_parameters:  # and nothing more where checkpoints are reentrant
+        return there
     own = own_experts(run, part)
     if own.gathered:
         ahead -= own_experts(run, place.before).gathered if ahead else 0
@@ -378,7 +381,8 @@ class _Sharded:
         outer = chunk.outer if head else 0  # weights of the ends that the outermost group has
         flat = layout.flat_parameters
         lingering = before.static.gathered if outer and before is not None and not flat else 0
-        freed = outer if layout.reshard is Reshard.ALWAYS and not flat else 0
+        within = flat or (run.kernels.model_code and run.kernels.loss is not Loss.OUTSIDE)  # the model's own loss
+        freed = outer if layout.reshard is Reshard.ALWAYS and not within else 0
         waiting = 0 if behind is None or layout.keeps_whole_gradients else behind.static.reduced
         ahead, experts, twice = chunk.again(before), NOTHING, gathered if flat else 2 * gathered
         if flat:
@@ -399,7 +403,7 @@ class _Sharded:
         rise = max(
             backward + there + ahead - shard,
             passes.opening + (there + ahead if flat else 2 * there) + freed if part.region.output.grad else 0,
-            differentiated - freed + (ahead if flat else 0),
+            differentiated - freed + (ahead if outer and within else 0),
             fetched,
             there + chunk.tied if at_end else 0,
         )

@@ -225,6 +225,9 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     said = {field: value for field, value in fields_of.items() if getattr(request, field) is None}
     if given_or(request.zero, said.get("zero", 0)) != 3:
         said.pop("reshard_after_forward", None)  # nothing is gathered
+    if given_or(request.pp, 1) * given_or(request.ep, 1) > 1 or (request.reshard_after_forward or "").isdecimal():
+        for field in ("outer_ends", "fsdp_version"):
+            said.pop(field, None)  # groups of a pipeline's stages, and of experts, are others
     if request.precision not in (None, said.get("precision", rule(name, **sizes).get("precision"))):
         said.pop("kbit_upcast", None)  # which is for its own
     if request.states_on_host is not None and request.gradients is None:

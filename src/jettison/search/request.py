@@ -161,6 +161,7 @@ class SearchRequest(CommonRequest):
             axes=axes,
             over_tensor_ranks=self._over_tensor_ranks(),
             over_replicas=self._over_replicas(),
+            over_shards=self._over_shards(),
         )
 
     def _sequence_parallelism(self, able: Runnable | None) -> tuple[bool, ...]:
@@ -199,6 +200,14 @@ class SearchRequest(CommonRequest):
             loss=Loss(over["loss"]) if "loss" in said else None,
             gathered_inputs=over["gathered_inputs"] if "gathered_inputs" in said else None,
         )
+
+    def _over_shards(self) -> dict[str, bool]:
+        """What it says of layouts that shard parameters, where no flag does."""
+        if self.like is None or self.outer_ends is not None or self.fsdp_version is not None:
+            return {}
+        said = rule(self.like, tp=1, zero=3)
+        fields_of = {"outer_ends": "outer_ends" in said, "flat_parameters": said.get("fsdp_version") == 1}
+        return {name: True for name, given in fields_of.items() if given}
 
     def _over_replicas(self) -> Gradients | None:
         """What it says of gradients over several replicas that shard nothing."""

@@ -8,7 +8,7 @@ and the micro-batch leave: N = t x p x cp x dp and B = dp x b x n, all whole.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
@@ -176,6 +176,7 @@ class Space:
         template: the run's model, sequence, precision, kernels and so on; its layout's flags that are no axes hold.
         node: devices of a node.
         over_tensor_ranks: what layouts with tp above 1 have instead of what the template has.
+        over_shards: fields of layouts without a pipeline that shard parameters, instead of what the template has.
         over_replicas: when gradients are allocated where several replicas shard nothing; None: as in the template.
 
     Raises:
@@ -189,6 +190,7 @@ class Space:
     axes: Axes = field(default_factory=Axes)
     over_tensor_ranks: OverTensorRanks = OverTensorRanks()
     over_replicas: Gradients | None = None
+    over_shards: Mapping[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("gpus", "global_batch"):
@@ -309,10 +311,11 @@ class Space:
         axes, template = self.axes, self.template
         own, over = template.layout, self.over_tensor_ranks.gathered_inputs
         flags: dict[str, Any] = {name: getattr(own, name) for name in _FLAGS} | {"further": template.model.further}
-        grouped = {name: getattr(own, name) for name in _OF_FULL_SHARDS}
+        of_template = {name: getattr(own, name) for name in _OF_FULL_SHARDS}
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):
                 for sp, (virtual, schedule, cut) in product(axes.sp if tp > 1 else (False,), self._orders(pp)):
+                    grouped = {**of_template, **(self.over_shards if pp == ep == 1 else {})}
                     for zero in axes.zero if dp * cp > 1 else (min(axes.zero),):  # alone, none of them shards
                         try:
                             layout = Layout(
