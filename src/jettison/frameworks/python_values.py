@@ -73,7 +73,7 @@ class _Module:
                 listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
                 raise UsageError(
                     f"it has {len(known) or 'no'} configurations{': ' + listed if known else ''}; "
-                    "expected one, or its name behind a colon, such as config.py:pretrain"
+                    f"expected one, or its name behind a colon, such as FILE.py:{known[0] if known else 'pretrain'}"
                 )
             name = known[0]
         found = self.call(name, [], {}) if name in self.functions else self.names.get(name)
