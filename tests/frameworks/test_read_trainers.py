@@ -385,6 +385,40 @@ def test_presets_by_the_names_of_repositories(name: str, expected: str | None) -
     assert preset_named(name) == expected
 
 
+def test_llamafactorys_v1(write: Any) -> None:
+    values = {
+        "model": "Qwen/Qwen3-8B",
+        "model_class": "llm",
+        "kernel_config": {"name": "auto"},
+        "dist_config": {"name": "fsdp2", "dcp_path": None},
+        "micro_batch_size": 2,
+        "global_batch_size": 32,
+        "cutoff_len": 1024,
+    }
+    found = read_run(write(values), gpus=4)
+    assert found.global_batch == 32
+    assert _fields(found) == {
+        "like": "huggingface",
+        "kernels": "llamafactory-v1",
+        "seq": 1024,
+        "micro_batch": 2,
+        "micro_batches": 4,
+        "precision": "bf16-pure",
+        "optimizer": "adamw-foreach",
+        "recompute": "full",
+        "dp": 4,
+        "zero": 3,
+    }
+    lora = {
+        "peft_config": {"name": "lora", "r": 16, "target_modules": "all"},
+        "quant_config": {"name": "bnb", "quantization_bit": 4},
+    }
+    found = read_run(write(values, **lora), gpus=4)
+    assert (found.request.lora, found.request.base) == ("r=16,targets=all-linear,dropout=0.05", "nf4-double")
+    with pytest.raises(UsageError, match=r"peft_config\.name = freeze \(freeze is not described"):
+        read_run(write(values, peft_config={"name": "freeze"}), gpus=4)
+
+
 @pytest.mark.parametrize("kind", ["SFTConfig", "DPOConfig", "ModelConfig", "ScriptArguments", "TrainingArguments"])
 def test_every_field_of_the_libraries_is_known(write: Any, kind: str) -> None:
     """Each is read, harmless, or refused with a reason: none is unknown."""

@@ -29,7 +29,7 @@ class CommonRequest:
             dist-muon, dist-muon-pingpong or none.
         kernels: megatron, pytorch, pytorch-2.8 (or before: RMSNorm op by op), huggingface, huggingface-4.57, -4.48,
             -4.45 or -4.30 (of that version or before, until the next one named), torchtune, liger, foak,
-            unsloth, axolotl, axolotl-liger (its kernels of adapters) or nanotron: whose code runs.
+            unsloth, axolotl, axolotl-liger (its kernels of adapters), llamafactory-v1 or nanotron: whose code runs.
         loss: upcast, outside (the loop's own, of logits that the model returned), rows, in-place, compiled, dtensor,
             vocab-parallel, sharded, native, te, fused, chunked, listed,
             tiled or dpo.

@@ -8,6 +8,7 @@ from jettison.frameworks.run_file import Keys
 from jettison.frameworks.trainer_keys import (
     MICRO_BATCH,
     compiled,
+    fsdp,
     half,
     low_rank,
     optimizer,
@@ -24,6 +25,9 @@ TOKENS: Final = 2048
 
 def read(keys: Keys) -> None:
     """Defaults are those of ``hparams`` and of ``hparams/parser.py``."""
+    if keys.form == "v1":
+        _of_v1(keys)
+        return
     if keys.has("model_name_or_path"):
         keys.model = str(keys.get("model_name_or_path"))
     if not keys.has("per_device_train_batch_size"):
@@ -93,3 +97,58 @@ def _adapters(keys: Keys) -> None:
         keys.give("base", "int8", "quantization_bit")
     elif bits is not None:
         keys.refuse("quantization_bit", "expected 4 or 8")
+
+
+def _of_v1(keys: Keys) -> None:
+    """``v1/config``: weights as the checkpoint has them, AdamW as torch has it, FSDP2 of its own."""
+    keys.model = str(keys.get("model"))
+    if keys.field("seq") is None:
+        keys.give("seq", TOKENS)
+    keys.give("kernels", "llamafactory-v1")
+    on = keys.on("enable_activation_checkpointing", True)
+    keys.give("recompute", "full" if on else "none", "enable_activation_checkpointing")
+    kind = keys.text("peft_config.name", "none")
+    if kind == "lora":
+        rank, dropout = keys.whole("peft_config.r", 8), keys.number("peft_config.lora_dropout", 0.05)
+        assert rank is not None and dropout is not None
+        products = targets(keys, "peft_config.target_modules", "all-linear")
+        low_rank(keys, rank, products, dropout, *keys.matching("peft_config.[!aen]*"))
+        bits = keys.whole("quant_config.quantization_bit")
+        if bits == 4 and keys.text("quant_config.name") in ("bnb", "auto"):
+            double = keys.on("quant_config.double_quantization", True)
+            keys.give("base", "nf4-double" if double else "nf4", "quant_config.quantization_bit", "quant_config.name")
+        elif bits is not None:
+            keys.refuse("quant_config.quantization_bit", "expected 4, by bnb")
+    elif kind != "none":
+        keys.refuse("peft_config.name", f"{kind} is not described; expected lora")
+    if keys.text("kernel_config.name", "auto") == "auto":
+        keys.read("kernel_config.name")
+    way = keys.text("dist_config.name", "none")
+    if way == "fsdp2":
+        fsdp(keys, "dist_config.")
+        keys.read("dist_config.name", why="FSDP2")
+    elif way == "deepspeed" and (file := keys.named("dist_config.config_file")) is not None:
+        keys.under("deepspeed", "deepspeed.", file)
+        keys.read("dist_config.name", "dist_config.config_file", why="that file")
+    if (keys.whole("cp_size", 1) or 1) > 1:
+        keys.refuse("cp_size", "its loss of shared sequences is not described")
+    if keys.text("batching_strategy", "normal") not in ("normal", "padding_free"):
+        keys.refuse(
+            "batching_strategy", "how many tokens such a batch has is not said; expected normal or padding_free"
+        )
+    if keys.text("optim_config.name") == "muon":
+        keys.give("optimizer", "muon", "optim_config.name")
+        keys.read(*keys.matching("optim_config.*"))
+    optimizer(keys, "optim_config.name", "adamw-foreach")
+    if keys.said("like") != "deepspeed" and keys.on("bf16", True):
+        tuned = keys.field("lora") is not None
+        keys.give("precision", "bf16-autocast" if tuned else "bf16-pure", "bf16")
+    elif keys.said("like") != "deepspeed":
+        keys.refuse("bf16", "weights of a checkpoint in 16 bits that are multiplied in fp32 are not described")
+    keys.note("it does not say what is trained, and is counted as sft; every sequence at its greatest length")
+    whole, each = keys.whole("global_batch_size"), keys.field("micro_batch", 1)
+    replicas(keys)
+    if whole is not None:
+        keys.give("micro_batches", max(1, whole // (each * keys.field("dp", 1))), "global_batch_size")
+        keys.global_batch = whole
+    keys.read("dp_size")
