@@ -26,11 +26,14 @@ from jettison.frameworks.config_file import ConfigFile, read_config_file, split_
 from jettison.frameworks.python_values import configurations
 from jettison.frameworks.run_file import RunFile, flags_of, read_run
 from jettison.frameworks.shell_script import OF_LAUNCHERS
+from jettison.predict.allowance import Limit
 from jettison.predict.auto_recompute import AutoForecast
 from jettison.predict.forecast import forecast
+from jettison.predict.ranges import FitVerdict, figures
 from jettison.predict.run_fields import DECIDED, RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
+from jettison.spec.anchor import RunAnchor
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
 
@@ -47,7 +50,8 @@ class WrittenBack:
         changed: the file's keys with their new values; None: the key is gone.
         peak_bytes, step_seconds: of the run so written.
         plan_peak_bytes, plan_step_seconds: of the plan.
-        tried: how many settings the file could say; ``fits`` of them.
+        tried: how many settings the file could say.
+        verdict: whether the run so written fits what was planned for.
     """
 
     text: str
@@ -58,7 +62,7 @@ class WrittenBack:
     plan_peak_bytes: int
     plan_step_seconds: float
     tried: int
-    fits: int
+    verdict: FitVerdict
 
     def lines(self) -> Iterator[str]:
         """What was written, and what is lost beside the plan."""
@@ -67,14 +71,19 @@ class WrittenBack:
         lost = max(0.0, self.step_seconds - self.plan_step_seconds)
         peaks = f"peak {format_bytes(self.peak_bytes)}, in the plan {format_bytes(self.plan_peak_bytes)}"
         yield f"lost beside the plan: {format_seconds(lost)} a step ({lost / self.plan_step_seconds:.1%}); {peaks}"
+        if self.verdict is not FitVerdict.FITS:
+            yield f"note: whether the run so written fits is {self.verdict}; a smaller --budget is surer"
 
 
-def write_back(found: RunFile, choice: AutoForecast, *, beside: tuple[Path, ...] = ()) -> WrittenBack:
+def write_back(
+    found: RunFile, choice: AutoForecast, *, limit: Limit | None = None, beside: tuple[Path, ...] = ()
+) -> WrittenBack:
     """The file's text under the fastest settings of recomputation that it can say and that fit the plan's budget.
 
     Args:
         found: the file, as it was read.
         choice: the plan.
+        limit: what it was made for.
         beside: other files of the run.
 
     Raises:
@@ -85,17 +94,17 @@ def write_back(found: RunFile, choice: AutoForecast, *, beside: tuple[Path, ...]
     rows = [row for row in found.writes if _counts(row, file)]
     if not rows:
         raise UsageError(f"{found.says} has no settings of recomputation that can be written back; jettison export may")
-    limit, spec = choice.budget_bytes, found.spec()
+    spec = found.spec()
     base = replace(found.request, **dict.fromkeys(DECIDED))
-    tried = list(_tried(rows, spec, base, compiled=found.compile))
+    tried = list(_tried(rows, spec, base, choice.forecast.run.anchor, compiled=found.compile))
     if not tried:
         raise UsageError(f"none of the settings that {found.says} has can be described for {spec.name}")
     peaks = [forecast(run).peak_bytes for run, *_ in tried]
-    fitting = [one for one, peak in zip(tried, peaks, strict=True) if peak <= limit]
+    fitting = [one for one, peak in zip(tried, peaks, strict=True) if peak <= choice.budget_bytes]
     if not fitting:
         raise DoesNotFit(
             peak_bytes=min(peaks),
-            limit_bytes=limit,
+            limit_bytes=choice.budget_bytes,
             limit_name="the plan's budget",
             advice=f"the least of the {len(tried)} settings that {found.says} has; jettison export has other ways",
         )
@@ -105,6 +114,7 @@ def write_back(found: RunFile, choice: AutoForecast, *, beside: tuple[Path, ...]
     sends = [bool(request.offload) for _, request, _ in fitting]
     best = min(alike, key=lambda at: (bool(changes[at]), sends[at], forecast(fitting[at][0]).peak_bytes))
     run, request, _ = fitting[best]
+    peak = forecast(run).peak_bytes
     changed = changes[best]
     text = edited(file, changed)
     _check(text, found, request, beside)
@@ -112,12 +122,15 @@ def write_back(found: RunFile, choice: AutoForecast, *, beside: tuple[Path, ...]
         text=text,
         words=_words(request),
         changed=changed,
-        peak_bytes=forecast(run).peak_bytes,
+        peak_bytes=peak,
         step_seconds=seconds[best],
         plan_peak_bytes=choice.forecast.peak_bytes,
         plan_step_seconds=choice.step_seconds,
         tried=len(tried),
-        fits=len(fitting),
+        verdict=figures(run, peak, hardware=choice.hardware.name).verdict(
+            usable_bytes=None if limit is None else limit.device_bytes,
+            budget_bytes=None if limit is None else limit.budget_bytes,
+        ),
     )
 
 
@@ -142,9 +155,9 @@ def _same(file: ConfigFile, key: str, value: Any) -> bool:
 
 
 def _tried(
-    rows: Sequence[Mapping[str, Any]], spec: ModelSpec, base: RunRequest, *, compiled: bool
+    rows: Sequence[Mapping[str, Any]], spec: ModelSpec, base: RunRequest, anchor: RunAnchor | None, *, compiled: bool
 ) -> Iterator[tuple[Run, RunRequest, Mapping[str, Any]]]:
-    """Settings that can be described, with the file's keys."""
+    """Settings that can be described, with the file's keys; the plan's device is as its anchor has it already."""
     for row in rows:
         numbers = range(2, spec.depth + 1) if "{k" in json.dumps(row) else (0,)
         for k in numbers:
@@ -153,7 +166,7 @@ def _tried(
             request = replace(base, **fields)
             try:
                 run = resolve(spec, request).run
-                run = replace(run, compiled=True) if compiled else run
+                run = replace(run, compiled=compiled or run.compiled, anchor=anchor)
                 forecast(run)
             except UsageError:
                 continue
