@@ -100,8 +100,9 @@ NOT_COUNTED: Final = {
     "host-bound": "the host is the limit, which nothing prices",
     "nanotron-slow": "its authors found the software to be slow, and mended it",
     "power": "power is limited, and nobody says how far",
+    "kept-inputs": "litgpt's QLoRA ran a bitsandbytes that kept inputs of 4-bit products; later ones are described",
 }
-"""Reasons of `blind_page` for which a row says nothing about predictions."""
+"""Reasons for which a row says nothing about predictions, as `blind_page` has them, and one more."""
 EMPTY_PROCESS: Final = 1343 * MIB
 """That ``one_gpu_more.csv`` has taken off what nvidia-smi said."""
 PUBLISHERS: Final = (
@@ -181,7 +182,8 @@ def _memory() -> Iterator[Row]:
         run = blind_page.described(line["command"])
         yield _bytes(line["figure"], publisher(line["source"]), run, line["run"], nbytes)
     for one in one_gpu_page.rows():
-        if not one.recorded and one.figure in ("allocated", "reserved", "occupied"):
+        kept_inputs = one.framework == "litgpt" and "QLoRA" in one.run
+        if not one.recorded and not kept_inputs and one.figure in ("allocated", "reserved", "occupied"):
             more = EMPTY_PROCESS if one.figure == "occupied" else 0
             nbytes = one.published * one_gpu_page.UNITS[one.unit] + more
             yield _bytes(one.figure, publisher(one.framework), one.described(), one.run, nbytes)

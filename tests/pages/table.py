@@ -76,7 +76,7 @@ PAGES: dict[str, Page] = {
     "docs/fine-tuning.md": Page(slow=("$ jettison plan llama3-70b --lora",)),
     "docs/how-to/from-a-trainers-file.md": Page(codes={"$ jettison ledger --from qlora.yaml --from sft.yaml": 2}),
     "docs/how-to/out-of-memory-at-step-2.md": Page(
-        codes={"$ jettison ledger gpt2-xl --micro-batch 4 --gpu a100-40gb": 3}
+        codes={"$ jettison ledger gpt2-xl --micro-batch 5 --gpu a100-40gb": 3}
     ),
     "docs/how-to/will-it-fit.md": Page(
         codes={"$ jettison ledger llama3-8b --seq 8192 --dp 8 --zero 3 --gpu a100-40gb --explain": 3}
