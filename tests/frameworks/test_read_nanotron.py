@@ -28,6 +28,8 @@ model:
     num_hidden_layers: 4
     num_key_value_heads: 4
     rope_scaling: null
+    use_cache: true
+    initializer_range: 0.02
     tie_word_embeddings: true
     vocab_size: 1001
 optimizer:

@@ -66,7 +66,7 @@ def _model(keys: Keys) -> None:
     assert vocabulary is not None and multiple is not None
     multiple *= keys.field("tp", 1)
     keys.config = sizes | {
-        "model_type": "llama",
+        "model_type": keys.table["model_type"],
         "hidden_act": keys.get(f"{_CONFIG}hidden_act", "silu"),
         "attention_bias": keys.on(f"{_CONFIG}attention_bias"),
         "tie_word_embeddings": keys.on(f"{_CONFIG}tie_word_embeddings"),
