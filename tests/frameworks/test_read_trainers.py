@@ -196,6 +196,14 @@ def test_a_command_line_and_the_file_that_it_names(write: Any, tmp_path: Path) -
     assert (found["seq"], found["dp"], found["precision"]) == (256, 8, "bf16-autocast")
 
 
+@pytest.mark.parametrize("named", ["--config none.yaml", "--config_file none.yaml", "--deepspeed none.json"])
+def test_a_file_that_is_named_and_not_there(tmp_path: Path, named: str) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"accelerate launch train.py --model_name_or_path gpt2 --block_size 64 {named}\n")
+    with pytest.raises(UsageError, match=r"none\.\w+ \(no such file is here: give it, too, as a second --from"):
+        read_run(script)
+
+
 def test_preferences_have_pairs_and_a_reference(write: Any) -> None:
     found = read_run(write(SFT, beta=0.1)).request
     assert (found.loss, found.reference, found.micro_batch) == ("dpo", "same", 4)

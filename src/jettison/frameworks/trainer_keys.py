@@ -154,6 +154,15 @@ def targets(keys: Keys, key: str, default: str) -> str:
     return "+".join(dict.fromkeys(found))
 
 
+def follow(keys: Keys, key: str, framework: str, prefix: str) -> None:
+    """Read the file that a key names, unless its like was given beside; without it the key is refused."""
+    if (file := keys.named(key)) is not None:
+        keys.read(key, why="that file")
+        keys.under(framework, prefix, file)
+    elif isinstance(keys.values.get(key), str) and not (prefix and keys.some(f"{prefix}*")):
+        keys.refuse(key, "no such file is here: give it, too, as a second --from")
+
+
 def sharding(keys: Keys, *, version: int = 2) -> None:
     """FSDP or DeepSpeed, by the Trainer's own keys, by accelerate's or by a file beside it.
 
@@ -162,11 +171,7 @@ def sharding(keys: Keys, *, version: int = 2) -> None:
     """
     given = keys.some("deepspeed.*")
     for key in ("deepspeed", "deepspeed_config_file", "deepspeed_config"):
-        if (file := keys.named(key)) is not None:
-            keys.read(key, why="that file")
-            keys.under("deepspeed", "deepspeed.", file)
-        elif isinstance(keys.values.get(key), str) and not given:
-            keys.refuse(key, "no such file is here: give it, too, as a second --from")
+        follow(keys, key, "deepspeed", "deepspeed.")
     if given:
         keys.under("deepspeed", "deepspeed.")
     for key, own in (("zero_stage", "zero_stage"), ("offload_optimizer_device",) * 2, ("offload_param_device",) * 2):
@@ -178,8 +183,7 @@ def sharding(keys: Keys, *, version: int = 2) -> None:
     words = keys.get("fsdp")
     words = " ".join(map(str, words)) if isinstance(words, list) else str(words or "").lower()
     if words not in ("", "false"):
-        if (file := keys.named("fsdp_config")) is not None:
-            keys.under("accelerate", "fsdp_config.", file)
+        follow(keys, "fsdp_config", "accelerate", "fsdp_config.")
         keys.read("fsdp")
         fsdp(keys, "fsdp_config.", words=words, version=version)
     elif any(keys.on(key) for key in keys.matching("use_fsdp")):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from jettison.frameworks.run_file import Keys
-from jettison.frameworks.trainer_keys import fsdp, half, offloads, precision, replicas
+from jettison.frameworks.trainer_keys import follow, fsdp, half, offloads, precision, replicas
 
 
 def read(keys: Keys, prefix: str = "") -> None:
     """By itself, or under a prefix beside a Trainer's file."""
-    if (file := keys.named(f"{prefix}deepspeed_config.deepspeed_config_file")) is not None:
-        keys.read(f"{prefix}deepspeed_config.deepspeed_config_file", why="that file")
-        keys.under("deepspeed", "deepspeed.", file)
+    follow(keys, f"{prefix}deepspeed_config.deepspeed_config_file", "deepspeed", "deepspeed.")
     kind = keys.text(f"{prefix}distributed_type")
     if kind in ("deepspeed", "") and keys.some(f"{prefix}deepspeed_config.*"):
         _deepspeed(keys, f"{prefix}deepspeed_config.")

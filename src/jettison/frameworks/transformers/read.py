@@ -10,6 +10,7 @@ from jettison.frameworks.trainer_keys import (
     MICRO_BATCH,
     checkpointing,
     compiled,
+    follow,
     half,
     low_rank,
     optimizer,
@@ -28,10 +29,9 @@ _OTHERS: Final = ("$grpo*", "$kto*", "$reward*", "$ppo*", "$orpo*", "$rloo*", "$
 
 def read(keys: Keys) -> None:
     """A Trainer's arguments, or a TRL trainer's where they have its keys."""
-    if (file := keys.named("config")) is not None:
-        keys.under("transformers", "", file)
-    if (file := keys.named("config_file")) is not None:
-        keys.under("accelerate", "accelerate.", file)
+    if keys.file.syntax == "arguments":
+        follow(keys, "config", "transformers", "")
+    follow(keys, "config_file", "accelerate", "accelerate.")
     trl = keys.form == "trl"
     keys.model = str(keys.get("model_name_or_path")) if keys.has("model_name_or_path") else None
     for script in keys.matching(*_OTHERS):
