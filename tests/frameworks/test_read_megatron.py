@@ -275,7 +275,7 @@ def test_a_vocabulary_that_only_its_tokenizer_knows(tmp_path: Path) -> None:
     file, more = tmp_path / "run.args", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model "
     values = {key: value for key, value in SMALL.items() if key != "vocab-size"}
     file.write_text(f"{text_of(values)} {more}mine/own")
-    with pytest.raises(UsageError, match=r"how many tokens its vocabulary has.*--vocab-size 128256"):
+    with pytest.raises(UsageError, match=r"tokenizer-model = mine/own \(its files alone say .* --vocab-size 128256"):
         read_run(file, gpus=8)
     file.write_text(f"{text_of(values)} {more}meta-llama/Llama-3.1-8B")
     found = read_run(file, gpus=8)

@@ -125,3 +125,9 @@ def test_what_is_refused_names_the_key(read: Any, old: str, new: str, why: str) 
 
 def test_a_model_that_the_command_names(read: Any) -> None:
     assert read("hidden_size: 256", "hidden_size: 257", model="gpt2").model_argument == "gpt2"
+
+
+def test_layers_without_rotary_positions(read: Any) -> None:
+    found = read("is_llama_config: true", "is_qwen2_config: true\n    no_rope_layer: 2")
+    assert [layer.attention.rotary_dim for layer in found.spec().layers] == [32, 0, 32, 0]
+    assert found.request.kernels == "pytorch"

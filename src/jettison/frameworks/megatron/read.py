@@ -51,7 +51,8 @@ def read(keys: Keys) -> None:
         if keys.form != "recipe" or any(map(keys.has, sites)):
             keys.give("dropout", max(keys.number(site, 0.1) or 0.0 for site in sites), *sites)
     elif keys.has("hidden_size"):
-        keys.config = config(keys)
+        found = config(keys)
+        keys.config = found if found["vocab_size"] else None
         keys.read(*keys.table["model"])
     else:
         keys.read("num_layers", "hybrid_layer_pattern", "hybrid_override_pattern")
@@ -343,10 +344,12 @@ def _vocabulary(keys: Keys) -> int:
     said = next((size for name, size in keys.table["vocabularies"].items() if fnmatchcase(known, name)), None)
     found = padded or keys.whole("vocab_size") or said
     if found is None:
-        raise UsageError(
-            f"{keys.file.path} does not say how many tokens its vocabulary has, which its tokenizer's files do; add "
-            "vocab_size to it (--vocab-size 128256 as an argument), or give MODEL before --from"
+        key = next(
+            name for name in ("tokenizer_model", "tokenizer_type", "vocab_file", "hidden_size") if keys.has(name)
         )
+        instead = "add --vocab-size 128256, or give MODEL before --from"
+        keys.refuse(key, f"its files alone say how many tokens the vocabulary has: {instead}")
+        return 0
     if not keys.has("vocab_size") and padded is None:
         keys.notes.append(f"a vocabulary of {found} tokens, as {known.strip(':')} has it, before padding")
     multiple = (keys.whole("make_vocab_size_divisible_by") or 128) * keys.field("tp", 1)

@@ -72,6 +72,8 @@ def _model(keys: Keys) -> None:
         "tie_word_embeddings": keys.on(f"{_CONFIG}tie_word_embeddings"),
         "vocab_size": -(-vocabulary // multiple) * multiple,  # helpers.py, _vocab_size_with_padding
     }
+    if every := keys.whole(f"{_CONFIG}no_rope_layer"):
+        keys.config |= {"model_type": keys.table["without_rotation"], "no_rope_layer_interval": every}
     if keys.values.get(f"{_CONFIG}is_qwen2_config"):
         keys.give("kernels", "pytorch", f"{_CONFIG}is_qwen2_config")
         keys.note("nanotron's models/qwen.py is not described: its layers are counted as PyTorch's own operators")
