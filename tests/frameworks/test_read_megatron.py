@@ -131,6 +131,11 @@ def test_a_file_is_the_command_that_it_prints(tmp_path: Path, capsys: pytest.Cap
     assert "of " + str(file) + " the model alone is read" in second.err
 
 
+def test_a_command_can_be_pasted(read: Any) -> None:
+    found = read({"pipeline-model-parallel-size": 2, "pipeline-model-parallel-layout": "'Et|(t|)*2tL'"})
+    assert "--stage-layers 'Et|(t|)*2tL'" in found.command()
+
+
 def test_the_model_of_a_gpt(read: Any) -> None:
     model = read({}).spec()
     layer = model.layers[0]

@@ -21,6 +21,7 @@ no table, as a function ``read(keys)``. Sections of ``read.toml``:
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -121,7 +122,7 @@ class RunFile:
         """The equivalent command line; ``request``: what the verb takes of the file's."""
         compiled = ["--compile"] if self.compile and verb in ("ledger", "estimate") else []
         said = flags_of(self.request if request is None else request)
-        return " ".join(["jettison", verb, self.model_argument, *said, *compiled])
+        return shlex.join(["jettison", verb, self.model_argument, *said, *compiled])
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
