@@ -101,6 +101,11 @@ def test_fine_tuning(tmp_path: Path, changes: tuple[tuple[str, str], ...], field
     assert forecast(resolve(found.spec(), found.request).run).peak_bytes > 0
 
 
+def test_the_batch_of_a_step_stays_where_the_command_line_cuts_it_otherwise(tmp_path: Path) -> None:
+    found = read_run(written(tmp_path, TUNE), asked={"micro_batch": 1})
+    assert (found.request.micro_batch, found.request.micro_batches, found.global_batch) == (1, 8, 8)
+
+
 def test_a_model_of_the_files_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = (
         "model_config: {block_size: 256, padded_vocab_size: 32000, n_layer: 6, n_head: 6, n_embd: 288, head_size: 48, "
@@ -128,6 +133,7 @@ def test_a_model_of_the_files_own(tmp_path: Path, capsys: pytest.CaptureFixture[
         ((("lora_r: 16", "lora_r: many"),), "expected a whole number"),
         ((("devices: 1", "devices: auto"),), "give --gpus"),
         ((("devices: 1", "devices: 1\nwarp: 9"),), "it is not known"),
+        ((("devices: 1", "devices: 2\nquantize: bnb.nf4"),), r"bnb\.nf4 \(litgpt itself refuses it on several GPUs"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: tuple[tuple[str, str], ...], message: str) -> None:

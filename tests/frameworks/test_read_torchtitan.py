@@ -132,6 +132,13 @@ def test_what_absence_means(tmp_path: Path) -> None:
     assert given(found) == {"like": "torchtitan", "seq": 2048, "micro_batch": 8, "dp": 8, "recompute": "interval:2"}
 
 
+def test_the_batch_of_a_step_stays_where_the_command_line_cuts_it_otherwise(tmp_path: Path) -> None:
+    file = toml(tmp_path, "training.global_batch_size = 512")
+    assert read_run(file, gpus=64).request.micro_batches == 4
+    found = read_run(file, gpus=64, asked={"micro_batch": 1})
+    assert (found.request.micro_batches, found.global_batch) == (8, 512)
+
+
 def test_one_gpu_and_ddp_have_no_fsdp(tmp_path: Path) -> None:
     assert read_run(toml(tmp_path), gpus=1).request.zero == 0
     ddp = toml(tmp_path, "parallelism.data_parallel_replicate_degree = 8", "parallelism.data_parallel_shard_degree = 1")

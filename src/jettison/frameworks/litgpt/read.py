@@ -69,6 +69,8 @@ def read(keys: Keys) -> None:
         keys.give("reshard_after_forward", "always")
         if adapted:
             keys.give("outer_ends", True)
+            if keys.on("quantize"):
+                keys.refuse("quantize", "litgpt itself refuses it on several GPUs")
         else:
             keys.give("fsdp_version", 1)
         nodes = keys.whole("num_nodes", 1) or 1
@@ -136,6 +138,7 @@ def _devices(keys: Keys) -> int:
 def _batch(keys: Keys, devices: int, *, tuned: bool, config: Mapping[str, Any]) -> None:
     micro = keys.whole("train.micro_batch_size", 1 if tuned else 4) or 1
     keys.give("micro_batch", micro, "train.micro_batch_size")
+    micro = keys.field("micro_batch", micro)
     total = keys.whole("train.global_batch_size", 16 if tuned else 512) or 1
     steps = total // devices // micro
     if not steps:

@@ -175,6 +175,7 @@ def _batch(keys: Keys) -> None:
     key = "training.batch_size" if keys.has("training.batch_size") else "training.local_batch_size"
     local = keys.whole(key, 8) or 8
     keys.give("micro_batch", local, key)
+    local = keys.field("micro_batch", local)
     keys.give("seq", keys.field("seq", 2048))
     total = keys.whole("training.global_batch_size", -1)
     ranks = keys.field("dp", 1)
@@ -195,7 +196,9 @@ def _tokens(keys: Keys) -> None:
     tokens, longest = keys.whole(_TOKENS, 16384) or 16384, keys.whole(_LONGEST, 2048) or 2048
     longest = longest if tokens % longest == 0 else tokens
     keys.give("seq", longest, _LONGEST)
-    keys.give("micro_batch", tokens // longest, _TOKENS)
+    longest = keys.field("seq", longest)
+    keys.give("micro_batch", max(1, tokens // longest), _TOKENS)
+    tokens = keys.field("micro_batch", 1) * longest
     passes = keys.whole("parallelism.num_pp_microbatches", 1) or 1 if keys.field("pp", 1) > 1 else 1
     total_key = "training.num_tokens_per_train_step"
     total = keys.whole(total_key, -1) or -1
