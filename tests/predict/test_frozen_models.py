@@ -260,3 +260,14 @@ def test_a_plan_counts_what_stands_beside_it() -> None:
     assert choose(asked, beside, hardware("h100-80gb")).forecast.peak_bytes <= beside
     with pytest.raises(Infeasible):
         choose(asked, (alone + beside) // 2, hardware("h100-80gb"))
+
+
+@pytest.mark.parametrize("like", ["huggingface", "huggingface-4.48"])
+def test_a_whole_reference_beside_shards_of_a_trainer(like: str) -> None:
+    """Whose outermost group has the policy's ends, which nothing of the reference has."""
+    request = RunRequest(like=like, dp=2, zero=3, micro_batch=2, loss="dpo", recompute="full", seq=512)
+    shared, whole = (
+        forecast(resolve(preset("llama3-8b"), replace(request, reference=f"same,sharded={word}")).run)
+        for word in ("yes", "no")
+    )
+    assert whole.peak_bytes > shared.peak_bytes + 7 * 2**30
