@@ -111,7 +111,7 @@ def _sharding(run: Run) -> Iterator[tuple[int, Run]]:
     """Stages of ZeRO; of some optimizers and recipes not all are described."""
     for zero in range(4):
         try:
-            yield zero, replace(run, layout=replace(run.layout, zero=zero))
+            yield zero, replace(run, layout=run.layout.at_zero(zero))
         except UsageError:
             continue
 

@@ -342,7 +342,7 @@ def _sharding(run: Run) -> Iterator[tuple[str, Run]]:
             if zero not in run.states_on_host.zeros:
                 continue
             try:
-                yield f"--zero {zero}", replace(run, layout=replace(run.layout, zero=zero))
+                yield f"--zero {zero}", replace(run, layout=run.layout.at_zero(zero))
             except UsageError:  # of some optimizers and recipes not every stage is described
                 continue
 

@@ -7,7 +7,7 @@ shards along s over the axis "tp" what tensor parallelism leaves whole (arXiv 22
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import product
@@ -189,6 +189,14 @@ class Layout:
                 f"got --reshard-after-forward {ranks}; expected a number that divides the {self.shards} ranks that "
                 "parameters are sharded over, above 1 and below that, without --pp and --outer-ends"
             )
+
+    def at_zero(self, zero: int) -> Layout:
+        """The same at another stage of ZeRO; below 3 nothing is gathered."""
+        if zero == 3:
+            return replace(self, zero=zero)
+        return replace(
+            self, zero=zero, reshard=Reshard.ALWAYS, reshard_ranks=0, outer_ends=False, flat_parameters=False
+        )
 
     def places(self, index: int) -> tuple[int, ...]:
         """Of a stage's chunks in the whole model."""
