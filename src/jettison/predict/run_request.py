@@ -228,6 +228,8 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     if given_or(request.pp, 1) * given_or(request.ep, 1) > 1 or (request.reshard_after_forward or "").isdecimal():
         for field in ("outer_ends", "fsdp_version"):
             said.pop(field, None)  # groups of a pipeline's stages, and of experts, are others
+    if request.reshard_after_forward not in (None, Reshard.ALWAYS):
+        said.pop("fsdp_version", None)  # a word of FSDP2's
     if request.precision not in (None, said.get("precision", rule(name, **sizes).get("precision"))):
         said.pop("kbit_upcast", None)  # which is for its own
     if request.states_on_host is not None and request.gradients is None:
