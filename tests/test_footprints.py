@@ -37,6 +37,19 @@ class Example:
     given: Mapping[str, str] = field(default_factory=dict)
 
 
+READER = """
+says = "an example's TOML"
+syntaxes = ["toml"]
+any = ["example.tokens"]
+ignored = ["example.colour"]
+
+[keys]
+"example.tokens" = "seq"
+"""
+LOG = """
+[logs.example]
+patterns = ['EXAMPLE took (?P<step_ms>[0-9]+) ms']
+"""
 GPU = """memory = "480GiB"
 usable = "470GiB"
 usable_source = "made up"
@@ -124,6 +137,18 @@ EXAMPLES = {
         files={"frameworks/example/defaults.toml": FRAMEWORK},
         lines=("-m jettison ledger llama3-8b --seq 2048 --dp 8 --like example",),
         says="ZeRO 2",
+    ),
+    "a file of a framework for `--from`": Example(
+        files={"frameworks/example_files/read.toml": READER},
+        lines=("-m jettison ledger llama3-8b --from run.toml",),
+        says="2048 tokens",
+        given={"run.toml": '[example]\ntokens = 2048\ncolour = "red"\n'},
+    ),
+    "a line of a trainer's log for `calibrate`": Example(
+        files={"frameworks/example_log/defaults.toml": LOG},
+        lines=("-m jettison calibrate llama3-8b --seq 2048 --gpu h100-80gb --measured example.log",),
+        says="step = 2.5",
+        given={"example.log": "EXAMPLE took 2500 ms\n" * 3},
     ),
     "a target of `export`": Example(
         files={
