@@ -14,7 +14,7 @@ from jettison.core.errors import UsageError
 from jettison.formula.region import parameter_count
 from jettison.frameworks.megatron.write import flags_text, layout_settings, overrides_text
 from jettison.frameworks.run_file import read_run, run_from
-from jettison.frameworks.shell_script import OPEN, PROGRAM, arguments
+from jettison.frameworks.shell_script import NOTES, PROGRAM, arguments
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
@@ -397,7 +397,14 @@ def test_branches_of_a_script_that_are_known() -> None:
         "path": "$1",
     }
     assert found[PROGRAM] == "train.py"
-    assert OPEN not in found
+    assert found[NOTES] == [
+        "of a loop the first round alone is read: n = 3",
+        "of 2 commands with arguments the first with the most is read: train.py",
+    ]
+
+
+def test_a_command_that_is_printed_and_run_is_one() -> None:
+    assert NOTES not in arguments('CMD="python train.py --a 1"\necho $CMD\neval $CMD\n')
 
 
 def test_tests_of_a_script_that_are_not_known_are_said(tmp_path: Path) -> None:

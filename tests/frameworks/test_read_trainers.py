@@ -157,6 +157,29 @@ def test_what_deepspeed_has_on_the_host(write: Any, places: Mapping[str, Any], s
     assert read_run(write(config, "ds.json"), model="gpt2", gpus=4).request.states_on_host == states
 
 
+def test_two_files_that_contradict_each_other_say_so(write: Any) -> None:
+    beside = write({**ZERO3, "train_micro_batch_size_per_gpu": 4}, "zero3.json")
+    found = read_run(write(SFT), beside, gpus=8)
+    assert found.request.micro_batch == 4
+    assert any("train_micro_batch_size_per_gpu = 4 is counted, and another" in note for note in found.notes)
+    assert not any(
+        "contradict" in note for note in read_run(write(SFT), beside, gpus=8, asked={"micro_batch": 1}).notes
+    )
+
+
+def test_lengths_that_nothing_cuts(write: Any) -> None:
+    assert read_run(write({**SFT, "max_length": None})).request.seq is None
+    rest = {key: value for key, value in SFT.items() if key != "max_length"}
+    assert read_run(write({**rest, "packing": True})).request.seq == 1024
+
+
+def test_flags_that_switch_off(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    for flag, recompute in (("", "full"), ("--no_gradient_checkpointing", "none")):
+        script.write_text(f"trl sft --model_name_or_path gpt2 --max_length 128 --bf16 {flag}\n")
+        assert read_run(script).request.recompute == recompute
+
+
 def test_accelerate_beside_a_trainer(write: Any) -> None:
     fsdp = {
         "compute_environment": "LOCAL_MACHINE",

@@ -16,7 +16,7 @@ from jettison.cli.main import run
 from jettison.core.errors import UsageError
 from jettison.frameworks.config_file import ConfigFile, read_config_file
 from jettison.frameworks.run_file import read_run
-from jettison.frameworks.write_back import edited
+from jettison.frameworks.write_back import _other_key, edited
 
 TITAN = """# top
 [model]
@@ -142,8 +142,41 @@ def test_toml_changes_at_one_key(folder: Path, tree: Any, section: str, key: str
         ("ARGS=(\n  --a 1\n  --tp 2 # two\n)\n", {"tp": None, "b": True}, "ARGS=(\n  --b --a 1\n   # two\n)\n"),
         ("x --mods one two \\\n  --z", {"mods": ["three"]}, "x --mods three \\\n  --z"),
         ("x --tp=2 --tp-x 3", {"tp": "4"}, "x --tp 4 --tp-x 3"),
+        ("# was --tp 1\nx --a '#1' --tp 2\n", {"tp": "4"}, "# was --tp 1\nx --a '#1' --tp 4\n"),
     ],
 )
 def test_arguments_change_where_they_are(text: str, changes: dict[str, Any], wanted: str) -> None:
     file = ConfigFile(path=Path("x.sh"), text=text, syntax="arguments", values={})
     assert edited(file, changes) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "wanted"),
+    [
+        ("a: &one 1\nb: *one\nc: 2\n", {"b": 3}, "a: &one 1\nb: 3\nc: 2\n"),
+        ("{a: &one 1, b: *one}\n", {"b": 3}, "{a: &one 1, b: 3}\n"),
+        ("d: &all {a: 1}\nr:\n  <<: *all\n", {"r.a": 3}, "d: &all {a: 1}\nr:\n  a: 3\n  <<: *all\n"),
+        ("a: 1\r\nb: 2\r\n", {"c": 3}, "c: 3\r\na: 1\r\nb: 2\r\n"),
+    ],
+)
+def test_names_for_values_stay(text: str, changes: dict[str, Any], wanted: str) -> None:
+    assert edited(ConfigFile(path=Path("x.yaml"), text=text, syntax="yaml", values={}), changes) == wanted
+
+
+def test_a_value_that_others_name_is_changed_by_hand() -> None:
+    for value in (3, None):
+        with pytest.raises(UsageError, match="the key a is written in a way that cannot be changed in place"):
+            edited(ConfigFile(path=Path("x.yaml"), text="a: &one 1\nb: *one\n", syntax="yaml", values={}), {"a": value})
+
+
+def test_nothing_else_may_change(tmp_path: Path) -> None:
+    before, after = (tmp_path / name for name in ("before.yaml", "after.yaml"))
+    before.write_text("a: 1\nb: {c: 2}\nd: 3\n")
+    for text, said in (
+        ("a: 1\nb: {c: 9}\nd: 3\n", ""),
+        ("a: 2\nd: 3\n", "a"),
+        ("a: 1\nd: 3\ne: 4\n", "e"),
+        ("[", "b.c"),
+    ):
+        after.write_text(text)
+        assert _other_key(before, after, {"b.c": 9}) == said

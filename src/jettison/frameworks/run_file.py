@@ -36,7 +36,7 @@ from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.families.presets import PRESETS, cached_config, is_hub_id, preset_named
 from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
-from jettison.frameworks.shell_script import OPEN
+from jettison.frameworks.shell_script import NOTES
 from jettison.models.described import described_model
 from jettison.predict.run_fields import CommonRequest, RunRequest
 from jettison.predict.run_request import flag_of, resolve
@@ -186,9 +186,7 @@ class Keys:
         self.beside = tuple(beside)
         self.model: str | None = None
         self.config: Mapping[str, Any] | None = None
-        self.notes: list[str] = [
-            f"a test of the script is not known, and counts as false: {t}" for t in file.values.get(OPEN, ())
-        ]
+        self.notes: list[str] = list(file.values.get(NOTES, ()))
         self._fields: dict[str, Any] = {}
         self._became: dict[str, list[str]] = {}
         self._refused: dict[str, str] = {}
@@ -367,10 +365,19 @@ class Keys:
                 kind = _KINDS[name]
                 value = self.whole(key) if kind is int else self.number(key) if kind is float else self.get(key)
                 value = ",".join(map(str, value)) if isinstance(value, list) else value
-                self.give(name, self.on(key) if kind is bool else value, key)
+                value = self.on(key) if kind is bool else value
+                self._contradicted(key, name, value)
+                self.give(name, value, key)
         for own, words in table.get("words", {}).items():
             if self.has(f"{prefix}{own}"):
                 self.word(f"{prefix}{own}", words)
+
+    def _contradicted(self, key: str, name: str, value: Any) -> None:
+        """Say where a key is another's word against what is known."""
+        before = self._fields.get(name)
+        if before is not None and before != value and name not in self.asked:
+            said = " ".join(flags_of(RunRequest(**{name: before})))
+            self.note(f"{self.written(key)} = {_shown(value)} is counted, and another key says {said}: they contradict")
 
     def word(self, key: str, words: Mapping[str, Mapping[str, Any]], default: str = "") -> None:
         """Set the fields that a key's value stands for, or the default's where it is not there."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
-OPEN: Final = "$ tests"
-"""The key of tests that are not known."""
+NOTES: Final = "$ notes"
+"""The key of what was taken for granted: tests that are not known, one command of several, one round of a loop."""
 PROGRAM: Final = "$ program"
 """The key of the program that takes the arguments."""
 _MOST: Final = 1 << 20
@@ -55,7 +55,7 @@ def arguments(text: str) -> Mapping[str, Any]:
         if name in _KNOWN_OF_LAUNCHERS and value:
             found.setdefault(name, value)
     found |= {f"${name}": value for name, value in script.variables.items()}
-    return found | ({OPEN: sorted(script.open)} if script.open else {})
+    return found | ({NOTES: list(script.notes)} if script.notes else {})
 
 
 @dataclass
@@ -64,7 +64,7 @@ class _Script:
 
     variables: dict[str, str] = field(default_factory=dict)
     commands: list[list[str]] = field(default_factory=list)
-    open: set[str] = field(default_factory=set)
+    notes: dict[str, None] = field(default_factory=dict)
     _blocks: list[_Block] = field(default_factory=list)
 
     def command(self) -> list[str]:
@@ -72,7 +72,13 @@ class _Script:
         started = [words for words in self.commands if any(map(_starts, words))]
         with_arguments = [words for words in started if any(word.startswith("--") for word in words)]
         if with_arguments:
-            return max(with_arguments, key=lambda words: sum(word.startswith("--") for word in words))
+            chosen = max(with_arguments, key=lambda words: sum(word.startswith("--") for word in words))
+            others = {tuple(words[_begin(words) :]) for words in with_arguments if words[0] not in ("echo", "printf")}
+            if len(others) > 1:
+                program = next(filter(_is_program, chosen), chosen[_begin(chosen)])
+                said = f"of {len(others)} commands with arguments the first with the most is read: {program}"
+                self.notes[said] = None
+            return chosen
         words = [word for command in self.commands for word in command]
         if any(word.startswith("--") or _OVERRIDE.fullmatch(word) for word in words):
             return words
@@ -128,6 +134,8 @@ class _Script:
             runs = self._runs()
             if runs and listed:
                 self.variables[name.strip()] = listed[0]
+            if runs and len(listed) > 1:
+                self.notes[f"of a loop the first round alone is read: {name.strip()} = {listed[0]}"] = None
             self._blocks.append(_Block(runs=runs, done=True))
         elif self._runs():
             if follows in ("&&", "||") and _is_test(words):
@@ -218,7 +226,7 @@ class _Script:
             inside = words.removeprefix("test ").strip("[] ")
             number = self._joined(inside)
         if number is None and not any(f" {one} " in f" {words} " for one in _FILE_TESTS):
-            self.open.add(words)
+            self.notes[f"a test of the script is not known, and counts as false: {words}"] = None
         return number
 
     def _joined(self, inside: str) -> bool | None:
@@ -357,6 +365,11 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
 
 def _is_program(word: str) -> bool:
     return word.endswith(".py")
+
+
+def _begin(words: Sequence[str]) -> int:
+    """Where the first program of a command is."""
+    return next(at for at, word in enumerate(words) if _starts(word))
 
 
 def _starts(word: str) -> bool:

@@ -117,7 +117,7 @@ def write_back(
     peak = forecast(run).peak_bytes
     changed = changes[best]
     text = edited(file, changed)
-    _check(text, found, request, beside)
+    _check(text, found, request, beside, changed)
     return WrittenBack(
         text=text,
         words=_words(request),
@@ -183,8 +183,10 @@ def _words(request: RunRequest) -> str:
     return " ".join(flags_of(RunRequest(**{name: getattr(request, name) for name in DECIDED}))) or "--recompute none"
 
 
-def _check(text: str, found: RunFile, request: RunRequest, beside: tuple[Path, ...]) -> None:
-    """Read the new text again: it must say what was chosen.
+def _check(
+    text: str, found: RunFile, request: RunRequest, beside: tuple[Path, ...], changed: Mapping[str, Any]
+) -> None:
+    """Read the new text again: it must say what was chosen, and all else as before.
 
     Raises:
         UsageError: it does not.
@@ -192,19 +194,40 @@ def _check(text: str, found: RunFile, request: RunRequest, beside: tuple[Path, .
     with TemporaryDirectory() as folder:
         file, name = split_name(found.path)
         path = Path(folder) / file.name
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(text.encode())
+        path = path if name is None else path.with_name(f"{path.name}:{name}")
+        if other := _other_key(found.path, path, changed):
+            raise UsageError(f"{found.path} would say something else of {other}: change it by hand")
         again = read_run(
-            path if name is None else f"{path}:{name}",
-            *beside,
-            model=found.model_argument,
-            gpus=found.gpus,
-            allow_unread=True,
-            asked=_undecided(request),
+            path, *beside, model=found.model_argument, gpus=found.gpus, allow_unread=True, asked=_undecided(request)
         )
     for name in DECIDED:
         said, wanted = getattr(again.request, name), getattr(request, name)
         if (said or None) != (wanted or None) and {said, wanted} != {None, "none"}:
             raise UsageError(f"{found.path} would say {name} = {said}, not {wanted}: change it by hand")
+
+
+def _other_key(before: Path, after: Path, changed: Mapping[str, Any]) -> str:
+    """The first key that is not the same in a file as it was and as it is, of those that were not to change.
+
+    Raises:
+        UsageError: it cannot be read any more.
+    """
+
+    def others(path: Path) -> dict[str, Any]:
+        return {
+            key: value
+            for key, value in read_config_file(path).values.items()
+            if not key.startswith("$")  # a script's variables have its arguments
+            and not any(f"{key}.".startswith(f"{one}.") or f"{one}.".startswith(f"{key}.") for one in changed)
+        }
+
+    was = others(before)
+    try:
+        now = others(after)
+    except UsageError:
+        return ", ".join(changed)
+    return next((key for key in {**was, **now} if key not in was or key not in now or was[key] != now[key]), "")
 
 
 def _undecided(request: RunRequest) -> dict[str, Any]:
@@ -233,6 +256,11 @@ def _cannot(key: str) -> UsageError:
     return UsageError(f"the key {key} is written in a way that cannot be changed in place; change it by hand")
 
 
+def _line_end(text: str) -> str:
+    """Windows' where the text has it."""
+    return "\r\n" if "\r\n" in text else "\n"
+
+
 def _toml(text: str, key: str, value: Any) -> str:
     """Of plain ``key = value`` lines under ``[section]`` headers."""
     section, _, name = key.rpartition(".")
@@ -242,7 +270,8 @@ def _toml(text: str, key: str, value: Any) -> str:
     if section and first is None:
         if value is None:
             return text
-        return f"{text.rstrip()}\n\n[{section}]\n{name} = {_literal(value)}\n"
+        end = _line_end(text)
+        return f"{text.rstrip()}{end}{end}[{section}]{end}{name} = {_literal(value)}{end}"
     begin = 0 if first is None else first + 1
     end = next((at for at in heads if at >= begin), len(lines))
     for at in range(begin, end):
@@ -255,7 +284,7 @@ def _toml(text: str, key: str, value: Any) -> str:
             lines[at] = "" if value is None else f"{match[1]}{_literal(value)}{match[3]}{match[4]}"
             return "".join(lines)
     if value is not None:
-        lines.insert(begin, f"{name} = {_literal(value)}\n")
+        lines.insert(begin, f"{name} = {_literal(value)}{_line_end(text)}")
     return "".join(lines)
 
 
@@ -277,6 +306,12 @@ def _yaml(text: str, key: str, value: Any, *, of_json: bool = False) -> str:
                 break
         else:
             return text if value is None else _added(text, node, parts[depth:], value, of_json=of_json)
+    behind = re.match(r"\s*:\s*(\*[^\s,\]}]+)", text[entry.end_mark.index :])
+    if behind or re.match(r"\s*:\s*&", text[entry.end_mark.index :]):  # an alias, or an anchor that others may name
+        if value is None or behind is None:
+            raise _cannot(key)
+        begin, end = (entry.end_mark.index + at for at in behind.span(1))
+        return text[:begin] + json.dumps(value) + text[end:]
     if value is None:
         return _removed(text, owner, entry, node)
     begin, end = node.start_mark.index, node.end_mark.index
@@ -302,7 +337,7 @@ def _added(text: str, node: Any, names: list[str], value: Any, *, of_json: bool)
     first = node.value[0][0].start_mark
     indent_text = " " * first.column
     at = first.index - first.column
-    return f"{text[:at]}{indent_text}{names[0]}: {json.dumps(value)}\n{text[at:]}"
+    return f"{text[:at]}{indent_text}{names[0]}: {json.dumps(value)}{_line_end(text)}{text[at:]}"
 
 
 def _removed(text: str, owner: Any, entry: Any, node: Any) -> str:
@@ -407,11 +442,12 @@ def _arguments(text: str, key: str, value: Any) -> str:
     pattern = (
         rf"(?<![\w-])--{re.escape(key)}(?![\w-])(?:[ \t]*=[ \t]*\S+|(?:[ \t]+(?!-{{1,2}}[A-Za-z]|#)[^\s\\)\"']+)*)"
     )
-    if re.search(pattern, text):
-        return re.sub(pattern, lambda _match: said, text, count=1)
+    code = re.sub(r"(?<!\S)#.*", lambda comment: "#" * len(comment[0]), text)
+    if match := re.search(pattern, code):
+        return f"{text[: match.start()]}{said}{text[match.end() :]}"
     if not said:
         return text
-    place = re.search(rf"(?<![\w-])--(?!(?:{OF_LAUNCHERS})\b)[A-Za-z]", re.sub(r"#.*", lambda m: " " * len(m[0]), text))
+    place = re.search(rf"(?<![\w-])--(?!(?:{OF_LAUNCHERS})\b)[A-Za-z]", code)
     if place is None:
         raise _cannot(key)
     return f"{text[: place.start()]}{said} {text[place.start() :]}"

@@ -30,7 +30,7 @@ def read(keys: Keys) -> None:
         return
     if keys.has("model_name_or_path"):
         keys.model = str(keys.get("model_name_or_path"))
-    if not keys.has("per_device_train_batch_size"):
+    if keys.field("micro_batch") is None:
         keys.give("micro_batch", MICRO_BATCH)
     if keys.field("seq") is None:
         keys.give("seq", TOKENS)

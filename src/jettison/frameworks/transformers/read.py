@@ -32,12 +32,15 @@ def read(keys: Keys) -> None:
     if keys.file.syntax == "arguments":
         follow(keys, "config", "transformers", "")
     follow(keys, "config_file", "accelerate", "accelerate.")
+    if keys.file.syntax == "arguments":  # ``hf_argparser.py``: --no_NAME of what is on by default
+        for key in [*keys.matching("no_*")]:
+            keys.values.setdefault(key.removeprefix("no_"), not keys.on(key))
     trl = keys.form == "trl"
     keys.model = str(keys.get("model_name_or_path")) if keys.has("model_name_or_path") else None
     for script in keys.matching(*_OTHERS):
         keys.values[f"trainer {script[1:]}"] = True
         keys.refuse(f"trainer {script[1:]}", "what generates or scores beside the training is not described")
-    if not keys.has("per_device_train_batch_size"):
+    if keys.field("micro_batch") is None:
         keys.give("micro_batch", MICRO_BATCH)
     _sequence(keys, trl=trl)
     adapters(keys, trl=trl)
@@ -59,6 +62,8 @@ def read(keys: Keys) -> None:
         keys.note("TRL makes its loss of tiles of logits (1.16); --loss upcast where an older one keeps them all")
     compiled(keys)
     sharding(keys)
+    if weights == "fp32" and not trl and not (keys.has("dtype") or keys.has("torch_dtype")):
+        _say_weights(keys)
     reentrant(keys)
     optimizer(keys, "optim", "adamw")
     precision(keys, weights=weights, mixed=mixed)
@@ -94,8 +99,10 @@ def adapters(keys: Keys, *, trl: bool) -> None:
 
 
 def _sequence(keys: Keys, *, trl: bool) -> None:
-    if trl and keys.field("seq") is None:
+    cut = [key for key in ("max_length", "max_seq_length") if key in keys.values]  # null: as long as they are
+    if trl and keys.field("seq") is None and not cut:
         keys.give("seq", TRL_TOKENS)
+    keys.read(*cut)
     if keys.field("seq") is None:
         keys.note("it does not say how long sequences are: give --seq, such as --seq 2048")
     if keys.on("packing") or keys.on("padding_free"):
@@ -116,13 +123,17 @@ def _weights(keys: Keys, *, trl: bool) -> str:
         return "bf16"
     if found not in ("float32", "fp32", ""):
         keys.refuse(key, "expected float32, bfloat16, float16 or auto")
-    if not found:
+    keys.read(key, why="weights in fp32")
+    return "fp32"
+
+
+def _say_weights(keys: Keys) -> None:
+    """DeepSpeed's engine has its own, whatever they are loaded in."""
+    if keys.said("like") != "deepspeed":
         keys.note(
             "weights are counted in fp32; --precision bf16-pure where the script loads them in 16 bits, as "
             "from_pretrained has done since transformers 5"
         )
-    keys.read(key, why="weights in fp32")
-    return "fp32"
 
 
 def _preference(keys: Keys) -> None:
