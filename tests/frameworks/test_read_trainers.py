@@ -266,6 +266,9 @@ def test_axolotl_without_adapters_and_with_other_kernels(write: Any) -> None:
     found = _fields(read_run(write(plain, **liger)))
     assert (found["kernels"], found["loss"]) == ("liger", "upcast")
     assert read_run(write(plain, **liger, liger_fused_linear_cross_entropy=True)).request.loss == "fused"
+    without = read_run(write(plain, **{**liger, "plugins": [], "liger_fused_linear_cross_entropy": True}))
+    assert (without.request.kernels, without.request.loss) == (None, None)
+    assert any("LigerPlugin in plugins liger_* change nothing" in note for note in without.notes)
     cut = {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}
     assert read_run(write(plain, **cut)).request.loss == "fused"
     fsdp = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True, "offload_params": False}}
@@ -281,7 +284,10 @@ def test_axolotl_without_adapters_and_with_other_kernels(write: Any) -> None:
         ({"lora_dropout": 0, "trust_remote_code": True}, None),
         ({"lora_dropout": 0, "lora_o_kernel": False}, None),
         ({"lora_dropout": 0, "lora_mlp_kernel": True, "lora_qkv_kernel": True, "lora_o_kernel": True}, "axolotl"),
-        ({"lora_dropout": 0, "liger_rms_norm": True, "liger_glu_activation": True}, "axolotl-liger"),
+        (
+            {"lora_dropout": 0, "liger_rms_norm": True, "liger_glu_activation": True, "plugins": ["x.LigerPlugin"]},
+            "axolotl-liger",
+        ),
     ],
 )
 def test_axolotls_kernels_of_adapters(write: Any, more: Mapping[str, Any], kernels: str | None) -> None:

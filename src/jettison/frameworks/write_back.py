@@ -270,8 +270,8 @@ def _toml(text: str, key: str, value: Any) -> str:
     if section and first is None:
         if value is None:
             return text
-        end = _line_end(text)
-        return f"{text.rstrip()}{end}{end}[{section}]{end}{name} = {_literal(value)}{end}"
+        lines = [text.rstrip(), "", f"[{section}]", f"{name} = {_literal(value)}", ""]
+        return _line_end(text).join(lines)
     begin = 0 if first is None else first + 1
     end = next((at for at in heads if at >= begin), len(lines))
     for at in range(begin, end):

@@ -149,6 +149,23 @@ def _losses(keys: Keys) -> None:
     """``integrations/liger`` and ``integrations/cut_cross_entropy``, whose plugin is on unless it is switched off."""
     listed = keys.get("plugins", [])
     plugins = " ".join(map(str, listed if isinstance(listed, list) else [listed])).lower()
+    if "liger" in plugins:
+        _liger(keys)
+    elif own := [*keys.matching("liger_*")]:  # ``integrations/config.py``: the keys are the plugin's, and are dropped
+        keys.read(*own, why="nothing")
+        keys.note("without axolotl.integrations.liger.LigerPlugin in plugins liger_* change nothing")
+    if keys.field("loss") != "fused" and "cutcrossentropy" in plugins and keys.on("cut_cross_entropy", True):
+        keys.give("loss", "fused", "plugins", "cut_cross_entropy")
+        keys.note("cut_cross_entropy is counted as Liger's fused loss: neither keeps logits")
+    keys.read("model_config.output_router_logits", "overrides_of_model_config.output_router_logits")
+    # what kernels and expert parallelism change is in keys of their own
+    known = ("liger", "cutcrossentropy", "swanlab", "lmeval", "lm_eval", "kernelsplugin", "expertparallel")
+    for plugin in plugins.split():
+        if not any(name in plugin for name in known):
+            keys.refuse("plugins", f"{plugin} is not known")
+
+
+def _liger(keys: Keys) -> None:
     gates = keys.on("liger_glu_activation") or keys.on("liger_swiglu")
     norms, rotary = keys.on("liger_rms_norm"), keys.on("liger_rope")
     if norms and gates:
@@ -164,15 +181,6 @@ def _losses(keys: Keys) -> None:
         keys.give("loss", "fused", "liger_fused_linear_cross_entropy")
     elif keys.on("liger_cross_entropy"):
         keys.refuse("liger_cross_entropy", "Liger's loss of logits is not described")
-    elif "cutcrossentropy" in plugins and keys.on("cut_cross_entropy", True):
-        keys.give("loss", "fused", "plugins", "cut_cross_entropy")
-        keys.note("cut_cross_entropy is counted as Liger's fused loss: neither keeps logits")
-    keys.read("model_config.output_router_logits", "overrides_of_model_config.output_router_logits")
-    # what kernels and expert parallelism change is in keys of their own
-    known = ("liger", "cutcrossentropy", "swanlab", "lmeval", "lm_eval", "kernelsplugin", "expertparallel")
-    for plugin in plugins.split():
-        if not any(name in plugin for name in known):
-            keys.refuse("plugins", f"{plugin} is not known")
 
 
 def _lora_kernels(keys: Keys) -> None:
