@@ -392,6 +392,8 @@ def data(rows: Sequence[Row]) -> str:
         near = anchored(measure, chosen)
         tail_near, _ = tail_of(measure, near)
         found = stated(measure, near, (ANCHORED,), tail_near)
+        if measure is Measure.FRAGMENTS:  # of what an anchor says: one that a prediction makes changes nothing
+            found = replace(found, expected=0.0)
         runs = len({(row.source, row.run, row.figure) for row in near})
         parts.append(_stated_row(measure, ANCHORED, runs, near, found))
         for kind, classes in sorted(parents.items()):

@@ -42,6 +42,17 @@ def test_an_anchored_estimate_is_slower_by_what_was_measured(
     assert "is there already" in capsys.readouterr().err
 
 
+def test_an_anchor_without_a_framework_says_nothing_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    anchor, plain = str(tmp_path / "anchor.toml"), ["gpt2", "--seq", "512"]
+    assert run(["calibrate", *plain, *ON, "--measured", "step=90s", "--out", anchor]) == 0
+    assert "times what is predicted" in capsys.readouterr().err
+    assert read_anchor(Path(anchor)).run == "jettison ledger gpt2 --seq 512"
+    assert run(["estimate", *plain, *ON, "--anchor", anchor]) == 0
+    assert "note: the anchor is" not in capsys.readouterr().err
+    assert run(["estimate", *plain, "--gpu", "a100-80gb", "--anchor", anchor]) == 0
+    assert "was measured on h100-80gb" in capsys.readouterr().err
+
+
 def test_a_searched_step_is_anchored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     anchor = str(tmp_path / "anchor.toml")
     assert run(["calibrate", *RUN, *ON, "--measured", "step=9s", "--out", anchor]) == 0

@@ -16,6 +16,7 @@ from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
 from jettison.core.units import format_bytes, format_seconds
 from jettison.cost.flops import tokens
+from jettison.frameworks.run_file import flags_of
 from jettison.predict.anchor import fit_anchor, fragment_bytes
 from jettison.predict.extra_buffers import extra_bytes
 from jettison.predict.forecast import forecast
@@ -32,6 +33,8 @@ from jettison.spec.run import Run
 
 DOUBTFUL = 0.1
 """Of the allocated bytes: more that is unexplained is said."""
+DOUBTFUL_STEP = 2.0
+"""Times as long as predicted, or as short: more is said."""
 
 
 def command(
@@ -48,7 +51,7 @@ def command(
     out: Annotated[Path | None, Parameter(help="Write there what --anchor takes, a .toml file; else print it.")] = None,
     force: Force = False,
 ) -> None:
-    """RunAnchor further answers on one measured run: the fewest physical quantities that explain it, as a small file.
+    """Anchor further answers on one measured run: the fewest physical quantities that explain it, as a small file.
 
     `ledger`, `plan`, `estimate` and `search` take it with --anchor, for runs of the same stack.
     """
@@ -66,11 +69,19 @@ def command(
     device = None if gpu is None else hardware(gpu)
     figures = _measured(measured, run)
     name = request.like or run.kernels.name
-    typed = found.command("ledger", request) if found is not None else " ".join(["jettison ledger", model])
+    typed = (
+        found.command("ledger", request)
+        if found is not None
+        else " ".join(["jettison ledger", model, *flags_of(request)])
+    )
     anchor = fit_anchor(run, figures, hardware=device, stack=name, command=typed)
     text = anchor.text()
     if abs(anchor.unexplained) > DOUBTFUL * forecast(run).peak_bytes:
         hint("note: the ledger is far from what was measured; does this describe the run? The rows below say how far")
+    if figures.step is not None and device is not None:
+        times = figures.step / estimate(run, device).step_seconds
+        if not 1 / DOUBTFUL_STEP <= times <= DOUBTFUL_STEP:
+            hint(f"note: the step took {times:.3g} times what is predicted; does this describe the run?")
     if out is not None:
         write_whole(out, text)
         hint(f"wrote {out}; --anchor {out} corrects further answers for {name}")
@@ -106,9 +117,13 @@ def _rows(anchor: RunAnchor, run: Run, device: Hardware | None) -> Iterator[tupl
         why = f"{anchor.copies} x {anchor.buffer}" if anchor.copies else "unexplained, and not given to other runs"
         yield "allocated", f"{format_bytes(found.peak_bytes)} predicted, {format_bytes(measured.allocated)} measured"
         yield "", f"{'-' if beside < 0 else '+'}{format_bytes(abs(beside))}: {why}"
+    elif anchor.unexplained:
+        yield "allocated", f"{format_bytes(found.peak_bytes)} predicted, and less was measured in all"
+        yield "", f"-{format_bytes(-anchor.unexplained)}: unexplained, and not given to other runs"
     if anchor.fragments is not None:
         allocated = measured.allocated or found.peak_bytes
         yield "fragments", f"{format_bytes(fragment_bytes(anchor, allocated))} reserved beside what is allocated"
+        yield "", "an answer is halfway between that and what is expected of such runs"
     if anchor.context is not None:
         less = "less" if anchor.context < 0 else "more"
         yield "context", f"{format_bytes(abs(anchor.context))} {less} than is expected beside the allocator"

@@ -106,8 +106,8 @@ def _say_anchor(request: CommonRequest) -> None:
     anchor = read_anchor(Path(request.anchor))
     hint(f"anchored on {anchor.run}{f' on {anchor.gpu}' if anchor.gpu else ''} ({request.anchor})")
     own = request.like or request.kernels
-    if own != anchor.stack:
-        hint(f"note: the anchor is of a run of {anchor.stack}, this one is of {own or 'no framework that is named'}")
+    if own not in (None, anchor.stack):
+        hint(f"note: the anchor is of a run of {anchor.stack}, this one is of {own}")
 
 
 def spec_of(model: str, request: RunRequest, **how: bool) -> ModelSpec:

@@ -84,8 +84,9 @@ def available_bytes(hardware: Hardware, run: Run) -> int:
         return available_to(hardware, run.layout, run.kernels.device)
     from jettison.predict.extra_buffers import extra_bytes
 
-    own = replace(hardware, usable_bytes=hardware.usable_bytes - max(0, run.anchor.context or 0))
-    return available_to(own, run.layout, run.kernels.device) - extra_bytes(run.anchor, run)
+    usable, layout = hardware.usable_bytes - max(0, run.anchor.context or 0), run.layout
+    left = _fitting(usable, communicators(layout), layout.ep > 1, run.kernels.device, Fraction(0))
+    return max(0, left - extra_bytes(run.anchor, run))
 
 
 def available_to(hardware: Hardware, layout: Layout, device: Device, margin: float = 0.0) -> int:

@@ -11,32 +11,33 @@ A measurement of a run corrects answers about others by as few physical quantiti
   allocated (`predict.ranges`), so its unit is GiB for each square root of a GiB.
 - **Device** over reserved is the context, the communicators and what libraries allocate themselves: what is left of it
   beside the allowance for the layout is a constant. Where reserved was not measured, the allowance is taken for it.
+  Neither is less than nothing: where less was measured than tensors are predicted to take, that is unexplained.
 - **Step time**: seconds of kernels, of transfers and of the host each take a factor ``f``; of all that explain
-  the measured step the most probable ones are taken, ``min sum (x / sigma)^2`` with the spreads of `SIGMAS`. A run
-  whose time is nearly all kernels says nothing about its network, and its network keeps its prior.
+  the measured step the most probable ones are taken, ``min sum (x / sigma)^2`` with the spreads of `SIGMAS`. What
+  overlaps what moves with them, so that is done in rounds; then all are scaled so that the step is the measured one.
+  A run whose time is nearly all kernels says nothing about its network, and its network keeps its prior.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import sqrt
+from math import isclose, sqrt
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
-from jettison.core.units import GIB
+from jettison.core.units import GIB, format_bytes
 from jettison.predict.allowance import fixed_allowance
 from jettison.predict.extra_buffers import buffers, extra_bytes
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.ranges import AGREES
+from jettison.predict.ranges import AGREES, Measure, lineage
 from jettison.predict.time import Estimate, estimate
-from jettison.spec.anchor import MeasuredRun, RunAnchor
+from jettison.spec.anchor import MOST_COPIES, MeasuredRun, RunAnchor
 from jettison.spec.hardware import Hardware, slower
 from jettison.spec.run import Run
 
 MATCH: Final = 0.1
 """Of the bytes to explain, how far copies of a buffer may be off."""
-MOST_COPIES: Final = 3
 SIGMAS: Final = {"compute": 0.15, "communication": 0.35, "host": 0.5}
 """Spreads of measured over predicted seconds, a priori."""
 LEAST_FACTOR: Final = 0.3
@@ -54,8 +55,15 @@ def fit_anchor(run: Run, measured: MeasuredRun, *, hardware: Hardware | None, st
         UsageError: a step without hardware, or figures that the run cannot have.
     """
     found = forecast(run)
+    largest = max(filter(None, (measured.allocated, measured.reserved, measured.device)), default=0)
+    if hardware is not None and largest > hardware.memory_bytes:
+        raise UsageError(
+            f"got {format_bytes(largest)} measured on {hardware.name}, which has "
+            f"{format_bytes(hardware.memory_bytes)}; expected figures of one device"
+        )
     anchor = RunAnchor(
         stack=stack,
+        kind=lineage(Measure.ALLOCATED, run)[0],
         gpu=hardware.name if hardware else "",
         run=command,
         measured=measured,
@@ -106,12 +114,16 @@ def _beside(found: Forecast, measured: MeasuredRun, anchor: RunAnchor) -> dict[s
         allocated = found.peak_bytes + extra_bytes(anchor, found.run)
     root = sqrt(allocated * GIB)
     fixed = fixed_allowance(found.run.layout, found.run.kernels.device).expected
-    if measured.device is None:
-        assert measured.reserved is not None
-        return {"fragments": (measured.reserved - allocated) / root}
-    reserved = measured.device - fixed if measured.reserved is None else measured.reserved
-    fragments = max(0, reserved - allocated) / root
-    return {"fragments": fragments, "context": measured.device - allocated - round(fragments * root) - fixed}
+    reserved, device = measured.reserved, measured.device
+    there: dict[str, Any] = {}
+    if device is not None:
+        if reserved is None:
+            reserved = min(device, max(allocated, device - fixed))
+        there["context"] = device - reserved - fixed
+    assert reserved is not None
+    if measured.allocated is None and reserved < allocated:
+        there["unexplained"] = reserved - allocated
+    return {**there, "fragments": max(0, reserved - allocated) / root}
 
 
 # step time ------------------------------------------------------------------------------------------------------------
@@ -134,6 +146,11 @@ def _factors(run: Run, hardware: Hardware, step: float) -> dict[str, Any]:
         seconds = _seconds(estimate(run, slower(hardware, **factors)))
         apart = {name: value / factors[name] for name, value in seconds.items()}
         factors = _most_probable(apart, step)
+    for _ in range(ROUNDS):
+        took = estimate(run, slower(hardware, **factors)).step_seconds
+        if isclose(took, step, rel_tol=1e-12):
+            break
+        factors = {name: factor * step / took for name, factor in factors.items()}
     return factors
 
 

@@ -199,13 +199,14 @@ def figures(
         from jettison.predict.extra_buffers import extra_bytes  # few runs have an anchor
 
         allocated_bytes += extra_bytes(anchor, run)
-    allocated = scaled(residual(Measure.ALLOCATED, lineage(Measure.ALLOCATED, run)), allocated_bytes)
+    allocated = _allocated(run, allocated_bytes)
     reserved, device, least = allocated, allocated, allocated.low
     if run.kernels.device is not Device.CPU:
-        beyond, scale = residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, run)), sqrt(allocated_bytes * GIB)
+        first, *above = lineage(Measure.FRAGMENTS, run)
+        beyond, scale = residual(Measure.FRAGMENTS, (first, *above)), sqrt(allocated_bytes * GIB)
         centre = 0.0
-        if anchor is not None and anchor.fragments is not None:  # halfway: one run alone says little about another's
-            centre = (anchor.fragments + residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, run)[1:]).expected) / 2
+        if anchor is not None and first == ANCHORED:  # halfway: one run alone says little about another's
+            centre = ((anchor.fragments or 0.0) + residual(Measure.FRAGMENTS, tuple(above)).expected) / 2
         reserved = Range(
             expected=allocated_bytes + (centre + beyond.expected) * scale,
             low=max(allocated.low, allocated_bytes + (centre + beyond.low) * scale),
@@ -214,15 +215,30 @@ def figures(
         fixed = fixed_allowance(layout or run.layout, run.kernels.device)
         more = 0 if anchor is None else anchor.context or 0
         device = Range(
-            expected=reserved.expected + fixed.expected + more,
-            low=reserved.low + fixed.low + more,
-            high=reserved.high + fixed.high + more,
+            expected=reserved.expected + max(0, fixed.expected + more),
+            low=reserved.low + max(0, fixed.low + more),
+            high=reserved.high + max(0, fixed.high + more),
         )
-        least = min(device.low, allocated.low * float(1 + FRAGMENTS[0]) + fixed.low + more)
+        least = min(device.low, allocated.low * float(1 + FRAGMENTS[0]) + max(0, fixed.low + more))
     took = None
     if step_seconds is not None:
         took = scaled(residual(Measure.TIME, lineage(Measure.TIME, run, hardware)), step_seconds)
     return RunFigures(allocated=allocated, reserved=reserved, device=device, least=least, step_seconds=took)
+
+
+def _allocated(run: Run, nbytes: int) -> Range:
+    """The range of allocated bytes: of an anchored run, what both its own class and anchored runs allow.
+
+    An anchor that agrees never makes them less sure.
+    """
+    classes = lineage(Measure.ALLOCATED, run)
+    near, own = (scaled(residual(Measure.ALLOCATED, found), nbytes) for found in (classes, _own(classes)))
+    return Range(expected=near.expected, low=max(near.low, own.low), high=min(near.high, own.high))
+
+
+def _own(classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Without what an anchor adds."""
+    return classes[classes[0] == ANCHORED :]
 
 
 def scaled(found: Residual, modelled: float) -> Range:
@@ -246,10 +262,31 @@ def residual(measure: Measure, classes: tuple[str, ...]) -> Residual:
 def lineage(measure: Measure, run: Run, hardware: str = "") -> tuple[str, ...]:
     """The classes of a run for a measure, its own first.
 
-    A run that is anchored on a measured one of its stack is first of all one of those (`predict.anchor`).
+    A run that is anchored on a measured one of its stack, kind and hardware is first of all one of those
+    (`predict.anchor`); one that is not alike is corrected all the same, and is no surer.
     """
-    own = classes_of(measure, stack_of(run), kind_of(run), hardware)
-    return (ANCHORED, *own) if run.anchor is not None and _anchors(run.anchor, measure) else own
+    stack, kind = stack_of(run), kind_of(run)
+    own, anchor = classes_of(measure, stack, kind, hardware), run.anchor
+    if anchor is None or anchor.kind not in ("", f"{stack}, {kind}"):
+        return own
+    elsewhere = measure is Measure.TIME and anchor.gpu != hardware
+    return (ANCHORED, *own) if _anchors(anchor, measure) and not elsewhere else own
+
+
+def unlike_anchor(run: Run, hardware: str) -> tuple[str, ...]:
+    """What a run and its anchor do not have in common, for people: notes beside an answer."""
+    anchor = run.anchor
+    if anchor is None:
+        return ()
+    own = f"{stack_of(run)}, {kind_of(run)}"
+    said = []
+    if anchor.kind not in ("", own):
+        said.append(f"the anchor is of a run of another kind ({anchor.kind}; this one: {own}): ranges are not anchored")
+    elif anchor.measured.step is not None and hardware not in ("", anchor.gpu):
+        said.append(
+            f"the anchor's step was measured on {anchor.gpu}, this one is of {hardware}: its range is not anchored"
+        )
+    return tuple(said)
 
 
 def _anchors(anchor: RunAnchor, measure: Measure) -> bool:

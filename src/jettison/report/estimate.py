@@ -13,7 +13,7 @@ from rich.text import Text
 from jettison.core.units import format_bytes, format_change, format_flops, format_percent, format_seconds
 from jettison.cost.flops import Counting, tokens
 from jettison.predict.forecast import Forecast
-from jettison.predict.ranges import FitVerdict, Residual, RunFigures, figures, time_residual_of
+from jettison.predict.ranges import FitVerdict, Residual, RunFigures, figures, time_residual_of, unlike_anchor
 from jettison.predict.run_request import Resolved
 from jettison.predict.time import Estimate
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
@@ -83,6 +83,7 @@ class EstimateReport:
         """Warnings for a reader."""
         run, device = self.found.run, self.found.hardware
         yield from run.model.left_out
+        yield from unlike_anchor(run, device.name)
         if self.verdict is not FitVerdict.FITS:
             usable, needs = format_bytes(device.usable_bytes), dict(self.figures.rows())["device"]
             doubt = "is too close to call on" if self.verdict is FitVerdict.CLOSE else "does not fit"

@@ -17,7 +17,7 @@ from jettison.predict.allowance import Limit
 from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.optimizer_state import HostStates
-from jettison.predict.ranges import FitVerdict, RunFigures, figures
+from jettison.predict.ranges import FitVerdict, RunFigures, figures, unlike_anchor
 from jettison.predict.run_request import Resolved, flag_of
 from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, document, part
 from jettison.spec.kernels import AttentionKernel
@@ -282,7 +282,7 @@ def forecast_report(
         ledger=ledger,
         stages=tuple(map(_stage, found.stages)),
         phases=tuple(_phases(found.worst)),
-        warnings=(*advice(asked), *(routing(found) if choice is None else ())),
+        warnings=(*advice(asked), *unlike_anchor(found.run, ""), *(routing(found) if choice is None else ())),
         rows=tuple(
             LayerRow(layer=one, bytes=n, tensors=tensors[one], stage=stage_of[one], policy=policies[one] or None)
             for one, n in found.layer_bytes()

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 
 from jettison.core.errors import Infeasible
 from jettison.core.units import format_bytes, format_count, format_flops, format_percent, format_seconds
-from jettison.predict.ranges import FitVerdict, RunFigures, figures
+from jettison.predict.ranges import FitVerdict, RunFigures, figures, unlike_anchor
 from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, alike, exact, facts, grid, span
 
@@ -151,7 +151,8 @@ class ForecastPlan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Parts of the configuration that are not in the figures, and whether the plan may not fit after all."""
-        found = list(self.choice.forecast.run.model.left_out)
+        run = self.choice.forecast.run
+        found = [*run.model.left_out, *unlike_anchor(run, self.choice.hardware.name)]
         if self.verdict is FitVerdict.CLOSE and self.limit is not None and self.limit.gpu:
             needs, gpu = dict(self.figures.rows())["device"], self.limit.gpu
             found.append(
@@ -162,8 +163,8 @@ class ForecastPlan:
     @property
     def figures(self) -> RunFigures:
         """Allocated, reserved and device bytes, and the step's time."""
-        found, gpu = self.choice.forecast, "" if self.limit is None else self.limit.gpu
-        return figures(found.run, found.peak_bytes, hardware=gpu, step_seconds=self.choice.step_seconds)
+        found, device = self.choice.forecast, self.choice.hardware
+        return figures(found.run, found.peak_bytes, hardware=device.name, step_seconds=self.choice.step_seconds)
 
     @property
     def verdict(self) -> FitVerdict | None:

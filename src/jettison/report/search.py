@@ -12,7 +12,7 @@ from rich.text import Text
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes, format_count, format_percent, format_ratio, format_seconds
 from jettison.predict.allowance import available_to
-from jettison.predict.ranges import FitVerdict, Residual, RunFigures, figures, scaled, time_residual
+from jettison.predict.ranges import FitVerdict, Residual, RunFigures, figures, scaled, time_residual, unlike_anchor
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
 from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, device_notes, facts, grid
@@ -61,8 +61,9 @@ class SearchReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Parts of the configuration that are not in the figures."""
-        return self.answer.space.template.model.left_out
+        """Parts of the configuration that are not in the figures, and how an anchor differs."""
+        template = self.answer.space.template
+        return (*template.model.left_out, *unlike_anchor(template, self.hardware.name))
 
     @property
     def sure(self) -> Residual:

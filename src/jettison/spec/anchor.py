@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
 SCHEMA: Final = "jettison.anchor/1"
 FACTORS: Final = ("compute", "communication", "host")
+BUFFERS: Final = ("logits in fp32", "logits in bf16", "parameters", "gradients", "residual stream in fp32")
+"""Of which a framework may hold copies: `predict.extra_buffers`."""
+MOST_COPIES: Final = 3
+MOST_FRAGMENTS: Final = 100.0
+"""GiB for each square root of an allocated GiB: more than any device has."""
 MEASURED_WORDS: Final = '"allocated=61.2GiB reserved=66GiB device=69GiB step=1.32s"'
 
 
@@ -45,6 +51,8 @@ class MeasuredRun:
                     f"got {low} = {format_bytes(less)} above {high} = {format_bytes(more)}; expected allocated <= "
                     "reserved <= device, of one process"
                 )
+        if self.step is not None and not 0 < self.step < inf:
+            raise UsageError(f"got step = {self.step}s; expected the seconds of a step")
         if not there and self.step is None:
             raise UsageError(f"got nothing that was measured; expected some of {MEASURED_WORDS}")
 
@@ -73,6 +81,7 @@ class RunAnchor:
     Args:
         stack: framework preset or kernels of that run, in words.
         gpu: name of the hardware.
+        kind: its class among published runs; empty: not known.
         run: the command that describes the run.
         copies, buffer: so many copies of a buffer are allocated beside the ledger's; 0: none.
         unexplained: bytes of the measured run that nothing explains; other runs are not given them.
@@ -83,6 +92,7 @@ class RunAnchor:
 
     stack: str
     gpu: str = ""
+    kind: str = ""
     run: str = ""
     measured: MeasuredRun = field(default_factory=lambda: MeasuredRun(step=1.0))
     copies: int = 0
@@ -93,6 +103,16 @@ class RunAnchor:
     compute: float = 1.0
     communication: float = 1.0
     host: float = 1.0
+
+    def __post_init__(self) -> None:
+        if wrong := [name for name in FACTORS if not 0 < getattr(self, name) < inf]:
+            raise UsageError(f"got {wrong[0]} = {getattr(self, wrong[0])}; expected a factor above 0")
+        if self.fragments is not None and not 0 <= self.fragments <= MOST_FRAGMENTS:
+            raise UsageError(f"got fragments = {self.fragments}; expected 0 to {MOST_FRAGMENTS}")
+        if self.copies and (abs(self.copies) > MOST_COPIES or self.buffer not in BUFFERS):
+            raise UsageError(
+                f"got {self.copies} copies of {self.buffer!r}; expected up to {MOST_COPIES} of {', '.join(BUFFERS)}"
+            )
 
     def hardware(self, hardware: Hardware) -> Hardware:
         """The device, as this stack reaches it."""
@@ -109,7 +129,7 @@ class RunAnchor:
 def _lines(anchor: RunAnchor) -> Iterator[str]:
     yield "# What one measured run of this stack says about others: jettison calibrate wrote it, --anchor takes it."
     yield f'schema = "{SCHEMA}"'
-    for name in ("stack", "gpu", "run"):
+    for name in ("stack", "gpu", "kind", "run"):
         yield f"{name} = {json.dumps(getattr(anchor, name))}"
     yield "\n[measured]"
     for f in fields(MeasuredRun):

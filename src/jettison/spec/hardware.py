@@ -251,7 +251,7 @@ def _connected(text: str, word: str) -> tuple[str, int]:
     try:
         field, unit = known[key]
         value = int(Decimal(given) * unit)
-    except (KeyError, ArithmeticError):
+    except (KeyError, ArithmeticError, ValueError):  # ValueError: not a number
         value = 0
     if value < 1:
         raise UsageError(
