@@ -11,7 +11,10 @@ import pytest
 from jettison.cli.main import run
 from jettison.core.units import GIB, MIB
 from jettison.diagnose.measured import measured_in
+from jettison.frameworks.run_file import run_from
+from jettison.predict.time import estimate
 from jettison.spec.anchor import MeasuredRun, read_anchor
+from jettison.spec.hardware import hardware
 
 RUN = ["llama3-8b", "--like", "torchtitan", "--dp", "8", "--seq", "4096", "--recompute", "full"]
 ON = ["--gpu", "h100-80gb"]
@@ -51,6 +54,23 @@ def test_an_anchor_without_a_framework_says_nothing_of_one(tmp_path: Path, capsy
     assert "note: the anchor is" not in capsys.readouterr().err
     assert run(["estimate", *plain, "--gpu", "a100-80gb", "--anchor", anchor]) == 0
     assert "was measured on h100-80gb" in capsys.readouterr().err
+
+
+def test_a_file_whose_layers_are_compiled_is_anchored_on_compiled_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same step by the command line, by Python, and once anchored."""
+    file = str(Path(__file__).parents[2] / "examples" / "from" / "pretrain.toml")
+    plain = answer(capsys, "estimate", "--from", file, "--gpus", "64", *ON)
+    described = run_from(file, gpus=64)
+    assert described.compiled
+    assert estimate(described, hardware(ON[1])).step_seconds == plain["step_seconds"]
+    anchor = str(tmp_path / "anchor.toml")
+    given = ["--from", file, "--gpus", "64", *ON]
+    assert run(["calibrate", *given, "--measured", "step=8s", "--out", anchor]) == 0
+    capsys.readouterr()
+    again = answer(capsys, "estimate", *given, "--anchor", anchor)
+    assert again["step_seconds"] == pytest.approx(8.0, rel=1e-9)
 
 
 def test_a_searched_step_is_anchored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

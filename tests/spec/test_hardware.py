@@ -285,6 +285,15 @@ def test_clusters_differ_in_what_connects_the_same_devices() -> None:
     found = hardware("a100-80gb,network=6.25,node=4,link=100")
     assert (found.network_bytes_per_second, found.node, found.link_bytes_per_second) == (6_250_000_000, 4, 10**11)
     assert (found.name, found.usable_bytes) == ("a100-80gb", hardware("a100-80gb").usable_bytes)
-    for wrong in ("a100-80gb,network=0", "a100-80gb,adapters=4", "a100-80gb,network=fast", "a100-80gb,node="):
+    for wrong in (
+        "a100-80gb,network=0",
+        "a100-80gb,network=nan",
+        "a100-80gb network=6",
+        "a100-80gb,node=1.5",
+        "a100-80gb,node=4,node=8",
+        "a100-80gb,adapters=4",
+        "a100-80gb,network=fast",
+        "a100-80gb,node=",
+    ):
         with pytest.raises(UsageError, match="expected a name and perhaps ,network=25"):
             hardware(wrong)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
@@ -38,6 +38,7 @@ from jettison.families.presets import PRESETS, cached_config, is_hub_id, preset_
 from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
 from jettison.frameworks.shell_script import NOTES
 from jettison.models.described import described_model
+from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import CommonRequest, RunRequest
 from jettison.predict.run_request import flag_of, resolve
 from jettison.spec import frameworks
@@ -533,6 +534,8 @@ def run_from(
 ) -> Run:
     """The run that a training framework's own file configures: what `forecast` and `estimate` work on.
 
+    Where the file has layers compiled, they are, unless the formulas have none such.
+
     Args:
         path: torchtitan's TOML, Megatron-LM's arguments, a Trainer's JSON or YAML, and so on.
         beside: other files of the same run, such as DeepSpeed's JSON.
@@ -545,7 +548,15 @@ def run_from(
         UsageError: as `read_run` has it.
     """
     found = read_run(path, *beside, model=model, gpus=gpus, asked=flags, allow_unread=allow_unread)
-    return resolve(found.spec(), found.request).run
+    run = resolve(found.spec(), found.request).run
+    if not found.compile:
+        return run
+    try:
+        compiled = replace(run, compiled=True)
+        forecast(compiled)
+    except UsageError:
+        return run
+    return compiled
 
 
 @cache

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from jettison.core.errors import DoesNotFit, UsageError
 from jettison.core.units import format_bytes, format_seconds
+from jettison.cost.execution import execution_of
 from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
 from jettison.frameworks.python_values import configurations
 from jettison.frameworks.run_file import RunFile, flags_of, read_run
@@ -108,7 +109,9 @@ def write_back(
             limit_name="the plan's budget",
             advice=f"the least of the {len(tried)} settings that {found.says} has; jettison export has other ways",
         )
-    seconds = [estimate(run, choice.hardware).step_seconds for run, *_ in fitting]
+    seconds = [  # eager, as a plan's
+        estimate(run, choice.hardware, execution=execution_of(run)).step_seconds for run, *_ in fitting
+    ]
     changes = [_changes(found, file, keys) for *_, keys in fitting]
     alike = [at for at, took in enumerate(seconds) if took <= (1 + ALIKE) * min(seconds)]
     sends = [bool(request.offload) for _, request, _ in fitting]

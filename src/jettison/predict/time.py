@@ -16,7 +16,7 @@ up with.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from reprlib import repr as short
 
@@ -149,7 +149,7 @@ def estimate(
     """What a step of a run takes.
 
     Args:
-        execution: how the code runs it; left out, what goes with the run's kernels.
+        execution: how the code runs it; left out, what goes with the run's kernels, compiled where its layers are.
         chosen: by layer, buffers that a planner keeps; None where the run's recompute mode decides.
         outlined: the run's `outline`, where it is known.
 
@@ -159,8 +159,12 @@ def estimate(
     expect_run(run)
     if not isinstance(hardware, Hardware):
         raise UsageError(f"got {short(hardware)}; expected hardware, such as jettison.hardware('h100-80gb')")
-    how = execution or execution_of(run)
+    how = execution or (execution_of(run).compiled() if run.compiled else execution_of(run))
     _, hardware = anchored(run, hardware)
+    given, run = (
+        run,
+        replace(run, compiled=False),
+    )  # layers are priced as they are written, with the kernels that a compiler makes
     timing = Timing(run=run, hardware=hardware, execution=how, planned=chosen is not None)
     layout = run.layout
     known: dict[int, list[Item]] = {}
@@ -177,7 +181,7 @@ def estimate(
     over = max(end + stage.end for end, stage in zip(played.ends, stages, strict=True))
     again = sum(stage.recomputed_flops for stage in stages)
     return Estimate(
-        run=run,
+        run=given,
         hardware=hardware,
         execution=timing.execution,
         stages=stages,

@@ -229,6 +229,8 @@ def hardware(name_or_path: str | Path) -> Hardware:
     if isinstance(name_or_path, str) and "=" in text:
         name, *words = text.split(",")
         connected: dict[str, Any] = dict(_connected(text, word) for word in words)
+        if "=" in name or len(connected) < len(words):
+            raise _unconnected(text)
         return replace(hardware(name), **connected)
     if isinstance(name_or_path, Path) or text.endswith(".toml") or "/" in text:
         return _read(Path(name_or_path))
@@ -250,14 +252,17 @@ def _connected(text: str, word: str) -> tuple[str, int]:
     known = {"node": ("node", 1)} | {name: (f"{name}_bytes_per_second", 10**9) for name in ("network", "link")}
     try:
         field, unit = known[key]
-        value = int(Decimal(given) * unit)
+        exact = Decimal(given) * unit
+        value = 0 if unit == 1 and exact % 1 else int(exact)
     except (KeyError, ArithmeticError, ValueError):  # ValueError: not a number
         value = 0
     if value < 1:
-        raise UsageError(
-            f"got the accelerator {text!r}; expected a name and perhaps ,network=25,link=300,node=8 (GB/s)"
-        )
+        raise _unconnected(text)
     return field, value
+
+
+def _unconnected(text: str) -> UsageError:
+    return UsageError(f"got the accelerator {text!r}; expected a name and perhaps ,network=25,link=300,node=8 (GB/s)")
 
 
 def usual_hardware(device: Device) -> Hardware:
