@@ -12,6 +12,7 @@ from jettison.cli.main import run
 from jettison.core.errors import UsageError
 from jettison.frameworks.config_file import MOST_KEYS, read_config_file
 from jettison.frameworks.run_file import flags_of, is_run_file, read_run, run_from, tables
+from jettison.frameworks.shell_script import NOTES, arguments
 from jettison.predict.run_fields import RunRequest
 
 TITAN = """
@@ -138,6 +139,33 @@ def test_arguments_of_a_script(tmp_path: Path) -> None:
         "bf16": True,
         "lr": "-1",
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("python t.py --a 1 `# why` \\\n --b 2\n", {"a": "1", "b": "2"}),
+        ("N=3\nrun() {\n  local M=$1\n  python t.py --a $N --b $M\n}\nN=5\nrun 4\n", {"a": "5", "b": "4"}),
+        ("function run { python t.py --a ${1:-2}; }\nrun 4 | tee log\n", {"a": "4"}),
+        ("run()\n{\n  if true; then\n    python t.py --a 1\n  fi\n}\n", {"a": "1"}),
+        ("run() { run; run; }\nrun\npython t.py --a 1\n", {"a": "1"}),
+        (": ${N:=4}\npython t.py --a $N\n", {"a": "4"}),
+        ("N=3\nunset N\npython t.py --a ${N:-7}\n", {"a": "7"}),
+        ("USE=true\nif $USE; then N=1; else N=2; fi\npython t.py --a $N\n", {"a": "1"}),
+        ("python t.py --a 1 | tee --append log\n", {"a": "1"}),
+        ("python t.py --a $((10#08))\n", {"a": "$((10#08))"}),
+    ],
+)
+def test_what_a_shell_would_do(text: str, wanted: dict[str, str]) -> None:
+    assert {key: value for key, value in arguments(text).items() if not key.startswith("$")} == wanted
+
+
+def test_what_only_a_run_would_know_is_said() -> None:
+    found = arguments('source ours.sh\nif have gpus; then A=1; fi\npython t.py --lr $LR --a 1 $MORE "$@"\n')
+    assert found[NOTES] == [
+        "a test of the script is not known, and counts as false: have gpus",
+        "arguments that the script does not say are left away: $MORE",
+    ]
 
 
 def test_tables_name_fields_of_a_request() -> None:

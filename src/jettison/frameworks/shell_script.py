@@ -27,6 +27,12 @@ _VARIABLE: Final = re.compile(
 _NAME: Final = re.compile(r"(?:(?:export|local|readonly|declare|typeset)\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=")
 _SBATCH: Final = re.compile(r"^#SBATCH\s+--([\w-]+)(?:[= ]+(\S+))?", re.MULTILINE)
 _HERE: Final = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2\s*$", re.MULTILINE | re.DOTALL)
+_INSIDE: Final = re.compile(r"`#[^`\n]*`")
+"""A comment within a command."""
+_FUNCTION: Final = re.compile(r"(?:function\s+([\w-]+)\s*(?:\(\))?|([\w-]+)\s*\(\))\s*(?=\{|$)")
+_DEEPEST: Final = 8
+"""Functions that call functions."""
+_MOST_CALLS: Final = 100
 _OVERRIDE: Final = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)")
 """A key of a configuration with its value, as Hydra takes them."""
 _ENDS: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>&1", "&>", "<"})
@@ -49,8 +55,12 @@ def arguments(text: str) -> Mapping[str, Any]:
         ValueError: it grows beyond what can be read.
     """
     script = _Script()
-    script.read(_HERE.sub("\n", text.replace("\r\n", "\n")))
-    found = _named(script.command())
+    script.read(_HERE.sub("\n", _INSIDE.sub(" ", text.replace("\r\n", "\n"))))
+    script.read_uncalled()
+    words = script.command()
+    found = _named(words)
+    for word in _lost(words):
+        script.notes[f"arguments that the script does not say are left away: {word}"] = None
     for name, value in _SBATCH.findall(text):
         if name in _KNOWN_OF_LAUNCHERS and value:
             found.setdefault(name, value)
@@ -66,6 +76,9 @@ class _Script:
     commands: list[list[str]] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     _blocks: list[_Block] = field(default_factory=list)
+    _functions: dict[str, str] = field(default_factory=dict)
+    _called: list[str] = field(default_factory=list)
+    _depth: int = 0
 
     def command(self) -> list[str]:
         """The command with the most arguments, of those that start a program where one does; else all words."""
@@ -91,7 +104,9 @@ class _Script:
         while at < len(pieces):
             words, _ = pieces[at]
             first, _, rest = words.strip().partition(" ")
-            if first in ("if", "elif", "while", "until"):
+            if (function := _FUNCTION.match(words)) and self._runs():
+                at = self._function(function, pieces, at)
+            elif first in ("if", "elif", "while", "until"):
                 tests: list[tuple[str, str]] = [(rest, pieces[at][1])]
                 closing = "then" if first in ("if", "elif") else "do"
                 while at + 1 < len(pieces) and pieces[at + 1][0].split(" ")[0] != closing:
@@ -101,6 +116,44 @@ class _Script:
             else:
                 self._statement(first, rest, words, pieces[at][1])
             at += 1
+
+    def _function(self, match: re.Match[str], pieces: Sequence[tuple[str, str]], at: int) -> int:
+        """Keep a function for where it is called; return its last piece."""
+        depth, body = 0, ""
+        for end in range(at, len(pieces)):
+            words, follows = pieces[end]
+            words = words[match.end() :] if end == at else words
+            if words.startswith("{"):
+                depth, words = depth + 1, words[1:].strip()
+            if words.startswith("}"):
+                depth, words = depth - 1, ""
+            body += f"{words} {follows} " if follows in ("&&", "||") and words else f"{words}\n"
+            if not depth and end > at:
+                break
+        self._functions[match[1] or match[2]] = body
+        return end
+
+    def _call(self, name: str, values: Sequence[str]) -> None:
+        """Follow a function where it is called."""
+        self._called.append(name)
+        if len(self._called) > _MOST_CALLS or self._depth >= _DEEPEST:
+            return
+        before, blocks = dict(self.variables), self._blocks
+        places = {str(number): value for number, value in enumerate(values, 1)}
+        self.variables |= places
+        self._blocks, self._depth = [], self._depth + 1
+        self.read(self._functions[name])
+        self._blocks, self._depth = blocks, self._depth - 1
+        for place in places:
+            self.variables.pop(place, None)
+            if place in before:
+                self.variables[place] = before[place]
+
+    def read_uncalled(self) -> None:
+        """Follow functions that another script calls, where this one starts nothing itself."""
+        for name in self._functions:
+            if not any(word.startswith("--") for words in self.commands for word in words):
+                self._call(name, ())
 
     def _branch(self, word: str, tests: Sequence[tuple[str, str]]) -> None:
         if word == "elif":
@@ -173,8 +226,18 @@ class _Script:
             text = self.expand(value[1:-1] if array else value, single=not array)
             self.variables[match[1]] = f"{before} {text.strip()}".strip() if array else before + _unquoted(text)
             words = words.strip()
-        if words:
-            self.commands.append(split_words(self.expand(words)))
+        for part in _piped(words):
+            self._run_one(split_words(self.expand(part)))
+
+    def _run_one(self, words: list[str]) -> None:
+        """A command, a function, or what takes variables back."""
+        if words and words[0] in self._functions:
+            self._call(words[0], words[1:])
+        elif words and words[0] == "unset":
+            for name in words[1:]:
+                self.variables.pop(name, None)
+        elif words:
+            self.commands.append(words)
 
     # values -----------------------------------------------------------------------------------------------------------
 
@@ -200,6 +263,8 @@ class _Script:
         if how == "+":
             return match["else"] if value else ""
         if value is None or (value == "" and match["how"] and match["how"].startswith(":")):
+            if how == "=":
+                self.variables[name] = _unquoted(match["else"])
             return _unquoted(match["else"]) if how in ("-", "=") else match[0]
         return value
 
@@ -219,7 +284,11 @@ class _Script:
             inner = self._holds(words[2:])
             return None if inner is None else not inner
         if not _is_test(words):
-            return None
+            said = _unquoted(self.expand(words))
+            if said not in ("true", ":", "false"):
+                self.notes[f"a test of the script is not known, and counts as false: {words}"] = None
+                return None
+            return said != "false"
         if words.startswith("(("):
             number = _compared(self.expand(re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"${\1}", words[2:-2])))
         else:
@@ -303,6 +372,24 @@ def _statements(text: str) -> Iterator[tuple[str, str]]:
         yield word, "\n"
 
 
+def _piped(text: str) -> Iterator[str]:
+    """Commands that are joined by pipes."""
+    quote, depth, begin = "", 0, 0
+    for at, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote and text[at - 1] != "\\" else quote
+        elif char in "\"'`":
+            quote = char
+        elif char in "({":
+            depth += 1
+        elif char in ")}" and depth:
+            depth -= 1
+        elif char == "|" and not depth:
+            yield text[begin:at]
+            begin = at + 1
+    yield text[begin:]
+
+
 def _value(text: str) -> tuple[str, str]:
     """What an assignment's value is, and what stands behind it."""
     quote, depth = "", 0
@@ -361,6 +448,15 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
             before = found[name]
             found[name] = word if before is True else [*(before if isinstance(before, list) else [before]), word]
     return found
+
+
+def _lost(words: Sequence[str]) -> Iterator[str]:
+    """Variables that are not known and stand where arguments would; what the script itself is called with is none."""
+    before = ""
+    for word in words:
+        if re.match(r"\$\{?[A-Za-z_]", word) and not (before.startswith("--") and "=" not in before):
+            yield word
+        before = word
 
 
 def _is_program(word: str) -> bool:
@@ -432,6 +528,8 @@ def _calculated(text: str) -> int | None:
                         return first % then
         raise ValueError
 
+    if "#" in text:  # of another base
+        return None
     try:
         return value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
