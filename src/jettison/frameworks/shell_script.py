@@ -373,7 +373,7 @@ def _statements(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _piped(text: str) -> Iterator[str]:
-    """Commands that are joined by pipes."""
+    """Commands that are joined by pipes, with space about them: patterns of layers have them without."""
     quote, depth, begin = "", 0, 0
     for at, char in enumerate(text):
         if quote:
@@ -384,7 +384,7 @@ def _piped(text: str) -> Iterator[str]:
             depth += 1
         elif char in ")}" and depth:
             depth -= 1
-        elif char == "|" and not depth:
+        elif char == "|" and not depth and text[at - 1 : at + 2].strip() != text[at - 1 : at + 2]:
             yield text[begin:at]
             begin = at + 1
     yield text[begin:]
