@@ -61,6 +61,13 @@ def test_flags_count_before_the_file_and_sizes_follow_them(titan: Path) -> None:
     assert run_from(titan, gpus=8, tp=4) == jettison.run_from(str(titan), gpus=8, tp=4)
 
 
+def test_replicas_that_the_command_line_says_are_devices(titan: Path) -> None:
+    found = read_run(titan, asked={"dp": 8})
+    assert (found.request.dp, found.gpus) == (8, 16)
+    with pytest.raises(UsageError, match="got 8 GPUs and 16 ranks of --dp"):
+        read_run(titan, gpus=8, asked={"dp": 8})
+
+
 def test_an_unknown_key_is_refused_by_name(titan: Path) -> None:
     titan.write_text(TITAN.replace("seq_len", "hyper_drive = true\nseq_len"))
     with pytest.raises(UsageError, match=r"training\.hyper_drive = true \(it is not known\).*--allow-unread"):

@@ -181,7 +181,7 @@ class Keys:
         self._written = {_usual(key, table): key for key in file.values}
         self.values = {name: file.values[key] for name, key in self._written.items()}
         self.asked = dict(asked or {})
-        self.gpus = gpus
+        self.gpus = self.gpus_asked = gpus
         self.compile = False
         self.global_batch: int | None = None
         self.beside = tuple(beside)
@@ -344,6 +344,10 @@ class Keys:
         product = 1
         for size in sizes:
             product *= size
+        if (replicas := self.asked.get("dp")) is not None:
+            if self.gpus_asked and self.gpus_asked != replicas * product:
+                raise UsageError(f"got {self.gpus_asked} GPUs and {replicas * product} ranks of --dp; give one of them")
+            self.gpus = replicas * product
         if self.gpus is None:
             raise UsageError(f"{self.file.path} does not say on how many GPUs it runs; give --gpus, such as --gpus 8")
         if self.gpus % product:

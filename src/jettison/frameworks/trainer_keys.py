@@ -37,7 +37,7 @@ def replicas(keys: Keys) -> None:
     if keys.gpus is None and str(keys.get(a_node, "")).isdecimal():
         nodes = str(keys.get("nnodes", keys.get("num_nodes", 1)))
         keys.gpus = int(keys.get(a_node)) * (int(nodes) if nodes.isdecimal() else 1)
-    if keys.gpus is None and not keys.field("zero"):
+    if keys.gpus is None and not keys.field("zero") and keys.asked.get("dp") is None:
         keys.gpus = 1
         keys.note("it does not say on how many GPUs it runs: one is counted; give --gpus for more")
     dp = keys.share("tp", "cp")
