@@ -68,6 +68,16 @@ def test_replicas_that_the_command_line_says_are_devices(titan: Path) -> None:
         read_run(titan, gpus=8, asked={"dp": 8})
 
 
+def test_a_mode_on_the_command_line_stands_for_a_files_list_of_modules() -> None:
+    """And the other way round; a search prints modes, which are given beside the file."""
+    script = Path(__file__).parents[2] / "examples" / "from" / "pretrain.sh"
+    assert run_from(script).recompute == run_from(script, recompute="selective").recompute
+    for mode in ("full", "none", "modules:mlp"):
+        assert str(run_from(script, recompute=mode).recompute) == mode
+    assert str(run_from(script, recompute_modules="mlp").recompute) == "modules:mlp"
+    assert run(["estimate", "--from", str(script), "--gpu", "a100-80gb", "--recompute", "full"]) == 0
+
+
 def test_an_unknown_key_is_refused_by_name(titan: Path) -> None:
     titan.write_text(TITAN.replace("seq_len", "hyper_drive = true\nseq_len"))
     with pytest.raises(UsageError, match=r"training\.hyper_drive = true \(it is not known\).*--allow-unread"):

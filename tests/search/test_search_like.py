@@ -89,6 +89,20 @@ def test_the_trainers_replicas_have_buckets_where_they_shard_nothing() -> None:
     assert buckets.peak_bytes == alone.peak_bytes + alone.worst.static.gradients
 
 
+def test_gradients_that_a_preset_has_for_a_stage_of_zero_are_a_searchs() -> None:
+    """DeepSpeed's stage 3 has a buffer of them: with one micro-batch the peak is another."""
+    whole = SearchRequest(like="deepspeed", tp="1", pp="1", cp="1").space(LLAMA, A100, gpus=2, global_batch=2)
+    for setup in whole.setups:
+        layout = setup.layout
+        typed = RunRequest(
+            like="deepspeed", dp=layout.dp, zero=layout.zero, micro_batch=setup.micro_batch,
+            micro_batches=setup.micro_batches,
+        )  # fmt: skip
+        assert setup_run(setup, whole.template) == resolve(LLAMA, typed).run
+        upfront = setup_run(setup, whole.template).gradients is Gradients.UPFRONT
+        assert upfront is (layout.zero == 3)
+
+
 def test_a_searched_peak_is_the_ledgers() -> None:
     """Logits, 16 bits, and DTensor's loss beside them: with the loss of tp = 1 it would be another number."""
     asked = SearchRequest(like="torchtitan", tp="2", sp=True, pp="1", cp="1", micro_batch="4", recompute="none")

@@ -81,7 +81,7 @@ def sourced(
             hint(f"note: of {model} the model alone is read; --from {model} reads the run")
         _say_anchor(request)
         return model, request, None
-    from jettison.frameworks.run_file import read_run
+    from jettison.frameworks.run_file import read_run, replaced
 
     known = {f.name for f in fields(RunRequest)}
     given = {name: getattr(request, name) for name in request.given()}
@@ -89,7 +89,7 @@ def sourced(
     gpus = own_gpus if gpus is None else gpus
     found = read_run(*source.from_file, model=model, gpus=gpus, asked=asked, allow_unread=source.allow_unread)
     own = {f.name for f in fields(RunRequest if isinstance(request, RunRequest) else CommonRequest)}
-    own -= set(decides)
+    own -= set(decides) | replaced(given)
     merged = {name: getattr(found.request, name) for name in found.request.given() if name in own}
     request = type(request)(**{**merged, **given})
     found = _settled(found, request, verb)

@@ -151,6 +151,13 @@ def flags_of(request: CommonRequest) -> Iterator[str]:
             yield str(value)
 
 
+def replaced(asked: Mapping[str, Any]) -> frozenset[str]:
+    """Fields that a file may say and that others on the command line stand for: a mode of recompute, and a list."""
+    mode, modules = asked.get("recompute"), asked.get("recompute_modules")
+    gone = {"recompute_modules"} if mode not in (None, "selective") and modules is None else set()
+    return frozenset(gone | ({"recompute"} if modules is not None and mode is None else set()))
+
+
 class Keys:
     """The keys of a file while they are read: whoever asks for one has read it.
 
@@ -242,7 +249,7 @@ class Keys:
         for key in keys:
             if key in self.values:
                 said = " ".join(flags_of(RunRequest(**{name: value})))
-                other = self.asked.get(name) not in (None, value)
+                other = self.asked.get(name) not in (None, value) or name in replaced(self.asked)
                 self._became.setdefault(key, []).append(f"{said} (the command line says another)" if other else said)
 
     def note(self, text: str) -> None:
@@ -442,7 +449,9 @@ class Keys:
 
     def request(self, like: str | None) -> RunRequest:
         """What was given, the command line's before the file's."""
-        given = {**({} if like is None else {"like": like}), **self._fields}
+        gone = replaced(self.asked)
+        own = {name: value for name, value in self._fields.items() if name not in gone}
+        given = {**({} if like is None else {"like": like}), **own}
         return RunRequest(**{**given, **{name: value for name, value in self.asked.items() if value is not None}})
 
     def _as(self, kind: type[_T], key: str, default: _T | None, expected: str) -> _T | None:

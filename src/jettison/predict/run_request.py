@@ -347,7 +347,7 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-_GRADIENTS: Final = MappingProxyType(
+GRADIENTS: Final = MappingProxyType(
     {
         "one-by-one": Gradients.ONE_BY_ONE,
         "upfront": Gradients.UPFRONT,
@@ -361,9 +361,9 @@ _GRADIENTS: Final = MappingProxyType(
 def _gradients(text: str | None, kernels: Kernels) -> Gradients:
     if text is None:
         return Gradients.UPFRONT if kernels.upfront_gradients else Gradients.ONE_BY_ONE
-    if text not in _GRADIENTS:
-        raise UsageError(f"got --gradients {text!r}; expected one of {', '.join(_GRADIENTS)}")
-    return _GRADIENTS[text]
+    if text not in GRADIENTS:
+        raise UsageError(f"got --gradients {text!r}; expected one of {', '.join(GRADIENTS)}")
+    return GRADIENTS[text]
 
 
 # adapters, frozen models, states on the host --------------------------------------------------------------------------

@@ -6,12 +6,13 @@ See NOTE [ Defaults ] in `predict.run_request` for what is no axis.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Final
 
 from jettison.core.errors import UsageError
 from jettison.core.parse_units import Tokens  # noqa: F401 - annotations of the base class are resolved in this module
 from jettison.predict.run_fields import CommonRequest, RunRequest
-from jettison.predict.run_request import flag_of, resolve
+from jettison.predict.run_request import GRADIENTS, flag_of, resolve
 from jettison.search.space import PLANS, SCHEDULES, Axes, OverTensorRanks, Space
 from jettison.spec.fp8 import Library
 from jettison.spec.frameworks import named, rule
@@ -20,7 +21,7 @@ from jettison.spec.kernels import Loss
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import MUONS, Gradients
 from jettison.spec.recompute import Mode, Recompute
-from jettison.spec.run import anchored
+from jettison.spec.run import Run, anchored
 from jettison.spec.states_on_host import NOT_MOVED, states_on_host
 from jettison.spec.tuning import Base
 
@@ -160,7 +161,7 @@ class SearchRequest(CommonRequest):
             node=hardware.node,
             axes=axes,
             over_tensor_ranks=self._over_tensor_ranks(),
-            over_replicas=self._over_replicas(),
+            over_replicas=self._over_replicas(template),
             over_shards=self._over_shards(),
         )
 
@@ -209,12 +210,13 @@ class SearchRequest(CommonRequest):
         fields_of = {"outer_ends": "outer_ends" in said, "flat_parameters": said.get("fsdp_version") == 1}
         return {name: True for name, given in fields_of.items() if given}
 
-    def _over_replicas(self) -> Gradients | None:
-        """What it says of gradients over several replicas that shard nothing."""
+    def _over_replicas(self, template: Run) -> dict[tuple[bool, int], Gradients]:
+        """What it says of gradients by whether there are several replicas and by stage of ZeRO, where not as there."""
         if self.like is None or self.gradients is not None:
-            return None
-        alone, over = (rule(self.like, tp=1, dp=dp)["gradients"] for dp in (1, 2))
-        return None if alone == over else Gradients(over)
+            return {}
+        cases = product((False, True), range(4))
+        said = {(many, zero): rule(self.like, tp=1, dp=1 + many, zero=zero)["gradients"] for many, zero in cases}
+        return {case: GRADIENTS[word] for case, word in said.items() if GRADIENTS[word] is not template.gradients}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

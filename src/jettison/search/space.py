@@ -177,7 +177,8 @@ class Space:
         node: devices of a node.
         over_tensor_ranks: what layouts with tp above 1 have instead of what the template has.
         over_shards: fields of layouts without a pipeline that shard parameters, instead of what the template has.
-        over_replicas: when gradients are allocated where several replicas shard nothing; None: as in the template.
+        over_replicas: when gradients are allocated, by whether there are several replicas and by stage of ZeRO, where
+            not as in the template.
 
     Raises:
         UsageError: a number below one.
@@ -189,7 +190,7 @@ class Space:
     node: int
     axes: Axes = field(default_factory=Axes)
     over_tensor_ranks: OverTensorRanks = OverTensorRanks()
-    over_replicas: Gradients | None = None
+    over_replicas: Mapping[tuple[bool, int], Gradients] = field(default_factory=dict)
     over_shards: Mapping[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -289,7 +290,7 @@ class Space:
                     refused[misfit] += 1
                     continue
                 loss = self.over_tensor_ranks.loss if layout.tp > 1 else None
-                gradients = self.over_replicas if layout.dp > 1 and not layout.zero else None
+                gradients = self.over_replicas.get((layout.dp > 1, layout.zero))
                 yield Setup(layout=layout, micro_batch=micro_batch, micro_batches=count, loss=loss, gradients=gradients)
             if self.axes.micro_batch and not set(self.axes.micro_batch) & set(_divisors(each)):
                 refused[f"--micro-batch {self.axes.micro_batch[0]} does not divide the {each} of one rank"] += 1
