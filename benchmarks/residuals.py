@@ -168,8 +168,7 @@ def _times() -> Iterator[Row]:
         source = f"{source}, {name}" if source == "NeMo" else source
         yield _row("time", source, row.run, row.name, 1 + row.error, device)
     for one in newer_runs.rows():
-        name = one.name.partition(",")[0] if one.stack == "nemo" else one.run.model.name
-        source = f"{'NeMo' if one.stack == 'nemo' else 'SimuMax'}, {name}"
+        source = f"NeMo, {one.name.partition(',')[0]}" if one.stack == "nemo" else "SimuMax"
         yield _row("time", source, one.run, one.name, 1 + one.error, one.gpu)
     device = hardware("a100-80gb")
     for name, run, seconds in throughput.paper_runs():
