@@ -73,6 +73,16 @@ def test_a_file_whose_layers_are_compiled_is_anchored_on_compiled_layers(
     assert again["step_seconds"] == pytest.approx(8.0, rel=1e-9)
 
 
+def test_a_plan_names_its_anchor_from_anywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["calibrate", *RUN, *ON, "--measured", "step=9s", "--out", "anchor.toml"]) == 0
+    capsys.readouterr()
+    made = answer(capsys, "plan", *RUN[:-2], *ON, "--anchor", "anchor.toml")["made_by"]
+    assert made["anchor"] == str((tmp_path / "anchor.toml").resolve())
+
+
 def test_a_searched_step_is_anchored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     anchor = str(tmp_path / "anchor.toml")
     assert run(["calibrate", *RUN, *ON, "--measured", "step=9s", "--out", anchor]) == 0

@@ -247,9 +247,10 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
 def _made_by(model: str, request: RunRequest, flags: PlanFlags) -> dict[str, Any]:
     """Return the request by field; files by their full paths."""
     given = {name: getattr(request, name) for name in request.given()}
-    named = {"model": model, "gpu": flags.gpu}
+    named = {"model": model, "gpu": flags.gpu, "anchor": request.anchor}
     whole = {k: str(Path(v).resolve()) if v is not None and Path(v).exists() else v for k, v in named.items()}
     more = {"gpu": whole["gpu"], "budget": flags.budget, "host_budget": flags.host_budget}
+    more["anchor"] = whole["anchor"]
     return {"model": whole["model"], **given, **{name: value for name, value in more.items() if value is not None}}
 
 
