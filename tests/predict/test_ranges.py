@@ -92,6 +92,16 @@ def test_reserved_is_beyond_allocated_and_device_beyond_reserved() -> None:
     assert more.device.expected - found.device.expected == GIB // 2  # one more communicator
 
 
+@pytest.mark.parametrize("size", [2, 16, 120, 700])
+@pytest.mark.parametrize("like", ["megatron-0.19", "torchtitan", "huggingface", "unsloth"])
+def test_no_end_of_reserved_is_below_that_of_allocated_nor_of_device_below_reserved(like: str, size: int) -> None:
+    found = figures(run_of("mixtral-8x7b", RunRequest(like=like, seq=1024)), size * GIB)
+    for end in ("low", "expected", "high"):
+        ends = [getattr(one, end) for one in (found.allocated, found.reserved, found.device)]
+        assert ends == sorted(ends), end
+    assert found.least >= found.allocated.low
+
+
 def test_on_the_cpu_nothing_is_reserved_beyond_tensors() -> None:
     run = run_of("gpt2", RunRequest())
     found = figures(replace(run, kernels=run.kernels.on_cpu()), GIB)

@@ -210,7 +210,7 @@ def figures(
         reserved = Range(
             expected=allocated_bytes + (centre + beyond.expected) * scale,
             low=max(allocated.low, allocated_bytes + (centre + beyond.low) * scale),
-            high=allocated_bytes + (centre + beyond.high) * scale,
+            high=max(allocated.high, allocated_bytes + (centre + beyond.high) * scale),
         )
         fixed = fixed_allowance(layout or run.layout, run.kernels.device)
         more = 0 if anchor is None else anchor.context or 0
