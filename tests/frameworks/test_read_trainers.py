@@ -157,6 +157,30 @@ def test_what_deepspeed_has_on_the_host(write: Any, places: Mapping[str, Any], s
     assert read_run(write(config, "ds.json"), model="gpt2", gpus=4).request.states_on_host == states
 
 
+@pytest.mark.parametrize(
+    ("more", "micro", "micros"),
+    [
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 2, 4),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 4, 2),
+        ({"train_batch_size": 64}, 8, None),
+        ({"train_micro_batch_size_per_gpu": 2}, 2, None),
+    ],
+)
+def test_batches_of_deepspeed_alone(write: Any, more: Mapping[str, int], micro: int, micros: int | None) -> None:
+    config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, **more}
+    found = read_run(write(config, "ds.json"), model="gpt2", gpus=8).request
+    assert (found.micro_batch, found.micro_batches) == (micro, micros)
+
+
+def test_sizes_of_deepspeed_that_do_not_fit(write: Any) -> None:
+    config = {"zero_optimization": {"stage": 2}, "train_batch_size": 64, "train_micro_batch_size_per_gpu": 3}
+    with pytest.raises(UsageError, match="train_batch_size = 64, and its other sizes make 48 on 8 ranks"):
+        read_run(write(config, "ds.json"), model="gpt2", gpus=8)
+    wide = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
+    with pytest.raises(UsageError, match=r"grad_accum_dtype = fp32 \(expected one of bf16, fp16"):
+        read_run(write(wide, "ds.json"), model="gpt2", gpus=8)
+
+
 def test_two_files_that_contradict_each_other_say_so(write: Any) -> None:
     beside = write({**ZERO3, "train_micro_batch_size_per_gpu": 4}, "zero3.json")
     found = read_run(write(SFT), beside, gpus=8)

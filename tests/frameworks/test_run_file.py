@@ -195,6 +195,15 @@ def test_tables_name_fields_of_a_request() -> None:
         assert {"says", "syntaxes"} <= table.keys()
 
 
+def test_a_script_that_starts_what_a_file_says(titan: Path) -> None:
+    script = titan.with_name("run.sh")
+    script.write_text(f"torchrun -m train --job.config_file ./{titan.name} --training.steps 3\n")
+    with pytest.raises(
+        UsageError, match=rf"run\.sh, which starts what .*{titan.name} says; expected --from .*{titan.name}"
+    ):
+        read_run(script, gpus=8)
+
+
 def test_a_models_config_is_no_run(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "gpt2"}')

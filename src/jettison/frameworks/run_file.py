@@ -21,6 +21,7 @@ no table, as a function ``read(keys)``. Sections of ``read.toml``:
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -496,6 +497,10 @@ def read_run(
     first, *others = sorted(files, key=_order)
     table = _table(first)
     if table is None:
+        if (named := _named_within(first)) is not None:
+            raise UsageError(
+                f"got --from {first.path}, which starts what {named} says; expected --from {named}, and as flags what it changes"
+            )
         raise UsageError(
             f"got --from {first.path}, which has no key of a framework that is known; expected "
             f"{', '.join(dict.fromkeys(table['says'] for table in tables()))}"
@@ -586,6 +591,16 @@ def tables() -> Sequence[Mapping[str, Any]]:
                 known = next(one["words"][theirs] for one in found if one["framework"] == name)
                 table["words"][key] = {**known, **{word: said for word, said in words.items() if word != "like"}}
     return sorted(found, key=lambda table: int(table.get("order", 50)))
+
+
+def _named_within(file: ConfigFile) -> Path | None:
+    """A framework's file beside a script, or where we are, that it names."""
+    words = re.findall(r"[\w./-]+\.(?:ya?ml|toml|json)\b", file.text) if file.syntax == "arguments" else []
+    for word in dict.fromkeys(words):
+        for path in (Path(word), file.path.parent / word):
+            if path.is_file() and _table(read_config_file(path)) is not None:
+                return path
+    return None
 
 
 def _reader(name: str) -> Callable[..., None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes
 from jettison.frameworks.run_file import Keys
 from jettison.frameworks.trainer_keys import offloads, replicas
@@ -42,6 +43,24 @@ def read(keys: Keys, prefix: str = "") -> None:
             keys.give("precision", "fp32")
         keys.note("it does not say how long sequences are, and which layers are checkpoints: --seq, --recompute")
         replicas(keys)
+        _batch(keys)
+
+
+def _batch(keys: Keys) -> None:
+    """``runtime/config.py``, ``_set_batch_related_parameters``: each of three sizes follows from the two others."""
+    whole, ranks = keys.whole("train_batch_size"), keys.field("dp", 1)
+    if whole is None or keys.gpus == 0:
+        return
+    if keys.field("micro_batch") is None:
+        keys.give("micro_batch", max(1, whole // ranks // keys.field("micro_batches", 1)), "train_batch_size")
+    elif keys.field("micro_batches") is None:
+        keys.give("micro_batches", max(1, whole // ranks // keys.field("micro_batch")), "train_batch_size")
+    found = keys.field("micro_batch") * keys.field("micro_batches", 1) * ranks
+    if found != whole and not keys.asked:
+        raise UsageError(
+            f"{keys.file.path}: train_batch_size = {whole}, and its other sizes make {found} on {ranks} ranks"
+        )
+    keys.global_batch = found
 
 
 def _buckets(keys: Keys, zero: str) -> None:
