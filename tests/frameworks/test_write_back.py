@@ -163,6 +163,11 @@ def test_names_for_values_stay(text: str, changes: dict[str, Any], wanted: str) 
     assert edited(ConfigFile(path=Path("x.yaml"), text=text, syntax="yaml", values={}), changes) == wanted
 
 
+def test_tabs_of_json() -> None:
+    file = ConfigFile(path=Path("x.json"), text='{\n\t"a": 1,\n\t"b": 2\n}', syntax="json", values={})
+    assert edited(file, {"b": True, "c": 3}) == '{\n\t"c": 3,"a": 1,\n\t"b": true\n}'
+
+
 def test_a_value_that_others_name_is_changed_by_hand() -> None:
     for value in (3, None):
         with pytest.raises(UsageError, match="the key a is written in a way that cannot be changed in place"):

@@ -295,7 +295,8 @@ def _yaml(text: str, key: str, value: Any, *, of_json: bool = False) -> str:
     """By the places that the parser knows of each value; JSON is YAML with commas."""
     import yaml  # type: ignore[import-untyped]
 
-    node, *parts = yaml.compose(text, Loader=yaml.SafeLoader), *key.split(".")
+    spaced = text.replace("\t", " ") if of_json else text  # a tab is space to JSON, and none to YAML
+    node, *parts = yaml.compose(spaced, Loader=yaml.SafeLoader), *key.split(".")
     depth = 0
     while depth < len(parts):
         if not isinstance(node, yaml.MappingNode):
