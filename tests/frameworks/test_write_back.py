@@ -165,7 +165,7 @@ def test_names_for_values_stay(text: str, changes: dict[str, Any], wanted: str) 
 
 def test_tabs_of_json() -> None:
     file = ConfigFile(path=Path("x.json"), text='{\n\t"a": 1,\n\t"b": 2\n}', syntax="json", values={})
-    assert edited(file, {"b": True, "c": 3}) == '{\n\t"c": 3,"a": 1,\n\t"b": true\n}'
+    assert edited(file, {"b": True, "c": 3}) == '{\n\t"c": 3,\n\t"a": 1,\n\t"b": true\n}'
 
 
 def test_a_value_that_others_name_is_changed_by_hand() -> None:
@@ -185,3 +185,19 @@ def test_nothing_else_may_change(tmp_path: Path) -> None:
     ):
         after.write_text(text)
         assert _other_key(before, after, {"b.c": 9}) == said
+
+
+def test_settings_that_the_files_have_together_change_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_text = "model_name_or_path: llama3.1-8b\nmax_length: 4096\nper_device_train_batch_size: 1\nbf16: true\n"
+    Path("sft.yaml").write_text(f"{run_text}gradient_checkpointing: false\n")
+    Path("fsdp.yaml").write_text(
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}\n"
+    )
+    files = ["--from", "sft.yaml", "--from", "fsdp.yaml"]
+    assert run(["plan", *files, "--gpu", "h100-80gb", "--budget", "22GiB", "--write"]) == 0
+    assert "nothing had to change: --recompute full" in capsys.readouterr().err
+    assert Path("sft.planned.yaml").read_text() == Path("sft.yaml").read_text()

@@ -499,7 +499,8 @@ def read_run(
     if table is None:
         if (named := _named_within(first)) is not None:
             raise UsageError(
-                f"got --from {first.path}, which starts what {named} says; expected --from {named}, and as flags what it changes"
+                f"got --from {first.path}, which starts what {named} says; expected --from {named}, and as flags what "
+                "it changes"
             )
         raise UsageError(
             f"got --from {first.path}, which has no key of a framework that is known; expected "

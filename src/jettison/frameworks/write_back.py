@@ -112,7 +112,7 @@ def write_back(
     seconds = [  # eager, as a plan's
         estimate(run, choice.hardware, execution=execution_of(run)).step_seconds for run, *_ in fitting
     ]
-    changes = [_changes(found, file, keys) for *_, keys in fitting]
+    changes = [_changes(found, file, keys) if _unlike(found.request, own) else {} for _, own, keys in fitting]
     alike = [at for at, took in enumerate(seconds) if took <= (1 + ALIKE) * min(seconds)]
     sends = [bool(request.offload) for _, request, _ in fitting]
     best = min(alike, key=lambda at: (bool(changes[at]), sends[at], forecast(fitting[at][0]).peak_bytes))
@@ -204,10 +204,15 @@ def _check(
         again = read_run(
             path, *beside, model=found.model_argument, gpus=found.gpus, allow_unread=True, asked=_undecided(request)
         )
-    for name in DECIDED:
-        said, wanted = getattr(again.request, name), getattr(request, name)
-        if (said or None) != (wanted or None) and {said, wanted} != {None, "none"}:
-            raise UsageError(f"{found.path} would say {name} = {said}, not {wanted}: change it by hand")
+    if other := _unlike(again.request, request):
+        said, wanted = getattr(again.request, other), getattr(request, other)
+        raise UsageError(f"{found.path} would say {other} = {said}, not {wanted}: change it by hand")
+
+
+def _unlike(one: RunRequest, other: RunRequest) -> str:
+    """The first setting of recomputation that two requests have otherwise."""
+    pairs = {name: (getattr(one, name) or "none", getattr(other, name) or "none") for name in DECIDED}
+    return next((name for name, (mine, theirs) in pairs.items() if mine != theirs), "")
 
 
 def _other_key(before: Path, after: Path, changed: Mapping[str, Any]) -> str:
