@@ -191,6 +191,12 @@ def test_two_files_that_contradict_each_other_say_so(write: Any) -> None:
     )
 
 
+def test_a_file_that_may_be_of_two_trainers(write: Any) -> None:
+    found = read_run(write({"model_name_or_path": "gpt2", "dataset_name": "x", "per_device_train_batch_size": 1}))
+    assert found.says == "arguments of a Trainer"
+    assert any("TRL's alone" in note for note in found.notes)
+
+
 def test_lengths_that_nothing_cuts(write: Any) -> None:
     assert read_run(write({**SFT, "max_length": None})).request.seq is None
     rest = {key: value for key, value in SFT.items() if key != "max_length"}

@@ -36,6 +36,10 @@ def read(keys: Keys) -> None:
         for key in [*keys.matching("no_*")]:
             keys.values.setdefault(key.removeprefix("no_"), not keys.on(key))
     trl = keys.form == "trl"
+    if not trl and keys.file.syntax != "arguments" and keys.has("dataset_name"):
+        keys.note(
+            "nothing in it is TRL's alone, whose trainers have other defaults: a script with trl sft --config says so"
+        )
     keys.model = str(keys.get("model_name_or_path")) if keys.has("model_name_or_path") else None
     for script in keys.matching(*_OTHERS):
         keys.values[f"trainer {script[1:]}"] = True
