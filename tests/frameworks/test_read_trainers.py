@@ -191,6 +191,25 @@ def test_two_files_that_contradict_each_other_say_so(write: Any) -> None:
     )
 
 
+def test_parts_of_ligers_kernels(write: Any) -> None:
+    plain = {"model_name_or_path": "gpt2", "per_device_train_batch_size": 1, "use_liger_kernel": True}
+    assert read_run(write(plain)).request.loss == "fused"
+    parts = {"fused_linear_cross_entropy": False, "rope": False}
+    found = read_run(write(plain, liger_kernel_config=parts))
+    assert (found.request.kernels, found.request.loss) == ("liger", None)
+    for name, value in (("cross_entropy", True), ("rms_norm", False), ("novel", True)):
+        with pytest.raises(UsageError, match=rf"liger_kernel_config\.{name} = "):
+            read_run(write(plain, liger_kernel_config={name: value}))
+    both = {"base_model": "gpt2", "micro_batch_size": 1, "flash_attention": True, "eager_attention": True}
+    assert read_run(write(both)).request.attention == "flash-attn"
+    with pytest.raises(UsageError, match=r"flash_attention = true \(axolotl itself refuses it"):
+        read_run(
+            write(
+                {"base_model": "gpt2", "micro_batch_size": 1, "attn_implementation": "eager", "flash_attention": True}
+            )
+        )
+
+
 def test_a_file_that_may_be_of_two_trainers(write: Any) -> None:
     found = read_run(write({"model_name_or_path": "gpt2", "dataset_name": "x", "per_device_train_batch_size": 1}))
     assert found.says == "arguments of a Trainer"

@@ -21,13 +21,13 @@ from jettison.frameworks.trainer_keys import (
 TOKENS: Final = 512
 """``utils/schemas/config.py``, ``sequence_len``."""
 _ATTENTION: Final = {
-    "flash_attention": "flash-attn",
-    "sdp_attention": "sdpa",
-    "flex_attention": "flex",
     "eager_attention": "eager",
+    "sdp_attention": "sdpa",
+    "flash_attention": "flash-attn",
+    "flex_attention": "flex",
     "xformers_attention": "flash",
 }
-"""``utils/schemas/enums.py``, ``LEGACY_ATTN_FLAG_TO_IMPL``."""
+"""``utils/schemas/enums.py``, ``LEGACY_ATTN_FLAG_TO_IMPL``, the last that is on being the one."""
 _LORA_KERNELS: Final = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 
@@ -37,7 +37,9 @@ def read(keys: Keys) -> None:
     if keys.field("seq") is None:
         keys.give("seq", TOKENS)
     for flag, kernel in _ATTENTION.items():
-        if keys.on(flag):
+        if keys.on(flag) and keys.has("attn_implementation"):
+            keys.refuse(flag, "axolotl itself refuses it beside attn_implementation")
+        elif keys.on(flag):
             keys.give("attention", kernel, flag)
     if keys.on("sage_attention"):
         keys.refuse("sage_attention", "SageAttention is not described")

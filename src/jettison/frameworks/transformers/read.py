@@ -59,8 +59,11 @@ def read(keys: Keys) -> None:
         keys.give("offload", True, "activation_offloading")
     if keys.on("use_liger_kernel"):
         keys.give("kernels", "liger", "use_liger_kernel")
-        if not trl:  # TRL's head is its own, with Liger's norms and gates
-            keys.give("loss", "fused", "use_liger_kernel")
+        _liger(keys)
+        if not trl and keys.on("liger_kernel_config.fused_linear_cross_entropy", True):
+            keys.give("loss", "fused", "use_liger_kernel")  # TRL's head is its own, with Liger's norms and gates
+    else:
+        keys.read(*keys.matching("liger_kernel_config*"), why="nothing")
     if trl and keys.field("loss") is None:
         keys.give("loss", "tiled")
         keys.note("TRL makes its loss of tiles of logits (1.16); --loss upcast where an older one keeps them all")
@@ -72,6 +75,18 @@ def read(keys: Keys) -> None:
     optimizer(keys, "optim", "adamw")
     precision(keys, weights=weights, mixed=mixed)
     replicas(keys)
+
+
+def _liger(keys: Keys) -> None:
+    """``integrations/liger.py``: what is on by default, and what a configuration says otherwise."""
+    prefix = "liger_kernel_config."
+    for name in ("rms_norm", "swiglu"):
+        if not keys.on(f"{prefix}{name}", True):
+            keys.refuse(f"{prefix}{name}", "Liger's norms and gates are described together alone")
+    if keys.on(f"{prefix}cross_entropy"):
+        keys.refuse(f"{prefix}cross_entropy", "Liger's loss of logits is not described")
+    if not keys.on(f"{prefix}rope", True):
+        keys.note("rope of liger_kernel_config is off there, and on here: it keeps a little less")
 
 
 def adapters(keys: Keys, *, trl: bool) -> None:
