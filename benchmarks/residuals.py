@@ -516,11 +516,12 @@ def _percent(share: float) -> str:
 
 def write_data() -> str:
     """Write all files; what was written, in a line."""
+    found = sorted(predicted(), key=order)
     with RESULTS.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         names = ("figure", "source", "stack", "kind", "hardware", "run", "value")
         writer.writerow(names)
-        writer.writerows([getattr(row, name) for name in names] for row in sorted(predicted(), key=order))
+        writer.writerows([getattr(row, name) for name in names] for row in found)
     rows = stored()
     DATA.write_text(data(rows), encoding="utf-8")
     PAGE.write_text(page(rows), encoding="utf-8")

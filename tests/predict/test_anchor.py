@@ -179,6 +179,7 @@ def test_figures_as_they_are_typed() -> None:
         ('schema = "jettison.anchor/1"\nstack = "a"\n[measured]\nstep = "x"', "not of that form"),
         ("x = ", "not TOML"),
         (f"{HEAD}step = nan", "seconds of a step"),
+        (f"{HEAD}reserved = 0", "expected bytes of a run"),
         (f"{HEAD}step = 1.0\n[time]\ncompute = nan", "a factor above 0"),
         (f"{HEAD}step = 1.0\n[time]\nhost = -1.0", "a factor above 0"),
         (f"{HEAD}step = 1.0\n[memory]\nfragments = inf", "expected 0 to"),

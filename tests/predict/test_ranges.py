@@ -102,6 +102,12 @@ def test_no_end_of_reserved_is_below_that_of_allocated_nor_of_device_below_reser
     assert found.least >= found.allocated.low
 
 
+def test_a_stack_of_another_frameworks_kernels_is_no_class() -> None:
+    own = run_of("llama3-8b", RunRequest(like="megatron-0.19", stack="nemo-26.06"))
+    other = run_of("llama3-8b", RunRequest(like="torchtitan", stack="nemo-26.06"))
+    assert [lineage(Measure.TIME, run)[0] for run in (own, other)] == ["nemo, dense, ", "torch, dense, "]
+
+
 def test_on_the_cpu_nothing_is_reserved_beyond_tensors() -> None:
     run = run_of("gpt2", RunRequest())
     found = figures(replace(run, kernels=run.kernels.on_cpu()), GIB)

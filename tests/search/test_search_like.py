@@ -103,6 +103,15 @@ def test_gradients_that_a_preset_has_for_a_stage_of_zero_are_a_searchs() -> None
         assert upfront is (layout.zero == 3)
 
 
+def test_what_another_framework_cannot_run_is_refused() -> None:
+    lists = SearchRequest(like="megatron-0.19", recompute_modules="mlp", runs_on="torchtitan")
+    with pytest.raises(UsageError, match="which torchtitan cannot run; give --recompute"):
+        lists.space(LLAMA, A100, gpus=2, global_batch=4)
+    assert replace(lists, runs_on="megatron").space(LLAMA, A100, gpus=2, global_batch=4).axes.lists
+    with pytest.raises(UsageError, match="got --like torchtitan, which is --zero 3"):
+        SearchRequest(like="torchtitan", runs_on="megatron").space(LLAMA, A100, gpus=2, global_batch=4)
+
+
 def test_a_searched_peak_is_the_ledgers() -> None:
     """Logits, 16 bits, and DTensor's loss beside them: with the loss of tp = 1 it would be another number."""
     asked = SearchRequest(like="torchtitan", tp="2", sp=True, pp="1", cp="1", micro_batch="4", recompute="none")

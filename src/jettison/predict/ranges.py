@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 DATA: Final = Path(__file__).with_name("ranges.toml")
 ALL: Final = "all"
+OTHERS: Final = "others"
+"""Where software stands that is no framework's alone."""
 ANCHORED: Final = "anchored"
 """The class of runs of which one of the same source, stack, kind and hardware was measured."""
 AGREES: Final = 0.02
@@ -307,10 +309,13 @@ def classes_of(measure: Measure, stack: str, kind: str, hardware: str) -> tuple[
 
 
 def stack_of(run: Run) -> str:
-    """The software that ``--stack`` names, without its release; otherwise the framework whose kernels run."""
-    if run.stack is not None:
-        return run.stack.partition("-")[0]
-    return str(named("kernels")[run.kernels.name]["folder"])
+    """The software that ``--stack`` names, without its release; without one or beside another framework's kernels, the
+    framework whose these are.
+    """
+    own = str(named("kernels")[run.kernels.name]["folder"])
+    if run.stack is None or named("stacks").get(run.stack, {}).get("folder", OTHERS) not in (own, OTHERS):
+        return own
+    return run.stack.partition("-")[0]
 
 
 def kind_of(run: Run) -> str:

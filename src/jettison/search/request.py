@@ -104,6 +104,7 @@ class SearchRequest(CommonRequest):
         if recipe is not None and recipe.library is Library.TE:  # whose weights under FSDP are not described
             kept, by = tuple(z for z in kept if z < 3), by or "fp8_recipe"
         lists = (template.recompute,) if replace(template.recompute, reentrant=False) != Recompute() else ()
+        self._check_lists(lists, template)
         template = replace(template, recompute=Recompute())
         if template.gradients is Gradients.IN_BACKWARD:
             raise UsageError("a search tries micro-batches and replicas; --gradients in-backward goes with neither")
@@ -122,7 +123,8 @@ class SearchRequest(CommonRequest):
         if max(zero) > 3:
             raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
         if not set(zero) <= set(kept):
-            raise UsageError(f"got --zero {self.zero}; {flag_of(by)} {getattr(self, by)} is described for {kept}")
+            said = f"--zero {self.zero}" if self.zero else f"--like {self.like}, which is --zero {ruled}"
+            raise UsageError(f"got {said}; {flag_of(by)} {getattr(self, by)} is described for {kept}")
         alone = [f"--{beside.role}" for beside in template.frozen]
         alone += [f"--states-on-host {self.states_on_host}"] if template.states_on_host.frees_gradients else []
         if alone:  # what no stage of a pipeline is described with
@@ -164,6 +166,14 @@ class SearchRequest(CommonRequest):
             over_replicas=self._over_replicas(template),
             over_shards=self._over_shards(),
         )
+
+    def _check_lists(self, lists: tuple[Recompute, ...], template: Run) -> None:
+        """Raises a `UsageError` where a list of modules is not of the framework that is to run it."""
+        own = named("kernels")[template.kernels.name]["folder"]
+        if lists and self.runs_on not in (None, own):
+            raise UsageError(
+                f"got modules of {own} to compute again, which {self.runs_on} cannot run; give --recompute instead"
+            )
 
     def _sequence_parallelism(self, able: Runnable | None) -> tuple[bool, ...]:
         if able is None or "sp" in able.axes:

@@ -45,6 +45,8 @@ class MeasuredRun:
     def __post_init__(self) -> None:
         sizes = [(name, getattr(self, name)) for name in ("allocated", "reserved", "device")]
         there = [(name, value) for name, value in sizes if value is not None]
+        if nothing := [name for name, value in there if value < 1]:
+            raise UsageError(f"got {nothing[0]} = {dict(there)[nothing[0]]}; expected bytes of a run")
         for (low, less), (high, more) in pairwise(there):
             if less > more:
                 raise UsageError(
