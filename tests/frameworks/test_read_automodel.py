@@ -22,6 +22,15 @@ loss_fn: {_target_: nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy}
 packed_sequence: {packed_sequence_size: 4096}
 optimizer: {_target_: torch.optim.Adam, lr: 1.0e-5}
 """
+
+
+def test_gradients_that_wait_unsharded_are_said(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    for more, said in (("", True), (", defer_fsdp_grad_sync: false", False)):
+        file.write_text(TEXT.replace("sequence_parallel: false", f"sequence_parallel: false{more}"))
+        assert any("unsharded there" in note for note in read_run(file, gpus=8).notes) is said
+
+
 PLAIN = {
     "like": "automodel",
     "micro_batch": 2,

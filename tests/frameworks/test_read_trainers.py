@@ -191,6 +191,22 @@ def test_two_files_that_contradict_each_other_say_so(write: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, True),
+        ({"gradient_accumulation_steps": 1}, False),
+        ({"use_peft": True}, False),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}, False),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}}, True),
+        ({"fsdp": ""}, False),
+    ],
+)
+def test_gradients_that_wait_unsharded_are_said(write: Any, more: Mapping[str, Any], said: bool) -> None:
+    found = read_run(write({**SFT, "fsdp": "full_shard auto_wrap", **more}), gpus=8)
+    assert any("unsharded there" in note for note in found.notes) is said
+
+
 def test_parts_of_ligers_kernels(write: Any) -> None:
     plain = {"model_name_or_path": "gpt2", "per_device_train_batch_size": 1, "use_liger_kernel": True}
     assert read_run(write(plain)).request.loss == "fused"

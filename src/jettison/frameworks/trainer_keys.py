@@ -26,6 +26,22 @@ _HARMLESS: Final = (
 """Of FSDP's settings, what changes neither memory nor, much, time."""
 
 
+def say_unsharded(keys: Keys, *, synced: bool = False) -> None:
+    """Say what FSDP holds between micro-batches that are not reduced; of adapters it is little.
+
+    accelerate 1.15, ``accelerator.py``, ``no_sync``: by FSDP1's, and by ``set_requires_gradient_sync`` of FSDP2.
+
+    Args:
+        synced: gradients are reduced in each micro-batch.
+    """
+    sharded = keys.field("zero") == 3 and keys.field("dp", 1) > 1 and keys.said("like") != "deepspeed"
+    if sharded and not synced and keys.field("micro_batches", 1) > 1 and keys.field("lora") is None:
+        keys.note(
+            "WARNING: until a step's last micro-batch FSDP holds gradients of the whole model unsharded there, 2 to 4 "
+            "bytes a parameter that are not counted here; --micro-batches 1 is free of it"
+        )
+
+
 def replicas(keys: Keys) -> None:
     """How many run the same, and how many sequences a step has. Without a word of it, one GPU, unless it shards."""
     for key in ("num_processes", "accelerate.num_processes"):
@@ -44,6 +60,8 @@ def replicas(keys: Keys) -> None:
     if dp > 1 or keys.field("zero"):
         keys.give("dp", dp)
     keys.global_batch = keys.field("micro_batch", 1) * keys.field("micro_batches", 1) * keys.field("dp", 1)
+    each = re.search("sync_each_batch[^a-z]+(true|[a-z0-9.]*)", str(keys.values).lower())
+    say_unsharded(keys, synced=each is not None and each[1] == "true")
 
 
 def half(keys: Keys, *, default: bool = False) -> bool:

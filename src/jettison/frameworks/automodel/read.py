@@ -12,6 +12,7 @@ from typing import Final
 
 from jettison.core.errors import UsageError
 from jettison.frameworks.run_file import Keys
+from jettison.frameworks.trainer_keys import say_unsharded
 
 _MODELS: Final = (
     "model.pretrained_model_name_or_path",
@@ -59,6 +60,9 @@ def read(keys: Keys) -> None:
         keys.read("compile.enabled", why="--compile")
     _adapters(keys)
     _products(keys)
+    deferred = "distributed.defer_fsdp_grad_sync"
+    if keys.field("pp", 1) == 1:  # components/distributed/utils.py, get_sync_ctx
+        say_unsharded(keys, synced=deferred in keys.values and not keys.on(deferred))
 
 
 def _layout(keys: Keys) -> None:
