@@ -106,6 +106,12 @@ def test_the_batch_of_a_step_stays_where_the_command_line_cuts_it_otherwise(tmp_
     assert (found.request.micro_batch, found.request.micro_batches, found.global_batch) == (1, 8, 8)
 
 
+def test_gradients_that_wait_unsharded_are_said(tmp_path: Path) -> None:
+    for asked, said in (({}, True), ({"micro_batches": 1}, False)):
+        found = read_run(written(tmp_path, PRETRAIN), gpus=16, asked=asked)
+        assert any("unsharded there" in note for note in found.notes) is said
+
+
 def test_a_model_of_the_files_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = (
         "model_config: {block_size: 256, padded_vocab_size: 32000, n_layer: 6, n_head: 6, n_embd: 288, head_size: 48, "

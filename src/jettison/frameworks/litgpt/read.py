@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.frameworks.run_file import Keys
+from jettison.frameworks.trainer_keys import say_unsharded
 
 _SIZES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -76,6 +77,7 @@ def read(keys: Keys) -> None:
         nodes = keys.whole("num_nodes", 1) or 1
         if not tuned and nodes > 1:
             keys.give("zero_replicas", nodes, "num_nodes")
+        say_unsharded(keys)  # finetune/full.py and pretrain.py, fabric.no_backward_sync
 
 
 @cache
