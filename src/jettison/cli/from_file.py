@@ -77,7 +77,7 @@ def sourced(
         if own_gpus is not None or source.allow_unread:
             flag = "--allow-unread" if own_gpus is None else f"--gpus {own_gpus}"
             raise UsageError(f"got {flag} without --from; expected --from FILE of a trainer beside it")
-        if Path(model).is_file() and Path(model).suffix != ".json":
+        if Path(model).is_file() and Path(model).suffix != ".json" and _describes_a_run(model):
             hint(f"note: of {model} the model alone is read; --from {model} reads the run")
         _say_anchor(request)
         return model, request, None
@@ -97,6 +97,15 @@ def sourced(
         hint(line)
     _say_anchor(request)
     return found.model_argument, request, found
+
+
+def _describes_a_run(model: str) -> bool:
+    from jettison.frameworks.run_file import is_run_file
+
+    try:
+        return is_run_file(model)
+    except UsageError:
+        return False
 
 
 def _say_anchor(request: CommonRequest) -> None:
