@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jettison.cli.search import search as search_report
-from jettison.core.errors import Infeasible
+from jettison.core.errors import Infeasible, UsageError
 from jettison.core.units import GIB
 from jettison.cost.execution import execution_of
 from jettison.cost.layer import PriceModel
@@ -29,7 +29,7 @@ from jettison.search.evaluate import Bench, SearchQuestion
 from jettison.search.planner_time_bound import planner_seconds
 from jettison.search.request import SearchRequest
 from jettison.search.search import ALIKE, NothingFits, search
-from jettison.search.space import Setup, Space, setup_run
+from jettison.search.space import Setup, Space, _divisors, setup_run
 from jettison.spec.hardware import hardware
 from jettison.spec.model import ModelSpec
 from jettison.spec.recompute import Recompute
@@ -484,3 +484,10 @@ def test_flags_restrict_axes(fixed, expected) -> None:
     assert found.setups == tuple(setup for setup in found.setups if expected(setup))
     everything = space(LLAMA, 8, 16, schedule=fixed.get("schedule"))
     assert set(found.setups) == {setup for setup in everything.setups if expected(setup)}
+
+
+def test_more_devices_than_there_are_and_divisors() -> None:
+    for number in (*range(1, 200), 999_983):
+        assert _divisors(number) == tuple(d for d in range(1, number + 1) if number % d == 0)
+    with pytest.raises(UsageError, match="expected a whole number of 1 to 16,777,216"):
+        SearchRequest().space(model_spec("gpt2"), hardware("a100-80gb"), gpus=10**14, global_batch=8)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
+from math import isqrt
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
@@ -21,6 +22,8 @@ from jettison.spec.precision import Gradients
 from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.run import Run, recipe_misfit
 
+MOST_DEVICES: Final = 1 << 24
+"""And sequences in a step: more than any machine has."""
 INTERLEAVED: Final = "interleaved"
 """The schedule 1f1b with virtual stages."""
 SCHEDULES: Final = (str(Schedule.ONE_F_ONE_B), INTERLEAVED)
@@ -195,9 +198,10 @@ class Space:
 
     def __post_init__(self) -> None:
         for name in ("gpus", "global_batch"):
-            if getattr(self, name) < 1:
+            if not 1 <= getattr(self, name) <= MOST_DEVICES:
                 raise UsageError(
-                    f"got --{name.replace('_', '-')} {getattr(self, name)}; expected a whole number of 1 or more"
+                    f"got --{name.replace('_', '-')} {getattr(self, name)}; expected a whole number of 1 to "
+                    f"{MOST_DEVICES:,}"
                 )
 
     @cached_property
@@ -380,7 +384,8 @@ class Space:
 
 @cache
 def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(d for d in range(1, number + 1) if number % d == 0)
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def _among(values: Iterable[int], wanted: tuple[int, ...] | None) -> list[int]:
