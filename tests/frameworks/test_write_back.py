@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jettison.cli.main import run
+from jettison.cli.plan import PlanFlags, plan
 from jettison.core.errors import UsageError
 from jettison.frameworks.config_file import ConfigFile, read_config_file
-from jettison.frameworks.run_file import read_run
-from jettison.frameworks.write_back import _other_key, edited
+from jettison.frameworks.run_file import read_run, run_from
+from jettison.frameworks.write_back import _other_key, edited, write_back
+from jettison.predict.time import estimate
+from jettison.report.plan import ForecastPlan
+from jettison.spec.hardware import hardware
 
 TITAN = """# top
 [model]
@@ -201,3 +206,18 @@ def test_settings_that_the_files_have_together_change_nothing(
     assert run(["plan", *files, "--gpu", "h100-80gb", "--budget", "22GiB", "--write"]) == 0
     assert "nothing had to change: --recompute full" in capsys.readouterr().err
     assert Path("sft.planned.yaml").read_text() == Path("sft.yaml").read_text()
+
+
+def test_an_anchored_step_is_priced_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, anchor = tmp_path / "run.toml", str(tmp_path / "anchor.toml")
+    file.write_text(TITAN)
+    on = ["--gpus", "8", "--gpu", "h100-80gb"]
+    assert run(["calibrate", "--from", str(file), *on, "--measured", "step=1.5s", "--out", anchor]) == 0
+    found = read_run(file, gpus=8, asked={"anchor": anchor})
+    made = plan(found.model_argument, replace(found.request, recompute=None), PlanFlags(gpu="h100-80gb"))
+    assert isinstance(made, ForecastPlan)
+    written = write_back(found, made.choice)
+    back = tmp_path / "back.toml"
+    back.write_text(written.text)
+    again = run_from(back, gpus=8, anchor=anchor)
+    assert written.step_seconds == pytest.approx(estimate(again, hardware("h100-80gb")).step_seconds, rel=1e-9)

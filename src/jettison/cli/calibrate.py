@@ -1,4 +1,4 @@
-"""`calibrate`: a measured run as what it says about others of its stack, for `--anchor`."""
+"""`calibrate`: an anchor file from one measured run, for `--anchor`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
 
 DOUBTFUL = 0.1
-"""Of the allocated bytes: more that is unexplained is said."""
+"""Share of the allocated bytes; more that is unexplained is warned about."""
 DOUBTFUL_STEP = 2.0
-"""Times as long as predicted, or as short: more is said."""
+"""Measured over predicted step time, either way; more is warned about."""
 
 
 def command(

@@ -74,7 +74,8 @@ def _toml(*sections: str) -> Callable[[Path, bytes, str], bool]:
     return lambda path, _begin, text: path.suffix == ".toml" and heads.search(text) is not None
 
 
-def _run_file(path: Path, _begin: bytes, _text: str) -> bool:
+def describes_run(path: Path) -> bool:
+    """Is this a training framework's configuration of a run? False where it cannot be read."""
     from jettison.frameworks.run_file import is_run_file
 
     try:
@@ -120,7 +121,10 @@ KINDS: Final = (
         fits=lambda path, _begin, text: path.suffix == ".json" and '"model_type"' in text,
     ),
     FileKind(
-        name="a training framework's configuration of a run", verbs=(), command="ledger --from {}", fits=_run_file
+        name="a training framework's configuration of a run",
+        verbs=(),
+        command="ledger --from {}",
+        fits=lambda path, _begin, _text: describes_run(path),
     ),
     FileKind(
         name="a recipe of jettison train",

@@ -1,4 +1,4 @@
-"""`--from FILE`: a run as a training framework's own file has it, in the place of flags."""
+"""`--from FILE`: a run from a training framework's own configuration file instead of flags."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import Parameter
 
 from jettison.cli.app import LOCAL, Switch
+from jettison.cli.file_kinds import describes_run
 from jettison.core.errors import UsageError
 from jettison.models.described import described_model
 from jettison.predict.forecast import forecast
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFlags:
-    """Where a run is read from.
+    """Source of a run.
 
     Args:
         from_file: A trainer's own file: TOML, YAML, JSON, a script with its arguments. Flags beside it count before
@@ -39,7 +40,7 @@ class SourceFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSourceFlags(SourceFlags):
-    """The same, of one run.
+    """Source of a single run.
 
     Args:
         gpus: Devices that it runs on, where the file of --from does not say.
@@ -77,7 +78,7 @@ def sourced(
         if own_gpus is not None or source.allow_unread:
             flag = "--allow-unread" if own_gpus is None else f"--gpus {own_gpus}"
             raise UsageError(f"got {flag} without --from; expected --from FILE of a trainer beside it")
-        if Path(model).is_file() and Path(model).suffix != ".json" and _describes_a_run(model):
+        if Path(model).is_file() and Path(model).suffix != ".json" and describes_run(Path(model)):
             hint(f"note: of {model} the model alone is read; --from {model} reads the run")
         _say_anchor(request)
         return model, request, None
@@ -97,15 +98,6 @@ def sourced(
         hint(line)
     _say_anchor(request)
     return found.model_argument, request, found
-
-
-def _describes_a_run(model: str) -> bool:
-    from jettison.frameworks.run_file import is_run_file
-
-    try:
-        return is_run_file(model)
-    except UsageError:
-        return False
 
 
 def _say_anchor(request: CommonRequest) -> None:
@@ -149,7 +141,7 @@ def _settled(found: RunFile, request: Any, verb: str) -> RunFile:
 
 
 def said(found: RunFile, verb: str, request: Any) -> list[str]:
-    """What a file was understood as, in lines."""
+    """Return the equivalent command, the keys that were read and those that were not, as lines."""
     lines = [f"{found.path}: {found.says}; the same as: {found.command(verb, request)}"]
     became: dict[str, list[str]] = {}
     for key in found.used:

@@ -130,7 +130,7 @@ def _written_name(source: RunSourceFlags, write: bool, *, force: bool) -> Path |
     if not write:
         return None
     if not source.from_file:
-        raise UsageError("got --write without --from, whose file it writes again; leave it away")
+        raise UsageError("got --write without --from, whose file it writes again; omit it")
     from jettison.frameworks.config_file import split_name
 
     path, _ = split_name(source.from_file[0])

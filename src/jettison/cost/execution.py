@@ -145,7 +145,7 @@ def _execution(
     fuses_experts: bool,
     graphs_experts: bool,
 ) -> Execution:
-    """Of few kinds; a search asks for each of its candidates."""
+    """Cached executions: there are few kinds, and a search asks for each of its candidates."""
     how = replace(usual_execution(kernels), **named("stacks").get(stack or "", {}).get("execution", {}))
     return replace(
         how,

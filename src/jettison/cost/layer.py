@@ -406,7 +406,7 @@ class _Timer:
 
 
 FUSED_EXPERTS: Final = 3.3e-3
-"""Of a layer of fused experts, forward and backward, on a GB200's host: NOTE [ Launch-bound ]."""
+"""Host seconds of a layer of fused experts, forward and backward, on a GB200: NOTE [ Launch-bound ]."""
 FORWARD_OF_EXPERTS: Final = 1.2 / 3.3
 """Of the host's time for a layer of experts: NOTE [ Launch-bound ]."""
 

@@ -111,7 +111,7 @@ def product_seconds(product: Product, hardware: Hardware) -> float:
 
 
 def _aligned_share(elements: int, hardware: Hardware) -> float:
-    """Of the rate, by products whose rows begin at multiples of so many 16-bit numbers: NOTE [ Aligned rows ]."""
+    """Share of the rate that GEMMs reach by the alignment of their rows, in 16-bit numbers: NOTE [ Aligned rows ]."""
     if elements >= WHOLE_LINE:
         return 1.0
     return hardware.reached.unaligned * TWO_ELEMENTS ** (log2(max(1.0, WHOLE_LOAD / elements)) / 2)

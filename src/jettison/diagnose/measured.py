@@ -1,4 +1,4 @@
-"""What a run measured of itself: peaks and the time of a step out of its log, a memory snapshot or a trace.
+"""Measured peaks and step time of a run, from its log, a memory snapshot or a trace.
 
 Lines of logs are the frameworks' data: ``[logs]`` of their ``defaults.toml`` has patterns whose groups name what they
 find and in which unit.

@@ -35,7 +35,7 @@ class _Unknown(Exception):
 
 
 def python_values(text: str, name: str | None) -> Mapping[str, Any]:
-    """What a function of a file returns, or a variable of the module holds.
+    """Return the value that a function of a file returns, or that a variable of the module holds.
 
     Args:
         name: of the function or the variable; None: the only function without required arguments, or where there is

@@ -12,7 +12,7 @@ no table, as a function ``read(keys)``. Sections of ``read.toml``:
   said of it. A value that is not there is refused. ``like = "NAME:KEY"``: those of another framework's key.
 - ``ignored``: globs of keys that change neither memory nor time.
 - ``refused``: by glob, why keys that do are not read. One whose value is off (false, null, 0, empty) says nothing.
-- ``prefixes``: what keys of a file may begin with that is left away, ``underscores``: dashes in them are these, and
+- ``prefixes``: prefixes of a file's keys that are dropped, ``underscores``: dashes in them are these, and
   ``renames``: keys by what such a file calls them.
 - ``beside``: by framework, what the keys of its file begin with here, when it is given beside this one.
 - ``[[forms]]``: kinds of files of one framework, each with any of these sections; what stands above counts for all.
@@ -103,7 +103,7 @@ class RunFile:
 
     @property
     def model_argument(self) -> str:
-        """What stands for the model on the command line: the file itself where it describes its own.
+        """Model argument of the command line: the file itself where it describes its own model.
 
         Raises:
             UsageError: it names none.
@@ -422,7 +422,7 @@ class Keys:
         return tuple(unread), tuple(self.written(name) for name in ignored if not name.startswith("$"))
 
     def _in_tables(self, key: str, section: str) -> str | None:
-        """What the tables say of a key in a section of globs; None: nothing."""
+        """Entry of the tables for a key in a section of globs; None without one."""
         for prefix, table in self._tables:
             globs = table.get(section, ()) if key.startswith(prefix) else ()
             own = key[len(prefix) :]
@@ -449,7 +449,7 @@ class Keys:
         )
 
     def request(self, like: str | None) -> RunRequest:
-        """What was given, the command line's before the file's."""
+        """Request from the file, with the command line's fields before the file's."""
         gone = replaced(self.asked)
         own = {name: value for name, value in self._fields.items() if name not in gone}
         given = {**({} if like is None else {"like": like}), **own}
@@ -580,7 +580,7 @@ def run_from(
 
 @cache
 def tables() -> Sequence[Mapping[str, Any]]:
-    """What ``read.toml`` of each framework says, form by form, in the order in which files are held against them."""
+    """Tables of each framework's ``read.toml``, form by form, in the order in which files are matched against them."""
     found: list[Mapping[str, Any]] = []
     for file in sorted(frameworks.FOLDER.glob("*/read.toml")):
         common = {"framework": file.parent.name, **tomllib.loads(file.read_text(encoding="utf-8"))}
@@ -613,7 +613,7 @@ def _reader(name: str) -> Callable[..., None]:
 
 
 def _with(common: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
-    """What counts for all forms, and what one says beside it or in its place."""
+    """Merge the sections that count for all forms with those of one form."""
     merged = dict(common)
     for key, value in form.items():
         before = merged.get(key)

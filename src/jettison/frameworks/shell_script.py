@@ -70,7 +70,7 @@ def arguments(text: str) -> Mapping[str, Any]:
 
 @dataclass
 class _Script:
-    """What a script has said so far."""
+    """State of a script up to a line."""
 
     variables: dict[str, str] = field(default_factory=dict)
     commands: list[list[str]] = field(default_factory=list)
@@ -391,7 +391,7 @@ def _piped(text: str) -> Iterator[str]:
 
 
 def _value(text: str) -> tuple[str, str]:
-    """What an assignment's value is, and what stands behind it."""
+    """Return the value of an assignment, and the text after it."""
     quote, depth = "", 0
     for at, char in enumerate(text):
         if quote:
@@ -464,7 +464,7 @@ def _is_program(word: str) -> bool:
 
 
 def _begin(words: Sequence[str]) -> int:
-    """Where the first program of a command is."""
+    """Return the position of the first program of a command."""
     return next(at for at, word in enumerate(words) if _starts(word))
 
 

@@ -1,4 +1,4 @@
-"""What readers of runs on a Trainer share: GPUs, precision, the optimizer, checkpoints, adapters, shards."""
+"""Shared readers of runs on a Trainer: GPUs, precision, optimizer, checkpointing, adapters, sharding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HARMLESS: Final = (
     *("forward_prefetch", "limit_all_gathers", "min_num_params", "cpu_offload_pin_memory", "mixed_precision_policy"),
     *("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"),
 )
-"""Of FSDP's settings, what changes neither memory nor, much, time."""
+"""FSDP settings that change neither memory nor, much, time."""
 
 
 def say_unsharded(keys: Keys, *, synced: bool = False) -> None:
@@ -43,7 +43,7 @@ def say_unsharded(keys: Keys, *, synced: bool = False) -> None:
 
 
 def replicas(keys: Keys) -> None:
-    """How many run the same, and how many sequences a step has. Without a word of it, one GPU, unless it shards."""
+    """Read the number of replicas and the sequences of a step; one GPU by default, unless the run shards."""
     for key in ("num_processes", "accelerate.num_processes"):
         said = keys.whole(key)
         if keys.gpus is None and said is not None:
@@ -77,7 +77,7 @@ def half(keys: Keys, *, default: bool = False) -> bool:
 
 
 def precision(keys: Keys, *, weights: str, mixed: bool) -> None:
-    """How weights are held and multiplied.
+    """Read the precision of weights and of compute.
 
     Args:
         weights: fp32 or bf16: as they are loaded.
@@ -247,7 +247,7 @@ def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:
 
 
 def offloads(keys: Keys, optimizer: str, parameters: str) -> None:
-    """What lies on the host: states, and perhaps parameters."""
+    """Read the CPU offload of optimizer states and parameters."""
     places = {key: keys.text(key, "none") for key in (optimizer, parameters)}
     for key, place in places.items():
         if place not in ("none", "cpu", "auto"):

@@ -39,7 +39,7 @@ from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
 
 ALIKE: Final = 0.01
-"""Of a step's time: settings that are as fast within it."""
+"""Share of a step's time within which settings count as equally fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class WrittenBack:
     verdict: FitVerdict
 
     def lines(self) -> Iterator[str]:
-        """What was written, and what is lost beside the plan."""
+        """Report the keys that were written and what that loses against the plan."""
         said = ", ".join(f"{key} = {'(removed)' if value is None else value}" for key, value in self.changed.items())
         yield f"{said or 'nothing had to change'}: {self.words}, the fastest that fits of {self.tried} settings"
         lost = max(0.0, self.step_seconds - self.plan_step_seconds)
@@ -270,7 +270,7 @@ def _line_end(text: str) -> str:
 
 
 def _toml(text: str, key: str, value: Any) -> str:
-    """Of plain ``key = value`` lines under ``[section]`` headers."""
+    """Edit plain ``key = value`` lines under ``[section]`` headers."""
     section, _, name = key.rpartition(".")
     lines = text.splitlines(keepends=True)
     heads = [at for at, line in enumerate(lines) if re.match(r"\s*\[", line)]
@@ -297,7 +297,7 @@ def _toml(text: str, key: str, value: Any) -> str:
 
 
 def _yaml(text: str, key: str, value: Any, *, of_json: bool = False) -> str:
-    """By the places that the parser knows of each value; JSON is YAML with commas."""
+    """Edit at the position that the parser knows of each value; JSON is YAML with commas."""
     import yaml  # type: ignore[import-untyped]
 
     spaced = text.replace("\t", " ") if of_json else text  # a tab is space to JSON, and none to YAML
@@ -366,7 +366,7 @@ def _json(text: str, key: str, value: Any) -> str:
 
 
 def _python(text: str, key: str, value: Any, name: str | None) -> str:
-    """Of an argument of the call that a configuration returns, or of an assignment to an attribute of it.
+    """Edit an argument of the call that a configuration returns, or an assignment to an attribute of it.
 
     A value such as ``package.module.Name.Config()`` is such a call of a name that the file imports.
     """
@@ -445,7 +445,7 @@ def _with_import(text: str, module: str, name: str) -> str:
 
 
 def _arguments(text: str, key: str, value: Any) -> str:
-    """Of a script: the flag where it is, or before the program's first argument."""
+    """Edit a flag of a script in place, or add it before the program's first argument."""
     words = [str(one) for one in value] if isinstance(value, list) else [] if value is True else [str(value)]
     said = "" if value is None or value is False else " ".join([f"--{key}", *words])
     pattern = (

@@ -1,4 +1,4 @@
-"""What a device holds beside the allocator's tensors, the least that a run is planned with; and limits.
+"""Device memory in addition to the allocator's tensors: the least that a run is planned with; and limits.
 
 A forecast counts tensors. A process needs more, which nobody asks the allocator for and no formula knows. Each fixed
 part is given as low, expected and high, between what these sources report of one machine:

@@ -37,12 +37,12 @@ from jettison.spec.hardware import Hardware, slower
 from jettison.spec.run import Run
 
 MATCH: Final = 0.1
-"""Of the bytes to explain, how far copies of a buffer may be off."""
+"""Share of the unexplained bytes by which copies of a buffer may be off."""
 SIGMAS: Final = {"compute": 0.15, "communication": 0.35, "host": 0.5}
 """Spreads of measured over predicted seconds, a priori."""
 LEAST_FACTOR: Final = 0.3
 ROUNDS: Final = 6
-"""Of fitting: what overlaps what moves with the factors."""
+"""Iterations of the fit: overlap changes with the factors."""
 
 
 def fit_anchor(run: Run, measured: MeasuredRun, *, hardware: Hardware | None, stack: str, command: str) -> RunAnchor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jettison.predict.forecast import Forecast, forecast
-from jettison.spec.anchor import RunAnchor
+from jettison.spec.anchor import BUFFERS, RunAnchor
 from jettison.spec.recompute import NOTHING_AGAIN
 from jettison.spec.run import Run
 
@@ -22,10 +22,6 @@ def buffers(found: Forecast) -> Iterator[tuple[str, int]]:
     """Bytes of buffers of which a framework may hold copies beside the ledger's, by name, the likeliest first."""
     run, layout, model = found.run, found.run.layout, found.run.model
     tokens = run.micro_batch * run.seq // layout.cp
-    if model.words:
-        yield "logits in fp32", 4 * tokens * model.vocab // layout.tp
-        yield "logits in bf16", 2 * tokens * model.vocab // layout.tp
-    static = found.worst.static
-    yield "parameters", static.parameters
-    yield "gradients", static.gradients
-    yield "residual stream in fp32", 4 * tokens * model.hidden // layout.tp
+    logits = tokens * model.vocab // layout.tp if model.words else 0
+    static, stream = found.worst.static, tokens * model.hidden // layout.tp
+    yield from zip(BUFFERS, (4 * logits, 2 * logits, static.parameters, static.gradients, 4 * stream), strict=True)

@@ -51,21 +51,21 @@ if TYPE_CHECKING:
 DATA: Final = Path(__file__).with_name("ranges.toml")
 ALL: Final = "all"
 OTHERS: Final = "others"
-"""Where software stands that is no framework's alone."""
+"""Folder of software that is no framework's alone."""
 ANCHORED: Final = "anchored"
 """The class of runs of which one of the same source, stack, kind and hardware was measured."""
 AGREES: Final = 0.02
-"""Of the allocated bytes, how far a ledger of a stack that was read may be off."""
+"""Share of the allocated bytes by which a ledger of a stack that was read may be off."""
 NAMES: Final = {
     "allocated": ", of tensors",
     "reserved": ", by the caching allocator",
     "device": ", as nvidia-smi shows it",
 }
-"""What each figure of memory is, for people."""
+"""Explanation of each memory figure in tables."""
 
 
 class Measure(StrEnum):
-    """What is compared with published runs."""
+    """Measures that are compared with published runs."""
 
     TIME = "time"
     ALLOCATED = "allocated"
@@ -87,7 +87,7 @@ class FitVerdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residual:
-    """What published runs of one class measured, compared with what was modelled; units as in `Measure`.
+    """Residual of published runs of one class, measured against modelled; units as in `Measure`.
 
     Args:
         kind: the class.
@@ -109,7 +109,7 @@ class Residual:
 
     @property
     def words(self) -> str:
-        """Of what it is, for people."""
+        """Text for people: the share, the runs and the class."""
         among = "" if self.of_this_kind else "no run of this class was compared; "
         runs = f"{self.runs} published run{'s' * (self.runs != 1)} of {self.sources} source{'s' * (self.sources != 1)}"
         return f"{among}80 % range by {runs} ({self.kind})"
@@ -249,7 +249,7 @@ def scaled(found: Residual, modelled: float) -> Range:
 
 
 def residual(measure: Measure, classes: tuple[str, ...]) -> Residual:
-    """What is known of a run of these classes, the first of which is its own: where every correction of a stack enters.
+    """Return the residual of the first of these classes that has one: the only place where a stack's correction enters.
 
     Args:
         classes: as `lineage` has them.
@@ -276,7 +276,7 @@ def lineage(measure: Measure, run: Run, hardware: str = "") -> tuple[str, ...]:
 
 
 def unlike_anchor(run: Run, hardware: str) -> tuple[str, ...]:
-    """What a run and its anchor do not have in common, for people: notes beside an answer."""
+    """Notes on how a run differs from its anchor's."""
     anchor = run.anchor
     if anchor is None:
         return ()
@@ -302,7 +302,7 @@ def _anchors(anchor: RunAnchor, measure: Measure) -> bool:
 
 
 def classes_of(measure: Measure, stack: str, kind: str, hardware: str) -> tuple[str, ...]:
-    """The same by name. Bytes are not told apart by hardware, and fragments are the allocator's, not a stack's."""
+    """Classes by name. Bytes do not depend on the hardware; fragments are the allocator's, not a stack's."""
     near = (f"{stack}, {kind}, {hardware}",) if measure is Measure.TIME else ()
     code = () if measure is Measure.FRAGMENTS else (stack,)
     return *near, f"{stack}, {kind}", *code, kind, ALL
@@ -319,7 +319,7 @@ def stack_of(run: Run) -> str:
 
 
 def kind_of(run: Run) -> str:
-    """What kind of run it is: of what model, and whether adapters are trained."""
+    """Kind of a run: its kind of model, and whether adapters are trained."""
     model = run.model
     experts = any(getattr(getattr(layer, "mlp", None), "experts", 0) for layer in model.layers)
     adapters = "" if run.tuning is None else ", adapters"
@@ -327,7 +327,7 @@ def kind_of(run: Run) -> str:
 
 
 def _shape(model: ModelSpec, kernels: str) -> str:
-    """What makes a model another kind than the decoders that were compared; empty where it is one of them. Of layers
+    """Kind of a model that is not one of the compared decoders; empty where it is one of them. Of layers
     that carry a state, those of one stack alone were.
     """
     if model.two_stacks:
@@ -339,12 +339,12 @@ def _shape(model: ModelSpec, kernels: str) -> str:
 
 
 def time_residual(run: Run, hardware: str) -> Residual:
-    """How sure a modelled step of such a run is."""
+    """Residual of the modelled step time of such a run."""
     return residual(Measure.TIME, lineage(Measure.TIME, run, hardware))
 
 
 def time_residual_of(found: Estimate) -> Residual:
-    """How sure an estimate is."""
+    """Residual of an estimate's step time."""
     return time_residual(found.run, found.hardware.name)
 
 

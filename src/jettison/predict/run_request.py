@@ -398,7 +398,7 @@ def _starting(layers: Sequence[AnyLayer], *, narrow: bool, detached: bool) -> It
 
 
 def _check_upcast(run: Run) -> None:
-    """What a base that is prepared for k-bit training goes with: NOTE [ What is not packed ] in `spec.tuning`."""
+    """Check the settings of a base prepared for k-bit training: NOTE [ What is not packed ] in `spec.tuning`."""
     tuning = run.tuning
     if tuning is None or tuning.upcast is Upcast.NONE:
         return

@@ -72,7 +72,7 @@ class SearchReport:
         return time_residual(template, self.hardware.name)
 
     def figures(self, found: Evaluated) -> RunFigures:
-        """Of a candidate."""
+        """Figures of a candidate."""
         return candidate_figures(found, self.answer.space.template, self.hardware)
 
     def verdict(self, found: Evaluated) -> FitVerdict:

@@ -213,7 +213,7 @@ class SearchRequest(CommonRequest):
         )
 
     def _over_shards(self) -> dict[str, bool]:
-        """What it says of layouts that shard parameters, where no flag does."""
+        """Fields that the preset sets for layouts that shard parameters, where no flag does."""
         if self.like is None or self.outer_ends is not None or self.fsdp_version is not None:
             return {}
         said = rule(self.like, tp=1, zero=3)
@@ -221,7 +221,7 @@ class SearchRequest(CommonRequest):
         return {name: True for name, given in fields_of.items() if given}
 
     def _over_replicas(self, template: Run) -> dict[tuple[bool, int], Gradients]:
-        """What it says of gradients by whether there are several replicas and by stage of ZeRO, where not as there."""
+        """Gradient buffers that the preset sets by replicas and ZeRO stage, where they differ from the template's."""
         if self.like is None or self.gradients is not None:
             return {}
         cases = product((False, True), range(4))
@@ -231,7 +231,7 @@ class SearchRequest(CommonRequest):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runnable:
-    """What a framework can run.
+    """Layouts and recompute modes that a framework can run.
 
     Args:
         axes: that may be above 1. ``zero``: stages of ZeRO. ``schedules``: orders of a pipeline.
@@ -246,7 +246,7 @@ class Runnable:
 
 
 def runnable(framework: str | None) -> Runnable | None:
-    """What a framework can run, by name; None without one.
+    """Return the layouts and recompute modes that a framework can run; None without a framework.
 
     A planner's choice for each tensor is run by frameworks that this package plugs into, where it is asked for.
 

@@ -88,7 +88,7 @@ class SearchAnswer:
 
     @property
     def fastest(self) -> Evaluated:
-        """What takes least time, however little room it leaves."""
+        """Fastest candidate, however little memory it leaves."""
         return min(self.ranked, key=lambda found: found.rank)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = "jettison.anchor/1"
 FACTORS: Final = ("compute", "communication", "host")
 BUFFERS: Final = ("logits in fp32", "logits in bf16", "parameters", "gradients", "residual stream in fp32")
-"""Of which a framework may hold copies: `predict.extra_buffers`."""
+"""Buffers of which a framework may hold copies, the likeliest first; `predict.extra_buffers` has their sizes."""
 MOST_COPIES: Final = 3
 MOST_FRAGMENTS: Final = 100.0
 """GiB for each square root of an allocated GiB: more than any device has."""

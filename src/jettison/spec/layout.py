@@ -191,7 +191,7 @@ class Layout:
             )
 
     def at_zero(self, zero: int) -> Layout:
-        """The same at another stage of ZeRO; below 3 nothing is gathered."""
+        """Return this layout at another ZeRO stage; below 3 no parameters are all-gathered."""
         if zero == 3:
             return replace(self, zero=zero)
         return replace(

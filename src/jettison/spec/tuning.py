@@ -76,18 +76,18 @@ class Base(StrEnum):
 
     @property
     def bits(self) -> int:
-        """Of a number, where it is packed; else 0."""
+        """Bits of a packed number; 0 where the base is not packed."""
         return (8 if self is Base.INT8 else 4) if self.packed else 0
 
     def packed_bytes(self, elements: int, rows: int) -> int:
-        """Of one matrix. See NOTE [ Four bits ], NOTE [ Eight bits ] and NOTE [ GPTQ ]."""
+        """Bytes of one packed matrix: NOTE [ Four bits ], NOTE [ Eight bits ] and NOTE [ GPTQ ]."""
         if self is Base.INT8:
             return elements + self.beside_bytes(elements, rows)
         zeros = _groups(elements, rows) * rows // 2 if self is Base.GPTQ else 0
         return -(-elements // 2) + zeros + self.beside_bytes(elements, rows)
 
     def beside_bytes(self, elements: int, rows: int) -> int:
-        """Of these, what is no parameter: scales and their like."""
+        """Bytes of scales and other tensors that are no parameters."""
         if self is Base.INT8:
             return 4 * rows
         if self is Base.GPTQ:
@@ -98,12 +98,12 @@ class Base(StrEnum):
 
 
 def _groups(elements: int, rows: int) -> int:
-    """Of inputs that share a scale."""
+    """Number of groups of inputs, each of which shares a scale."""
     return -(-elements // rows // GPTQ_GROUP)
 
 
 class Upcast(StrEnum):
-    """What of a packed base is fp32 beside what is packed. See NOTE [ What is not packed ]."""
+    """Parts of a packed base that are fp32: NOTE [ What is not packed ]."""
 
     NONE = "none"
     NORMS = "norms"

@@ -117,7 +117,7 @@ def _set(keys: Keys, field: str, argument: str, value: bool) -> None:
 
 
 def _recipe(keys: Keys) -> None:
-    """What Megatron-Bridge's recipes set where a file does not: ``recipes/common.py``, ``_pretrain_common``."""
+    """Set the defaults of Megatron-Bridge's recipes: ``recipes/common.py``, ``_pretrain_common``."""
     if not keys.has("micro_batch_size") and keys.field("micro_batch") is None:
         raise UsageError(
             f"{keys.file.path} says no train.micro_batch_size, which its recipe does: give --micro-batch 1"
@@ -184,7 +184,7 @@ def _deepspeed(keys: Keys) -> None:
 
 
 def _devices(keys: Keys) -> None:
-    """How many GPUs the script starts, unless the command says so."""
+    """Read the number of GPUs that the script starts, unless the command says so."""
     if keys.gpus is not None:
         for name in (*_PER_NODE, *_NODES):
             keys.read(name)

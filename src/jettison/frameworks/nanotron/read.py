@@ -17,7 +17,7 @@ _NO_EXPERTS: Final = "parallelism.expert_parallel_size"
 
 
 def read(keys: Keys, prefix: str = "") -> None:
-    """What is no table: the model, precision, and defaults of ``ParallelismArgs``."""
+    """Read the model, the precision, and the defaults of ``ParallelismArgs``."""
     if keys.whole(_NO_EXPERTS, 1) == 1:
         keys.read(_NO_EXPERTS)
     else:

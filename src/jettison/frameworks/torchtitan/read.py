@@ -77,7 +77,7 @@ def _named(keys: Keys) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _registered(keys: Keys) -> tuple[str, str, tuple[str, ...]]:
-    """The same of ``model_spec=model_registry("8B")``, whose model is the folder's: models/NAME/config_registry.py."""
+    """Read ``model_spec=model_registry("8B")``, whose model is the folder's: models/NAME/config_registry.py."""
     flavor_key = "model_spec.flavor" if keys.has("model_spec.flavor") else "model_spec.0"
     by = keys.text("model_spec").removesuffix("model_registry").rstrip("_")
     path, function = split_name(keys.file.path)
