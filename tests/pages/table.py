@@ -41,10 +41,12 @@ MODELS = {"my_models.py": worlds.my_models}
 
 PAGES: dict[str, Page] = {
     "README.md": Page(
-        prints={"import torch": r"<Applied: budget 160\.00 MiB, predicted peak .*>\n\[.*'(mixed|full)'.*\]\n"},
+        prints={
+            "import torch": r"<Applied: budget 160\.00 MiB, predicted peak .*>\n",
+            "from peft": r"\{'train_runtime': .*\}\n",
+        },
         not_here={'pip install ".[torch,hf]"': INSTALLS, "make demo": SETS_UP},
-        slow=("$ torchrun",),
-        measured=("$ torchrun",),
+        slow=("from peft",),
     ),
     "CONTRIBUTING.md": Page(
         not_here={
@@ -75,6 +77,11 @@ PAGES: dict[str, Page] = {
     ),
     "docs/fine-tuning.md": Page(slow=("$ jettison plan llama3-70b --lora",)),
     "docs/how-to/from-a-trainers-file.md": Page(codes={"$ jettison ledger --from qlora.yaml --from sft.yaml": 2}),
+    "docs/how-to/from-oom-to-a-running-step.md": Page(
+        files={"oom.log": worlds.oom_log},
+        codes={"$ jettison ledger llama3-8b --lora r=16 --seq 8192 --micro-batch 2 --gpu a100-80gb": 3},
+        slow=("python train.py",),
+    ),
     "docs/how-to/out-of-memory-at-step-2.md": Page(
         codes={"$ jettison ledger gpt2-xl --micro-batch 5 --gpu a100-40gb": 3}
     ),

@@ -17,6 +17,14 @@ def run_log(folder: Path) -> None:
     (folder / "run.log").write_text(traceback(*frames) + message(**sizes), encoding="utf-8")
 
 
+def oom_log(folder: Path) -> None:
+    """A log of a run whose step needs more than there is."""
+    from support.planted_memory import message
+
+    sizes = {"asked": "3.91", "free": "2.35", "allocated": "73.86", "unused": "1.33", "used": "76.73", "total": "79.11"}
+    (folder / "oom.log").write_text(message(**sizes), encoding="utf-8")
+
+
 def leak_pickle(folder: Path) -> None:
     """A CUDA snapshot of a loop that keeps 3 MiB a step."""
     from support.planted_memory import MIB, Tape
