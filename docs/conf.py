@@ -16,6 +16,7 @@ sys.path.insert(0, str(HERE.parent / "src"))
 sys.path.insert(0, str(HERE.parent))
 
 import jettison  # noqa: E402 - the path comes first
+from jettison.cli.app import flag_sections  # noqa: E402
 from jettison.report.schemas import schema_names  # noqa: E402
 
 project = "Jettison"
@@ -34,6 +35,17 @@ autodoc_mock_imports = [name for name in ("lightning",) if importlib.util.find_s
 """Other people's trainers are optional; their pages are not."""
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_custom_sections = [
+    (title, "params_style")
+    for title in {
+        title
+        for request in (jettison.RunRequest, jettison.SearchRequest)
+        for owner in request.__mro__
+        for _, (title, _) in flag_sections(owner.__doc__ or "")
+    }
+    if title != "Args"
+]
+"""Groups of flags in their requests' docstrings."""
 default_role = "code"
 """Docstrings say `name` of what is code; not all of it is a page."""
 suppress_warnings = ["misc.highlighting_failure"]
@@ -45,12 +57,12 @@ GENERATED = HERE / "generated"
 
 
 def help_of(*words: str) -> str:
-    """What ``jettison VERB --help`` prints, without frames."""
+    """Text of ``jettison VERB --help-all``, without frames."""
     from jettison.cli.main import run
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        run([*words, "--help"])
+        run([*words, "--help-all"])
     return "\n".join(line.strip("│╭╮╰╯─").rstrip() for line in out.getvalue().splitlines()).strip()
 
 
@@ -59,7 +71,7 @@ def command_pages() -> str:
     from jettison.cli.main import app
 
     verbs = sorted(name for name in app if not name.startswith("-"))
-    parts = ["# Every verb\n", "What each says of itself (`jettison VERB --help`).\n"]
+    parts = ["# Every verb and flag\n", "Each verb's `--help-all`; `--help` shows the usual flags.\n"]
     for verb in verbs:
         parts.append(f"## jettison {verb}\n\n```text\n{help_of(verb)}\n```\n")
     return "\n".join(parts)

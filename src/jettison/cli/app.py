@@ -1,20 +1,23 @@
-"""The application, parameters that several verbs have, and how a verb's result reaches the reader."""
+"""The application and its help, parameters that several verbs share, and delivery of a verb's result."""
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_type_hints
 
-from cyclopts import App, Parameter
+from cyclopts import App, Group, Parameter
+from cyclopts.argument import ArgumentCollection
 
 from jettison import __version__
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.files import write_whole
-from jettison.core.parse_units import Tokens
 from jettison.predict.run_fields import CommonRequest
 from jettison.report.console import hint, json_text, show
 
@@ -23,36 +26,123 @@ if TYPE_CHECKING:
 
     from jettison.frameworks.run_file import RunFile
 
-Form = Literal["human", "json"]
-Budget = Annotated[str | None, Parameter(help="Peak bytes of a training step, with a unit: 20GiB, 500MB, 123456B.")]
-Model = Annotated[
-    str | None, Parameter(help="A preset such as llama3-8b, a config.json or its folder, or module:factory.")
-]
-Seq = Annotated[Tokens | None, Parameter(help="Tokens, such as 8k, for a config: 2048 or as many as it has.")]
-MicroBatch = Annotated[int | None, Parameter(help="Sequences or images in a micro-batch, for a config: 1.")]
-Precision = Annotated[Literal["fp32", "bf16"] | None, Parameter(help="Of weights and activations, for a config.")]
-Attention = Annotated[Literal["eager", "sdpa", "flash"] | None, Parameter(help="Attention kernels, for a config.")]
-Out = Annotated[Path | None, Parameter(help="Write the JSON document to this file as well.")]
-Force = Annotated[bool, Parameter(negative="", show_default=False, help="Replace the file of --out.")]
-Figures = Annotated[
-    Path | None, Parameter(help="Folder for each figure as SVG and PNG (needs Chrome, Chromium or Edge).")
-]
-Format = Annotated[Form, Parameter(name="--format", help="A table for people, or one JSON document.")]
-Switch = Annotated[bool, Parameter(negative="", show_default=False)]
-"""A flag that is given or not."""
-RunTokens = Annotated[float | None, Parameter(help="Tokens to train on, such as 1e12: says how many days.")]
-Price = Annotated[float | None, Parameter(help="With --tokens: of one GPU, to say what they cost.")]
-Flattened = Parameter(name="*")
-"""Of a dataclass: each of its fields is a flag."""
-LOCAL: Final[Mapping[str, bool]] = {"local": True}
-"""Metadata of a flag that names a file or says how this process works: a server is not asked it."""
+HELP_FLAGS: Final = ("--help", "-h", "--help-all")
+GROUPS: Final = {
+    name: Group(name, sort_key=order)
+    for order, name in enumerate(
+        (
+            *("Model", "Batch and sequence", "Memory and GPU", "Parallelism", "Recompute and offload", "Fine-tuning"),
+            *("Search", "Cost", "Diagnosis", "Measurement", "Output"),
+        )
+    )
+}
+"""Groups that ``--help`` shows, in this order; ``--help-all`` shows those of other names after them."""
+_BRIEF: Final = ContextVar("brief", default=False)
 
-app = App(
-    name="jettison",
-    version=__version__,
-    help="Train under a byte budget: decide tensor by tensor what to keep or recompute, and prove it.",
-    suppress_keyboard_interrupt=False,
-)
+
+class CommandLine(App):
+    """An application whose flags have groups: a dataclass of flags names them as sections of its docstring.
+
+    ``--help`` shows the flags in `GROUPS`, ``--help-all`` every flag.
+    """
+
+    every_flag: bool = False
+
+    def assemble_argument_collection(
+        self, *, default_parameter: Parameter | None = None, parse_docstring: bool = False
+    ) -> ArgumentCollection:
+        """Return the flags; where help is wanted, with the group and the text that their dataclass states."""
+        found = super().assemble_argument_collection(
+            default_parameter=default_parameter, parse_docstring=parse_docstring
+        )
+        if not parse_docstring:
+            return found
+        stated = _stated(self.default_command)
+        topics = list(dict.fromkeys(group for group, _ in stated.values() if group not in GROUPS))
+        for argument in found:
+            group, text = stated.get(argument.field_info.name, ("", ""))
+            if not group:
+                continue
+            known = GROUPS.get(group)
+            more = Parameter(group=known or Group(group, sort_key=len(GROUPS) + topics.index(group)), help=text)
+            if known is None and _BRIEF.get():
+                more = Parameter.combine(more, Parameter(show=False))
+            argument.parameter = Parameter.combine(argument.parameter, more)
+        return found
+
+    def help_print(
+        self,
+        tokens: Annotated[str | Iterable[str] | None, Parameter(show=False)] = None,
+        *,
+        console: Annotated[Any, Parameter(parse=False)] = None,
+    ) -> None:
+        """Print the help page, and where flags were left out, the flag that shows them."""
+        brief = _BRIEF.set(not self.every_flag)
+        try:
+            super().help_print(tokens, console=console)
+        finally:
+            _BRIEF.reset(brief)
+        chain, path, _ = self.parse_commands(tokens)
+        if self.every_flag or path[-1].default_command is None:
+            return
+        hidden = [group for group, _ in _stated(path[-1].default_command).values() if group not in GROUPS]
+        if hidden:
+            (console or self.console).print(
+                f"{len(hidden)} more flags, by topic: {' '.join([*self.name, *chain])} --help-all"
+            )
+
+
+def verb(name: str) -> Callable[[Callable[..., None]], CommandLine]:
+    """Decorator that makes a verb of a function."""
+
+    def made(function: Callable[..., None]) -> CommandLine:
+        found = CommandLine(name=name, help_flags=HELP_FLAGS)
+        found.default(function)
+        return found
+
+    return made
+
+
+def _stated(command: Callable[..., Any] | None) -> dict[str, tuple[str, str]]:
+    """Group and help of each flag that a command takes in a dataclass, by field."""
+    kinds = get_type_hints(command).values()
+    owners = [
+        owner for kind in kinds if isinstance(kind, type) for owner in reversed(kind.__mro__) if is_dataclass(owner)
+    ]
+    return {name: said for owner in owners for name, said in flag_sections(owner.__doc__ or "")}
+
+
+def flag_sections(docstring: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Entries of a docstring's sections: name, and section with text."""
+    for title, body in re.findall(r"^(\w.*):\n((?:    .*\n?)+)", inspect.cleandoc(docstring), re.MULTILINE):
+        for name, text in re.findall(r"^    (\w+): ((?:.*\n?)(?:        .*\n?)*)", body, re.MULTILINE):
+            yield name, (title, " ".join(text.split()))
+
+
+def option(group: str, text: str, **more: Any) -> Parameter:
+    """Group and help of a flag that is an argument of a verb's function; ``more`` as of `Parameter`."""
+    return Parameter(group=GROUPS[group], help=text, **more)
+
+
+ON: Final[Mapping[str, Any]] = {"negative": "", "show_default": False}
+"""Settings of a flag that is given or not."""
+Switch = Annotated[bool, Parameter(**ON)]
+Form = Literal["human", "json"]
+Budget = Annotated[str | None, option("Memory and GPU", "Limit of a step's peak allocated bytes: 20GiB, 500MB.")]
+Model = Annotated[str | None, option("Model", "Preset (llama3-8b), config.json, Hugging Face id, or module:factory.")]
+Described = Annotated[str | None, option("Model", "Preset (llama3-8b), config.json or Hugging Face id.")]
+RunTokens = Annotated[float | None, option("Cost", "Tokens to train on, such as 1e12: states the days.")]
+Price = Annotated[float | None, option("Cost", "With --tokens: price of a GPU for an hour, states the cost.")]
+Out = Annotated[Path | None, option("Output", "Also write the JSON document to this file.")]
+Force = Annotated[bool, option("Output", "Overwrite the file of --out.", **ON)]
+Figures = Annotated[Path | None, option("Output", "Folder for figures as SVG and PNG (needs Chrome).")]
+Format = Annotated[Form, option("Output", "human, or json (--json for short).", name="--format", show_choices=False)]
+Flattened = Parameter(name="*")
+"""Marks a dataclass, each field of which is a flag."""
+LOCAL: Final[Mapping[str, bool]] = {"local": True}
+"""Metadata of a flag that names a file, or says how this process works: a server does not take it."""
+
+app = CommandLine(name="jettison", version=__version__, help_flags=HELP_FLAGS, suppress_keyboard_interrupt=False)
 
 ERROR_SCHEMA: Final = "jettison.error/1"
 

@@ -8,9 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
-
-from jettison.cli.app import Flattened, Force, Format, asked, deliver, refuse_to_overwrite
+from jettison.cli.app import Described, Flattened, Force, Format, asked, deliver, option, refuse_to_overwrite, verb
 from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
 from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
@@ -37,23 +35,26 @@ DOUBTFUL_STEP = 2.0
 """Measured over predicted step time, either way; more is warned about."""
 
 
+@verb("calibrate")
 def command(
-    model: Annotated[str | None, Parameter(help="A preset such as llama3-8b, or a config.json or its folder.")] = None,
+    model: Described = None,
     /,
     *,
     measured: Annotated[
-        str, Parameter(help=f"Figures of the run, {MEASURED_WORDS}, or its log, memory snapshot or trace.")
+        str, option("Measurement", f"Any of {MEASURED_WORDS}, or the run's log, memory snapshot or trace.")
     ],
-    gpu: Annotated[str | None, Parameter(help="What it ran on, such as h100-80gb: for a step's time.")] = None,
+    gpu: Annotated[
+        str | None, option("Memory and GPU", "GPU of the run, such as h100-80gb: for a step's time.")
+    ] = None,
     request: Annotated[RunRequest, Flattened] = NOTHING_ASKED,
     source: Annotated[RunSourceFlags, Flattened] = NO_SOURCE,
     form: Format = "human",
-    out: Annotated[Path | None, Parameter(help="Write there what --anchor takes, a .toml file; else print it.")] = None,
+    out: Annotated[Path | None, option("Output", "File for --anchor, .toml [default: print it].")] = None,
     force: Force = False,
 ) -> None:
-    """Anchor further answers on one measured run: the fewest physical quantities that explain it, as a small file.
+    """Fit the fewest physical quantities that explain a measured run, and write them to a small file.
 
-    `ledger`, `plan`, `estimate` and `search` take it with --anchor, for runs of the same stack.
+    `ledger`, `plan`, `estimate` and `search` correct their answers by it: --anchor FILE, for runs of the same stack.
     """
     refuse_to_overwrite(out, force=force)
     model, request, found = sourced(model, request, source, verb="ledger")

@@ -10,9 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from cyclopts import Parameter
-
-from jettison.cli.app import Force, Format, Switch, asked, deliver, refuse_to_overwrite
+from jettison.cli.app import ON, Force, Format, asked, deliver, option, refuse_to_overwrite, verb
 from jettison.cli.snapshots import is_snapshot
 from jettison.core.errors import UsageError, install
 from jettison.core.files import write_whole
@@ -34,23 +32,33 @@ if TYPE_CHECKING:
     from jettison.diagnose.fit import Calibration
 
 
+@verb("doctor")
 def command(
     *,
     oom: Annotated[
-        Path | None, Parameter(help="Say why memory ran out: a memory snapshot, a log, or what jettison.watch wrote.")
+        Path | None, option("Diagnosis", "Explain an out-of-memory error: a log, snapshot or jettison.watch file.")
     ] = None,
     model: Annotated[
-        str | None, Parameter(help="Look for ways to be silently wrong under recompute: a MODEL as for `plan`.")
+        str | None, option("Diagnosis", "Check a config.json or module:factory for recompute hazards.")
     ] = None,
-    calibrate: Annotated[Switch, Parameter(help="Measure what this machine reaches (needs torch).")] = False,
-    quick: Annotated[Switch, Parameter(help="With --calibrate: fewer shapes, some 15 seconds.")] = False,
-    device: Annotated[str | None, Parameter(help="With --calibrate: cpu or cuda:N instead of the first GPU.")] = None,
-    ranks: Annotated[int, Parameter(show_default=False, help="With --calibrate: time collectives of N ranks.")] = 0,
+    calibrate: Annotated[
+        bool, option("Measurement", "Measure this machine's FLOP/s and bandwidths (needs torch).", **ON)
+    ] = False,
+    quick: Annotated[bool, option("Measurement", "With --calibrate: fewer shapes, some 15 seconds.", **ON)] = False,
+    device: Annotated[
+        str | None, option("Measurement", "With --calibrate: cpu or cuda:N [default: the first GPU].")
+    ] = None,
+    ranks: Annotated[
+        int, option("Measurement", "With --calibrate: time collectives of so many ranks.", show_default=False)
+    ] = 0,
     form: Format = "human",
-    out: Annotated[Path | None, Parameter(help="With --calibrate: a .toml file, which --gpu takes.")] = None,
+    out: Annotated[Path | None, option("Output", "With --calibrate: hardware file for --gpu, .toml.")] = None,
     force: Force = False,
 ) -> None:
-    """Versions and devices; why memory ran out; ways of a model to be silently wrong; a hardware file."""
+    """Explain an out-of-memory error, check a model for recompute hazards, or measure this machine.
+
+    Without flags: versions and devices.
+    """
     if (oom is not None) + (model is not None) + calibrate > 1:
         raise UsageError("got more than one of --oom, --model and --calibrate; give one of them")
     if not calibrate:

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
-
 from jettison.cli.app import (
     LOCAL,
+    Described,
     Flattened,
     Force,
     Format,
@@ -19,6 +18,7 @@ from jettison.cli.app import (
     Switch,
     deliver,
     refuse_to_overwrite,
+    verb,
 )
 from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
 from jettison.core.errors import UsageError
@@ -44,14 +44,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateFlags:
-    """Flags in addition to those of the run.
+    """Flags of `estimate` alone.
 
-    Args:
-        gpu: The accelerator, such as h100-80gb, or a TOML file.
-        compile: Kernels fused as torch.compile does.
-        explain: Where the time goes, and what else could be chosen.
-        timeline: Write the first two steps there, for ui.perfetto.dev or chrome://tracing.
-        snapshot: Write their allocations there as a CUDA memory snapshot: device n is stage n.
+    Memory and GPU:
+        gpu: GPU of the run, such as h100-80gb (`jettison list gpus`), or a hardware file.
+
+    Model:
+        compile: torch.compile of each layer.
+
+    Output:
+        explain: Break the time down, and compare recompute modes.
+        timeline: File for the first two steps (ui.perfetto.dev).
+        snapshot: File for their allocations, as a CUDA memory snapshot; device n is stage n.
     """
 
     gpu: str
@@ -63,8 +67,9 @@ class EstimateFlags:
     snapshot: Path | None = field(default=None, metadata=LOCAL)
 
 
+@verb("estimate")
 def command(
-    model: Annotated[str | None, Parameter(help="A preset such as llama3-8b, or a config.json or its folder.")] = None,
+    model: Described = None,
     /,
     *,
     flags: Annotated[EstimateFlags, Flattened],
@@ -74,7 +79,7 @@ def command(
     out: Out = None,
     force: Force = False,
 ) -> None:
-    """What a training step takes: seconds, tokens a second, MFU, and what the time goes into."""
+    """Estimate the time of a training step: seconds, tokens a second, MFU, and where the time goes."""
     for path in (out, flags.timeline, flags.snapshot):
         refuse_to_overwrite(path, force=force)
     model, request, source_file = sourced(model, request, source, verb="estimate")

@@ -8,9 +8,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
-from jettison.cli.app import Figures, Force, Switch, refuse_to_overwrite
+from jettison.cli.app import ON, Figures, Force, option, refuse_to_overwrite, verb
 from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
 from jettison.core.process import cores
@@ -21,25 +19,24 @@ from jettison.report.explorer_models import page_models
 from jettison.report.headless import require_browser, save_figures
 
 
+@verb("explore")
 def command(
     models: Annotated[
-        tuple[str, ...], Parameter(help="Presets such as llama3-8b, config.json files or their folders.")
+        tuple[str, ...],
+        option("Model", "Presets, config.json files or their folders [default: published GPTs and others]."),
     ] = (),
     /,
     *,
-    out: Annotated[Path | None, Parameter(help="The page's file: explore.html.")] = None,
+    out: Annotated[Path | None, option("Output", "File of the page [default: explore.html].")] = None,
     figures: Figures = None,
     force: Force = False,
-    open_page: Annotated[Switch, Parameter(name="--open", help="Show it in the browser.")] = False,
+    open_page: Annotated[bool, option("Output", "Open the page in the browser.", name="--open", **ON)] = False,
     serve: Annotated[
-        Switch, Parameter(help="Serve it on this machine, and answer plans, ledgers, estimates and searches.")
+        bool, option("Output", "Serve the page here, and answer its plans, ledgers, estimates and searches.", **ON)
     ] = False,
-    port: Annotated[int | None, Parameter(help="Of 127.0.0.1, with --serve: a free one.")] = None,
+    port: Annotated[int | None, option("Output", "With --serve: port of 127.0.0.1 [default: a free one].")] = None,
 ) -> None:
-    """Write one page of interactive figures: what a layer keeps, and the effect of layouts and recompute.
-
-    The page works offline, from a disk. Without MODEL it is about the published GPTs of 22B to 1T and Llama 3.
-    """
+    """Write one HTML page of interactive figures: saved tensors of a layer, layouts, recompute. It works offline."""
     if serve:
         if figures is not None:
             raise UsageError(f"got --figures {figures} and --serve; figures are of a page in a file: leave one away")

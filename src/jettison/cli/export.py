@@ -9,9 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
-
-from jettison.cli.app import Budget, Flattened, Format, asked, refuse_to_overwrite
+from jettison.cli.app import Budget, Flattened, Force, Format, asked, option, refuse_to_overwrite, verb
 from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced
 from jettison.core.errors import PlanMismatch, UsageError
 from jettison.core.files import write_whole
@@ -29,27 +27,28 @@ from jettison.spec.precision import Gradients
 from jettison.spec.run import Run
 
 
+@verb("export")
 def command(
-    plan: Annotated[Path | None, Parameter(help="What jettison plan ... --out FILE wrote.")] = None,
+    plan: Annotated[Path | None, option("Model", "Plan that `jettison plan ... --out FILE` wrote.")] = None,
     /,
     *,
-    to: Annotated[str, Parameter(help=" or ".join(", ".join(named("targets")).rsplit(", ", 1)) + ".")],
+    to: Annotated[str, option("Output", f"Target: {' or '.join(', '.join(named('targets')).rsplit(', ', 1))}.")],
     gpu: Annotated[
-        str | None, Parameter(help="The GPU: of a plan for --from, or whose seconds a live model's plan is stated in.")
+        str | None, option("Memory and GPU", "GPU to plan --from for, or that a live model's plan is timed on.")
     ] = None,
     budget: Budget = None,
     source: Annotated[RunSourceFlags, Flattened] = NO_SOURCE,
     model: Annotated[
-        str | None, Parameter(help="What a live model's plan was made for, if it does not say or it has moved.")
+        str | None, option("Model", "Model of a live model's plan, if the plan lacks it or it has moved.")
     ] = None,
     form: Format = "human",
-    out: Annotated[Path | None, Parameter(help="Write there: a file, or a folder where there are several.")] = None,
-    force: Annotated[bool, Parameter(negative="", show_default=False, help="Replace the files of --out.")] = False,
+    out: Annotated[Path | None, option("Output", "File to write, or folder for several [default: print them].")] = None,
+    force: Force = False,
 ) -> None:
-    """A plan as settings of another trainer: what is exported, what of it is lost, and what that costs beside the plan.
+    """Export a plan as another trainer's settings, with what is lost and what that costs.
 
-    Of what the target can say the fastest that fits the plan's budget is chosen; exit code 3 where nothing does.
-    Without --out the files' text is printed. --from FILE in the place of a plan plans that run, for --gpu or --budget.
+    The fastest of the target's settings that fits the plan's budget is chosen. --from FILE with --gpu or --budget plans
+    that run first. Exit code 3: no setting fits.
     """
     # a folder that is there takes files
     refuse_to_overwrite(None if out is None or out.is_dir() else out, force=force)

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 class SourceFlags:
     """Source of a run.
 
-    Args:
-        from_file: A trainer's own file: TOML, YAML, JSON, a script with its arguments. Flags beside it count before
-            it; several files of one run may be given.
-        allow_unread: Go on where keys of the file that change memory or time cannot be read.
+    Model:
+        from_file: The trainer's own config file or script; other flags override it.
+
+    Model details:
+        allow_unread: Go on although keys of the --from file that change memory or time cannot be read.
     """
 
     from_file: Annotated[list[Path] | None, Parameter(name="--from", negative="")] = field(default=None, metadata=LOCAL)
@@ -42,8 +43,8 @@ class SourceFlags:
 class RunSourceFlags(SourceFlags):
     """Source of a single run.
 
-    Args:
-        gpus: Devices that it runs on, where the file of --from does not say.
+    Model details:
+        gpus: Devices of the run, where the --from file does not say.
     """
 
     gpus: int | None = field(default=None, metadata=LOCAL)

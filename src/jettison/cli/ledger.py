@@ -7,9 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Parameter
-
-from jettison.cli.app import LOCAL, Budget, Flattened, Force, Out, Switch, answered, deliver, refuse_to_overwrite
+from jettison.cli.app import (
+    LOCAL,
+    Budget,
+    Flattened,
+    Force,
+    Model,
+    Out,
+    Switch,
+    answered,
+    deliver,
+    option,
+    refuse_to_overwrite,
+    verb,
+)
 from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
 from jettison.core.errors import Infeasible, UsageError
 from jettison.core.progress import Progress, silent
@@ -37,15 +48,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerFlags:
-    """Flags in addition to those of the run.
+    """Flags of `ledger` alone.
 
-    Args:
-        gpu: Hold the peak against this GPU, such as h100-80gb.
-        fit: Say what would fit --gpu or --budget.
-        explain: Say what the peak is made of.
-        compile: Each layer is compiled by torch.
-        trace: Build a config's model and trace it (needs torch).
-        compare: Another ledger's JSON: exit code 4 where it differs.
+    Memory and GPU:
+        gpu: GPU to fit, such as h100-80gb (`jettison list gpus`), or a hardware file.
+        fit: Find the largest batch and sequence, and the smallest layout, that fit.
+
+    Model:
+        compile: torch.compile of each layer.
+
+    Output:
+        explain: Break the peak down, and state what each change would save.
+
+    Traces:
+        trace: Build the config.json's model and trace it (needs torch).
+        compare: Compare with this ledger's JSON; exit code 4 where saved tensors differ.
     """
 
     gpu: str | None = None
@@ -60,24 +77,28 @@ class LedgerFlags:
 UNASKED = LedgerFlags()
 
 
+@verb("ledger")
 def command(
-    model: Annotated[
-        str | None, Parameter(help="A preset such as llama3-8b, a config.json or its folder, or module:factory.")
-    ] = None,
+    model: Model = None,
     /,
     *,
     flags: Annotated[LedgerFlags, Flattened] = UNASKED,
     request: Annotated[RunRequest, Flattened] = NOTHING_ASKED,
     source: Annotated[RunSourceFlags, Flattened] = NO_SOURCE,
-    form: Annotated[Literal["human", "json", "csv"], Parameter(name="--format", help="CSV has the entries.")] = "human",
-    entries: Annotated[bool, Parameter(negative="--no-entries", help="Every saved tensor in JSON.")] = True,
+    form: Annotated[
+        Literal["human", "json", "csv"],
+        option(
+            "Output", "human, json (--json for short), or csv of saved tensors.", name="--format", show_choices=False
+        ),
+    ] = "human",
+    entries: Annotated[bool, option("Output", "Put saved tensors in JSON.", negative="--no-entries")] = True,
     out: Out = None,
     force: Force = False,
 ) -> None:
-    """What a training run needs: bytes of each stage over a step, and the tensors that it saves for backward.
+    """Show the memory of a training step, stage by stage: peak, states, and every tensor saved for backward.
 
-    Of a preset or a config.json this is worked out, without torch; a live model is traced. With --gpu or --budget the
-    exit code is 3 where the peak does not fit.
+    A preset or config.json is computed in closed form, without torch; a live model is traced. Exit code 3: the peak
+    does not fit --gpu or --budget.
     """
     refuse_to_overwrite(out, force=force)
     model, request, source_file = sourced(model, request, source, verb="ledger")

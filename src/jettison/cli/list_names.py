@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from cyclopts import Parameter
 from rich.console import Group, RenderableType
 
-from jettison.cli.app import Force, Format, Out, asked, deliver, refuse_to_overwrite
+from jettison.cli.app import Force, Format, Out, asked, deliver, option, refuse_to_overwrite, verb
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes, format_count
 from jettison.families.presets import PRESETS, preset
 from jettison.formula.region import parameter_count
+from jettison.predict.run_request import flag_of
 from jettison.report.schemas import shaped
 from jettison.report.tables import grid
-from jettison.spec.frameworks import named
+from jettison.spec.frameworks import named, rule
 from jettison.spec.hardware import Hardware, hardware, hardware_names
 from jettison.spec.precision import PRECISIONS, Precision
 
@@ -27,10 +27,11 @@ _MEANINGS: Final[dict[str, dict[str, str]]] = tomllib.loads(
 )
 
 
+@verb("list")
 def command(
     what: Annotated[
-        Literal["models", "gpus", "precisions", "policies", "optimizers", "targets"] | None,
-        Parameter(help="One kind of names; all of them without it."),
+        Literal["models", "gpus", "precisions", "policies", "optimizers", "frameworks", "targets"] | None,
+        option("Model", "Kind of names [default: all]."),
     ] = None,
     /,
     *,
@@ -38,7 +39,7 @@ def command(
     out: Out = None,
     force: Force = False,
 ) -> None:
-    """The names that other commands take: models, GPUs, precisions, policies, optimizers, targets of exports."""
+    """List names that flags take: models, GPUs, precisions, recompute policies, optimizers, frameworks, targets."""
     refuse_to_overwrite(out, force=force)
     report = list_names(what)
     deliver(report.document, report.table, form=form, out=out, request=asked(what=what))
@@ -108,7 +109,7 @@ def _per_second(value: int | None, unit: float, name: str) -> str:
 def _precisions() -> Section:
     return Section(
         name="precisions",
-        title="Words for --precision",
+        title="Precisions for --precision",
         rows=tuple(_precision(one) for one in PRECISIONS.values()),
         shown=tuple(
             (name, _field(name)) for name in ("compute", "weights", "gradients", "accumulator", "master", "moments")
@@ -138,14 +139,23 @@ def _worded(name: str, title: str, words: dict[str, str]) -> Section:
     return Section(name=name, title=title, rows=rows, shown=(("meaning", _field("meaning")),))
 
 
+def _frameworks() -> Iterator[tuple[str, str]]:
+    for name in named("presets"):
+        given = rule(name, tp=1)
+        yield name, " ".join(flag_of(field) + ("" if value is True else f" {value}") for field, value in given.items())
+
+
 _SECTIONS: Final[dict[str, Callable[[], Section]]] = {
     "models": _models,
     "gpus": _gpus,
     "precisions": _precisions,
-    "policies": lambda: _worded("policies", "Words for --recompute", _MEANINGS["policies"]),
-    "optimizers": lambda: _worded("optimizers", "Words for --optimizer", _MEANINGS["optimizers"]),
+    "policies": lambda: _worded("policies", "Policies for --recompute", _MEANINGS["policies"]),
+    "optimizers": lambda: _worded("optimizers", "Optimizers for --optimizer", _MEANINGS["optimizers"]),
+    "frameworks": lambda: _worded(
+        "frameworks", "Framework presets for --like, and the flags that each sets on one GPU", dict(_frameworks())
+    ),
     "targets": lambda: _worded(
-        "targets", "Words for export --to", {name: entry["says"] for name, entry in named("targets").items()}
+        "targets", "Targets of export --to", {name: entry["says"] for name, entry in named("targets").items()}
     ),
 }
 KINDS: Final = tuple(_SECTIONS)

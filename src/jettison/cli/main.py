@@ -11,28 +11,51 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from cyclopts import CycloptsError, Parameter
+from cyclopts import CycloptsError, Group
 
-from jettison.cli.app import Answered, app, error_document
+from jettison.cli.app import Answered, app, error_document, option
 from jettison.cli.interrupts import EXIT_INTERRUPTED, end_at_once_on_interrupt, end_now, interrupted, say_interrupted
 from jettison.cli.suggestions import message_of, misplaced_file, refuse_fractions
 from jettison.core.errors import JettisonError, install
 from jettison.report.console import hint, json_text
 
-VERBS = (
-    "calibrate", "demo", "doctor", "estimate", "explore", "export", "ledger", "list", "plan", "profile", "report",
-    "search", "train", "verify",
-)  # fmt: skip
+VERB_GROUPS = {
+    "Plan": ("ledger", "plan", "estimate", "search", "export"),
+    "Understand": ("doctor", "profile", "explore", "report", "list"),
+    "Run": ("demo", "train"),
+    "Check": ("verify", "calibrate"),
+}
+VERBS = tuple(verb for verbs in VERB_GROUPS.values() for verb in verbs)
 """Each has a file, which is loaded when the verb is called."""
 FILES = {"list": "list_names"}
+_PANELS = {name: Group(name, sort_key=order) for order, name in enumerate((*VERB_GROUPS, "Shell"))}
 
-for _verb in VERBS:
-    app.command(f"jettison.cli.{FILES.get(_verb, _verb)}:command", name=_verb)
+app.help = """Fit transformer training into GPU memory: decide tensor by tensor what to keep, recompute or offload, and
+prove it on the real model.
+
+First commands:
+
+```text
+jettison doctor --oom train.log                         why memory ran out
+jettison ledger llama3-8b --gpu h100-80gb --lora r=16   will it fit?
+jettison plan llama3-8b --gpu h100-80gb --lora r=16     what to recompute
+jettison profile train.py                               time and memory
+```
+"""
+for _group, _verbs in VERB_GROUPS.items():
+    for _order, _verb in enumerate(_verbs):
+        _function = f"jettison.cli.{FILES.get(_verb, _verb)}:command"
+        app.command(_function, name=_verb, group=_PANELS[_group], sort_key=_order)
+for _flag, _text in (
+    ("--help", "Show a verb's usual flags; --help-all: every flag."),
+    ("--version", "Show the version."),
+):
+    app[_flag].group, app[_flag].help = _PANELS["Shell"], _text
 
 
-@app.command
-def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="Whose script to print.")], /) -> None:
-    """Print a script that completes verbs and flags: eval "$(jettison completion bash)" in a shell's start-up file."""
+@app.command(group=_PANELS["Shell"])
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], option("Model", "Shell of the script.")], /) -> None:
+    """Print a shell completion script: eval "$(jettison completion bash)" in the shell's start-up file."""
     sys.stdout.write(app.generate_completion(shell=shell).rstrip("\n") + "\n")
 
 
@@ -71,6 +94,8 @@ def _run(arguments: list[str]) -> int:
         if not arguments or arguments[0] in app.help_flags:  # which says a line of each verb
             for verb in VERBS:
                 app[verb]
+        app.every_flag = "--help-all" in arguments
+        arguments = [word if word != "--json" else "--format=json" for word in arguments]
         refuse_fractions(arguments)
         app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
     except CycloptsError as error:

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
-
 from jettison.cli.app import (
     LOCAL,
+    ON,
     Answered,
     Budget,
     Flattened,
@@ -23,7 +22,9 @@ from jettison.cli.app import (
     Switch,
     asked,
     deliver,
+    option,
     refuse_to_overwrite,
+    verb,
 )
 from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
 from jettison.core.errors import Infeasible, UsageError
@@ -49,14 +50,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFlags:
-    """Flags in addition to those of the run.
+    """Flags of `plan` alone.
 
-    Args:
-        gpu: What this GPU leaves, such as h100-80gb, and its speed.
-        host_budget: Bytes of the host for what one rank offloads: 128GiB; else what there is.
-        what_if: What each next GiB would change, of a preset or config.
-        timeline: Write a live model's planned step there, for ui.perfetto.dev or chrome://tracing.
-        snapshot: Write its allocations there as a CUDA memory snapshot.
+    Memory and GPU:
+        gpu: GPU to fit, such as h100-80gb (`jettison list gpus`), or a hardware file.
+
+    Recompute and offload:
+        host_budget: Limit of CPU memory a rank: 128GiB [default: the machine's].
+
+    Output:
+        what_if: State what each additional GiB would change.
+        timeline: File for the planned step (ui.perfetto.dev), of a live model.
+        snapshot: File for its allocations, as a CUDA memory snapshot.
     """
 
     budget: Budget = None
@@ -70,6 +75,7 @@ class PlanFlags:
 UNASKED = PlanFlags()
 
 
+@verb("plan")
 def command(
     model: Model = None,
     /,
@@ -78,18 +84,16 @@ def command(
     request: Annotated[RunRequest, Flattened] = NOTHING_ASKED,
     source: Annotated[RunSourceFlags, Flattened] = NO_SOURCE,
     write: Annotated[
-        Switch, Parameter(help="Write the file of --from again beside it, with the nearest settings of recomputation.")
+        bool, option("Output", "Write a copy of the --from file with the nearest recompute settings.", **ON)
     ] = False,
     form: Format = "human",
     out: Out = None,
     force: Force = False,
 ) -> None:
-    """What to do with each saved tensor so that a training step stays below a budget.
+    """Plan which saved tensors to keep, recompute or offload, so that a training step fits a budget.
 
-    A live model or a config.json is traced, and the plan can be applied to it and verified. A preset, any model with a
-    parallel layout, and a config.json with --gpu alone are planned from their spec, for each pipeline stage, without
-    torch: with --gpu layers may also offload, unless --no-offload says otherwise. A live model's layers may with
-    --offload; --gpu says over which link.
+    A preset, a parallel layout or --gpu alone is planned in closed form, without torch. Otherwise a live model or
+    config.json is traced; that plan can be applied and verified. Exit code 3: nothing fits.
     """
     for path in (out, flags.timeline, flags.snapshot):
         refuse_to_overwrite(path, force=force)

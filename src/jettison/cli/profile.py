@@ -9,10 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Final
 
-from cyclopts import Parameter
 from rich.console import RenderableType
 
-from jettison.cli.app import Force, Format, Out, asked, deliver, refuse_to_overwrite
+from jettison.cli.app import Force, Format, Out, asked, deliver, option, refuse_to_overwrite, verb
 from jettison.cli.file_kinds import misplaced
 from jettison.cli.snapshots import is_snapshot
 from jettison.core.errors import UsageError
@@ -32,25 +31,23 @@ SCHEMA: Final = "jettison.profile/1"
 _PRECISIONS: Final = {"c10::BFloat16": "bf16", "c10::Half": "bf16", "float": "fp32"}
 
 
+@verb("profile")
 def command(
     targets: Annotated[
-        list[str],
-        Parameter(
-            help="Traces of torch.profiler and memory snapshots of one run; or a script, or a recipe as for `train`."
-        ),
+        list[str], option("Model", "Script or recipe to run; or a run's torch.profiler traces and memory snapshots.")
     ],
     /,
     *,
-    steps: Annotated[int, Parameter(help="Of a script or a recipe: steps to record, after two that warm up.")] = 3,
-    gpu: Annotated[str | None, Parameter(help="Its peak FLOP/s make MFU and HFU, such as h100-80gb.")] = None,
+    steps: Annotated[int, option("Measurement", "Steps of a script or recipe to record, after two warm-up steps.")] = 3,
+    gpu: Annotated[str | None, option("Memory and GPU", "GPU for MFU and HFU, such as h100-80gb.")] = None,
     trace: Annotated[
-        Path | None, Parameter(help="Of a script or a recipe: keep the trace there, for ui.perfetto.dev.")
+        Path | None, option("Output", "Keep the trace of a script or recipe here, for ui.perfetto.dev.")
     ] = None,
     form: Format = "human",
     out: Out = None,
     force: Force = False,
 ) -> None:
-    """Where time and memory of a step go: phases, MFU and HFU, recompute, and findings with what would mend each."""
+    """Profile a step's time and memory: phases, MFU and HFU, recompute, and findings with a fix for each."""
     refuse_to_overwrite(out, force=force)
     refuse_to_overwrite(trace, force=force)
     known = None if gpu is None else hardware(gpu)

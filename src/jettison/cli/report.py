@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
-from jettison.cli.app import Figures, Force, Format, asked, deliver, refuse_to_overwrite
+from jettison.cli.app import Figures, Force, Format, asked, deliver, option, refuse_to_overwrite, verb
 from jettison.cli.snapshots import is_snapshot, refuse_old_pickle, snapshot_report
 from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
@@ -19,19 +17,20 @@ from jettison.report.snapshot import SnapshotReport
 from jettison.report.subject import read_subject
 
 
+@verb("report")
 def command(
     files: Annotated[
         list[Path],
-        Parameter(help="A plan.json, a proof.json, a run's log.jsonl or folder, or a memory snapshot; two to compare."),
+        option("Model", "plan.json, proof.json, a run's folder or log.jsonl, or a memory snapshot; two to compare."),
     ],
     /,
     *,
-    out: Annotated[Path | None, Parameter(help="The page; by default report.html.")] = None,
+    out: Annotated[Path | None, option("Output", "File of the page [default: report.html].")] = None,
     figures: Figures = None,
     form: Format = "human",
     force: Force = False,
 ) -> None:
-    """What a plan, a proof, a training run or a memory snapshot says: one HTML page, and the same as tables or JSON."""
+    """Report a plan, proof, training run or memory snapshot as one HTML page, and as tables or JSON."""
     target = out or Path("report.html")
     refuse_to_overwrite(target, force=force)
     if figures is not None:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, SupportsIndex
 
-from cyclopts import Parameter
-
 from jettison.cli.app import (
     LOCAL,
     Answered,
+    Described,
     Flattened,
     Force,
     Format,
@@ -22,6 +21,7 @@ from jettison.cli.app import (
     asked,
     deliver,
     refuse_to_overwrite,
+    verb,
 )
 from jettison.cli.from_file import NO_SOURCE, SourceFlags, sourced, spec_of
 from jettison.core.errors import UsageError
@@ -46,17 +46,21 @@ NOTHING_FIXED = SearchRequest()
 
 @dataclass(frozen=True, kw_only=True)
 class SearchFlags:
-    """Flags in addition to those of the search space.
+    """Flags of `search` alone.
 
-    Args:
-        gpus: Devices to train on.
-        gpu: Which they are, such as h100-80gb, or a hardware file.
-        global_batch: Sequences in a step, on all devices.
-        budget: Peak bytes of a device, if less than it has: 60GiB.
-        margin: Kept free: of the way from the expected allowance to its upper bound, 0 to 1.
+    Memory and GPU:
+        gpus: Devices to train on [default: as --from].
+        gpu: GPU, such as h100-80gb (`jettison list gpus`), or a hardware file.
+        budget: Limit of a device's peak allocated bytes: 60GiB [default: its memory].
+        margin: Memory kept free: 0 (expected allowance) to 1 (upper bound).
+
+    Batch and sequence:
+        global_batch: Sequences in a step, over all devices [default: as --from].
+
+    Search:
         top: Layouts to list.
-        jobs: Processes: as many as there are cores.
-        state: Go on from this file, and write what is worked out to it.
+        jobs: Processes [default: one for each core].
+        state: File to resume the search from, and to save it to.
     """
 
     gpu: str
@@ -71,8 +75,9 @@ class SearchFlags:
     state: Path | None = field(default=None, metadata=LOCAL)
 
 
+@verb("search")
 def command(
-    model: Annotated[str | None, Parameter(help="A preset such as llama3-70b, a config.json or its folder.")] = None,
+    model: Described = None,
     /,
     *,
     flags: Annotated[SearchFlags, Flattened],
@@ -82,10 +87,9 @@ def command(
     out: Out = None,
     force: Force = False,
 ) -> None:
-    """The fastest layout, batch and recompute plan together, why it wins, and what more memory or devices would buy.
+    """Find the fastest layout, batch and recompute plan, why it wins, and what more memory or devices would buy.
 
-    All combinations of the axes that are not fixed are candidates; nothing that fits and is faster is missed. Exit code
-    3 where nothing fits.
+    Every axis that no flag fixes is searched, exhaustively. Exit code 3: nothing fits.
     """
     refuse_to_overwrite(out, force=force)
     model, request, found = sourced(model, request, source, verb="search", gpus=flags.gpus)

@@ -10,9 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
-
-from jettison.cli.app import Format, Switch, asked, deliver
+from jettison.cli.app import ON, Format, asked, deliver, option, verb
 from jettison.cli.report import report
 from jettison.core.errors import JettisonError
 from jettison.core.files import write_whole
@@ -25,22 +23,29 @@ if TYPE_CHECKING:
     from jettison.train.run_folder import TrainResult
 
 
+@verb("train")
 def command(
-    recipe: Annotated[str, Parameter(help="A TOML file, or module:name of a TrainRecipe.")],
+    recipe: Annotated[str, option("Model", "Recipe: a TOML file, or module:name of a TrainRecipe.")],
     /,
     *,
-    steps: Annotated[int | None, Parameter(help="Optimizer steps altogether, instead of the recipe's.")] = None,
-    resume: Annotated[Switch, Parameter(help="Fail where there is no checkpoint to go on from.")] = False,
-    budget: Annotated[str | None, Parameter(help="Peak bytes of a step on one rank, instead of [plan].")] = None,
-    plan: Annotated[Path | None, Parameter(help="A plan.json or a run's log folder, instead of [plan].")] = None,
-    recompute: Annotated[str | None, Parameter(help="A policy word, instead of [plan].")] = None,
-    gpu: Annotated[str | None, Parameter(help="Its peak FLOP/s make MFU and HFU, such as h100-80gb.")] = None,
+    steps: Annotated[int | None, option("Batch and sequence", "Optimizer steps [default: the recipe's].")] = None,
+    resume: Annotated[bool, option("Model", "Fail where there is no checkpoint to resume from.", **ON)] = False,
+    budget: Annotated[
+        str | None, option("Memory and GPU", "Limit of a step's peak bytes on one rank: 20GiB [default: the recipe's].")
+    ] = None,
+    plan: Annotated[
+        Path | None, option("Recompute and offload", "plan.json, or a run's log folder [default: the recipe's].")
+    ] = None,
+    recompute: Annotated[
+        str | None, option("Recompute and offload", "Policy: none, selective, full or every:K [default: the recipe's].")
+    ] = None,
+    gpu: Annotated[str | None, option("Memory and GPU", "GPU for MFU and HFU, such as h100-80gb.")] = None,
     export: Annotated[
-        Path | None, Parameter(help="Only write the newest checkpoint's weights there, for from_pretrained.")
+        Path | None, option("Output", "Only write the newest checkpoint's weights here, for from_pretrained.")
     ] = None,
     form: Format = "human",
 ) -> None:
-    """Train as a recipe says, in this process or in each that torchrun starts; resumes where it stopped."""
+    """Train from a recipe, in this process or under torchrun; resumes from the newest checkpoint."""
     from jettison.train.recipe import PlanSection
 
     chosen = PlanSection(budget=budget, file=None if plan is None else str(plan), policy=recompute)

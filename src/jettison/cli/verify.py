@@ -7,26 +7,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from cyclopts import Parameter
-
 from jettison.cli.app import (
-    Attention,
     Budget,
     Flattened,
     Force,
     Format,
-    MicroBatch,
     Out,
-    Precision,
-    Seq,
     Switch,
     answered,
     asked,
     deliver,
+    option,
     refuse_to_overwrite,
+    verb,
 )
 from jettison.core.errors import ProofFailed, UsageError
-from jettison.core.parse_units import parse_bytes
+from jettison.core.parse_units import Tokens, parse_bytes
 from jettison.core.progress import Progress, silent
 from jettison.models.model_types import require_known_file
 from jettison.report.console import hint, progress
@@ -43,20 +39,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyFlags:
-    """Flags of a proof: the plan, budget or policy that is held to, and the model.
+    """Flags of a proof: the plan, budget or policy to verify, and the model.
 
-    Args:
-        model: With a plan file: the model, if the plan does not say it.
-        recompute: Verify a policy: none, selective, full or every:K.
+    Model:
+        model: With a plan file: the model, if the plan does not name it.
+        attention: Attention kernels of a config.json's model [default: sdpa].
+
+    Batch and sequence:
+        seq: Tokens in a sequence, for a config.json [default: the model's positions, at most 2048].
+        micro_batch: Sequences or images in a micro-batch, for a config.json [default: 1].
+
+    Memory and GPU:
+        gpu: With --offload: GPU whose link to CPU counts [default: this machine's].
+        precision: Dtype of weights and activations, for a config.json [default: fp32].
+        optimizer: Optimizer of the step, for a config.json [default: adamw].
+
+    Recompute and offload:
+        recompute: Policy to verify: none, selective, full or every:K.
         given: Verify what the model itself recomputes and offloads.
         step: With --given: module:function of (model, batch), a forward and backward.
-        against: With --given: module:factory of the same model, plain.
-        values: Compare every tensor of backward, in all bits, in a step.
-        offload: With --budget: tensors may also be offloaded to the host.
-        host_budget: Bytes of the host for what waits there: 128GiB; else what there is.
-        gpu: With --offload: whose link to the host, where none is here.
-        optimizer: As for `plan`.
-        rounds: Interleaved rounds in which steps are timed.
+        against: With --given: module:factory of the same model without checkpointing.
+        offload: With --budget: tensors may also be offloaded to CPU.
+        host_budget: Limit of CPU memory for offloaded tensors: 128GiB [default: the machine's].
+
+    Measurement:
+        values: Compare every tensor of backward bitwise, in one step.
+        rounds: Interleaved rounds of timed steps.
     """
 
     model: str | None = None
@@ -69,10 +77,10 @@ class VerifyFlags:
     offload: Switch = False
     host_budget: str | None = None
     gpu: str | None = None
-    seq: Seq = None
-    micro_batch: MicroBatch = None
-    precision: Precision = None
-    attention: Attention = None
+    seq: Tokens | None = None
+    micro_batch: int | None = None
+    precision: Literal["fp32", "bf16"] | None = None
+    attention: Literal["eager", "sdpa", "flash"] | None = None
     optimizer: Literal["adamw", "sgd", "none"] | None = None
     rounds: int = 8
 
@@ -82,23 +90,26 @@ OF_THE_MODEL: Final = ("seq", "micro_batch", "precision", "attention", "optimize
 """Flags that say how a configuration's model is built."""
 
 
+@verb("verify")
 def command(
-    target: Annotated[str, Parameter(help="A plan.json that `jettison plan` wrote, or a MODEL as for `plan`.")],
+    target: Annotated[str, option("Model", "plan.json of `jettison plan`, or a model: config.json or module:factory.")],
     /,
     *,
     flags: Annotated[VerifyFlags, Flattened] = UNASKED,
     timeline: Annotated[
-        Path | None,
-        Parameter(help="Write a step under the plan and a plain one there, for ui.perfetto.dev or chrome://tracing."),
+        Path | None, option("Output", "Write a planned and a plain step here, for ui.perfetto.dev or chrome://tracing.")
     ] = None,
     snapshot: Annotated[
-        Path | None, Parameter(help="Write their allocations there as a CUDA memory snapshot: device 0 is planned.")
+        Path | None, option("Output", "Write their allocations here, as a CUDA memory snapshot: device 0 is planned.")
     ] = None,
     form: Format = "human",
     out: Out = None,
     force: Force = False,
 ) -> None:
-    """Does it hold? Gradients, predicted and measured peak, bytes held by each layer, step time: on the real model."""
+    """Prove a plan on the real model: gradients bitwise, predicted and measured peak, saved bytes, step time.
+
+    Exit code 4: the proof failed.
+    """
     for path in (out, timeline, snapshot):
         refuse_to_overwrite(path, force=force)
     seen: list[MemoryTimeline] | None = None if timeline is None and snapshot is None else []

@@ -1,4 +1,4 @@
-"""What one described run is asked for, as given: loose text, which `run_request.resolve` makes a `Run` of."""
+"""Request of a described run, as typed; `run_request.resolve` makes a `Run` of it."""
 
 from __future__ import annotations
 
@@ -10,87 +10,107 @@ from jettison.core.parse_units import Tokens
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CommonRequest:
-    """What one run and all candidates of a search are asked for alike; None is the default, NOTE [ Defaults ] there.
+    """Settings that one run shares with all candidates of a search; None is the default.
 
-    Args:
-        seq: Tokens in a sequence, such as 4096, 8k or 1M: as many as the model has positions, at most 4096.
-        source_seq: Tokens that an encoder beside a decoder reads, as many as --seq if it can; samples of raw sound.
-        attention: eager, flash, sdpa, flex or flash-attn (the library, which copies what --kernels megatron gives it).
-        dropout: Probability, at every site that the architecture has: as the model says.
-        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-reduce16 (Megatron's --grad-reduce-in-bf16), bf16-pure,
-            bf16-master16, bf16-autocast, fp16-main32 or fp8.
-        fp8_recipe: How products are narrow, beside a --precision in bf16: TransformerEngine's delayed[:N], tensorwise
-            (either -blackwell), blockwise, mxfp8 or nvfp4; torchao's tensorwise, rowwise, rowwise_with_gw_hp or mxfp8.
-        fp8_param_gather: Weights are held as bytes (Megatron), or gathered so (torchao's tensorwise).
-        products: Products that --fp8-recipe does not have, as Megatron says it: last:14=bf16, first:1=bf16, mtp=bf16,
-            attention.*=bf16, out_proj=mxfp8, separated by commas; of globs the first that fits counts.
-        optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; adamw-deepspeed, as ZeRO
-            steps there; adamw-bf16, whose moments are narrow; sgd, sgd-momentum, adam8bit, adam4bit, adafactor, muon,
-            dist-muon, dist-muon-pingpong or none.
-        kernels: megatron, pytorch, pytorch-2.8 (or before: RMSNorm op by op), huggingface, huggingface-4.57, -4.48,
-            -4.45 or -4.30 (of that version or before, until the next one named), torchtune, liger, foak,
-            unsloth, axolotl, axolotl-liger (its kernels of adapters), llamafactory-v1 or nanotron: whose code runs.
-        loss: upcast, outside (the loop's own, of logits that the model returned), rows, in-place, compiled, dtensor,
-            vocab-parallel, sharded, native, te, fused, chunked, listed,
-            tiled or dpo.
-        capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
-        expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.
-        dispatcher: How tokens reach their experts: alltoall, flex (DeepEP, HybridEP) or allgather.
-        deterministic: Megatron's deterministic mode: what experts return is kept, too.
-        sequential_experts: One expert after the other, instead of grouped products.
-        tp_comm_overlap: Transfers of tensor parallelism run beside the products that they belong to: costs less time.
-        ep_comm_overlap: Rows travel to experts and back beside the work of another micro-batch: costs less time.
-        cuda_graphs: CUDA graphs replay the kernels of layers, so that the host does not hand them over; experts where
-            it need not know their rows.
-        stack: Whose software: base, megatron, megatron-deepspeed, nemo, nemo-24.12, nemo-26.06 or scaling; else what
-            goes with --kernels.
-        gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
-        keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
-        gradients: one-by-one, as backward makes them; upfront, in buffers; buckets, one by one beside those of
-            DistributedDataParallel; added, to a wider buffer behind each backward (nanotron); in-backward, where the
-            optimizer steps.
-        accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
-        workspaces: Set aside for products: none, torch- or te-ampere, -hopper, or -blackwell (a torch before
-            2026's pull request 175344).
-        keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
-        stage_buffers: Stages have a buffer for all that they are sent in a step, as torch.distributed.pipelining has.
-        reshard_after_forward: With --zero 3, whose weights FSDP2 shards again after a forward: always, never,
-            torchtitan (its default: all but those whose backward comes first, in a pipeline none), or over how many
-            ranks until their backward.
-        outer_ends: With --zero 3, embedding, final norm and head have no fully_shard of their own: the model's has
-            them, whole through both passes.
-        fsdp_version: With --zero 3, whose shards: 2, FSDP2's, or 1, flat parameters, whose outermost has the ends.
-        reentrant: Checkpoints are reentrant (use_reentrant=True), and around what FSDP has wrapped, as transformers had
-            them by default until 4.52.
-        adapters: Dtype of adapters: fp32, as PEFT makes them by default (autocast_adapter_dtype); else as parameters.
-        loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
-        keep_batches: Batches of a step stay on the device until its end, as Megatron 0.18 has them.
-        holds_output: The loop has a name for the model's output, and with it for the logits, until their backward is
-            over.
-        scans: How layers carry a state along the sequence: written, as transformers without further packages, or fused.
-        context_exchange: How attention sees a sequence that --cp shards: ring, p2p, gather or a2a.
-        packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
-        lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
-        base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4, nf4-double (QLoRA), int8
-            (LLM.int8) or gptq.
-        kbit_upcast: What of a base in four bits is fp32 beside what is packed: all (PEFT's
-            prepare_model_for_kbit_training), norms (TRL's SFTTrainer to 0.26) or none.
-        input_gradients: The embedding's output has a gradient although it is frozen: where layers are computed again.
-        reference: A second, frozen model that runs a forward, as DPO has it: same (a copy), base (the adapters switched
-            off) or a model, and perhaps ,dtype=bf16,sharded=no,when=before.
-        reward: A frozen model with one score for each token, before the policy's forward: same, or a model.
-        states_on_host: The optimizer's states are in the host's memory, as deepspeed (ZeRO-Offload), torchao,
-            torchao-gradients or bitsandbytes (paged) have them there; with deepspeed-parameters, fsdp2 and fsdp1
-            (--fsdp-version 1) parameters as well.
-        mtp_num_layers: Layers that predict further tokens, as Megatron has them: 0.
-        mtp_use_repeated_layer: One such layer's weights serve all further tokens.
-        recompute_modules: Megatron's list of what is computed again: core_attn,layernorm,mla_up_proj,mlp,moe_act,
-            shared_experts,moe.
-        offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
+    Sections are the groups of ``--help`` and ``--help-all``; defaults: NOTE [ Defaults ] in `run_request`.
+
+    Model:
+        like: Framework preset, such as megatron-0.19 (`jettison list frameworks`).
+
+    Batch and sequence:
+        seq: Tokens in a sequence: 4096, 8k [default: the model's, at most 4096].
+
+    Memory and GPU:
+        precision: bf16, bf16-autocast, fp32, ... (`jettison list precisions`) [default: bf16; bf16-autocast with
+            --lora].
+        optimizer: adamw, adam8bit, muon, ... (`jettison list optimizers`) [default: adamw].
+
+    Fine-tuning:
+        lora: LoRA adapters: r=16[,alpha=32,targets=qkv+mlp,dropout=0.05].
+        base: Frozen base: plain, fp32, nf4, nf4-double, int8 or gptq [default: plain].
+
+    Model details:
+        family: model_type whose architecture a config.json of an unknown type has, such as qwen2.
+        anchor: File of `jettison calibrate --out`: correct the answer by a measured run.
+
+    Sequence details:
+        source_seq: Tokens that the encoder of an encoder-decoder reads; audio samples [default: --seq, where it can].
+        packed: Tokens of a document, where a sequence packs several that do not attend to each other [default: none].
+
+    Kernels and numerics:
+        kernels: Implementation of the layers: megatron, pytorch, pytorch-2.8 (or older), huggingface or
+            huggingface-4.57, -4.48, -4.45, -4.30 (up to that version), torchtune, liger, foak, unsloth, axolotl,
+            axolotl-liger, llamafactory-v1 or nanotron [default: pytorch; gpt-22b to gpt-1t megatron].
+        attention: eager, sdpa, flash, flex or flash-attn (the library, with its copies) [default: as --kernels].
+        loss: upcast, outside (in the loop, of returned logits), rows, in-place, compiled, dtensor, vocab-parallel,
+            sharded, native, te, fused, chunked, listed, tiled or dpo [default: as --kernels].
+        dropout: Dropout probability, wherever the architecture has dropout [default: the model's].
+        workspaces: cuBLAS workspaces: none, torch-ampere, torch-hopper, torch-blackwell, te-ampere, te-hopper or
+            te-blackwell (before pytorch#175344) [default: none].
+        scans: Kernels of state-space and linear-attention layers: written (op by op) or fused [default: written].
+        cuda_graphs: Replay layers as CUDA graphs, without launch overhead [default: as --kernels].
+        stack: Software whose measured efficiency counts: base, megatron, megatron-deepspeed, nemo, nemo-24.12,
+            nemo-26.06 or scaling [default: as --kernels].
+
+    FP8 and FP4:
+        fp8_recipe: Recipe of FP8/FP4 GEMMs, with --precision bf16. TransformerEngine: delayed[:N], tensorwise (either
+            with -blackwell), blockwise, mxfp8, nvfp4; torchao: tensorwise, rowwise, rowwise_with_gw_hp, mxfp8.
+        fp8_param_gather: Store weights in FP8 (Megatron), or all-gather them in FP8 (torchao tensorwise).
+        products: Layers and GEMMs outside --fp8-recipe: last:14=bf16,mtp=bf16,attention.*=bf16,out_proj=mxfp8; the
+            first glob that matches counts.
+
+    Gradients:
+        gradients: Allocation of gradients: one-by-one (in backward), upfront (Megatron's buffers), buckets (DDP),
+            added (to an fp32 buffer, nanotron) or in-backward (optimizer step in backward) [default: as --kernels].
+        accumulation: Gradient accumulation over micro-batches: whole, cast, fused or fused-dummy [default: whole].
+
+    Mixture of experts:
+        dispatcher: Token dispatch to experts: alltoall, flex (DeepEP, HybridEP) or allgather [default: as --kernels].
+        capacity_factor: Expert capacity, as a multiple of an even share of tokens [default: no token is dropped].
+        expert_imbalance: Tokens of the busiest rank's experts, as a multiple of an even share [default: 1].
+        sequential_experts: Run experts one after the other instead of as grouped GEMMs.
+        ep_comm_overlap: Overlap expert all-to-alls with compute of another micro-batch (time only).
+
+    Multi-token prediction:
+        mtp_num_layers: Multi-token prediction (MTP) layers, as Megatron's flag [default: 0].
+        mtp_use_repeated_layer: Share one MTP layer's weights among all depths.
+
+    Megatron-Core:
+        recompute_modules: Modules that are recomputed: core_attn,layernorm,mla_up_proj,mlp,moe_act,shared_experts,moe.
+        offload_modules: Modules whose activations are offloaded: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
             expert_fc1,moe_act.
-        family: The model_type whose architecture a config.json of an unknown type has, such as qwen2.
-        like: As megatron-0.19, megatron-0.18, torchtitan, nanotron, huggingface (or of a version: huggingface-4.57,
-            -4.52, -4.48, -4.45 or -4.30), unsloth, deepspeed or automodel does it; other flags go before it.
+        tp_comm_overlap: Overlap tensor-parallel communication with GEMMs (time only).
+        deterministic: Deterministic mode: outputs of experts are kept, too.
+        loader_masks: The data loader makes an s x s attention mask for each sequence.
+        keep_batches: All micro-batches of a step stay on the device until it ends (Megatron 0.18).
+
+    FSDP and torchtitan:
+        fsdp_version: With --zero 3: 2 (FSDP2) or 1 (flat parameters) [default: 2].
+        reshard_after_forward: With --zero 3: always, never, torchtitan (its default policy), or over how many ranks
+            [default: always].
+        outer_ends: Embedding, final norm and head belong to the root FSDP module, unsharded from forward to backward.
+
+    DeepSpeed and CPU offload:
+        states_on_host: Optimizer states in CPU memory: deepspeed (ZeRO-Offload), torchao, torchao-gradients or
+            bitsandbytes (paged); with parameters: deepspeed-parameters, fsdp2 or fsdp1 [default: none].
+
+    transformers, TRL and PEFT:
+        reentrant: Checkpoints use use_reentrant=True, outside FSDP's wrapping (transformers before 4.52).
+        holds_output: The loop references the model's output, logits included, until backward ends.
+        adapters: Dtype of adapters: fp32 (PEFT's autocast_adapter_dtype) [default: as --precision].
+        kbit_upcast: fp32 upcast over a 4-bit base: all (prepare_model_for_kbit_training), norms (TRL up to 0.26) or
+            none [default: none].
+        input_gradients: The frozen embedding's output requires grad [default: where layers are recomputed].
+        reference: Frozen reference model, as of DPO: same, base (adapters off) or a model, with
+            ,dtype=bf16,sharded=no,when=before [default: none].
+        reward: Frozen reward model with one score a token: same or a model [default: none].
+
+    Parallelism details:
+        context_exchange: Context-parallel attention: ring, p2p, gather or a2a [default: as --kernels].
+        gathered_inputs: Save all-gathered inputs under sequence parallelism, as stock DTensor does.
+        keep_stage_outputs: Pipeline stages keep outputs that they have sent.
+        keep_received: Pipeline chunks keep the last received activation and its gradient.
+        stage_buffers: Preallocate receive buffers for all micro-batches, as torch.distributed.pipelining does.
     """
 
     seq: Tokens | None = None
@@ -156,36 +176,39 @@ class CommonRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class RunRequest(CommonRequest):
-    """How a model is to be trained, as given.
+    """Settings of one training run.
 
-    Args:
-        micro_batch: Sequences in a micro-batch on one data-parallel rank: 1; of --loss dpo 2, a pair.
-        micro_batches: Micro-batches in a step on one data-parallel rank: one for each pipeline stage.
-        tp: Ranks of tensor parallelism: 1.
-        sp: Sequence parallelism beside it: on where --tp is above 1.
-        pp: Pipeline stages: 1.
-        virtual_stages: Virtual stages on each device of a pipeline (interleaved 1F1B): 1.
-        micro_batch_group: Micro-batches that go through a virtual stage in turn, as Megatron's
-            --microbatch-group-size-per-virtual-pipeline-stage: --pp.
-        deferred_head: Micro-batches of which a pipeline's last stage keeps gradients of logits until the others wait,
-            as Megatron's --defer-embedding-wgrad-compute has them (--wgrad-deferral-limit): 0.
-        stage_layers: Layers of each stage: 5,4,4,3, first:3,last:5, Megatron's layout string, or nanotron; else evenly.
-        schedule: Order of a pipeline: gpipe, 1f1b, zero-bubble or zero-bubble-v.
-        cp: Ranks of context parallelism: 1.
-        dp: Data-parallel replicas: 1.
-        ep: Ranks of expert parallelism, out of dp x cp: 1.
-        expert_tp: Ranks that share an expert's width, fewer than --tp; --ep then takes the others: as --tp.
-        zero_replicas: Groups of ranks that each hold all of what ZeRO shards, as HSDP has them: 1.
-        zero_whole: With --zero 1, each rank has the states of some parameters, whole, as torch's
-            ZeroRedundancyOptimizer shares them out: else each has a part of every one.
-        zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
-        recompute: none, selective, selective-op[-alternate], full, parts (attention, feed-forward block and norms, a
-            checkpoint each), every:K (segments of K layers), block:N (the first N of a stage), interval:K (each K-th),
-            sqrt or auto.
-        offload: Send what stays of each layer to the host until its backward.
-        whole_micro_batches: Of the micro-batches that a stage has in flight, so many keep everything, or most, which
-            is as many as fit: 0.
-        positions: Rows of learned positions, for sequences that are longer than the model was made for.
+    Batch and sequence:
+        micro_batch: Sequences in a micro-batch [default: 1].
+        micro_batches: Micro-batches in a step, of one replica [default: --pp].
+
+    Parallelism:
+        tp: Tensor-parallel ranks [default: 1].
+        pp: Pipeline stages [default: 1].
+        cp: Context-parallel ranks [default: 1].
+        ep: Expert-parallel ranks, out of dp x cp [default: 1].
+        dp: Data-parallel replicas [default: 1].
+        zero: ZeRO stage: 1 optimizer states, 2 gradients, 3 parameters (FSDP) [default: 0].
+
+    Recompute and offload:
+        recompute: none, selective, full, auto, ... (`jettison list policies`) [default: none].
+        offload: Offload saved activations to CPU until backward.
+
+    Parallelism details:
+        sp: Sequence parallelism with tensor parallelism [default: where --tp is above 1].
+        schedule: Pipeline schedule: gpipe, 1f1b, zero-bubble or zero-bubble-v [default: 1f1b].
+        virtual_stages: Virtual stages on each pipeline rank (interleaved 1F1B) [default: 1].
+        stage_layers: Layers of each stage: 5,4,4,3, first:3,last:5, Megatron's layout or nanotron [default: even].
+        whole_micro_batches: In-flight micro-batches without recomputation: a number, or most (as many as fit)
+            [default: 0].
+        micro_batch_group: Megatron's --microbatch-group-size-per-virtual-pipeline-stage [default: --pp].
+        deferred_head: Megatron's --wgrad-deferral-limit with --defer-embedding-wgrad-compute [default: 0].
+        expert_tp: Tensor-parallel ranks of experts; --ep takes the others [default: --tp].
+        zero_replicas: Replicas of what ZeRO shards, as in HSDP [default: 1].
+        zero_whole: With --zero 1: shard optimizer states by whole parameter (torch's ZeroRedundancyOptimizer).
+
+    Sequence details:
+        positions: Rows of learned positions, for longer sequences than the model was made for [default: the model's].
     """
 
     micro_batch: int | None = None

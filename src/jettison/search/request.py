@@ -34,25 +34,31 @@ _LISTS: Final = ("tp", "pp", "virtual_stages", "cp", "ep", "dp", "zero", "micro_
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SearchRequest(CommonRequest):
-    """What to search, and what all candidates have in common. An axis takes one value, or several as in 1,2,4.
+    """Search space, and the settings of all candidates. An axis takes one value, or several: 1,2,4.
 
-    Args:
-        tp: Ranks of tensor parallelism: all up to a node that divide the heads.
-        sp: Sequence parallelism beside it: with and without.
-        pp: Pipeline stages: all over which the layers divide.
-        virtual_stages: Virtual stages on each device of a pipeline: all.
-        schedule: Orders of a pipeline, out of gpipe, 1f1b, interleaved and zero-bubble: 1f1b,interleaved.
-        cp: Ranks of context parallelism: all that divide the sequence.
-        ep: Ranks of expert parallelism: all that divide the experts.
-        dp: Data-parallel replicas: what the others leave.
-        zero: ZeRO stages: 0,1,2,3.
-        micro_batch: Sequences in a micro-batch: all that divide a rank's batch.
-        recompute: Plans, out of none, selective, selective-op, full, every, every:K, block:N, interval:K and auto, the
-            planner's: none,selective,selective-op,full,every,auto.
-        offload: Try each plan with what stays on the host, too.
-        whole_micro_batches: Try each plan of a pipeline with as many micro-batches kept whole as fit, too.
-        uneven: Try pipelines whose ends have a layer less or more than other stages, too.
-        runs_on: Only layouts and recompute modes that a framework can run, such as torchtitan; --from implies its own.
+    Batch and sequence:
+        micro_batch: Sequences in a micro-batch [default: all that divide a rank's batch].
+
+    Parallelism:
+        tp: Tensor-parallel ranks [default: all up to a node that divide the heads].
+        pp: Pipeline stages [default: all that divide the layers].
+        cp: Context-parallel ranks [default: all that divide the sequence].
+        ep: Expert-parallel ranks [default: all that divide the experts].
+        dp: Data-parallel replicas [default: the remaining devices].
+        zero: ZeRO stages [default: 0,1,2,3].
+        runs_on: Only what this framework can run, such as torchtitan [default: as --from].
+
+    Recompute and offload:
+        recompute: none, selective, selective-op, full, every, every:K, block:N, interval:K, auto [default: all but
+            block:N and interval:K].
+        offload: Try each with activations offloaded to CPU, too.
+
+    Parallelism details:
+        sp: Sequence parallelism [default: with and without].
+        schedule: Pipeline schedules, of gpipe, 1f1b, interleaved and zero-bubble [default: 1f1b,interleaved].
+        virtual_stages: Virtual stages on each pipeline rank [default: all].
+        whole_micro_batches: Try as many in-flight micro-batches without recomputation as fit, too.
+        uneven: Try pipelines whose first and last stages have a layer less or more, too.
     """
 
     tp: str | None = None

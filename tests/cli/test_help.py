@@ -1,0 +1,90 @@
+"""Help that one can read: the usual flags on one screen, every flag in a group, the rest one flag away."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from jettison.cli.app import GROUPS
+from jettison.cli.main import VERB_GROUPS, VERBS, app, run
+from jettison.cli.suggestions import _flags
+
+MOST_LINES = 60
+MANY = ("ledger", "plan", "estimate", "search", "calibrate")
+"""Verbs that take the flags of a run."""
+USUAL = (
+    *("from", "gpu", "seq", "micro-batch", "tp", "pp", "dp", "zero", "recompute", "precision", "optimizer", "lora"),
+    "format",
+)
+TERMS = r"\b(?:again|beside|behind|further|narrow(?:er)?|host|products?|words?)\b"
+
+
+def page(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_usual_flags_fit_one_screen(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    brief, full = page(capsys, verb, "--help"), page(capsys, verb, "--help-all")
+    assert len(brief.splitlines()) <= MOST_LINES
+    titles = re.findall(r"^╭─ (.+?) ─", brief, re.MULTILINE)
+    assert titles == [name for name in GROUPS if name in titles]
+    assert brief.rstrip().endswith(f"jettison {verb} --help-all") == (verb in MANY or verb == "export")
+    assert len(full) > len(brief) or brief == full
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_flag_has_a_group_and_a_text(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    full = page(capsys, verb, "--help-all")
+    assert not re.search(r"^╭─ (?:Parameters|Arguments) ─", full, re.MULTILINE)
+    for argument in app[verb].assemble_argument_collection(parse_docstring=True):
+        if argument.show:
+            assert argument.parameter.help, argument.name
+            assert not re.search(TERMS, argument.parameter.help), argument.parameter.help
+            assert f" {argument.name}" in full
+    assert {name for one in _flags(verb) for name in one.names if not name.startswith("--no-")} <= set(
+        re.findall(r"--[a-z0-9-]+|[A-Z]+", full)
+    ) | {"*"}
+
+
+@pytest.mark.parametrize("verb", MANY)
+def test_flags_that_most_runs_need_are_usual(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    brief = page(capsys, verb, "--help")
+    assert [name for name in USUAL if f"--{name} " not in brief] == []
+    assert "--json" in brief
+
+
+def test_jettison_alone_says_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
+    text = page(capsys)
+    first = re.findall(r"^ (jettison .+?)  +\S", text, re.MULTILINE)
+    assert len(first) in (3, 4)
+    for command in first:
+        verb, *flags = shlex.split(command)[1:]
+        assert verb in VERBS
+        known = {name for one in _flags(verb) for name in one.names}
+        assert [flag for flag in flags if flag.startswith("--") and flag not in known] == []
+    titles = re.findall(r"^╭─ (.+?) ─", text, re.MULTILINE)
+    assert titles == [*VERB_GROUPS, "Shell"]
+    for verb in VERBS:
+        said = re.search(rf"^│ {verb} +([A-Z][a-z]+) ", text, re.MULTILINE)
+        assert said is not None and not said[1].endswith("s"), verb
+
+
+def test_completion_knows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    script = page(capsys, "completion", "bash")
+    assert "--help-all" in script and "--keep-batches" in script
+
+
+def test_json_is_short_for_the_format(capsys: pytest.CaptureFixture[str]) -> None:
+    long = page(capsys, "list", "targets", "--format", "json")
+    assert page(capsys, "list", "targets", "--json") == long
+    assert run(["list", "nothing", "--json"]) == 2
+    assert '"jettison.error/1"' in capsys.readouterr().out
