@@ -84,7 +84,7 @@ def test_a_piece_that_is_written_to_past_its_version_is_kept() -> None:
             return out
 
     trace = trace_region(Overwriting(), (torch.randn(4, WIDTH, requires_grad=True),), {})
-    with pytest.raises(ValueError, match="may not run again"):
+    with pytest.raises(ValueError, match="may not be recomputed"):
         trace.program.recompute_set(frozenset(trace.inputs))
 
 

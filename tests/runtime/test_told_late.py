@@ -176,7 +176,7 @@ def test_a_planned_model_stops_at_the_end_of_backward_and_counts_rounding(monkey
         model(rows(1)).backward()
         assert sum(report.rounded for report in handle.report()) > 0
         monkeypatch.setattr(frame, "compare", lambda left, t, *more: compare(left, t + 1, *more))
-        with pytest.raises(WrongValue, match="was computed again for backward"):
+        with pytest.raises(WrongValue, match="was recomputed for backward"):
             model(rows(2)).backward()
     monkeypatch.setattr(frame, "compare", lambda left, t, *more: compare(left, next_bits(t), *more))
     with jettison.apply(model, "full", batch=(rows(0),), check="exact"), pytest.raises(WrongValue):

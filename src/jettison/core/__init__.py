@@ -1,1 +1,1 @@
-"""What every room uses: units, errors, element types, progress, files, processes."""
+"""Shared basics: units, errors, dtypes, progress, atomic files, processes."""

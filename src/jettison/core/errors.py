@@ -1,7 +1,7 @@
-"""Every error that Jettison raises on purpose, and the exit code of each.
+"""The errors that Jettison raises on purpose, each with its exit code.
 
-A message says what was got, what was expected and what to do next. Errors about what was asked are also `ValueError`;
-errors about what happened while a model ran are also `RuntimeError`.
+A message says what was got, what was expected and what to do next. Errors about a request are also `ValueError`; errors
+while a model runs are also `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jettison.core.units import Bytes, format_bytes
 
 
 class JettisonError(Exception):
-    """Base of all of them. ``exit_code`` is what the command line exits with."""
+    """Base class of Jettison's errors. ``exit_code`` is the command line's."""
 
     exit_code: ClassVar[int] = 1
 
@@ -30,7 +30,7 @@ class UsageError(JettisonError, ValueError):
 
 
 class NotDescribed(UsageError):
-    """A model that has no closed form: where torch and transformers are there, a trace has its blocks."""
+    """A model without a closed form. With torch and transformers installed, a trace can describe its blocks instead."""
 
 
 class Infeasible(JettisonError, ValueError):
@@ -62,12 +62,12 @@ class Infeasible(JettisonError, ValueError):
 
 
 class DoesNotFit(JettisonError, ValueError):
-    """A run as it was asked for needs more than there is. Nothing was planned, so nothing is said of other ways."""
+    """A run needs more memory than there is. No plan was searched for, so no alternative is suggested."""
 
     exit_code: ClassVar[int] = 3
 
     def __init__(self, *, peak_bytes: int, limit_bytes: int, limit_name: str, advice: str = "") -> None:
-        """Build the message out of the peak and of what it is held against, and what to do about it."""
+        """Build the message from the peak, the limit it exceeds, and advice."""
         super().__init__(
             f"the peak, {format_bytes(peak_bytes)} ({peak_bytes}B), is above "
             f"{format_bytes(limit_bytes)} ({limit_bytes}B), {limit_name}{advice and '; '}{advice}"
@@ -90,7 +90,7 @@ class DoesNotFit(JettisonError, ValueError):
 
 
 class HostBudgetExceeded(JettisonError, ValueError):
-    """Offloaded tensors need more of the host's memory than they may have. ``real_bytes``: with pinning's round-up."""
+    """Offloaded tensors need more CPU memory than allowed. ``real_bytes`` includes the round-up of pinned memory."""
 
     exit_code: ClassVar[int] = 3
 
@@ -130,7 +130,7 @@ class TraceError(JettisonError, RuntimeError):
 
 
 class RecordingLeft(TraceError):
-    """An exception of the user's own left a forward while it was recorded. The real one may be left by it as well."""
+    """The user's code raised an exception while its forward was recorded; the real forward may raise it as well."""
 
 
 class StaleTensor(JettisonError, RuntimeError):
@@ -138,7 +138,7 @@ class StaleTensor(JettisonError, RuntimeError):
 
 
 class WrongValue(JettisonError, RuntimeError):
-    """A tensor that was computed again is not the one that forward had. The gradients of this step are not usable."""
+    """A recomputed tensor differs from the forward's. The gradients of this step are not usable."""
 
 
 class PlanMismatch(JettisonError, RuntimeError):

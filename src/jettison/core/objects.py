@@ -1,4 +1,4 @@
-"""Objects in one line, as keys by identity, and with other attributes for a while."""
+"""Short reprs, keys by identity, and temporary attributes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Same(Generic[T]):
-    """Equal where it is the same object. Whoever has it as a key holds that object: no later one takes its place."""
+    """Key that compares by identity. It holds a reference, so that no later object reuses the id."""
 
     __slots__ = ("it",)
 
@@ -44,7 +44,7 @@ class Same(Generic[T]):
 
 @contextmanager
 def swapped(owner: Any, **values: Any) -> Iterator[None]:
-    """An object, a module or a class has these attributes while this is entered, and its own ones afterwards."""
+    """Give an object, a module or a class these attributes within the context, and restore its own afterwards."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)

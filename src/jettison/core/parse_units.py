@@ -23,7 +23,7 @@ _TIMES: Final = MappingProxyType({"": 1, "k": 1 << 10, "K": 1 << 10, "M": 1 << 2
 _QUANTITY = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)")
 _SECONDS: Final = MappingProxyType({"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0})
 LONGEST_SHOWN: Final = 80
-"""Characters of what somebody gave, in a message."""
+"""Most characters of a user's input that a message repeats."""
 _EXPECTED = 'expected a positive number and a unit, such as "8GiB" (2^30 bytes each) or "20 GB" (10^9 bytes each)'
 
 
@@ -50,7 +50,7 @@ class Length(int):
 if TYPE_CHECKING:
     Tokens = int | Length
 else:
-    Tokens = Length  # beside int the command line would try that first, which takes "1.3" for 1
+    Tokens = Length  # in a union with int, pydantic would try int first, which takes "1.3" for 1
 
 
 def parse_bytes(quantity: str | SupportsIndex) -> int:
@@ -83,7 +83,7 @@ def parse_seconds(quantity: str) -> float:
 
 
 def _whole(number: object) -> int:
-    """A number that is no text.
+    """Check a number that is not a string.
 
     Raises:
         UsageError: it is not a whole number, by its type.

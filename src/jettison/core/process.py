@@ -1,4 +1,4 @@
-"""This process: its processors, workers of its own, interrupts, and Python's collector of reference cycles."""
+"""The current process: its CPU cores, process pools, interrupts, and the garbage collector."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def cores() -> int:
-    """Those that the system lets it use, where the system says; otherwise all that there are."""
+    """Number of cores this process may use, where the system tells; otherwise of all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def end_pool(pool: ProcessPoolExecutor, *, now: bool) -> None:
-    """Let a pool's processes go.
+    """Shut down a process pool.
 
     Args:
-        now: nobody waits for what they are at.
+        now: do not wait for running tasks.
     """
     if now:
         for worker in list((pool._processes or {}).values()):
@@ -34,9 +34,9 @@ def end_pool(pool: ProcessPoolExecutor, *, now: bool) -> None:
 
 @contextmanager
 def deaf_to_interrupts() -> Iterator[None]:
-    """Processes started within do not hear Ctrl-C, from their first instant: they inherit that. A terminal sends it to
-    all of a command's processes, and one that still imports its modules would answer with a traceback. The process
-    that started them hears it, and ends them; one that comes within is lost. Signals are set in a main thread only.
+    """Start processes that ignore Ctrl-C: they inherit it from their first instant. A terminal sends Ctrl-C to all
+    of a command's processes, and one that still imports its modules would answer with a traceback. The parent handles
+    it and ends them. An interrupt that arrives within the context is lost. Signals are set in the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -49,13 +49,13 @@ def deaf_to_interrupts() -> Iterator[None]:
 
 
 SELDOM: Final = 100_000
-"""Objects after which cycles are looked for. A look at all of torch's objects takes a fifth of a second: an eighth of a
-search of layouts, a tenth of a small model's planning."""
+"""Objects allocated between two garbage collections. One takes 0.2 s over all of torch's objects: an eighth of
+a layout search, a tenth of planning a small model."""
 
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """In here cycles are looked for after `SELDOM` objects; afterwards as before, from a count of none."""
+    """Collect reference cycles only after `SELDOM` allocations within the context."""
     before = gc.get_threshold()
     gc.set_threshold(SELDOM, before[1], SELDOM)
     try:

@@ -27,21 +27,21 @@ _R = TypeVar("_R")
 LOGGER: Final = logging.getLogger("jettison")
 FIRST_SECONDS: Final = 0.3
 TICK_SECONDS: Final = 1.0
-"""After so many seconds a terminal shows what is being done, and then as often."""
+"""Seconds between two updates of the line that shows the current work."""
 LONG_SECONDS: Final = 2.0
-"""Work that took as long is worth a line of its own on a terminal."""
+"""Work that took at least this long leaves a line of its own on the terminal."""
 _CLEAR: Final = "\r\x1b[2K"
 
 
 def silent(_text: str) -> None:
-    """Progress for nobody."""
+    """Discard progress."""
 
 
 class Shown:
-    """Progress for whoever watches: see NOTE [ Who sees progress ].
+    """Progress for a person: see NOTE [ Who sees progress ].
 
     Args:
-        everywhere: lines before and after are printed where stderr is no terminal, too, and however short the work was.
+        everywhere: print the lines before and after also where stderr is no terminal, and after short work.
     """
 
     def __init__(self, *, everywhere: bool = False) -> None:
@@ -49,12 +49,12 @@ class Shown:
         self._status: _Status | None = None
 
     def __call__(self, text: str) -> None:
-        """Name what is being done now."""
+        """Name the current work."""
         if self._status is not None:
             self._status.text = text
 
     def line(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if not _leads():
             return
         if _logged():
@@ -66,7 +66,7 @@ class Shown:
 
     @contextmanager
     def running(self, text: str) -> Iterator[None]:
-        """A line that is rewritten as long as this lasts; work inside of other work has the line of that."""
+        """Show a line that is rewritten while the work lasts; nested work shows the outer line."""
         if self._status is not None or not _is_terminal(sys.stderr) or not _leads():
             yield
             return
@@ -79,14 +79,14 @@ class Shown:
 
 
 shown: Final = Shown()
-"""Progress of what is called by hand."""
+"""Progress of functions that users call themselves."""
 in_a_trainer: Final = Shown(everywhere=True)
-"""Progress of what a trainer calls some time after it was asked for."""
+"""Progress of work that a trainer starts some time after the user's request."""
 
 
 @contextmanager
 def reported(progress: Progress, before: str) -> Iterator[Callable[[str], None]]:
-    """Report long work: a line before it, and after it the one that the yielded function is given."""
+    """Report long work: log ``before``, and afterwards the line given to the yielded function."""
     tell = progress.line if isinstance(progress, Shown) else progress
     at_once = not isinstance(progress, Shown) or progress.everywhere or _logged()
     results: list[str] = []
@@ -102,7 +102,7 @@ def reported(progress: Progress, before: str) -> Iterator[Callable[[str], None]]
 
 
 def on_terminal(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Show a function's work on a terminal as long as it lasts; what it is doing, where it has ``progress=shown``."""
+    """Show a function's work on a terminal while it runs, and its steps where it takes ``progress=shown``."""
 
     @functools.wraps(function)
     def running(*args: _P.args, **options: _P.kwargs) -> _R:
@@ -150,7 +150,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def _write(stream: TextIO | None, text: str) -> None:
-    """Write; nobody's training ends because a terminal has gone."""
+    """Write; a closed terminal must not end training."""
     if stream is None:
         return
     try:
@@ -161,7 +161,7 @@ def _write(stream: TextIO | None, text: str) -> None:
 
 
 def _logged() -> bool:
-    """Whether the logger decides who sees lines: somebody gave it a level, or handlers that take INFO."""
+    """Whether logging is configured for these lines: the logger has a level, or handlers that take INFO."""
     return LOGGER.level != logging.NOTSET or (LOGGER.hasHandlers() and LOGGER.isEnabledFor(logging.INFO))
 
 

@@ -10,7 +10,7 @@ GIB: Final = 1 << 30
 
 
 class Bytes(int):
-    """A whole number of bytes: an int, whose type says its unit. Budgets out of errors are of this type."""
+    """A whole number of bytes: an int whose type names its unit. Budgets in errors are of this type."""
 
 
 def format_bytes(nbytes: int) -> str:
@@ -21,9 +21,9 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_gib(nbytes: int) -> str:
-    """Bytes in GiB with one decimal, as memory of a device is spoken of: ``"75.7 GiB"``.
+    """Bytes in GiB with one decimal, as device memory is usually quoted: ``"75.7 GiB"``.
 
-    Below 0.1 GiB, where that would be nothing, in the largest smaller unit: ``"30.0 MiB"``, ``"1.5 KiB"``, ``"12 B"``.
+    Below 0.1 GiB in the largest smaller unit: ``"30.0 MiB"``, ``"1.5 KiB"``, ``"12 B"``.
     """
     for scale, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(nbytes) >= (0.095 if scale == GIB else 1) * scale:
@@ -78,7 +78,7 @@ def format_change(fraction: float) -> str:
 
 
 def _plain(value: float, decimals: int) -> float:
-    """Rounded, and never the zero that is printed with a minus."""
+    """Round, without a negative zero."""
     return round(value, decimals) + 0.0
 
 

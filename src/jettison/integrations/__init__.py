@@ -1,6 +1,6 @@
-"""Other people's training loops under a budget, one line each: the public way to ``frameworks/NAME/integration.py``.
+"""Memory budgets for trainers, one line each: the public names of ``frameworks/NAME/integration.py``.
 
-Each module is imported, with the library it is for, when it is first used: ``jettison.integrations.transformers``.
+A module and its library are imported at first use: ``jettison.integrations.transformers``.
 """
 
 from importlib import import_module
@@ -18,7 +18,7 @@ __all__ = ["lightning", "torchtitan", "transformers"]
 def __getattr__(name: str) -> ModuleType:
     """Import a trainer's module.
 
-    Raises:
+    AttributeError: there is no module of that name.
         AttributeError: there is none of that name.
         ImportError: the library is not installed.
     """

@@ -1,4 +1,4 @@
-"""Lightning's Trainer under a budget."""
+"""A memory budget for Lightning's Trainer."""
 
 from jettison.frameworks.lightning.integration import AutoCheckpoint, TrainingStep
 

@@ -1,4 +1,4 @@
-"""torchtitan's Trainer under a budget."""
+"""A memory budget for torchtitan's Trainer."""
 
 from jettison.frameworks.torchtitan.integration import AutoCheckpoint, TorchtitanPlan, auto_checkpoint_trainer
 

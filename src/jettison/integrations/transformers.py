@@ -1,4 +1,4 @@
-"""The Trainer of transformers, and TRL's under a budget."""
+"""A memory budget for the Trainer of transformers and for TRL's trainers."""
 
 from jettison.frameworks.transformers.integration import TransformersPlan, auto_checkpoint_trainer
 

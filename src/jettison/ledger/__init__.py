@@ -1,4 +1,4 @@
-"""The record of what a forward saves for its backward, and the program that it was recorded from."""
+"""Ledgers of the tensors that a forward saves for backward, and the programs they were recorded from."""
 
 from jettison.core.dtypes import DTYPE_BYTES, dtype_bytes, dtype_name, tensor_bytes
 from jettison.ledger.compare import Difference, Discrepancy, compare

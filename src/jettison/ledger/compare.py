@@ -1,9 +1,9 @@
 """Two ledgers of one model, side by side: a formula and a trace, or a trace and a measurement.
 
-Two front ends name paths, ops and storages each in its own way, but bytes are bytes. So storages are paired within a
-layer: first those of equal role, dtype and bytes, then of equal dtype and bytes, then of equal role. What pairs by role
-alone is reported as a difference in bytes or dtype; what pairs with nothing is missing or extra. Before all that, what
-a formula has as one tensor of a loop's rounds (`EACH_ROUND`) takes as many equal storages of a trace.
+Formulas and traces name paths, ops and storages differently, but bytes are bytes. So storages are paired within a
+layer: first those of equal role, dtype and bytes, then of equal dtype and bytes, then of equal role. A pair by role
+alone is reported as a difference in bytes or dtype; a storage without a pair is missing or extra. Before all that, a
+formula's one tensor for all rounds of a loop (`EACH_ROUND`) is paired with as many equal storages of a trace.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import EACH_ROUND, SavedTensor
 
 AROUND = "embedding, head and loss"
-"""Everything that is in no numbered layer."""
+"""Name of the layer of everything outside of numbered layers."""
 
 
 class Discrepancy(StrEnum):
-    """How a storage of one ledger differs from the other's."""
+    """Kind of difference between two ledgers in one storage."""
 
     MISSING = "missing"  # the first ledger has it, the second does not
     EXTRA = "extra"  # the second ledger has it, the first does not
@@ -42,7 +42,7 @@ class Difference:
 
     @property
     def delta_bytes(self) -> int:
-        """Bytes that the second ledger has more."""
+        """Bytes of the second ledger minus those of the first."""
         return _bytes(self.found) - _bytes(self.expected)
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Difference:
 
 
 def in_step(expected: Ledger, found: Ledger) -> tuple[Ledger, Ledger]:
-    """Both with equal names of layers, where they number them alike: layer n is ``layers.n``, all else `AROUND`.
+    """Both ledgers with equal layer names, if their numbering agrees: layer n is ``layers.n``, all else is `AROUND`.
 
     A closed form says ``layers.0``, ``embedding`` and ``head``; a trace has module paths, and one name for everything
     around the blocks.
@@ -63,7 +63,7 @@ def in_step(expected: Ledger, found: Ledger) -> tuple[Ledger, Ledger]:
 
 
 def _numbers(ledger: Ledger) -> dict[str, int]:
-    """Layer -> its number; empty where two have the same."""
+    """Number of each layer; empty where two layers have the same number."""
     found = {name: int(end[1]) for name in ledger.layers if (end := re.search(r"(?:^|\.)(\d+)$", name))}
     return found if len(set(found.values())) == len(found) else {}
 
@@ -75,9 +75,9 @@ def _renamed(ledger: Ledger, numbers: Mapping[str, int]) -> Ledger:
 
 
 def compare(expected: Ledger, found: Ledger) -> list[Difference]:
-    """What separates ``found`` from ``expected``, layer by layer; empty where they agree to the byte.
+    """Differences of ``found`` from ``expected``, layer by layer; empty where they agree to the byte.
 
-    Both must be of the same rank: see `Ledger.on_rank`. A storage is looked at in the layer that saves it first.
+    Both must be of the same rank: see `Ledger.on_rank`. A storage is compared in the layer that saves it first.
     """
     layers = (*expected.layers, *(layer for layer in found.layers if layer not in set(expected.layers)))
     ours, theirs = _storages_by_layer(expected), _storages_by_layer(found)
@@ -85,7 +85,7 @@ def compare(expected: Ledger, found: Ledger) -> list[Difference]:
 
 
 def _storages_by_layer(ledger: Ledger) -> defaultdict[str, list[SavedTensor]]:
-    """One entry a storage: its first one, in layer order, that states the largest size."""
+    """One entry per storage: its first one, in layer order, that states the largest size."""
     position = {layer: i for i, layer in enumerate(ledger.layers)}
     sizes = ledger.storage_bytes()
     first: dict[str, SavedTensor] = {}
@@ -122,7 +122,7 @@ def _compare_layer(layer: str, expected: list[SavedTensor], found: list[SavedTen
 def _pair(
     expected: list[SavedTensor], found: list[SavedTensor], key: Callable[[SavedTensor], Hashable | None]
 ) -> tuple[list[tuple[SavedTensor, SavedTensor]], list[SavedTensor], list[SavedTensor]]:
-    """Pairs of equal key, one to one and in order, and what remains on either side. The key None pairs with nothing."""
+    """Pair entries of equal key, one to one and in order; also return both rests. None pairs with nothing."""
     waiting: dict[Hashable, list[SavedTensor]] = defaultdict(list)
     for entry in found:
         waiting[key(entry)].append(entry)
@@ -140,7 +140,7 @@ def _pair(
 def _without_rounds(
     expected: list[SavedTensor], found: list[SavedTensor]
 ) -> tuple[list[SavedTensor], list[SavedTensor]]:
-    """What remains once those of rounds have taken the equal ones that are their rows."""
+    """Entries left after each tensor of a loop's rounds has taken the equal storages that are its rows."""
     unmatched = []
     for entry in expected:
         count = entry.shape[0] if entry.role.startswith(EACH_ROUND) else 0
@@ -158,7 +158,7 @@ def _bytes(entry: SavedTensor | None) -> int:
 
 
 def describe(entry: SavedTensor | None) -> str:
-    """One side of a difference, in words."""
+    """Describe one side of a difference."""
     if entry is None:
         return "nothing"
     shape = "x".join(str(size) for size in entry.shape) or "scalar"

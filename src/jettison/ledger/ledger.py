@@ -17,9 +17,9 @@ from jettison.ledger.record import ENTRY_FIELDS, Placement, SavedTensor
 
 @dataclass(frozen=True)
 class Ledger(Sequence[SavedTensor]):
-    """An immutable sequence of entries, and the order of the layers.
+    """An immutable sequence of entries, with the order of the layers.
 
-    ``layers`` may name layers that save nothing. Left out, it is the order in which entries first mention them.
+    ``layers`` may name layers that save nothing. By default it is the order in which entries first mention them.
 
     Raises:
         UsageError: ``layers`` repeats a name or lacks the layer of an entry.
@@ -83,7 +83,7 @@ class Ledger(Sequence[SavedTensor]):
         return {value: self._subset(entries) for value, entries in groups.items()}
 
     def storage_bytes(self) -> dict[str, int]:
-        """Bytes of every storage, each at the largest figure that an entry gives."""
+        """Bytes of each storage, at the largest size that an entry states."""
         sizes: dict[str, int] = {}
         for entry in self.entries:
             sizes[entry.storage] = max(sizes.get(entry.storage, 0), entry.storage_bytes)
@@ -94,7 +94,7 @@ class Ledger(Sequence[SavedTensor]):
         return sum(self.storage_bytes().values())
 
     def by_layer(self) -> dict[str, int]:
-        """Bytes of each layer, in layer order. A storage belongs to the first layer that saves it: no byte twice."""
+        """Bytes of each layer, in layer order. A storage is counted once, in the first layer that saves it."""
         position = {layer: i for i, layer in enumerate(self.layers)}
         owner: dict[str, str] = {}
         for entry in self.entries:
@@ -149,8 +149,8 @@ def _cell(value: object) -> object:
 
 # document -------------------------------------------------------------------------------------------------------------
 #
-# The ledger as JSON, schema ``jettison.ledger/1``. The only place of this room where loose input becomes typed
-# Readers ignore keys they do not know, so that documents may gain some.
+# The ledger as JSON, schema ``jettison.ledger/1``: the only place of this package that parses untyped input. Readers
+# ignore unknown keys, so that documents may gain some.
 
 
 SCHEMA: Literal["jettison.ledger/1"] = "jettison.ledger/1"
@@ -158,7 +158,7 @@ SCHEMA: Literal["jettison.ledger/1"] = "jettison.ledger/1"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """What one layer saves for backward."""
+    """Bytes that one layer saves for backward."""
 
     layer: str
     bytes: int
@@ -166,7 +166,7 @@ class LayerBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerDocument:
-    """What is read. The command line writes further keys around these, about the whole step."""
+    """The parsed fields. The command line adds keys about the whole step to the document."""
 
     schema: Literal["jettison.ledger/1"]
     layers: tuple[LayerBytes, ...]
@@ -181,10 +181,10 @@ def _adapter() -> Any:
 
 
 def document(layers: Mapping[str, int], entries: Iterable[SavedTensor]) -> dict[str, Any]:
-    """The document as what JSON is made of, for callers that add keys of their own.
+    """The document as plain JSON values, for callers that add keys of their own.
 
     Args:
-        layers: and their bytes, in order.
+        layers: bytes by layer, in order.
     """
     return {
         "schema": SCHEMA,

@@ -1,8 +1,7 @@
-"""Bytes that are alive over a step, in so few points that a document can carry them.
+"""Allocated bytes over a step, in few enough points for a JSON document.
 
-Clocks of a dry run and of a real step have nothing in common. What both have is the order in which
-they allocate, so a phase is cut into stretches of equally many levels, and of each the lowest and the highest are kept:
-no peak gets lost.
+A dry run and a real step have different clocks but allocate in the same order. So a phase is cut into stretches of
+equally many levels, and the lowest and the highest level of each stretch are kept: no peak gets lost.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 POINTS = 240
-"""Of a whole step, at most; a phase has one at least."""
+"""Most points of a whole step; each phase has at least one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseLevels:
-    """One phase: how many levels there were, and the extremes of each of its stretches, in order."""
+    """One phase: its number of levels, and the extremes of each of its stretches, in order."""
 
     phase: str
     levels: int
@@ -30,31 +29,31 @@ class PhaseLevels:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest level of the phase."""
+        """Highest level of the phase."""
         return max(self.high_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLevels:
-    """A step, phase after phase."""
+    """The levels of a step, phase after phase."""
 
     phases: tuple[PhaseLevels, ...]
 
     @property
     def peak_bytes(self) -> int:
-        """The highest level of the step."""
+        """Highest level of the step."""
         return max(phase.peak_bytes for phase in self.phases)
 
     def peak_of(self, phase: str) -> int | None:
-        """The highest level of the phases of that name; None where there are none."""
+        """Highest level of the phases of that name; None without one."""
         return max((found.peak_bytes for found in self.phases if found.phase == phase), default=None)
 
     @classmethod
     def of(cls, stretches: Iterable[tuple[str, Sequence[int]]], *, beside_bytes: int = 0) -> StepLevels | None:
-        """From all levels of each phase; None where there are none.
+        """Build from all levels of each phase; None without any.
 
         Args:
-            beside_bytes: on top of each.
+            beside_bytes: added to every level.
         """
         known = [(name, levels) for name, levels in stretches if levels]
         total = sum(len(levels) for _, levels in known)

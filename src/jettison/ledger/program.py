@@ -2,9 +2,9 @@
 
 A *region* is one call of a module (a repeated block, or the rest of the model around the blocks). Its program is a
 straight line of ATen ops over *buffers*. A buffer is one version of one storage: views of a storage are the same
-buffer,
-an in-place write makes the next version, which is another buffer. Only bytes, costs and dependencies are recorded here;
-how an op is called again lives with the tracer. Nothing in this file needs torch, so that plans can be made anywhere.
+buffer; an in-place write makes the next version, which is another buffer. Only bytes, costs and dependencies are
+recorded here; `capture` knows how to call an op again. Nothing in this file needs torch, so that plans can be made
+anywhere.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from typing import Any
 
 
 class Source(StrEnum):
-    """Where the bytes of a buffer come from."""
+    """Origin of a buffer's bytes."""
 
     OP = "op"  # an op of this region computes it
     INPUT = "input"  # a tensor argument of the region
     PARAMETER = "parameter"  # a parameter or registered buffer, found again by name
     BLOCK = "block"  # the output of a nested region (root program only)
     RANDOM = "random"  # the state of the random generator at this point of the region
-    OUTER = "outer"  # a tensor that reached the region by another way (closure, cache): not found again
+    OUTER = "outer"  # a tensor that reached the region by another way (closure, cache): it cannot be looked up
 
 
 class Anchor(StrEnum):
-    """Why an op may not be run a second time."""
+    """Reason why an op may not be recomputed."""
 
     MUTATED = "mutated"  # reads or writes memory that the region, or somebody after it, overwrites
     OPAQUE = "opaque"  # not one deterministic ATen call: it cannot be replayed
-    DISCRETE = "discrete choice"  # router top-k and the like: a second answer may differ
+    DISCRETE = "discrete choice"  # router top-k and the like: a recomputed choice may differ
     GENERATOR = "private generator"  # draws from a generator that is not the default one
     COLLECTIVE = "collective order"
-    HANDED = "handed on"  # other regions read it, and have it anyway
-    ASKED = "read by a backward inside the forward"  # when it wants it, the rest may not be there yet
-    UNWRITTEN = "leaves part of its results unwritten"  # what stands there is chance, and other bits the next time
-    NONDETERMINISTIC = "order of additions"  # the kernel adds in whatever order its threads come
+    HANDED = "handed on"  # other regions read it, so it is held anyway
+    ASKED = "read by a backward inside the forward"  # other inputs may not exist yet at that time
+    UNWRITTEN = "leaves part of its results unwritten"  # uninitialized memory differs the next time
+    NONDETERMINISTIC = "order of additions"  # the kernel adds in the order in which its threads arrive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +51,8 @@ class Buffer:
     source: Source
     producer: int | None = None  # index of the op that computes it, for Source.OP and the later Source.RANDOM states
     name: str = ""  # dotted parameter name, or the position of the input
-    keepable: bool = False  # the runtime sees it (a saved slot, a module boundary, an input) and can hold on to it
-    free: bool = False  # at hand in backward without costing this region a byte
+    keepable: bool = False  # the runtime sees it (a saved slot, a module boundary, an input) and can keep it
+    free: bool = False  # available in backward without costing this region a byte
 
     def __post_init__(self) -> None:
         if self.nbytes < 0:
@@ -76,7 +76,7 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """One tensor that autograd saved, in the order in which it did."""
+    """One tensor that autograd saved; slots are in saving order."""
 
     index: int
     buffer: int
@@ -88,11 +88,11 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Closure:
-    """What it takes to compute a buffer again while everything else that is saved stays."""
+    """Ops that recompute one buffer while all other saved buffers are kept."""
 
     ops: tuple[int, ...]
-    stops: tuple[int, ...]  # buffers that it starts from
-    anchor: str | None  # why it cannot be done, if it cannot
+    stops: tuple[int, ...]  # buffers that it reads
+    anchor: str | None  # why recomputation is impossible, if it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +127,13 @@ class Program:
         return frozenset(slot.buffer for slot in self.slots)
 
     def recompute_set(self, kept: frozenset[int], *, also: frozenset[int] = frozenset()) -> tuple[int, ...]:
-        """Op indices that backward runs again when only ``kept`` buffers (and free ones) are held, in order.
+        """Indices of the ops that backward recomputes when only ``kept`` buffers (and free ones) are held, in order.
 
         Args:
-            also: buffers wanted beside the saved ones.
+            also: buffers to recompute in addition to the saved ones.
 
         Raises:
-            ValueError: a needed buffer can neither be kept nor computed.
+            ValueError: a needed buffer is neither kept nor can be recomputed.
         """
         again: set[int] = set()
         stack = [b for b in self.needed_buffers() | also if b not in kept]
@@ -151,7 +151,7 @@ class Program:
             op = self.ops[buffer.producer]
             if op.anchor is not None:
                 raise ValueError(
-                    f"buffer {b} comes from {op.name}, which may not run again ({op.anchor}), and is not kept"
+                    f"buffer {b} comes from {op.name}, which may not be recomputed ({op.anchor}), and is not kept"
                 )
             if op.index not in again:
                 again.add(op.index)
@@ -159,7 +159,7 @@ class Program:
         return tuple(sorted(again))
 
     def can_compute(self, wanted: int, kept: frozenset[int]) -> bool:
-        """Whether a buffer can be had from ``kept`` ones and free ones, without an op that may not run again."""
+        """Whether ops that may be recomputed lead from ``kept`` and free buffers to this one."""
         stack, seen = [wanted], {wanted}
         while stack:
             buffer = self.buffers[stack.pop()]
@@ -173,7 +173,7 @@ class Program:
         return True
 
     def closure(self, wanted: int) -> Closure:
-        """What it takes to compute buffer ``wanted`` again; nothing for an argument, which no op computes."""
+        """Ops that recompute buffer ``wanted``; none for an argument, which no op computes."""
         saved = self.saved_buffers() - {wanted}
         ops: set[int] = set()
         stops: list[int] = []
@@ -203,7 +203,7 @@ class Program:
         return sum(self.buffers[b].nbytes for b in kept if not self.buffers[b].free)
 
     def given(self, ops: frozenset[int]) -> frozenset[int]:
-        """Buffers that some ops read and none of them makes."""
+        """Buffers that these ops read and none of them produces."""
         made = {b for o in ops for b in self.ops[o].outputs}
         read = {b for o in ops for b in self.ops[o].inputs}
         return frozenset(b for b in read - made if not self.buffers[b].free)
@@ -213,14 +213,14 @@ class Program:
         return frozenset(b for b in self.needed_buffers() if not self.buffers[b].free)
 
     def form(self) -> str:
-        """Equal for regions that run the same ops in the same order, on tensors of whatever shape."""
+        """Digest that is equal for regions that run the same ops in the same order, on tensors of any shape."""
         ops = [(op.name, op.inputs, op.outputs, op.path, op.anchor) for op in self.ops]
         buffers = [(b.source, b.producer, b.name, b.keepable) for b in self.buffers]
         text = repr((ops, buffers, [slot.buffer for slot in self.slots], self.outputs))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def digest(self) -> str:
-        """Equal for regions that compute the same thing on tensors of the same shape."""
+        """Digest that is equal for regions that compute the same thing on tensors of the same shape."""
         return self._digest
 
     @functools.cached_property
@@ -230,5 +230,5 @@ class Program:
 
 
 def _by_field(part: Any) -> dict[str, Any]:
-    """A dataclass as `asdict` has it, but for the copies of what is inside."""
+    """Like `dataclasses.asdict`, without copying the values."""
     return {field.name: getattr(part, field.name) for field in fields(part)}

@@ -1,6 +1,6 @@
-"""THE RECORD: one entry for every tensor that a forward leaves behind for its backward.
+"""The entry of the ledger: one `SavedTensor` for every tensor that a forward saves for its backward.
 
-Nothing here knows where an entry came from, and nothing here needs torch.
+Nothing here depends on where an entry came from, and nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from jettison.core.dtypes import dtype_bytes, dtype_name
 from jettison.core.errors import UsageError
 
 EACH_ROUND: Final = "each round's "
-"""Roles of what the rounds of a loop keep begin so where a formula has it as one tensor; its first dim counts them."""
+"""Prefix of the role of tensors that a formula has once for all rounds of a loop; their first dim counts the rounds."""
 
 
 class Origin(StrEnum):
-    """How an entry came to be known."""
+    """Source of an entry."""
 
     FORMULA = "formula"
     TRACE = "trace"
@@ -131,7 +131,7 @@ class SavedTensor:
         return -(-self.storage_bytes * self.local_bytes(mesh_sizes) // self.nbytes)
 
     def on_rank(self, mesh_sizes: Mapping[str, int]) -> SavedTensor:
-        """The same entry as one rank sees it: local shape and bytes, nothing left to shard."""
+        """This entry as one rank has it: local shape and bytes, no sharding left."""
         return replace(
             self,
             shape=self.local_shape(mesh_sizes),

@@ -1,14 +1,14 @@
-"""`StreamDevice` on whatever `torch.accelerator` knows (CUDA, ROCm, XPU, others with streams), and CUDA graph capture.
+"""`StreamDevice` for `torch.accelerator`'s devices (CUDA, ROCm, XPU, others with streams); CUDA graph capture.
 
 NOTE [ Captured steps ]
-Under `torch.cuda.graph` Python runs once, and a replay launches the kernels that it launched. A planned step is
-captured as it runs after its warm-up: forward, recomputation and the comparison of witnesses are in the graph, and
-nothing waits for the device.
+Under `torch.cuda.graph` Python runs once, and a replay launches the kernels that were captured. Of a planned step after
+its warm-up, forward, recomputation and the comparison of witnesses are all in the graph, and nothing synchronizes with
+the device.
 
-- What Python does once (a plan for another batch, a recording, a first checked run) is no part of a step: a capture
-  that needs it is refused, and so is one that moves tensors to the CPU.
-- Random states: `torch.cuda.get_rng_state` and `set_rng_state` work under capture. They read and set the offset inside
-  of the graph, to which each replay adds the generator's own. Forward and recomputation have to be in one graph.
+- Work that Python does once (a plan for another batch, a recording, a first checked run) is not part of a step: a
+  capture that needs it is refused, and so is one that moves tensors to the CPU.
+- Random states: `torch.cuda.get_rng_state` and `set_rng_state` work under capture. They read and set the offset within
+  the graph, to which each replay adds the generator's own. Forward and recomputation have to be in one graph.
 - Differences set a flag on the device, which lives outside of the graph: see `witness.tell_replays`.
 """
 
@@ -22,12 +22,12 @@ from jettison.runtime.device import Event, OnHost, Slab, Stream, StreamDevice
 
 
 def is_capturing() -> bool:
-    """Whether ops are captured into a CUDA graph now, and do not run. See NOTE [ Captured steps ]."""
+    """Whether ops are being captured into a CUDA graph instead of running. See NOTE [ Captured steps ]."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(why: str) -> None:
-    """Raise `UsageError` where a CUDA graph is being captured: a replay would not repeat what follows."""
+    """Raise `UsageError` while a CUDA graph is being captured: a replay would not repeat the work that follows."""
     if is_capturing():
         raise UsageError(
             f"a CUDA graph is being captured, and {why}, which a replay would not repeat. Run three training steps on "
@@ -36,7 +36,7 @@ def refuse_capture(why: str) -> None:
 
 
 class Accelerator(OnHost):
-    """One device with two streams of our own, one for each direction."""
+    """One device with two streams of our own, one per direction."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -70,7 +70,7 @@ class Accelerator(OnHost):
 
 
 def device_for(device: torch.device) -> StreamDevice:
-    """What moves tensors of this device. Raises `UsageError` without streams or memory that this process can read."""
+    """Return the stream device of a torch device. Raises `UsageError` without streams or readable memory statistics."""
     if device.type == "cpu":
         return OnHost(device)
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

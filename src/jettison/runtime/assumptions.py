@@ -1,9 +1,9 @@
-"""What a plan took for granted about the loop around the model, and noticing when it is not so.
+"""Assumptions of a plan about the training loop, and warnings when the loop breaks one.
 
-A plan knows one step: one forward on a batch of known shapes, one whole backward that frees the graph, outside of
-autocast, with gradients there or not there when it begins. Gradients stay right whatever the loop does; bytes do not.
-So each thing that may cost more than was planned is said, once, when it happens. What can be looked at when a forward
-begins costs a few microseconds a step; what only backward knows is looked at when it asks for its first tensor.
+A plan covers one step: one forward on a batch of known shapes, one complete backward that frees the graph, outside of
+autocast, with gradients allocated or not when it begins. Gradients stay right whatever the loop does; bytes do not. So
+whatever may cost more than planned is warned about, once, when it happens. Checks at the start of a forward cost a few
+microseconds a step; checks of the backward run when it unpacks its first tensor.
 """
 
 from __future__ import annotations
@@ -43,22 +43,21 @@ _OTHER_BACKWARDS: Final = {
         "run one whole backward, or freeze what is not trained before planning",
     ),
 }
-"""By kind of backward: what it does, what the plan assumed, and advice."""
+"""By kind of backward: a description, the plan's assumption, and advice."""
 
 
 class Assumptions:
-    """See the module docstring. One for the root of a planned model.
+    """Watches the assumptions of a plan (see the module docstring); one for the root of a planned model.
 
     Args:
-        batches: the arguments that were planned for, as (args, kwargs), of every call in a step.
-        signature: of the first of them, as the root knows it.
+        batches: the planned arguments of every call in a step, as (args, kwargs).
+        signature: the root's signature of the first of them.
         gradients_held: the plan counts gradients from the start of the forward on.
-        in_flight: calls that may be between forward and backward at a time.
-        backwards: what the step's backwards are like, as `backward_kinds` says it, and the plan knows.
-        room_bytes: that are left of the budget for outputs that the loop holds during backward; None: the plan counts
-            them.
-        returns_loss: the model itself makes the loss that backward begins at.
-        replicated: the plan knows of the buckets of a DistributedDataParallel around the model.
+        in_flight: most calls between forward and backward at a time.
+        backwards: the kinds of backward that the plan knows of, see `backward_kinds`.
+        room_bytes: budget left for outputs that the loop references during backward; None: the plan counts them.
+        returns_loss: the model itself returns the loss at which backward begins.
+        replicated: the plan counts the buckets of a DistributedDataParallel around the model.
     """
 
     def __init__(
@@ -84,27 +83,27 @@ class Assumptions:
         self.budget_bytes = budget_bytes
         self.gradients_held = gradients_held
         self.said = set(backwards)
-        self.expects = False  # the handle plans for batches that it is told of
-        self.thaws = False  # and for parameters that are trained by then
-        self.looked = False  # at the backward of the latest forward
-        self.collected = False  # garbage, before the first warning that forwards wait for backward
-        self.has_loss = True  # in what the latest forward returned
+        self.expects = False  # the handle plans for batches that are announced to it
+        self.thaws = False  # and for parameters that are unfrozen by then
+        self.looked = False  # whether the backward of the latest forward was checked
+        self.collected = False  # whether garbage was collected before the first warning about pending forwards
+        self.has_loss = True  # whether the latest forward returned a loss
 
     def follow(self) -> None:
-        """The model has the parameters that it has now."""
+        """Take the model's current parameters as the planned ones."""
         self.parameters = list(self.model.parameters())
         trained = [p for p in self.parameters if p.requires_grad]
         self.frozen = [p for p in self.parameters if not p.requires_grad]
         self.ends = [trained[0], trained[-1]] if trained else []
-        self.outputs: list[weakref.ref[Tensor]] = []  # of the latest forward
+        self.outputs: list[weakref.ref[Tensor]] = []  # outputs of the latest forward
         self.gradient_bytes = sum(plain(p).nbytes for p in trained)
 
     def trained(self) -> bytes:
-        """A byte for each parameter, 1 where it is trained now."""
+        """A byte for each parameter, 1 if it requires gradients now."""
         return bytes([p.requires_grad for p in self.parameters])
 
     def forward_begins(self, signature: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], graphs: Sized) -> None:
-        """Look at what is there before a step: its arguments, and graphs of earlier forwards that are alive."""
+        """Check the start of a step: its arguments, and graphs of earlier forwards that are still alive."""
         self.looked = False
         if signature not in self.known:
             self.known.add(signature)
@@ -129,17 +128,17 @@ class Assumptions:
         if any(p.requires_grad for p in self.frozen):
             thawed = [p for p in self.frozen if p.requires_grad]
             nbytes = sum(plain(p).nbytes for p in thawed)
-            self.frozen = []  # once
+            self.frozen = []  # warn once
             self._say(
                 "thawed",
                 f"{len(thawed)} parameters ({format_bytes(nbytes)}) are trained that were frozen",
-                "that they have no gradients, no optimizer's state, and that their products keep no inputs",
+                "that they have no gradients, no optimizer's state, and that their matmuls save no inputs",
                 "call handle.expect(batch) before each step"
                 if self.thaws
                 else "remove() the plan, and plan again as the model is trained now",
             )
         if len(graphs) >= self.in_flight and not self.collected:
-            self.collected = True  # once: nobody runs backward through what reference cycles alone keep
+            self.collected = True  # once: no backward will come for graphs that only reference cycles keep alive
             gc.collect()
         if (waiting := len(graphs)) >= self.in_flight:
             self._say(
@@ -154,13 +153,13 @@ class Assumptions:
             )
 
     def forward_ends(self, leaves: Iterable[Any]) -> None:
-        """The forward has returned these."""
+        """Note the leaves that the forward returned."""
         found = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
         self.outputs = [weakref.ref(t) for t in found]
         self.has_loss = not found or any(t.numel() == 1 for t in found)
 
     def watched(self, unpack: Unpack) -> Unpack:
-        """The same, but the first tensor that a backward asks for tells what kind of backward it is."""
+        """Wrap an unpack hook: the first tensor that a backward unpacks triggers the check of that backward."""
 
         def unpacked(packed: Any) -> Tensor:
             if not self.looked:
@@ -171,16 +170,16 @@ class Assumptions:
         return unpacked
 
     def backward_begins(self) -> None:
-        """Look at the backward that is running."""
+        """Check the running backward."""
         if torch._C._current_graph_task_id() == -1:
-            self.looked = False  # somebody reads a saved tensor
+            self.looked = False  # a saved tensor was read outside of a backward
             return
         self._look_at_outputs()
         if self.returns_loss and not self.has_loss:
             self._say(
                 "loss",
                 "backward begins outside of the model, which returned no loss",
-                "the loss that the model makes, and nothing beside it",
+                "the loss that the model makes, and no other",
                 "plan with the loss as it is: auto_checkpoint(..., loss_fn=...), or step=",
             )
         kinds = backward_kinds(self.ends) - self.said
@@ -189,7 +188,7 @@ class Assumptions:
                 self._say(kind, *words)
 
     def _look_at_outputs(self) -> None:
-        """Whether what the model returned is still there, logits and all."""
+        """Check whether the loop still references the model's outputs, such as logits."""
         if self.room_bytes is None:
             return
         held = [plain(t).untyped_storage() for ref in self.outputs if (t := ref()) is not None and t.dim() > 0]
@@ -203,14 +202,14 @@ class Assumptions:
             )
 
     def _is_partial(self) -> bool:
-        """Whether what is not reached is a part of the graph, and not unused, or of another model by now."""
+        """Whether the unreached parameters are part of the graph, neither unused nor of another model by now."""
         graph = _leaves_behind(t for ref in self.outputs if (t := ref()) is not None)
         self.ends = [p for p in self.model.parameters() if p.requires_grad and _accumulator(p) in graph]
         del self.ends[1:-1]
         return not all(map(_is_reached, self.ends))
 
     def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Say what is larger than planned, or new."""
+        """Warn about arguments that are larger than planned, or new."""
         now = BatchShape.of(args, kwargs)
         if any(planned.covers(now) for planned in self.planned):
             return
@@ -237,7 +236,7 @@ class Assumptions:
 
 
 def backward_kinds(ends: Iterable[Tensor]) -> set[str]:
-    """How the running backward is other than one that comes by ``ends``, outside of autocast, and frees its graph."""
+    """Kinds of the running backward: in autocast, with a retained graph, or past some of ``ends``."""
     found = {
         RETAINED: torch._C._autograd._get_current_graph_task_keep_graph(),
         AUTOCAST: torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
@@ -247,17 +246,17 @@ def backward_kinds(ends: Iterable[Tensor]) -> set[str]:
 
 
 def _is_reached(parameter: Tensor) -> bool:
-    """Whether the running backward comes by a parameter, if its graph does."""
+    """Whether the running backward reaches a parameter, if its graph does."""
     if not parameter.requires_grad:
         return True
     try:
         return bool(torch._C._will_engine_execute_node(_accumulator(parameter)))
-    except RuntimeError:  # its gradient is one of those that were asked for
+    except RuntimeError:  # its gradient was requested explicitly
         return False
 
 
 def _accumulator(parameter: Tensor) -> Any:
-    """The node at which the gradient of a parameter arrives."""
+    """The node that accumulates the gradient of a parameter."""
     with torch.enable_grad():
         node = parameter.view_as(parameter).grad_fn
     assert node is not None
@@ -265,7 +264,7 @@ def _accumulator(parameter: Tensor) -> Any:
 
 
 def _leaves_behind(outputs: Iterable[Tensor]) -> set[Any]:
-    """Nodes without successors in the graph of some tensors: where gradients arrive."""
+    """Nodes without successors in the graph of some tensors: those that accumulate gradients."""
     stack = [node for t in outputs if (node := t.grad_fn) is not None]
     seen, leaves = set(stack), set()
     while stack:

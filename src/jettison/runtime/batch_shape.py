@@ -1,4 +1,4 @@
-"""Shapes of a batch, or of a call's arguments: what a plan was made for, and what comes."""
+"""Shapes of a batch or of a call's arguments: the planned ones, and those that arrive."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jettison.capture.tensor_subclasses import plain
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of one tensor."""
+    """Dims and bytes of one tensor."""
 
     dims: tuple[int, ...]
     nbytes: int
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element; 0 where there is none."""
+        """Bytes of one element; 0 for an empty tensor."""
         return self.nbytes // max(1, math.prod(self.dims))
 
     def around(self, other: Size) -> Size:
@@ -39,7 +39,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The tensors of a batch by where they are: ``0.input_ids`` is a tensor of the first argument, a mapping."""
+    """Sizes of a batch's tensors by path: ``0.input_ids`` is a tensor of the first argument, a mapping."""
 
     sizes: tuple[tuple[str, Size], ...]
 
@@ -53,26 +53,26 @@ class BatchShape:
         return sum(size.nbytes for _, size in self.sizes)
 
     def covers(self, other: BatchShape) -> bool:
-        """Whether the other is like this one, and nowhere longer: a step on it takes no more."""
+        """Whether the other has these tensors, none of them longer: a step on it takes no more memory."""
         known = dict(self.sizes)
         return all(where in known and _within(size, known[where]) for where, size in other.sizes)
 
     def around(self, other: BatchShape) -> BatchShape:
-        """As long as either of them, everywhere."""
+        """Return the elementwise maximum of both shapes."""
         found = dict(self.sizes)
         for where, size in other.sizes:
             found[where] = found[where].around(size) if where in found else size
         return BatchShape(tuple(found.items()))
 
     def can_become(self, other: BatchShape) -> bool:
-        """Whether the other has the same tensors, in other lengths."""
+        """Whether the other has the same tensors with other lengths."""
         return [where for where, _ in self.sizes] == [where for where, _ in other.sizes] and all(
             len(size.dims) == len(wanted.dims) and size.element_bytes == wanted.element_bytes
             for (_, size), (_, wanted) in zip(self.sizes, other.sizes, strict=True)
         )
 
     def beyond(self, other: BatchShape) -> list[str]:
-        """Where this one is longer than the other, or has more, in words."""
+        """Describe where this shape is longer than the other, or has more tensors."""
         known = dict(other.sizes)
         new = [f"{_named(where)} is new ({size})" for where, size in self.sizes if where not in known]
         longer = [
@@ -83,7 +83,7 @@ class BatchShape:
         return [*longer, *new]
 
     def __str__(self) -> str:
-        """Equal shapes once, under the part of their names in which they differ."""
+        """List equal shapes once, under the part of their names in which they differ."""
         paths = [where.split(".") for where, _ in self.sizes]
         while all(len(path) > 1 for path in paths) and len({path[0] for path in paths}) == 1:
             paths = [path[1:] for path in paths]
@@ -111,7 +111,7 @@ def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
 
 
 def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
-    """By key, what a list, a mapping, a tree that torch knows, or an object with tensors (a dataclass) holds."""
+    """Items, by key, of a list, a mapping, a pytree node, or an object with tensors (a dataclass)."""
     if isinstance(value, list | tuple):
         return enumerate(value)
     if isinstance(value, Mapping):
@@ -123,7 +123,7 @@ def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def map_tensors(change: Callable[[str, Tensor], Tensor], value: Any, *path: str) -> Any:
-    """The same tree with other tensors, made of each one and its name, as in `BatchShape.sizes`."""
+    """Map the tensors of a tree; ``change`` gets each one's name, as in `BatchShape.sizes`, and the tensor."""
     if isinstance(value, Tensor):
         return change(".".join(path), value)
     changed = {key: map_tensors(change, one, *path, str(key)) for key, one in _inside(value)}

@@ -1,4 +1,4 @@
-"""Who calls a planned forward: its module, a shallow copy of it, a compiler, a transform; and under whose hooks."""
+"""Callers of a planned forward: its module, a shallow copy of it, a compiler, a transform; and foreign hooks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Pack = TypeVar("Pack", bound=Callable[..., Any])
 
 _FILE = nn.Module._call_impl.__code__.co_filename
 _NAMES = frozenset(("_call_impl", "inner", "_slow_forward"))  # functions of nn.Module that call ``self.forward``
-_FAR = 8  # frames between a compiled module's call and what is left of it to Python
+_FAR = 8  # most frames between a compiled module's call and its planned forward
 
 
 def whose_copy(planned: Any, *, compiled: bool = False) -> nn.Module | None:
-    """The shallow copy of a planned module whose ``__call__`` is at work, if one is; frames of a compiler may be in
-    between. A shallow copy has the attributes of the original, and so its planned forward, which knows the original
-    only. The frame that called that knows better. A direct ``.forward(...)`` cannot be told apart, and counts as the
+    """Return the shallow copy of a planned module whose ``__call__`` is running, if any; a compiler's frames may be in
+    between. A shallow copy has the attributes of the original, and so its planned forward, which only knows the
+    original; the calling frame tells them apart. A direct ``.forward(...)`` cannot be told apart, and counts as the
     original's.
     """
     frame: types.FrameType | None = sys._getframe(2)
@@ -29,7 +29,7 @@ def whose_copy(planned: Any, *, compiled: bool = False) -> nn.Module | None:
         if frame is None:
             return None
         code = frame.f_code
-        if code.co_name in _NAMES and code.co_filename == _FILE:  # of other frames nothing is read: it would live on
+        if code.co_name in _NAMES and code.co_filename == _FILE:  # reading other frames' locals would extend their life
             found = frame.f_locals.get("self")
             is_copy = isinstance(found, nn.Module) and found is not planned.module
             return found if is_copy and vars(found).get("forward") is planned else None
@@ -38,15 +38,15 @@ def whose_copy(planned: Any, *, compiled: bool = False) -> nn.Module | None:
 
 
 def is_compiled_training() -> bool:
-    """Whether what compiles now is `torch.compile`, with gradients: an exporter takes the plain forward."""
-    # torch.compiler.is_exporting() is always true where torch 2.11 compiles
+    """Whether `torch.compile` is compiling, with gradients: an exporter takes the plain forward."""
+    # torch.compiler.is_exporting() is always true while torch 2.11 compiles
     exporting = torch.compiler._is_exporting_flag
     return torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling() and not exporting
 
 
 def is_transforming() -> bool:
-    """Whether a transform of `torch.func` (grad, vmap) is at work, which has no saved tensors to plan, or forward-mode
-    differentiation, for which ops save others.
+    """Whether a transform of `torch.func` (grad, vmap) is running, which has no saved tensors to plan, or forward-mode
+    differentiation, for which ops save other tensors.
     """
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
@@ -58,7 +58,7 @@ FOREIGN_HOOKS: Final = (
 
 
 def are_hooks_foreign() -> bool:
-    """Whether autograd saves tensors as `FOREIGN_HOOKS` describes it. Our own hooks have a mark: ``of_a_region``."""
+    """Whether saved tensors pass hooks as `FOREIGN_HOOKS` describes. Our own have a mark: ``of_a_region``."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():
         return True
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -66,7 +66,7 @@ def are_hooks_foreign() -> bool:
 
 
 def switches_hooks_off(error: BaseException) -> bool:
-    """Whether an error comes of `torch.autograd.graph.disable_saved_tensors_hooks` under hooks."""
+    """Whether an error comes from `torch.autograd.graph.disable_saved_tensors_hooks`."""
     found = error.__traceback__
     while found is not None and found.tb_next is not None:
         found = found.tb_next
@@ -74,6 +74,6 @@ def switches_hooks_off(error: BaseException) -> bool:
 
 
 def of_a_region(pack: Pack) -> Pack:
-    """Mark a hook of ours."""
+    """Mark a hook as ours."""
     pack.of_a_region = True  # type: ignore[attr-defined]
     return pack

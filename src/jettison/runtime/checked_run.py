@@ -1,12 +1,12 @@
-"""Runs that are checked, op by op, against what was recorded: the first of every region, and any that may differ.
+"""Runs that are checked op by op against the recording: the first run of every region, and any that may differ.
 
 NOTE [ What a checked run checks ]
-The op, its numbers, and shape, stride and dtype of its results; and where its arguments come from. Each storage of the
-run is matched with a buffer of the recording when it is first met; from then on the two must go together, and every
+The op, its numbers, and shape, stride and dtype of its results; and the origin of its arguments. Each storage of the
+run is matched with a buffer of the recording when it first occurs; from then on the two must go together, and every
 argument must be the recorded view of its buffer. Swapped operands, another row of a table, another tensor of the same
-shape are differences, although their shapes are not. A storage is known by a weak reference: holding it would hold its
-memory. And what an op says of its writes is held against the bits of the registered buffers that it was given (and of
-all tensors that went into an op that is not torch's own): an op that writes without saying so must not run twice.
+shape are differences, although their shapes are equal. A storage is known by a weak reference, as a strong one would
+keep its memory. And the mutations that an op's schema declares are checked against the bits of its registered buffers
+(and of all tensors, for an op that is not torch's own): an op with undeclared writes must not be recomputed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jettison.runtime.handles import Diverged
 from jettison.runtime.witness import digest, spots_of
 
 _CHECKS = {"aten::aminmax"}
-"""What torch's Python-like ops run on real tensors only, to see whether indices are in their range."""
+"""Ops that torch's Python-like ops run on real tensors only, to check that indices are in range."""
 _TORCHS = {"aten", "prim", "prims", "_c10d_functional", "c10d_functional", "_dtensor", "rngprims"}
 _NOWHERE = -1
 Owners = dict[str, tuple[dict[str, Any], str]]
@@ -43,18 +43,18 @@ class SomeMode(TorchDispatchMode):
 
 
 class SequenceCheck(TorchDispatchMode):
-    """Notices the first ATen call that is not the recorded one. See NOTE [ What a checked run checks ]."""
+    """Notices the first ATen call that differs from the recorded one. See NOTE [ What a checked run checks ]."""
 
     def __init__(self, trace: RegionTrace, leaves: list[Any], owners: Owners) -> None:
         super().__init__()
         self.trace = trace
         self.at = 0
-        self.paused = False  # while what runs is none of this region's
+        self.paused = False  # while running ops are not this region's
         self.leaves = leaves
         self.owners = owners
         self.bound: dict[int, tuple[Any, int, int]] = {}  # storage -> weak reference, buffer, offset of it there
         self.skipped: set[int] = set()  # buffers of casts that did not happen
-        self.diverged = ""  # how the run left the recording; nothing is compared from there on
+        self.diverged = ""  # first difference from the recording; nothing is compared from there on
         self.buffers = {
             storage_of(t)
             for table, leaf in owners.values()
@@ -80,7 +80,7 @@ class SequenceCheck(TorchDispatchMode):
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """What runs meanwhile is not this region's: a nested one, which checks itself, or a look at a tensor."""
+        """Pause the check for foreign ops: of a nested region, which checks itself, or reads of values."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -88,7 +88,7 @@ class SequenceCheck(TorchDispatchMode):
             self.paused = before
 
     def _readings(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-        """What a call says it only reads, where that is worth a look."""
+        """Tensors that a call's schema declares as read-only, where that needs a check."""
         own = func.namespace in _TORCHS
         if func.is_view or (own and (not self.buffers or torch.Tag.pointwise in func.tags)):
             return []
@@ -105,7 +105,7 @@ class SequenceCheck(TorchDispatchMode):
             if expected.signature == got or (not expected.numbers and expected.signature[:2] == got[:2]):
                 self._match(expected, op_leaves(args, kwargs), op_leaves(out))
                 return
-            if func._schema.name in _CHECKS:  # nobody recorded its results, so nothing that follows may read them
+            if func._schema.name in _CHECKS:  # its results are not recorded, so no later op may read them
                 self.at -= 1
                 for tensor in op_leaves(out):
                     self._bind(plain(tensor), _NOWHERE, 0)
@@ -116,7 +116,7 @@ class SequenceCheck(TorchDispatchMode):
         raise Diverged(f"call {got[0]} came after the last recorded one")
 
     def finish(self) -> None:
-        """The forward is over: nothing that was recorded may still be to come."""
+        """End the forward: no recorded call may be missing."""
         missing = [expected for expected in self.trace.sequence[self.at :] if not expected.skippable]
         if missing and not self.diverged:
             self.diverged = f"{len(missing)} recorded calls did not come, first {missing[0].signature[0]}"
@@ -151,7 +151,7 @@ class SequenceCheck(TorchDispatchMode):
         )
 
     def _start(self, tensor: Tensor, ref: TensorRef) -> int | None:
-        """Bytes by which a storage that is new here lies elsewhere than in the recording; None if it is another one."""
+        """Return the offset in bytes of a new storage from the recorded one; None if it is another storage."""
         trace, b = self.trace, ref.buffer
         if b in trace.inputs and b in trace.given:
             leaf = self.leaves[trace.inputs[b]]
@@ -174,7 +174,7 @@ class SequenceCheck(TorchDispatchMode):
     def _bind(self, tensor: Tensor, buffer: int, start: int) -> tuple[Any, int, int]:
         storage, before = tensor.untyped_storage(), self._entry(tensor)
         if before is not None:
-            start = before[2]  # a write makes a new buffer of the same memory
+            start = before[2]  # a write makes a new buffer in the same memory
         entry = self.bound[storage._cdata] = (weakref.ref(storage), buffer, start)
         return entry
 

@@ -1,20 +1,20 @@
-"""Cross entropy in chunks of rows: the same bits from one copy of the logits where torch holds three.
+"""Cross entropy in chunks of rows: bitwise identical, with one copy of the logits where torch holds three.
 
 NOTE [ Cross entropy in chunks ]
-``torch.nn.functional.cross_entropy`` holds, of logits with N rows and V columns: the logits and their log-softmax when
-its forward ends; the log-softmax, the gradient of ``nll_loss`` and the gradient of the logits when its backward does
-(aten/src/ATen/native/LossNLL.cpp, SoftMax.cpp). Each of these kernels treats a row by itself, but for the sum over
-rows. So the same kernels are called for some rows at a time:
+For logits with N rows and V columns ``torch.nn.functional.cross_entropy`` holds the logits and their log-softmax at the
+end of its forward; the log-softmax, the gradient of ``nll_loss`` and the gradient of the logits at the end of its
+backward (aten/src/ATen/native/LossNLL.cpp, SoftMax.cpp). Each of these kernels treats rows independently, except for
+the sum over rows. So the same kernels are called for some rows at a time:
 
-- forward: log-softmax of a chunk, and of that what ``nll_loss`` takes of each row. The sum is `nll_loss` again, over a
-  matrix of one column: it adds rows in an order that hangs on their number only.
-- backward: log-softmax of a chunk once more, its two gradients, the second into the place of the logits, where nobody
-  else holds those. Memory that cannot be resized may be NumPy's or another process's, whatever its count is.
+- forward: log-softmax of a chunk, and from that the entry of each row that ``nll_loss`` selects. The sum is `nll_loss`
+  again, over a matrix of one column: the order in which it adds rows depends on their number only.
+- backward: log-softmax of a chunk once more, and its two gradients, the second in place of the logits if nothing else
+  references those. Memory that cannot be resized may be NumPy's or another process's, whatever its count is.
 
-A chunk has a multiple of 16 rows, so that every row starts at an address as aligned as before: kernels on CUDA add the
-elements of a row in an order that hangs on it. That the bits are the same is tried on this machine before a combination
-of device, type and V is taken; where they are not, and wherever more is asked than classes and a reduction (weights of
-classes, smoothing, probabilities), torch's own is called.
+A chunk has a multiple of 16 rows, so that the alignment of every row's address stays the same: CUDA kernels add the
+elements of a row in an order that depends on it. Equality of the bits is tested on this machine before a combination of
+device, dtype and V is used; if it fails, and for anything besides classes and a reduction (class weights, smoothing,
+probabilities), torch's own function is called.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from jettison.runtime.accelerator import refuse_capture
 aten = torch.ops.aten
 
 SMALLEST_BYTES: Final = 4 * 1024**2
-"""Logits below this are left to torch: their copies are no reason for a plan, and chunks cost calls."""
+"""Smaller logits are left to torch: their copies are no reason for a plan, and chunks cost calls."""
 CPU_CHUNK_BYTES: Final = 2 * 1024**2  # stays in a core's cache, which makes it faster than torch's own
-DEVICE_CHUNKS: Final = 32  # launches, where a cache does not matter
+DEVICE_CHUNKS: Final = 32  # launches, where no cache matters
 ROWS: Final = 16  # a chunk has a multiple of this
 REDUCTIONS: Final = {"none": 0, "mean": 1, "sum": 2}  # aten/src/ATen/core/Reduction.h
 IGNORED: Final = -100
@@ -56,12 +56,12 @@ CHANGED: Final = (
 )
 
 Holders = tuple[int, int, int]
-"""References to a Python tensor, to its memory, and to the Python storage, which counts once however many have it."""
+"""References to a Python tensor, to its memory, and to the Python storage, which counts once for all its users."""
 
 _replaced = functional.cross_entropy
 _code = _replaced.__code__
 _torchs = types.FunctionType(_code, _replaced.__globals__, _replaced.__name__, _replaced.__defaults__)
-"""As torch has it, whatever is held."""
+"""Torch's function, also while it is replaced."""
 _lock = threading.Lock()
 _holders: set[Hold] = set()
 _local = threading.local()
@@ -69,8 +69,8 @@ _same_bits: dict[tuple[str, torch.dtype, int], bool] = {}
 
 
 class Hold:
-    """Until all of these are let go, ``torch.nn.functional.cross_entropy`` runs other code, all over the process: in
-    chunks, with the same bits. It stays the same object, so that models with it can be pickled. ``used``: a loss was.
+    """Replaces ``torch.nn.functional.cross_entropy`` in the whole process until every hold is released: in chunks, with
+    the same bits. It stays the same object, so that models with it can be pickled. ``used``: a loss was computed.
     """
 
     __slots__ = ("used",)
@@ -83,20 +83,20 @@ class Hold:
             _holders.add(self)
 
     def let_go(self) -> None:
-        """Once nobody holds it, torch has its own function back."""
+        """Release it; after the last one torch has its own function back."""
         with _lock:
             _holders.discard(self)
             if not _holders and _replaced.__code__ is _handed_on.__code__:
                 _replaced.__code__ = _code
 
     def until_gone(self, model: nn.Module) -> None:
-        """It is let go of with the model, if not before."""
+        """Release it when the model is freed, if not before."""
         weakref.finalize(model, self.let_go)
 
 
 @contextlib.contextmanager
 def holding(wanted: bool) -> Iterator[Hold | None]:
-    """A hold that stays, but where an exception leaves this; None if none is wanted."""
+    """Take a hold that outlives this context, unless an exception leaves it; None if none is wanted."""
     if not wanted:
         yield None
         return
@@ -110,7 +110,7 @@ def holding(wanted: bool) -> Iterator[Hold | None]:
 
 @contextlib.contextmanager
 def whole_losses() -> Iterator[None]:
-    """In here, on this thread, torch computes losses as without a plan: what a plan is compared with."""
+    """Compute losses on this thread as torch does without a plan: the reference of comparisons."""
     before = getattr(_local, "whole", False)
     _local.whole = True
     try:
@@ -120,7 +120,7 @@ def whole_losses() -> Iterator[None]:
 
 
 def cross_entropy(input: Tensor, target: Tensor, *more: Any) -> Tensor:
-    """See `torch.nn.functional.cross_entropy`, of which ``more`` are all other arguments."""
+    """See `torch.nn.functional.cross_entropy`; ``more`` are all its other arguments."""
     weight, size_average, ignore_index, reduce, reduction, label_smoothing = more
     if (
         not torch.compiler.is_compiling()
@@ -155,7 +155,7 @@ def _handed_on(
 
 
 def _fits(input: Any, target: Any) -> bool:
-    """Whether chunks are known to do what torch does with these, and pay."""
+    """Whether chunks are known to compute the same for these arguments, and save enough."""
     return (
         bool(_holders)
         and not getattr(_local, "whole", False)
@@ -195,14 +195,14 @@ def rows_of(logits: Tensor) -> int:
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """Whatever watches, fakes or holds the tensors of a step sees nothing of what is run in here."""
+    """Hide the ops in here from modes that watch, fake or hold the tensors of a step."""
     nothing = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with unset_fake_temporarily(), _disable_current_modes(), nothing, torch.enable_grad():
         yield
 
 
 def _gives_the_same_bits(logits: Tensor) -> bool:
-    """Whether chunks do, for logits like these, on this device: tried once."""
+    """Whether chunks give torch's bits for logits like these, on this device; tested once."""
     key = (str(logits.device), logits.dtype, logits.shape[1])
     if key not in _same_bits:
         refuse_capture("a loss is computed in chunks for the first time")
@@ -231,18 +231,18 @@ def _same(device: torch.device, dtype: torch.dtype, columns: int) -> bool:
 
 @dataclass(slots=True)
 class _LossRequest:
-    """What a loss is to do."""
+    """Parameters of one loss."""
 
     ignore_index: int
     reduction: int
     rows: int
-    twin: Tensor  # of the logits: their shape and place in the graph without their memory, for higher derivatives
-    holders: dict[bool, Holders] | None = None  # to note who holds the logits when backward comes to them
+    twin: Tensor  # shape and graph position of the logits without their memory, for higher derivatives
+    holders: dict[bool, Holders] | None = None  # references to the logits, to compare with when backward frees them
 
 
 @functools.cache
 def _alone() -> dict[bool, Holders]:
-    """Holders of logits that nobody has but the graph, by whether the very tensor was saved; tried on this Python."""
+    """Reference counts of logits that only the graph holds, by whether the very tensor was saved; measured."""
     found: dict[bool, Holders] = {True: (0, 0, 0), False: (0, 0, 0)}
     swapped = torch.autograd.graph.saved_tensors_hooks(lambda x: None if x.dim() == 2 else x, _given)
     with _apart():
@@ -265,7 +265,7 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, asked: _LossRequest) -> Tensor:
-        # a tensor of its own on the same memory: once the forward's are gone, nobody else has that memory
+        # a tensor of its own on the same memory: once the forward's are freed, nothing else references that memory
         logits = logits.detach()
         of_rows = [
             aten.nll_loss_forward(aten._log_softmax(part, 1, False), wanted, None, 0, asked.ignore_index)[0]
@@ -306,34 +306,34 @@ class _CrossEntropy(Function):
             of_rows = gradient if asked.reduction else gradient[number * asked.rows :][: asked.rows]
             of_logp = aten.nll_loss_backward(of_rows, logp, wanted, None, asked.reduction, asked.ignore_index, weight)
             aten._log_softmax_backward_data.out(of_logp, logp, 1, logits.dtype, out=place)
-            del logp, of_logp  # else the next chunk would be a third one
+            del logp, of_logp  # otherwise the next chunk would be a third copy
         if is_saved and not is_fake:
             _unchanged(now, column)
         return found, None, None
 
 
 def _is_batched(gradient: Tensor) -> bool:
-    """Whether it is several, as under ``is_grads_batched``."""
+    """Whether it is a batch of gradients, as under ``is_grads_batched``."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
 
 
 def _unseen() -> contextlib.AbstractContextManager[Any]:
-    """The step's trace has no use for what is run in here."""
+    """Hide the ops in here from the trace of the step."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
 def _taken(logp: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Return the log-probability that `nll_loss` takes of each row of a chunk."""
+    """Return the log-probability that `nll_loss` selects in each row of a chunk."""
     with _unseen():
         taken: Tensor = aten.nll_loss_forward(logp, target, None, 0, ignore_index)[0]
         return taken
 
 
 def _unchanged(now: list[Tensor], before: Tensor) -> None:
-    """torch saves the log-softmax, which nobody else has; logits may be written to from ``data`` or NumPy, which counts
-    no version. What is taken of each row, by chunk, is what it was (a column, negated), or a `RuntimeError` comes
-    before anybody has the gradient; on CUDA an assertion of the device.
+    """Check that logits are unchanged since forward. torch saves the log-softmax, which nothing else references; logits
+    may be written to through ``data`` or NumPy, which bumps no version. The selected entries of a chunk must be equal,
+    or a `RuntimeError` is raised before the gradient is returned; on CUDA a device assertion.
     """
     with _unseen():
         rows = torch.cat(now).neg_()
@@ -341,7 +341,7 @@ def _unchanged(now: list[Tensor], before: Tensor) -> None:
 
 
 def _differentiable(gradient: Tensor, logits: Tensor, target: Tensor, weight: Tensor, asked: _LossRequest) -> Tensor:
-    """The gradient of the logits as a function of them, as torch's own is."""
+    """The gradient of the logits as a differentiable function of them, as torch's own is."""
     again = _Reattached.apply(asked.twin, logits) if torch.is_grad_enabled() else logits
     logp = aten._log_softmax(again, 1, False)
     of_logp = aten.nll_loss_backward(gradient, logp, target, None, asked.reduction, asked.ignore_index, weight)
@@ -350,7 +350,7 @@ def _differentiable(gradient: Tensor, logits: Tensor, target: Tensor, weight: Te
 
 
 class _Twin(Function):
-    """A tensor of the logits' shape and place in the graph, without memory."""
+    """A tensor with the logits' shape and position in the graph, without memory."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -362,7 +362,7 @@ class _Twin(Function):
 
 
 class _Reattached(Function):
-    """The values of the logits, with the twin's place in the graph."""
+    """The values of the logits, at the twin's position in the graph."""
 
     @staticmethod
     def forward(ctx: Any, twin: Tensor, logits: Tensor) -> Tensor:

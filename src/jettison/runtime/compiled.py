@@ -1,8 +1,8 @@
-"""A region that runs compiled: Inductor's code for the module's own forward, split as the plan says.
+"""Compiled regions: Inductor's code for the module's own forward, partitioned as the plan says.
 
-Its saved tensors have no witness: what is computed again is part of the compiled backward, which reads what the
-compiled forward has left, as without a plan. They pass hooks only where something is to wait on the host. Shapes are
-compiled one by one (``dynamic=False``): what was measured is what runs.
+Their saved tensors have no witness: recomputation is part of the compiled backward, which reads what the compiled
+forward saved, as without a plan. Saved-tensor hooks are used only if some tensor is to be offloaded. Each shape is
+compiled separately (``dynamic=False``): the measured code is the code that runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 RUNS_COMPILED = "it runs compiled"
-MOST_VARIANTS = 256  # of one option: shapes, and layers that differ in what Python reads; as many as dynamo has
+MOST_VARIANTS = 256  # of one option: shapes, and layers whose Python attributes differ; dynamo's own limit
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KNOWN = frozenset(inspect.signature(torch.compile).parameters)
 
@@ -55,13 +55,13 @@ _KNOWN = frozenset(inspect.signature(torch.compile).parameters)
 def compiled(
     forward: Callable[..., Any], settings: CompileSettings, policy: CheckpointPolicy, *, says: bool = False
 ) -> Callable[..., Any]:
-    """The forward, compiled as one graph, saving what the policy says; with ``none``, as without a plan.
+    """Compile the forward as one graph that saves the tensors of the policy; with ``none``, as without a plan.
 
-    Instances of a class share what is compiled, but for those with hooks inside: dynamo takes them in and does not
-    look whether they are there.
+    Instances of a class share compiled code, except for those with hooks inside: dynamo inlines hooks and does not
+    guard on their presence.
 
     Args:
-        says: what runs says how it was split, to who is `listening`.
+        says: report the partition of each run to `listening`.
     """
     shared = getattr(forward, "__func__", None)
     if shared is None or any(hook_tables(forward.__self__)):  # type: ignore[attr-defined]
@@ -74,11 +74,11 @@ def compiled(
 
 
 _SHARED: Any = weakref.WeakKeyDictionary()
-"""By function: by settings, policy and whether it says how it was split, what it was compiled to."""
+"""By function: compiled functions by settings, policy and whether they report their partition."""
 
 
 def hook_tables(module: object) -> list[dict[int, Any]]:
-    """Of everything inside a module, by kind. Its own hooks run around its forward."""
+    """Hook tables of every submodule, by kind. The module's own hooks run around its forward."""
     inside = list(module.modules())[1:] if isinstance(module, nn.Module) else []
     return [vars(each)[kind] for each in inside for kind in _HOOKS]
 
@@ -97,10 +97,10 @@ def _made(
 
 
 def one_graph(forward: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-    """``torch.compile`` of everything that the forward does, for each shape anew.
+    """Compile the complete forward with ``torch.compile``, separately for each shape.
 
-    Apart from what others compile of it, and from what the other options make of it: dynamo counts all that comes of
-    one code object towards its limits, past which this is an error (``fullgraph``).
+    Separately from other compilations of the same function, and from other options: dynamo counts all variants of one
+    code object towards its limits, beyond which this is an error (``fullgraph``).
     """
     apart = {"recompile_limit": MOST_VARIANTS, "isolate_recompiles": True}
     known = {name: value for name, value in apart.items() if name in _KNOWN}
@@ -108,7 +108,7 @@ def one_graph(forward: Callable[..., Any], **how: Any) -> Callable[..., Any]:
 
 
 def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, or method, around another code object."""
+    """Return the same function, or method, with a code object of its own."""
     function = getattr(forward, "__func__", forward)
     if not isinstance(function, types.FunctionType):
         return forward
@@ -128,7 +128,7 @@ def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Compilations(threading.local):
-    """Those of this thread, and the region that runs now."""
+    """Compilations of this thread, and the region that runs now."""
 
     times = 0
     region = ""
@@ -138,7 +138,7 @@ _COMPILATIONS = _Compilations()
 
 
 def compilations() -> int:
-    """How often something was compiled in this thread, since it was first asked."""
+    """Number of compilations in this thread since the first call."""
     _count_compilations()
     return _COMPILATIONS.times
 
@@ -156,18 +156,18 @@ def _count_compilations() -> None:
 
 
 def first_lines(error: BaseException) -> str:
-    """Of what dynamo or Inductor say, which may be pages."""
+    """First lines of dynamo's or Inductor's error, which may be pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])[:240]}"
 
 
 def check_compiler(device_type: str) -> None:
-    """Whether Inductor can make code here, and leaves to a plan what to save.
+    """Check that Inductor can generate code here, and that the choice of saved tensors is left to the plan.
 
     Raises:
-        UnsupportedModule: it cannot; what is missing.
-        UsageError: a budget of torch's own is set, which decides that, too. (With one masks of dropout are drawn again
-            in backward in torch 2.13, pytorch#190758: gradients are wrong.)
+        UnsupportedModule: it cannot; the message names what is missing.
+        UsageError: torch's own activation budget is set, which decides the same. (With one, dropout masks are drawn a
+            second time in backward in torch 2.13, pytorch#190758: gradients are wrong.)
     """
     own = torch._functorch.config.activation_memory_budget
     if own != 1.0:
@@ -197,7 +197,7 @@ def check_compiler(device_type: str) -> None:
 
 
 class CompiledRegion(PlannedForward):
-    """See `PlannedForward`. What the module was compiled with by itself is put aside, and back by `remove`."""
+    """See `PlannedForward`. The user's own compilation of the module is replaced, and restored by `remove`."""
 
     def __init__(
         self,
@@ -214,11 +214,11 @@ class CompiledRegion(PlannedForward):
         self.own_call: Any = module._compiled_call_impl
         module._compiled_call_impl = None
         self.made: dict[tuple[CheckpointPolicy, bool], Callable[..., Any]] = {}
-        self.ran: dict[Any, int] = {}  # by plan and signature of the model's forward: the first such forward
+        self.ran: dict[Any, int] = {}  # by plan and signature of the model's forward: index of the first such forward
         self._look_inside()
 
     def _look_inside(self) -> None:
-        """Dynamo does not look for hooks, nor always for other modules."""
+        """Check hooks and submodules: dynamo does not guard on hooks, nor always on other modules."""
         self.made.clear()
         self.children = [vars(each)["_modules"] for each in self.module.modules()]
         self.parts = list(chain.from_iterable(map(dict.values, self.children)))
@@ -226,7 +226,7 @@ class CompiledRegion(PlannedForward):
         self.hooks = list(chain.from_iterable(self.hook_tables))
 
     def _compiled(self, policy: CheckpointPolicy, *, says: bool = False) -> Callable[..., Any]:
-        """Made when it is first called, and anew when there are other modules or hooks inside."""
+        """Compile at the first call, and again if there are other modules or hooks inside."""
         if (
             list(chain.from_iterable(self.hook_tables)) != self.hooks
             or list(chain.from_iterable(map(dict.values, self.children))) != self.parts
@@ -247,15 +247,15 @@ class CompiledRegion(PlannedForward):
         return super()._called(copied, args, kwargs)
 
     def _is_watched(self) -> bool:
-        """Always: it runs compiled, as the plan has it, where everything stays too."""
+        """Always true: it runs compiled under the plan even where every tensor is kept."""
         return True
 
     def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Under somebody else's hooks: they get what the compiled forward saves."""
+        """Run under foreign hooks, which get the tensors that the compiled forward saves."""
         return self._compiled(keeping(self.plan.policy, self.compiled))(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `PlannedForward`. Nothing is recorded, and dynamo's guards see what has changed."""
+        """See `PlannedForward`. Nothing is recorded; dynamo's guards notice changes."""
         self._begin_watched_call()
         self.recordings.unguard()
         if are_hooks_foreign():
@@ -263,11 +263,11 @@ class CompiledRegion(PlannedForward):
         modes = _get_current_dispatch_mode_stack()
         if any(not type(mode).__module__.startswith("jettison.") for mode in modes):
             return self._run_uncompiled(args, kwargs)
-        alone = _disable_current_modes() if modes else contextlib.nullcontext()  # dynamo leaves alone what they see
+        alone = _disable_current_modes() if modes else contextlib.nullcontext()  # dynamo does not compile under modes
         began = compilations()
         _COMPILATIONS.region = self.name or "the model"
         try:
-            with without_our_hooks(), alone:  # what it saves is not the surrounding region's
+            with without_our_hooks(), alone:  # its saved tensors are not the surrounding region's
                 output = self._run_alone(args, kwargs)
         finally:
             _COMPILATIONS.region = ""
@@ -289,7 +289,7 @@ class CompiledRegion(PlannedForward):
                 return run_moving(self, policy, run, args, kwargs)
             return run_sending(self, run, args, kwargs) if some_may_move else run(*args, **kwargs)
         except torch._dynamo.exc.InternalTorchDynamoError:
-            refuse_capture(f"{self.name or 'the model'} is compiled")  # dynamo wraps what its callback raised
+            refuse_capture(f"{self.name or 'the model'} is compiled")  # dynamo wraps exceptions of its callback
             raise
         except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             raise TraceError(
@@ -299,7 +299,7 @@ class CompiledRegion(PlannedForward):
             ) from error
 
     def _run_uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As torch runs compiled code under a mode: op by op, for the mode to see."""
+        """Run as torch runs compiled code under a mode: op by op, visible to the mode."""
         self.say_once(
             "mode",
             f"{self.name or 'the model'} runs op by op under a dispatch mode (a counter of FLOPs, say), as what is "
@@ -309,7 +309,7 @@ class CompiledRegion(PlannedForward):
             return self.own()(*args, **kwargs)
 
     def say_compiled(self) -> None:
-        """Compiling it once more is without effect."""
+        """Make another `torch.compile` of it a no-op."""
         self.say_once(
             "torch.compile",
             "torch.compile has no effect on blocks that run under a plan: they are compiled already, as the plan has "
@@ -336,7 +336,7 @@ class CompiledRegion(PlannedForward):
         self.made.clear()
 
     def report(self) -> RegionReport:
-        """What the plan has it keep; its slots are Inductor's, and have no names."""
+        """Report what the plan makes it keep; its slots are Inductor's, and have no names."""
         program, policy = self.compiled.program, keeping(self.plan.policy, self.compiled)
         kept = self.compiled.default if policy.word == "none" else policy.kept(program)
         again = program.recompute_set(kept) if policy.word != "none" else ()
@@ -360,7 +360,7 @@ class CompiledRegion(PlannedForward):
         )
 
     def _moved(self, kept: frozenset[int]) -> frozenset[int]:
-        """What of that goes to the host, if nobody else holds it."""
+        """The kept buffers that are offloaded, unless something else holds them."""
         policy, program = self.plan.policy, self.compiled.program
         if self.plan.stays == 1:
             return frozenset()
@@ -370,7 +370,7 @@ class CompiledRegion(PlannedForward):
 
 
 def keeping(policy: CheckpointPolicy, of: CompiledProgram) -> CheckpointPolicy:
-    """What is to be left for backward, wherever it then waits: blocks that differ in that alone share their code."""
+    """The policy of what is saved, wherever it is stored: blocks that differ only in offloading share their code."""
     if isinstance(policy, Offload):
         return policy.keeps
     if isinstance(policy, Exactly) and policy.moved:
@@ -380,7 +380,7 @@ def keeping(policy: CheckpointPolicy, of: CompiledProgram) -> CheckpointPolicy:
 
 
 def refuse_packing(name: str, policy: CheckpointPolicy, program: Program) -> None:
-    """What compiled blocks save can wait on the host, but not in fewer bytes.
+    """Refuse to pack saved tensors of compiled blocks: they can be offloaded, but not compressed.
 
     Raises:
         UsageError: the policy packs some of it.
@@ -391,17 +391,17 @@ def refuse_packing(name: str, policy: CheckpointPolicy, program: Program) -> Non
 
 # compiled moves -------------------------------------------------------------------------------------------------------
 #
-# Moving some of what a compiled block saves, by its place among the saved tensors, which Inductor's split says
-# NOTE [ Places ]
-# A compiled forward gives autograd what it saves in the order in which the split graph returns it, and each of these
-# tensors passes the saved-tensor hooks once. So a place is a node of that graph, and a buffer of the block's program
-# (`partition.Split`). One function may be compiled for several shapes: what runs says which of them it is, just before.
-# The split is made where the block is compiled, so code that comes ready from torch's cache of autograd graphs has
-# none; that cache is left out here (Inductor's own, of what g++ and Triton made, is not).
+# Offloading of saved tensors of a compiled block, by their position among the saved tensors, known from Inductor's
+# partition.
+# A compiled forward gives autograd its saved tensors in the order in which the partitioned graph returns them, and each
+# passes the saved-tensor hooks once. So a place is a node of that graph, and a buffer of the block's program
+# (`partition.Split`). One function may be compiled for several shapes: running code reports which one it is, just
+# before. The partition is known where the block is compiled, so code from torch's cache of autograd graphs has none;
+# that cache is disabled here (Inductor's own cache of compiled kernels is not).
 #
 # NOTE [ Whole storages ]
-# What stays behind of a storage holds all of it. Where saved tensors see most of a storage (queries, keys and values
-# that one product made), all of it goes, once.
+# Whatever part of a storage stays keeps all of it allocated. If saved tensors cover most of a storage (queries, keys
+# and values from one matmul), all of it is offloaded, once.
 
 
 Runs = Callable[..., Any]
@@ -412,7 +412,7 @@ _LISTENING = threading.local()
 
 @contextlib.contextmanager
 def listening(says: Says) -> Iterator[None]:
-    """What `noting` has compiled says how it was split before it runs, in this thread."""
+    """Receive the partition of code compiled by `noting` just before it runs, in this thread."""
     before: Says | None = getattr(_LISTENING, "says", None)
     _LISTENING.says = says
     try:
@@ -422,7 +422,7 @@ def listening(says: Says) -> Iterator[None]:
 
 
 def noting(settings: CompileSettings, policy: CheckpointPolicy) -> Callable[[Any, Any], Runs]:
-    """Inductor as a backend of `torch.compile` whose code says how it was split. See NOTE [ Places ]."""
+    """Inductor as a backend of `torch.compile` whose code reports its partition. See NOTE [ Places ]."""
     from torch._inductor.compile_fx import compile_fx
 
     from jettison.runtime.partition import Partition, watching_splits
@@ -431,7 +431,7 @@ def noting(settings: CompileSettings, policy: CheckpointPolicy) -> Callable[[Any
         patches = {**dict(settings.options), "custom_partitioner_fn": Partition(policy)}
         with watching_splits() as seen, torch._functorch.config.patch(enable_autograd_cache=False):
             run: Any = compile_fx(graph, inputs, config_patches=patches)
-        if len(seen) != 1:  # nothing asks for gradients, or there are graphs inside of the graph
+        if len(seen) != 1:  # no gradients are requested, or there are graphs inside of the graph
             return run
         (split,) = seen
 
@@ -447,7 +447,7 @@ def noting(settings: CompileSettings, policy: CheckpointPolicy) -> Callable[[Any
 
 
 class _Stays(Held):
-    """A saved tensor that stays: asking for it brings back what went before."""
+    """A saved tensor that stays on the device: unpacking it triggers the fetch of earlier offloaded ones."""
 
     __slots__ = ()
 
@@ -458,10 +458,10 @@ class _Stays(Held):
 
 
 class PlaceHooks(OffloadHooks):
-    """Of one call of a compiled block.
+    """Offload hooks of one call of a compiled block.
 
     Args:
-        policy: says what moves; None: nothing does in this call.
+        policy: decides what is offloaded; None: nothing in this call.
     """
 
     group: Group
@@ -474,7 +474,7 @@ class PlaceHooks(OffloadHooks):
         self.place = 0
 
     def split(self, found: Split) -> None:
-        """What is about to run."""
+        """Note the partition that is about to run."""
         self.place, self.places = 0, found.saved
         self.moved = frozenset() if self.policy is None else offloaded_by(self.policy, found.program)
 
@@ -496,7 +496,7 @@ class PlaceHooks(OffloadHooks):
 
 @contextlib.contextmanager
 def staying() -> Iterator[None]:
-    """What autograd saves passes hooks, as where something may move, and stays."""
+    """Pass saved tensors through hooks, as if some might be offloaded, and keep all."""
     with torch.autograd.graph.saved_tensors_hooks(Held, _opened):
         yield
 
@@ -506,7 +506,7 @@ def _opened(held: Held) -> Tensor:
 
 
 class Looked:
-    """What one call of a compiled block saved."""
+    """Tensors that one call of a compiled block saved."""
 
     def __init__(self) -> None:
         self.places: tuple[int | None, ...] = ()
@@ -519,15 +519,15 @@ class Looked:
 
     @of_a_region
     def pack(self, tensor: Tensor) -> Tensor:
-        """Autograd saves a tensor."""
+        """Note a tensor that autograd saves."""
         self.tensors.append(tensor)
         return tensor
 
     def alone(self, alive: Iterable[Any], given: Sequence[Any], returned: Sequence[Any]) -> dict[int, SentTensor]:
-        """By buffer, what is saved as one storage of its own and lives because of that alone; in the order of places.
+        """By buffer, in the order of places, saved tensors that own their storage and are only alive as such.
 
         Args:
-            alive: parameters, and whatever else is there anyway.
+            alive: parameters, and other tensors that stay allocated anyway.
             given: leaves of the arguments.
             returned: leaves of the results.
         """
@@ -556,15 +556,15 @@ def _place(storage: int, leaves: Sequence[Any], *, is_result: bool) -> tuple[boo
 
 @contextlib.contextmanager
 def looking() -> Iterator[Looked]:
-    """What a compiled block saves in here, which it is to do once."""
+    """Record the tensors that a compiled block saves in its one call within the context."""
     found = Looked()
     with listening(found.split), torch.autograd.graph.saved_tensors_hooks(found.pack, lambda tensor: tensor):
         yield found
 
 
 def run_sending(region: PlannedForward, run: Runs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One call, of which what the policy names goes to the host. A call that sends nothing has its place in the order
-    of copies too.
+    """Run one call, and offload the tensors that the policy names. A call that offloads nothing takes its turn in the
+    order of copies, too.
     """
     group = region.begin_group(moves=True)
     assert group is not None

@@ -1,7 +1,7 @@
-"""Deep copies of planned modules, and what comes back from a pickle: they train plainly, and say so when they first do.
+"""Copies of planned modules, deep or unpickled: they train plainly, and warn when they first do.
 
-A plan counts the bytes of one model. A copy (a student, a second run of the same start, a moving average) has
-parameters and a step of its own, which nobody planned. Most copies only run without gradients, and need no word.
+A plan counts the bytes of one model. A copy (a student, a second run from the same start, a moving average) has
+parameters and a step of its own, which no plan covers. Most copies only run without gradients, and need no warning.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LOADED: Final = "pickled copy"
 
 
 class CopiedForward:
-    """In the place of a copied module's ``forward`` until that runs with gradients, or is planned. ``said`` is what the
-    original's plan has said already; ``name`` is empty for the whole model.
+    """Stands for a copied module's ``forward`` until that runs with gradients, or is planned. ``said`` are the warnings
+    that the original's plan has given; ``name`` is empty for the whole model.
     """
 
     def __init__(self, module: nn.Module, name: str, said: set[str], how: str = COPY) -> None:
@@ -48,7 +48,7 @@ class CopiedForward:
             self.said.add(self.how)
             warnings.warn(
                 f"a {self.how} of {self.name or 'the model'} trains without the plan, which belongs to the original: "
-                "it keeps what plain autograd keeps, beside what the original has, and the budget does not count it. "
+                "it keeps what plain autograd keeps, in addition to the original, and the budget does not count it. "
                 "Plan the copy as well, or remove() the plan before copying",
                 stacklevel=3,
             )
@@ -61,8 +61,8 @@ class CopiedForward:
 
 
 def copied_forward(module: nn.Module, name: str, said: set[str], memo: dict[int, Any]) -> Any:
-    """What stands for ``forward`` on the deep copy of a module: what has no memory is no model that anybody trains."""
-    # which may come by here first, through a hook that holds the region
+    """Stand-in for ``forward`` on the deep copy of a module; none for a fake one, which nobody trains."""
+    # copying may come back to this function first, through a hook that holds the region
     copied = copy.deepcopy(module, memo)
     first = next(module.parameters(), None)
     if first is not None and isinstance(plain(memo.get(id(first), first)), FakeTensor):
@@ -71,35 +71,35 @@ def copied_forward(module: nn.Module, name: str, said: set[str], memo: dict[int,
 
 
 class _UnpickledCall:
-    """What a call gives where a pickle is read."""
+    """Reduction to a function call, which yields the call's result when it is unpickled."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self.function, self.args = function, args
 
     def __call__(self) -> None:
-        """Nobody does: pickles take only what can be called in a function's place."""
+        """Never called: pickle requires a callable in a function's place."""
 
     def __reduce__(self) -> Any:
         return self.function, self.args
 
 
 def pickled_forward(module: nn.Module, name: str, said: set[str]) -> Any:
-    """What stands for ``forward`` in a pickle, as `__reduce__` says it.
+    """Reduction of ``forward`` for a pickle, as `__reduce__` returns it.
 
-    A file is read without Jettison, too: `pydoc.locate` finds None there instead of this module, and the forward of the
-    class is what ``getattr`` gives.
+    The file can be read without Jettison: `pydoc.locate` then finds None instead of this module, and ``getattr`` gives
+    the forward of the class.
     """
     read = _UnpickledCall(getattr, _UnpickledCall(pydoc.locate, __name__), loaded_forward.__name__, getattr)
     return read, (module, "forward", (name, said))
 
 
 def loaded_forward(module: nn.Module, _attribute: str, told: tuple[str, set[str]]) -> CopiedForward:
-    """For a module that is being read, and has nothing but its class yet. All of one file share what they said."""
+    """Stand-in for a module that is being unpickled, and has only its class yet. One file shares its warnings."""
     name, said = told
     return CopiedForward(module, name, said, LOADED)
 
 
 def trains_plainly(module: nn.Module) -> None:
-    """A copy has its class's forward again."""
+    """Give a copy its class's forward back."""
     if isinstance(vars(module).get("forward"), CopiedForward):
         del module.__dict__["forward"]

@@ -1,6 +1,6 @@
-"""What moving tensors to the host asks of a device: streams, events, memory on it, pinned memory beside it, copies.
+"""Interface of a device that tensors are offloaded from: streams, events, device memory, pinned CPU memory, copies.
 
-`accelerator.Accelerator` is one on whatever `torch.accelerator` knows, `OnHost` where there is none.
+`accelerator.Accelerator` implements it for `torch.accelerator`, `OnHost` for the CPU.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ Event = Any
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Slab:
-    """Pinned host memory: so many bytes, all that pinning has taken from the host."""
+    """A block of pinned CPU memory, with the bytes that pinning really took."""
 
     memory: Any
     nbytes: int
 
 
 def whole_pages(nbytes: int) -> int:
-    """What pinning takes where there is no accelerator."""
+    """Bytes that pinning takes without an accelerator: whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def power_of_two(nbytes: int) -> int:
-    """What torch's allocator of pinned memory takes."""
+    """Bytes that torch's caching allocator of pinned memory takes."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def rounding_of(place: torch.device) -> Callable[[int], int]:
-    """What pinning so many bytes takes from the host of a device."""
+    """Round-up of pinned memory for a device."""
     return whole_pages if place.type == "cpu" else power_of_two
 
 
 class StreamDevice:
-    """What a device does. Nothing here makes Python wait, except `pin`. Copies to the host go through the stream
-    ``sends``, those back through ``fetches``; what computes is `current_stream`.
+    """Operations of a device. Only `pin` makes Python wait. Copies to the CPU are queued in the stream ``sends``,
+    copies back in ``fetches``; ops run in `current_stream`.
 
-    This one is for fake tensors: it allocates as the device of ``place`` does, and copies nothing.
+    This base class is for fake tensors: it allocates as the device of ``place`` does, and copies nothing.
     """
 
     sends: Stream = None
@@ -56,38 +56,38 @@ class StreamDevice:
     def __init__(self, place: torch.device) -> None:
         self.place = place
         self.rounded = rounding_of(place)
-        self._like: Tensor | None = None  # without elements; fake, also where no mode makes new tensors so
+        self._like: Tensor | None = None  # empty; fake, also where no mode makes new tensors fake
 
     def current_stream(self) -> Stream:
-        """Where ops run that Python calls now. It changes: under FSDP2, in backward, in user code."""
+        """Stream in which Python's ops run now. It changes: under FSDP2, in backward, in user code."""
         return None
 
     def record(self, stream: Stream) -> Event:
-        """The point that the stream's work has reached, counted in what was queued."""
+        """Record an event after the work that is queued in the stream so far."""
         return None
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is queued in ``stream`` from here on comes after the event."""
+        """Make later work in ``stream`` wait for the event."""
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """Bytes on the device, from the current stream's memory: they may still be in use by its earlier work."""
-        assert self._like is not None  # nothing comes back that did not go
+        """Allocate bytes on the device from the current stream's memory: its earlier work may still use them."""
+        assert self._like is not None  # nothing is fetched before something was sent
         return self._like.new_empty(nbytes)
 
     def pin(self, nbytes: int) -> Slab:
-        """Host memory that copies need not be staged for: all that rounding takes."""
+        """Allocate pinned CPU memory, including all that rounding takes."""
         return Slab(self._memory(taken := self.rounded(nbytes)), taken)
 
     def _memory(self, nbytes: int) -> Any:
         return None
 
     def send(self, source: Tensor, slab: Slab, offset: int) -> None:
-        """Queue a copy of ``source``, flat bytes, to the host, in ``sends``."""
+        """Queue a copy of ``source``, flat bytes, to the CPU, in ``sends``."""
         if self._like is None:
             self._like = source.new_empty(0)
 
     def fetch(self, slab: Slab, offset: int, into: Tensor) -> None:
-        """Queue a copy to ``into``, flat bytes, from the host, in ``fetches``."""
+        """Queue a copy to ``into``, flat bytes, from the CPU, in ``fetches``."""
 
 
 class OnHost(StreamDevice):

@@ -1,4 +1,4 @@
-"""A frame is one call of a planned region: it decides at pack time, and computes again at unpack time."""
+"""A frame is one call of a planned region: its hooks keep or drop tensors at pack, and recompute them at unpack."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from jettison.runtime.recompute_code import UNWRAPPED, get_state
 from jettison.runtime.views import view_of
 from jettison.runtime.witness import SALT, Check, Witness, _ndarray, compare, peek
 
-FEW_BYTES: Final = 256  # of a buffer that a call takes a copy of, if what it computes again reads it
+FEW_BYTES: Final = 256  # most bytes of a parameter or buffer that a call copies if its recomputation reads it
 _graph_task = torch._C._current_graph_task_id
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _is_grad_enabled = torch.is_grad_enabled
@@ -45,19 +45,19 @@ CAME: Final = MappingProxyType({"offload": "came back from the host", "pack": "w
 class Frame:
     """See the module docstring. Alive as long as one of its handles is."""
 
-    # of a call as most are: one attribute less to set in each
+    # class attributes for the common case: fewer to set in each call
     broken = ""  # reason why the run left the recording
     check: SequenceCheck | None = None
-    fake = False  # its arguments are
+    fake = False  # its arguments are fake tensors
     looked = True  # its graph was compared
     sees = False  # each dropped buffer leaves a witness of some elements
-    given: Set[int] = frozenset()  # storages that the outermost of the running calls was given
-    group: Group | None = None  # of offloaded tensors; None where nothing can move
+    given: Set[int] = frozenset()  # storages given to the outermost running call
+    group: Group | None = None  # of offloaded tensors; None if nothing can be offloaded
     handed: Mapping[int, Handle] = MappingProxyType({})
     block_calls = index = 0
-    task = -1  # the backward in which the switches were found as they are here
-    keeps_graph = True  # whether that one does
-    share = 1  # one slot in so many leaves a witness
+    task = -1  # the backward for which the global switches were checked
+    keeps_graph = True  # whether that backward keeps its graph
+    share = 1  # one in this many slots leaves a witness
 
     def __init__(
         self, recipe: Recipe, region: Any, group: Group | None, switches: Switches, *, moves: bool = True
@@ -65,7 +65,7 @@ class Frame:
         self.recipe, self.region, self.moves = recipe, region, moves
         self.name, self.model, self.owners = region.name, region.model, region.recordings.owners
         self.number, self.how, self.rounded = region.calls, region.how, region.rounded
-        self.salt = region.calls * SALT  # moves the places that are looked at
+        self.salt = region.calls * SALT  # varies the sampled positions
         if group is not None:
             self.group = group
         goes = group if moves else None
@@ -77,15 +77,15 @@ class Frame:
         self.closures: list[tuple[Any, ...] | None] = [None] * len(recipe.closures)
         self.lock = threading.Lock()
         self.state = recipe.code.start
-        # by cell (`Recipe.cells`): values that later demands read, their versions, and witnesses of what forward had
+        # by cell (`Recipe.cells`): values that later unpacks read, their versions, and the forward's witnesses
         self.values: list[Tensor | None] = [None] * len(recipe.counts)
         self.versions = [0] * len(recipe.counts)
         self.seen: list[Witness | bytes | None] = [None] * len(recipe.counts)
         self.parameters = [_parameter(*self.owners[dotted]) for dotted in recipe.parameters.values()]
         self.switches = switches
-        self.expected = recipe.expected  # by slot, what can be kept at a glance; nothing where calls are compared
+        self.expected = recipe.expected  # by slot, the quick path of `pack`; empty if calls are checked
         self.start = next_sequence_number()
-        self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes that nested regions made
+        self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes of nested regions
         self.taps_seen: dict[tuple[str, bool], int] = {}
 
     @property
@@ -118,19 +118,19 @@ class Frame:
             boxes[n].fill(get_state(device))
 
     def hold(self, n: int, tensor: Tensor) -> None:
-        """Fill a box, if it is not full. What the model was given lives anyway, and does not move."""
+        """Fill a box, if it is empty. The model's inputs stay alive anyway, and are not offloaded."""
         box = self.boxes[n]
         if type(box) is not Box:
             if isinstance(box, Away) and storage_of(tensor) in running()[0].given:
                 box.stay()
             if not box.is_empty:
                 return
-        with nullcontext() if self.check is None else self.check.apart():  # no op of the model's
+        with nullcontext() if self.check is None else self.check.apart():  # not an op of the model
             box.fill(tensor)
 
     @of_a_region
     def pack(self, tensor: Tensor) -> Any:
-        """Autograd saves a tensor: keep it, or leave a handle. All is kept once a run has left the recording."""
+        """Pack hook: keep a tensor or return a handle. Everything is kept once a run has left the recording."""
         index, expected = self.index, self.expected
         if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
             (size, stride, dtype, spots, cut), parameter, dropped, fill, cell = wanted
@@ -149,7 +149,7 @@ class Frame:
                 if cell is not None:
                     if cut is None or not self.sees or not tensor.is_cpu or tensor.is_neg():
                         return self.drop(dropped, tensor, index)
-                    kind, word, strides, itemsize, places, step = cut  # as `peek` does
+                    kind, word, strides, itemsize, places, step = cut  # inlined `peek`
                     at = tensor.data_ptr() + (self.salt + index) % places * step * itemsize
                     self.seen[cell] = _ndarray(spots, word, kind.from_address(at), 0, strides).tobytes()
                 boxes = self.closures[dropped.closure] or self._closure(dropped)
@@ -176,7 +176,7 @@ class Frame:
         return Held(tensor, self)
 
     def _packed(self, tensor: Tensor) -> Any:
-        """Return what `pack` leaves for the next slot. Raises `Diverged` for another tensor than was recorded."""
+        """Value that `pack` saves for the next slot. Raises `Diverged` for another tensor than was recorded."""
         recipe = self.recipe
         try:
             slot = recipe.slots[self.index]
@@ -226,16 +226,17 @@ class Frame:
         found = peek(tensor, slot.spots, self.salt + index) if is_plain and self.how is not Check.FULL else None
         if found:
             return found
-        with nullcontext() if self.check is None else self.check.apart():  # no op of the model's
+        with nullcontext() if self.check is None else self.check.apart():  # not an op of the model
             return Witness(tensor, slot.spots, self.salt + index, full=self.how is Check.FULL)
 
     def leave(self) -> bool:
-        """Hand everything to handles; whether the run was the recorded one. Raises `Diverged` where it was not, and
-        what was dropped cannot be recomputed from what it came by.
+        """Fill the handles, and return whether the run was the recorded one. Raises `Diverged` if it was not and
+        dropped
+        tensors cannot be recomputed from the boxed values.
         """
         if self.check is not None:
             self.broken = self.broken or self.check.diverged
-            self.check = None  # it has the arguments, and the frame lives until backward
+            self.check = None  # it references the arguments, and the frame lives until backward
         self.broken = self.broken or self._missing()
         if self.broken:
             wanted = {n for slot in self.recipe.slots[: self.index] if slot.kind in AWAY for n in slot.boxes}
@@ -250,7 +251,7 @@ class Frame:
         return not self.broken
 
     def _missing(self) -> str:
-        """A slot that was not met, or a box that is not full."""
+        """Describe a slot that was not saved, or a box that is empty."""
         if self.index != len(self.recipe.slots):
             return f"{self.index} saved tensors, recorded were {len(self.recipe.slots)}"
         for buffer, name in self.recipe.trace.casts.items():
@@ -263,7 +264,7 @@ class Frame:
         return ""
 
     def tap(self, path: str, is_output: bool, call: int, tree: Any) -> None:
-        """A module boundary was crossed; box what recipes want of it."""
+        """Box the tensors that recipes need from a module boundary."""
         leaves: list[Any] | None = None
         for n, tap in self.recipe.from_taps:
             if tap.path == path and tap.is_output is is_output and tap.call == call:
@@ -272,7 +273,7 @@ class Frame:
                     self.hold(n, leaves[tap.leaf])
 
     def block_done(self, output: Any) -> None:
-        """A nested region has run; box its outputs if this region's recipes read them."""
+        """Box the outputs of a nested region if this region's recipes read them."""
         call = self.block_calls
         self.block_calls += 1
         wanted = self.recipe.from_blocks
@@ -285,8 +286,8 @@ class Frame:
     # backward --------------------------------------------------------------------------------------------------------
 
     def recompute(self, handle: Handle) -> Tensor:
-        """The tensor of a dropped slot, computed at the precision, and by the kernels, of the forward. Between kernels
-        that have emptied the caches what counts is how little is touched.
+        """Return the tensor of a dropped slot, recomputed with the forward's precision and kernels. Other kernels have
+        evicted the CPU caches, so this code touches little memory.
         """
         task = _graph_task()  # -1 outside of a backward
         if task != self.task or task == -1:
@@ -304,7 +305,7 @@ class Frame:
             ):
                 return self.recompute(handle)
         _, slot, _, _, wrap = handle
-        with self.lock:  # a graph on several devices is gone through by several threads
+        with self.lock:  # a graph on several devices runs its backward in several threads
             if self.keeps_graph:
                 function, after = self.recipe.code.function(self.state, slot, keeps=is_asked_again())
             else:
@@ -318,7 +319,7 @@ class Frame:
         return tensor if wrap is None else wrap.wrap(plain(tensor))
 
     def compare(self, cell: int, tensor: Tensor) -> None:
-        """Hold a recomputed value against the witness of its buffer. Raises `WrongValue`, perhaps later."""
+        """Compare a recomputed value with the witness of its buffer. Raises `WrongValue`, perhaps later."""
         index, seen = self.recipe.witnessed[cell], self.seen[cell]
         slot = self.recipe.slots[index]
         inner = tensor if slot.view is None else view_of(tensor, slot.view)
@@ -327,24 +328,24 @@ class Frame:
         assert isinstance(seen, Witness)
         rounded = None if self.how is Check.EXACT else self.rounded
         inner = inner if inner.__class__ in UNWRAPPED else plain(inner)
-        compare(seen, inner, rounded, lambda: self.wrong(index))  # which may wait: a handle holds tensors
+        compare(seen, inner, rounded, lambda: self.wrong(index))  # may be deferred, and a handle would hold tensors
 
     def forget_values(self) -> None:
         self.state, self.values = self.recipe.code.start, [None] * len(self.values)
 
     def lost(self, handle: Handle) -> WrongValue:
-        """Return the error for a tensor whose inputs never came by. The region is not trusted again."""
+        """Return the error for a tensor whose inputs were never seen. The region loses its recording."""
         slot = self.recipe.trace.program.slots[handle.index]
         error = WrongValue(
-            f"saved tensor {slot.index} of {self.name or 'the model'} cannot be computed again: an exception left its "
-            "forward before that had run to its end, and what it had made until then went on. The gradients of this "
+            f"saved tensor {slot.index} of {self.name or 'the model'} cannot be recomputed: an exception left its "
+            "forward before that had run to its end, and its tensors were used all the same. The gradients of this "
             "step must not be used; from the next step on it runs without a recording"
         )
         self.region.recordings.distrust(self.recipe, str(error))
         return error
 
     def stale(self, buffer: int, then: int, now: int | None) -> StaleTensor:
-        """Return the error for a tensor that was written to before backward, and do not compute with it any more."""
+        """Return the error for a tensor that was written to before backward, and stop recomputing from it."""
         recordings, name = self.region.recordings, self.recipe.parameters.get(buffer)
         what = "a kept tensor"
         if name is not None:
@@ -360,7 +361,7 @@ class Frame:
         return StaleTensor(f"{error}. From the next step on the plan keeps what is computed of it")
 
     def written(self) -> set[str]:
-        """Names of parameters and buffers that somebody wrote to since this forward."""
+        """Names of parameters and buffers that were written to since this forward."""
         found = zip(self.recipe.parameters.values(), self.parameters, strict=True)
         return {name for name, (_, _, tensor, version) in found if version_of(tensor) != version}
 
@@ -368,14 +369,14 @@ class Frame:
         """Return the error for a recomputed tensor that differs from forward's. Recordings lose their trust."""
         slot = self.recipe.trace.program.slots[index]
         where = ".".join(filter(None, (self.name, slot.path))) or "the model"
-        came = CAME.get(self.recipe.slots[index].kind, "was computed again for backward")
+        came = CAME.get(self.recipe.slots[index].kind, "was recomputed for backward")
         words = (
             f"saved tensor {slot.index} of {where} (shape {slot.shape}, {slot.dtype}, after {slot.op or 'the start'}) "
             f"{came} and is not what forward had"
         )
         kind = likely_kind(self.recipe, index, self.region)
         after = self.region.recordings.wrong(self.recipe, f"{words}. {kind}", looked=self.looked)
-        for region in regions_of(self.region):  # what has changed for one may have for others, a step later
+        for region in regions_of(self.region):  # the same change may affect others, a step later
             region.recordings.forget()
         return WrongValue(
             f"{words} (call {self.number} of this region). {kind} The gradients of this step must not be used; "
@@ -385,7 +386,7 @@ class Frame:
     # called by recomputation code ------------------------------------------------------------------------------------
 
     def parameter(self, n: int) -> Tensor:
-        """A parameter or buffer, unsharded and unwrapped. Raises `StaleTensor` where somebody wrote to it."""
+        """Return a parameter or buffer, unsharded and unwrapped. Raises `StaleTensor` if it was written to."""
         table, leaf, tensor, version = self.parameters[n]
         if version_of(tensor) != version:
             raise self.stale(list(self.recipe.parameters)[n], version, version_of(tensor))
@@ -394,7 +395,7 @@ class Frame:
         return tensor
 
     def opened(self, box: Any, buffer: int, handle: Handle) -> Tensor:
-        """The value of a box. Raises `StaleTensor` after a write, `WrongValue` where nothing was ever put in."""
+        """Return the value of a box. Raises `StaleTensor` after a write, `WrongValue` if it was never filled."""
         if isinstance(box, Handle):
             return plain(box.frame.recompute(box))
         if box.is_empty:
@@ -409,7 +410,7 @@ class Frame:
 
 
 def _is(found: Any, recorded: TensorRef) -> bool:
-    """Whether a value can be the recorded one. Where a hook has changed it, its box stays empty, which `leave` sees."""
+    """Whether a value can be the recorded one. If a hook has changed it, its box stays empty, which `leave` notices."""
     if not isinstance(found, Tensor):
         return False
     inner = plain(found)
@@ -420,15 +421,15 @@ _PACK: Final = Frame.pack
 
 
 def is_pack_listened_to() -> bool:
-    """Whether somebody who measures has put a function of its own in the place of `Frame.pack`."""
+    """Whether `Frame.pack` was replaced by a function that observes it."""
     return Frame.pack is not _PACK
 
 
 def _parameter(table: dict[str, Any], leaf: str) -> tuple[dict[str, Any], str, Tensor, int]:
-    """A parameter or buffer, as autograd would hold it; under FSDP the table has another one at other times.
+    """Return a parameter or buffer as autograd would save it; under FSDP the table has another one at other times.
 
-    A few numbers beside the parameters (a factor of delayed scaling) the loop may move between forward and backward
-    without asking autograd, to which only what was made of them is known: of those a copy.
+    The loop may update a small buffer (a factor of delayed scaling) between forward and backward without telling
+    autograd, which only knows the values computed from it: such a buffer is copied.
     """
     tensor = table[leaf]
     if tensor.__class__ is nn.Parameter:
@@ -441,21 +442,21 @@ def _parameter(table: dict[str, Any], leaf: str) -> tuple[dict[str, Any], str, T
 
 
 def unpack(packed: Any) -> Tensor:
-    """Autograd wants a saved tensor back."""
+    """Unpack hook: return a saved tensor to autograd."""
     frame = packed[0]
     if frame.group is not None:
         frame.group.asked()
     if packed.__class__ is Held:
         tensor: Tensor = packed[1]
-        return tensor if tensor._version == packed[2] else packed.open()  # which raises
+        return tensor if tensor._version == packed[2] else packed.open()  # raises
     return frame.recompute(packed)
 
 
 def is_asked_again() -> bool:
-    """Whether the node that unpacks will do so a second time, to finish what this pass leaves out of it.
+    """Whether the unpacking node will unpack a second time, for the half of its backward that this pass skips.
 
-    A backward split in two, as zero-bubble pipelines do, first asks for the gradients of inputs and keeps the graph;
-    nodes with a weight run again for its gradient. What such a node is given stays computed until then.
+    A backward split in two, as zero-bubble pipelines do, first computes the gradients of inputs and keeps the graph; a
+    second pass computes those of weights. Until then recomputed inputs of such nodes are kept.
     """
     if not _keeps_graph():
         return False
@@ -466,12 +467,12 @@ def is_asked_again() -> bool:
 def _runs(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # a leaf whose gradient was asked for
+    except RuntimeError:  # a leaf whose gradient was requested explicitly
         return True
 
 
 def owners_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Where each parameter and buffer of a module lives, so that it is found again when used."""
+    """Table and name of each parameter and buffer of a module, to look up its current tensor when it is used."""
     return {
         f"{path}.{leaf}" if path else leaf: (table, leaf)
         for path, sub in module.named_modules()
@@ -480,7 +481,7 @@ def owners_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     }
 
 
-# frames whose forward runs now, on this thread ------------------------------------------------------------------------
+# frames whose forward is running, on this thread ----------------------------------------------------------------------
 
 _running = threading.local()
 
@@ -503,7 +504,7 @@ def running() -> list[Frame]:
 
 
 class BoundaryHook:
-    """A module hook that hands what crosses a boundary to the running frame. In a copy of the module it is deaf."""
+    """A module hook that passes a boundary's tensors to the running frame; inert in a copy of the module."""
 
     def __init__(self, region: Any, module: nn.Module | None, path: str, is_output: bool) -> None:
         self.region = region
@@ -527,8 +528,8 @@ class BoundaryHook:
 
 
 class ViewsReplayed:
-    """Backward goes back through a view that was written to view by view, as it does for the fake tensors that plans
-    are made on. By itself autograd takes one ``as_strided`` for real ones, whose backward fills memory of its own.
+    """Differentiate writes to views through the chain of views, as for the fake tensors that plans are made on. By
+    default autograd uses one ``as_strided`` for real tensors, whose backward allocates memory of its own.
     """
 
     __slots__ = ("before",)
@@ -551,9 +552,9 @@ def regions_of(region: Any) -> list[Any]:
 
 
 def compute_less_again(region: Any, why: str, names: Set[str] = frozenset(), places: Set[Place] = frozenset()) -> None:
-    """A step has stopped, since what this region computes with in backward is not what its forward had: somebody wrote
-    to parameters, buffers or arguments, say. From now on it and those of its class, which do alike things, keep what is
-    computed of them; without a recording, all that they save.
+    """Keep more after an error: this region's recomputation read something that was written to after its forward
+    (parameters, buffers, arguments). From now on it and regions of its class keep whatever is computed from them;
+    without a recording, all saved tensors.
     """
     for one in regions_of(region):
         written = {name for frame in one.frames for name in frame.written()}
@@ -565,7 +566,7 @@ def compute_less_again(region: Any, why: str, names: Set[str] = frozenset(), pla
 
 
 def likely_kind(recipe: Recipe, slot: int, region: Any) -> str:
-    """A guess at what a recording took as fixed and was not."""
+    """A guess at what a recording took as constant and was not."""
     if recipe.slots[slot].kind == "offload":
         return "Something wrote to it, past autograd's version counters, before it had arrived there."
     program = recipe.trace.program

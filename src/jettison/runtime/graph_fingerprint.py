@@ -1,14 +1,14 @@
-"""The shape of a region's autograd graph: which nodes, with which numbers, fed by which.
+"""Fingerprint of a region's autograd graph: its nodes, the numbers they save, and their edges.
 
 A forward may take another path without any saved tensor changing its shape: a switch somewhere in Python picks another
-activation, or swaps two operands. Autograd writes down what really ran. Comparing its graph with that of the verified
+activation, or swaps two operands. Autograd's graph shows what really ran. Comparing it with the graph of the verified
 first run costs about two microseconds a node, and notices any other path through differentiable ops.
 
-NOTE [ When a graph is looked at ]
-What a run has dropped before its graph is known comes back by the recording, whatever the graph says: the witnesses
-(`jettison.runtime.witness`) see to those values, and end a step that would have wrong gradients. A look at the graph
-lets go of a recording that does not hold any more. Where there are witnesses it is taken in the first runs, and then in
-one of `GRAPH_SHARE`; where there are none, in each.
+NOTE [ When a graph is compared ]
+Tensors that a run dropped before its graph is known are recomputed by the recording, whatever the graph says: witnesses
+(`jettison.runtime.witness`) check those values, and end a step that would have wrong gradients. A graph that differs
+discards an outdated recording. With witnesses, graphs are compared in the first runs, and then in one of `GRAPH_SHARE`;
+without them, in each run.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GRAPH_AFTER = 4  # runs of a recording that are looked at, all of them
-GRAPH_SHARE = 32  # of those after, one in so many is
+GRAPH_AFTER = 4  # the first runs of a recording, whose graphs are all compared
+GRAPH_SHARE = 32  # of later runs, one in this many is compared
 Node = Any
 Print = tuple[Any, ...]
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _CAST = "ToCopyBackward0"
 _PLAIN = (int, bool, float, str, type(None))
-# reshape takes one of these under a dispatch mode, as in the first run, and the other without
+# reshape is one of these under a dispatch mode, as in the first run, and the other without
 _SAME = {"ReshapeAliasBackward0": "ViewBackward0"}
 
 
 class GraphBounds:
-    """Where a region's graph ends: the sequence number of its first node; those of the regions inside it, each with the
+    """Bounds of a region's graph: the sequence number of its first node; those of the regions inside it, each with the
     first past its end; (table, key) of each parameter and buffer; leaves of its arguments.
     """
 
@@ -47,7 +47,7 @@ class GraphBounds:
         leaves: Sequence[Any],
     ) -> None:
         self.start, self.nested = start, nested
-        self.inputs: dict[Node, Any] = {}  # nodes that made its arguments
+        self.inputs: dict[Node, Any] = {}  # nodes that produced its arguments
         # by id, parameters and leaf arguments
         self.leaves = {id(t): name for name, (table, leaf) in owners.items() if (t := table[leaf]) is not None}
         for position, leaf in enumerate(leaves):
@@ -58,7 +58,7 @@ class GraphBounds:
                     self.inputs[leaf.grad_fn] = position
 
     def outside(self, node: Node) -> Any:
-        """What to call a node that is not the region's own; None for one that is."""
+        """Label of a node outside of the region; None for one of its own."""
         sequence = node._sequence_nr()
         if sequence < self.start:
             return self.inputs.get(node, "outside")
@@ -69,17 +69,17 @@ class GraphBounds:
 
 
 def is_turn(run: int, turn: int) -> bool:
-    """Whether the graph of a recording's ``run``-th run is looked at. Regions with another ``turn`` look in others."""
+    """Whether the graph of the ``run``-th run is compared. Regions with another ``turn`` do so in other runs."""
     return run <= GRAPH_AFTER or (run + turn) % GRAPH_SHARE == 0
 
 
 def next_sequence_number() -> int:
-    """The number that the next node of this thread's graph will get."""
+    """Sequence number of the next node in this thread's graph."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
 def graph_print(outputs: Iterable[Any], bounds: GraphBounds) -> Print:
-    """Equal for two runs that built the same graph for a region's ``outputs``."""
+    """Fingerprint that is equal for two runs with the same graph for a region's ``outputs``."""
     numbers: dict[Node, int] = {}
     order: list[Node] = []
 
@@ -95,7 +95,7 @@ def graph_print(outputs: Iterable[Any], bounds: GraphBounds) -> Print:
         for leaf in outputs
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None
     ]
-    for node in order:  # which grows meanwhile
+    for node in order:  # grows during the loop
         name, attributes = _kind(node.__class__)
         name = name or node.name()
         if name in (_ACCUMULATE, _CAST):
@@ -113,7 +113,7 @@ def graph_print(outputs: Iterable[Any], bounds: GraphBounds) -> Print:
 
 
 def _leaf(name: str, node: Node) -> Tensor | None:
-    """The leaf behind a node: its accumulator, or a cast of it, which autocast may have made long before."""
+    """The leaf that a node accumulates into, or of which it is a cast, which autocast may have cached long before."""
     if name == _CAST:
         node = node.next_functions[0][0]
         name = node.name() if node is not None else ""
@@ -122,7 +122,7 @@ def _leaf(name: str, node: Node) -> Tensor | None:
 
 @cache
 def _kind(kind: Any) -> tuple[str, Callable[[Node], Any] | None]:
-    """Of a class of nodes: their name, "" where each has one of its own, and what reads their numbers."""
+    """Name of a node class, "" if each node has one of its own, and the function that reads its numbers."""
     name = ""
     if kind.__module__ == "builtins" and kind.__name__ != "CppFunction":  # autograd's own, not a Function of somebody's
         name = _ACCUMULATE if kind.__name__ == "AccumulateGrad" else _SAME.get(kind.__name__, kind.__name__)
@@ -131,7 +131,7 @@ def _kind(kind: Any) -> tuple[str, Callable[[Node], Any] | None]:
 
 
 def _attributes(kind: Any) -> tuple[str, ...]:
-    """Attributes of a node class that hold numbers. Saved tensors are left alone: asking for one would unpack it."""
+    """Attributes of a node class that hold numbers. Saved tensors are skipped: reading one would unpack it."""
     names = set(dir(kind))
     return tuple(
         sorted(

@@ -1,4 +1,4 @@
-"""What a planned region leaves in autograd's graph in the place of a tensor, and where what recipes read is kept."""
+"""Values that a planned region puts into autograd's graph in place of tensors, and boxes that recipes read."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class Diverged(Exception):
-    """The forward did not do what was recorded. Raised inside a region, handled by its wrapper."""
+    """The forward did not run as recorded. Raised inside a region, handled by its wrapper."""
 
 
 class Held(tuple[Any, Tensor, int]):
-    """A kept slot: whose it is (its frame counts as live while it is there), the tensor, and its version when autograd
+    """A kept slot: its frame, which counts as live as long as this exists, the tensor, and its version when autograd
     saved it. A tuple, since there is one for each tensor that autograd saves.
     """
 
     __slots__ = ()
-    of_a_region = True  # where it is a hook itself
+    of_a_region = True  # for its use as a hook
 
     def __new__(cls, tensor: Tensor, owner: Any = None) -> Self:
-        # without its graph: the node that saves its own result would own itself, and never go unless backward comes by
+        # detached: a node that saves its own result would own itself, and only be freed by its backward
         return tuple.__new__(cls, (owner, tensor if tensor.is_leaf else tensor.detach(), version_of(tensor)))
 
     def open(self) -> Tensor:
-        """The tensor, if nobody has written to it."""
+        """Return the tensor. Raises `StaleTensor` if it was written to."""
         _, tensor, version = self
         if version_of(tensor) != version:
             raise stale("a kept tensor", "a planned region", version, version_of(tensor))
@@ -42,11 +42,11 @@ class Held(tuple[Any, Tensor, int]):
 
 
 opened: Any = methodcaller("open")
-"""Unpack what knows how to."""
+"""Unpack by the value's own method."""
 
 
 class Box:
-    """A value that recipes read. Empty until the forward comes by it."""
+    """A value that recipes read; empty until the forward reaches it."""
 
     __slots__ = ("tensor", "version")
 
@@ -65,7 +65,7 @@ class Box:
         return self.tensor
 
     def fill(self, tensor: Tensor) -> None:
-        """Hold the values without their graph: a box that owned its graph would own its own handle."""
+        """Keep the values without their graph: a box that owned its graph would own its own handle."""
         self.tensor = tensor.detach() if tensor.requires_grad else tensor
         self.version = version_of(tensor)
 
@@ -77,8 +77,8 @@ def box_for(recipe: Recipe, buffer: int, group: Group | None) -> Box | Away:
 
 
 class Handle(tuple[Any, ...]):
-    """A slot that is not held: its frame, its action, the boxes that its recipe reads, its number (-1: an output), and
-    how it is wrapped where that differs from call to call. A tuple, as `Held` is.
+    """A slot whose tensor is not kept: its frame, its action, the boxes that its recipe reads, its number (-1: an
+    output), and its wrapper, if that differs from call to call. A tuple, as `Held` is.
     """
 
     __slots__ = ()

@@ -1,15 +1,14 @@
-"""Pinned host memory: slabs that are laid out before a step, and who has which part of them.
+"""Pinned CPU memory: slabs that are laid out before a step, and the ranges in use.
 
 NOTE [ The layout is the first fit ]
-What a step moves is known: sizes, and in which order they go; what comes back does so after the last has gone. Each
-gets the lowest place that is free when it goes, in the first slab that has one, when slabs are chosen (`slabs_for`) and
-when the step runs. A step that moves more (another forward before the first one's backward) takes as many slabs once
-more, within the budget.
+The sizes that a step offloads are known, and their order; all fetches come after the last of them. Each tensor gets the
+lowest free range in the first slab that has one, both when slabs are chosen (`slabs_for`) and when the step runs. A
+step that offloads more (another forward before the first one's backward) takes as many slabs again, within the budget.
 
 NOTE [ Slabs are powers of two ]
 torch's allocator of pinned memory rounds each request up to a power of two. One slab for 33 GiB would take 64; slabs of
-32 and 1 GiB take 33. So the slabs are the binary digits of a multiple of a `PARTS`-th of what one slab would take: the
-smallest multiple in which the first fit finds room for everything, since no tensor lies in two slabs.
+32 and 1 GiB take 33. So the slabs are the binary digits of a multiple of a `PARTS`-th of the size of one slab: the
+smallest multiple in which first fit finds room for everything, since no tensor spans two slabs.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from jettison.core.errors import HostBudgetExceeded, UsageError
 from jettison.runtime.device import Event, Slab, StreamDevice
 
 ALIGNMENT_BYTES: Final = 512
-MEMINFO: Final = Path("/proc/meminfo")  # where Linux says what a machine has left
-GROUP: Final = Path("/sys/fs/cgroup")  # the same of a container
+MEMINFO: Final = Path("/proc/meminfo")  # available memory of a machine, on Linux
+GROUP: Final = Path("/sys/fs/cgroup")  # and of a container
 PARTS: Final = 64  # see NOTE [ Slabs are powers of two ]
 
 
@@ -35,8 +34,8 @@ def _aligned(nbytes: int) -> int:
 
 
 def slabs_for(sizes: Sequence[int], rounded: Callable[[int], int] = int) -> tuple[int, ...]:
-    """Sizes of the slabs for what a step sends, in bytes and in order, where pinning takes as many as ``rounded`` says.
-    See NOTE [ The layout is the first fit ].
+    """Sizes of the slabs for the tensors that a step offloads, in bytes and in order, with ``rounded`` the bytes that
+    pinning takes. See NOTE [ The layout is the first fit ].
     """
     total = sum(map(_aligned, sizes))
     whole = rounded(total)
@@ -59,7 +58,7 @@ def _have_room(slabs: Iterable[int], sizes: Iterable[int]) -> bool:
 
 
 def usable(budget_bytes: int, rounded: Callable[[int], int]) -> int:
-    """The most that slabs can have together without taking more than the budget."""
+    """Most bytes that slabs can have together without taking more than the budget."""
     total = first = 0
     left = budget_bytes
     while (slab := _largest(left, rounded)) and slab * PARTS >= 2 * first:
@@ -77,7 +76,7 @@ def _largest(budget_bytes: int, rounded: Callable[[int], int]) -> int:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SlabSpan:
-    """Some bytes of a slab, and copies that still read what was there before."""
+    """A range of a slab, and the copies that still read its previous contents."""
 
     slab: Slab
     offset: int
@@ -87,14 +86,14 @@ class SlabSpan:
 
 @dataclass(eq=False)
 class SlabRanges:
-    """A slab, of which ranges are taken."""
+    """A slab with its ranges in use."""
 
     slab: Slab
     taken: list[tuple[int, int]] = field(default_factory=list)  # begin and end, ascending
-    reads: list[tuple[int, int, Event]] = field(default_factory=list)  # of what was given back: begin, end, until when
+    reads: list[tuple[int, int, Event]] = field(default_factory=list)  # freed ranges: begin, end, event of a read
 
     def take(self, nbytes: int) -> int | None:
-        """The lowest free place for so many bytes, aligned; None if there is none."""
+        """Take the lowest free range of this size, aligned; None without one."""
         length, begin = _aligned(nbytes), 0
         for place, (taken, end) in enumerate(self.taken):
             if taken - begin >= length:
@@ -107,13 +106,13 @@ class SlabRanges:
         return begin
 
     def give(self, begin: int) -> None:
-        """The range that begins there is free."""
+        """Free the range that begins there."""
         self.taken = [taken for taken in self.taken if taken[0] != begin]
 
 
 def left_on_host() -> int:
-    """Bytes that Linux can give without swapping, or the container's limit if that is less; where torchrun started
-    several ranks on a host, the part of each. Raises `UsageError` where nobody says.
+    """Bytes of CPU memory that are available without swapping, or the container's limit if that is less; if torchrun
+    started several ranks on a host, each rank's part. Raises `UsageError` where the system does not tell.
     """
     found = re.search(r"^MemAvailable:\s*(\d+) kB$", _read(MEMINFO), re.MULTILINE)
     if found is None:
@@ -133,8 +132,8 @@ def _read(path: Path) -> str:
 
 
 class HostPool:
-    """Slabs, within a budget of what they really take from the host; None: as much as ``left`` says that the host has
-    (None there: nothing is really taken).
+    """Slabs within a budget of pinned bytes as pinning rounds them; None: all that ``left`` says is available (None
+    there: nothing is really allocated).
     """
 
     def __init__(
@@ -155,8 +154,8 @@ class HostPool:
         return sum(room.slab.nbytes for room in self._rooms)
 
     def reserve(self, *slabs: int) -> None:
-        """Make the slabs of a step; those that are there and large enough serve, and what is not makes room. Raises
-        `HostBudgetExceeded` where the host may not give, or has not, so much.
+        """Allocate the slabs of a step; existing ones that are large enough are reused, others are freed. Raises
+        `HostBudgetExceeded` if the budget or the available memory is too small.
         """
         if sum(slabs) >= sum(self._planned):
             self._planned = slabs
@@ -172,7 +171,7 @@ class HostPool:
         self._grow(slabs)
 
     def take(self, nbytes: int) -> SlabSpan:
-        """SlabRanges for so many bytes. Raises `HostBudgetExceeded` as `reserve` does."""
+        """Take a range of this size. Raises `HostBudgetExceeded` as `reserve` does."""
         span = self._find(nbytes)
         if span is not None:
             return span
@@ -195,11 +194,11 @@ class HostPool:
         return None
 
     def give(self, span: SlabSpan, read_until: Event | None) -> None:
-        """A span is free, once the copy that read it last is over."""
+        """Free a span, once the copy that read it last is over."""
         room = next(room for room in self._rooms if room.slab is span.slab)
         room.give(span.offset)
         end = span.offset + span.nbytes
-        # what was sent here since then, in the stream that sends next, has waited for these
+        # later copies to it, in the stream of the next send, have waited for these
         room.reads = [read for read in room.reads if not (span.offset <= read[0] and read[1] <= end)]
         if read_until is not None:
             room.reads.append((span.offset, end, read_until))
@@ -227,7 +226,7 @@ class HostPool:
         except UsageError:
             if self.budget_bytes is None:
                 raise
-            return None  # the system does not say
+            return None  # the system does not tell
 
     def _exceeded(self, slabs: Sequence[int], limit_bytes: int, limit_name: str) -> HostBudgetExceeded:
         return HostBudgetExceeded(

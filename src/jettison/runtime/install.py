@@ -1,4 +1,4 @@
-"""Put planned forwards in the place of a model's own."""
+"""Replacing a model's forwards by planned ones."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def install(
     how: Check = Check.ALWAYS,
     host_budget_bytes: int | None = None,
 ) -> list[PlannedForward]:
-    """Wrap the blocks and the model, with the programs that were traced. Remove in reverse order.
+    """Wrap the blocks and the model, with the traced programs. Remove in reverse order.
 
     Args:
         policies: by block name.
-        segments: runs of block names; within a run only the first block holds its input.
+        segments: runs of block names; within a run only the first block keeps its input.
         checked: the programs ran on these very tensors, so that the first run need not be compared with them.
-        how: how closely what is computed again is held against what forward had.
-        host_budget_bytes: what pinned memory may take from the host; None: what the host has.
+        how: share of recomputed values that is compared with the forward's.
+        host_budget_bytes: limit of pinned CPU memory; None: available memory.
 
     Raises:
-        HostBudgetExceeded: what moves to the host needs more.
-        UsageError: tensors of the model's device cannot be moved.
+        HostBudgetExceeded: offloaded tensors need more.
+        UsageError: tensors of the model's device cannot be offloaded.
     """
     plans = _region_plans(traced, policies, root, segments)
     compiled = {} if checked else {call.name: traced.classes[call.class_key].compiled for call in traced.calls}
@@ -85,7 +85,7 @@ def install(
 def _have_engine(
     model: nn.Module, traced: ModelTrace, installed: Sequence[PlannedForward], host_budget_bytes: int | None
 ) -> None:
-    """One engine for all regions, with the slabs that a step takes, where anything moves."""
+    """Give all regions one offload engine, with the slabs of a step, if anything is offloaded."""
     place = place_of(model)
     slabs = host_slabs(traced, {region.name: region for region in installed}, rounding_of(place))
     if not slabs and not any(region.recordings.moves_without_recipe() for region in installed):
@@ -100,15 +100,15 @@ def _have_engine(
 def host_slabs(
     traced: ModelTrace, regions: Mapping[str, PlannedForward], rounded: Callable[[int], int]
 ) -> tuple[int, ...]:
-    """Slabs for what one forward sends to the host, and its backward has back; regions are by block name, with their
-    recordings, and the model's own under no name.
+    """Slabs for the tensors that one forward offloads and its backward fetches; regions are by block name, with their
+    recordings, and the model's own has an empty name.
     """
     sizes: list[int] = []
     for call in traced.calls[:-1]:
         region, made = regions[call.name], traced.classes[call.class_key].compiled
         if made is None:
             sizes += _moved_bytes(region, call.signature)
-        elif not isinstance(region.plan.policy, Offload):  # sizes of what goes as it comes by show then
+        elif not isinstance(region.plan.policy, Offload):  # whose sizes are known once its tensors are saved
             sizes += [made.program.buffers[b].nbytes for b in sorted(offloaded_by(region.plan.policy, made.program))]
     return slabs_for([*sizes, *_moved_bytes(regions[""], traced.root_signature)], rounded)
 
@@ -128,7 +128,7 @@ def install_beside(
     *,
     host_budget_bytes: int | None = None,
 ) -> int:
-    """One more plan for what is installed already; its number (`follow`). Blocks that came later keep everything."""
+    """Add a plan to installed regions and return its number (`follow`). Blocks added later keep everything."""
     plans = _region_plans(traced, policies, root, segments)
     numbers = {region.add_plan(plans.get(region.name, RegionPlan(policy=KeepAll()))) for region in regions}
     (number,) = numbers
@@ -143,7 +143,7 @@ def install_beside(
 
 
 def follow(regions: Iterable[PlannedForward], number: int) -> None:
-    """The plan of that number holds from the next call on."""
+    """Use the plan of that number from the next call on."""
     for region in regions:
         region.take_plan(number)
 
@@ -164,7 +164,7 @@ def _adopt(regions: Mapping[str, PlannedForward], outer: PlannedForward, traced:
 def _region_plans(
     traced: ModelTrace, policies: Mapping[str, CheckpointPolicy], root: CheckpointPolicy, segments: Iterable[list[str]]
 ) -> dict[str, RegionPlan]:
-    """Policies by block, and with their places in segments; the model's own under no name."""
+    """Policies by block, with their places in segments; the model's own has an empty name."""
     links = {call.name: call.links for call in traced.calls}
     plans = {name: RegionPlan(policy=policy) for name, policy in policies.items()}
     last = traced.calls[-1].name if traced.calls else ""
@@ -183,7 +183,7 @@ def _region_plans(
 
 
 def returned(traced: ModelTrace) -> dict[str, set[Place]]:
-    """By block, what of its arguments and results the model returns, where the loop holds that."""
+    """By block, those of its arguments and results that the model returns, so that the loop references them."""
     found: dict[str, set[Place]] = {}
     if not traced.loop.holds_output:
         return found

@@ -1,15 +1,15 @@
-"""Which bytes of a recording go to the host, and the box that a recipe finds them in.
+"""Ranges of a recording's storages that are offloaded, and the boxes that recipes read them from.
 
 NOTE [ Storages move ]
-What moves is a range of bytes of one storage: all that any saved slot, and any op that runs again, sees of it. It moves
-once, however many views there are, and each view is taken again from what came back, with its own strides. Of a storage
-of which only a part is ever asked for, that part goes alone. Where one view is asked for, and it sees less than half of
-the bytes that it lies among, those that it sees are gathered first, and put back in their places afterwards: kernels
-hang on strides, and gradients must not.
+An offload moves a range of bytes of one storage: all that any saved slot, and any recomputed op, sees of it. It moves
+once, however many views there are, and each view is made from the fetched bytes with its own strides. If only a part of
+a storage is ever needed, only that part moves. If one view is needed, and it covers less than half of the bytes of its
+range, its elements are gathered first, and scattered to their places afterwards: kernels depend on strides, and
+gradients must not.
 
 NOTE [ Saved in pieces ]
 Recurrent cells cut one buffer by ``unsafe_chunk`` and write to each piece in turn. Autograd saves the first before the
-last is written, and a box is filled where autograd first saves anything of its buffer: such a buffer stays.
+last is written, and a box is filled when autograd first saves anything of its buffer: such a buffer is not moved.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from jettison.runtime.views import Within, view_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferRange:
-    """A range of a buffer, in bytes from where its storage begins in the recording."""
+    """A range of a buffer, in bytes from the start of its storage in the recording."""
 
-    seen: TensorRef  # how the tensor sees the buffer that is at hand when it goes
+    seen: TensorRef  # view of the buffer by the tensor that is offloaded
     begin: int
     nbytes: int
-    gathered: TensorRef | None = None  # the only view that is asked for, where its elements go alone
+    gathered: TensorRef | None = None  # the only view that is needed, if just its elements move
 
     @property
     def host_bytes(self) -> int:
@@ -48,12 +48,12 @@ class BufferRange:
 def moves_of(
     trace: RegionTrace, offloaded: Iterable[int], reads: Mapping[int, list[TensorRef]], written: frozenset[int]
 ) -> dict[int, BufferRange]:
-    """Those of ``offloaded`` that can move, and what of each.
+    """The ranges of ``offloaded`` buffers that can move.
 
     Args:
-        reads: by buffer, how ops that run again see it.
-        written: buffers that somebody overwrites before backward, or when it runs ops again. Past the version counters
-            that is no error, and backward wants what stands there by then.
+        reads: by buffer, the views that recomputed ops read.
+        written: buffers that are overwritten before backward, or when ops are recomputed. Without a version bump that
+            is no error, and backward reads the new values.
     """
     found = {}
     written |= _saved_in_pieces(trace) if offloaded else frozenset()
@@ -75,14 +75,12 @@ def moves_of(
 def _saved_in_pieces(trace: RegionTrace) -> frozenset[int]:
     """Buffers of which autograd saves a part before all is written. See NOTE [ Saved in pieces ]."""
     producers = [trace.program.buffers[ref.buffer].producer for ref in trace.slots]
-    saved = zip(
-        trace.slots, producers, trace.saved_after, strict=False
-    )  # a trace may lie: that is found when it is followed
+    saved = zip(trace.slots, producers, trace.saved_after, strict=False)  # a wrong trace is noticed when it is used
     return frozenset(ref.buffer for ref, made_by, ran in saved if made_by is not None and ran <= made_by)
 
 
 def _at_hand(trace: RegionTrace, b: int) -> TensorRef | None:
-    """How a buffer is seen by what fills its box, in the order in which `recipe._fill` looks."""
+    """View of a buffer by the tensor that fills its box, in the order of `recipe._fill`."""
     if b in trace.inputs or b in trace.blocks:
         return trace.given.get(b)
     slot = next((ref for ref in trace.slots if ref.buffer == b), None)
@@ -93,7 +91,7 @@ def _at_hand(trace: RegionTrace, b: int) -> TensorRef | None:
 
 def _range(seen: TensorRef, refs: list[TensorRef]) -> BufferRange | None:
     if len({ref.dtype.itemsize for ref in (seen, *refs)}) > 1:
-        return None  # seen as elements of several sizes, which need not begin at the same places
+        return None  # viewed with several element sizes, whose starts need not coincide
     begin = min(ref.offset * ref.dtype.itemsize for ref in refs)
     end = max((ref.offset + _reach(ref)) * ref.dtype.itemsize for ref in refs)
     move = BufferRange(seen=seen, begin=begin, nbytes=end - begin)
@@ -113,14 +111,14 @@ def _reach(ref: TensorRef) -> int:
 
 
 class Away:
-    """A box whose value is elsewhere until it is asked for. What it gives is flat, and begins where the move does."""
+    """A box whose value is stored elsewhere until it is read. Its value is flat, and begins where the range does."""
 
     __slots__ = ("away", "flat", "move", "stays", "version")
 
     def __init__(self, move: BufferRange, *, stays: bool = False) -> None:
         self.move, self.stays = move, stays
-        self.flat: Tensor | None = None  # where it stays as it is
-        self.away: Any = None  # what holds it meanwhile
+        self.flat: Tensor | None = None  # the value, if it stays on the device
+        self.away: Any = None  # its storage elsewhere
         self.version = 0
 
     @property
@@ -129,15 +127,15 @@ class Away:
 
     @property
     def on_device(self) -> Tensor | None:
-        """What it holds there at the moment."""
+        """The tensor that it holds on the device now."""
         return self.flat
 
     def stay(self) -> None:
-        """It lives anyway: nothing would be gained."""
+        """Keep the value on the device: it is alive anyway."""
         self.stays = True
 
     def fill(self, tensor: Tensor) -> None:
-        """Take the value. Raises `HostBudgetExceeded` without room on the host."""
+        """Take the value. Raises `HostBudgetExceeded` without room in CPU memory."""
         part, seen = arrived(tensor), self.move.seen
         shift = part.storage_offset() * part.element_size() - seen.offset * seen.dtype.itemsize
         flat = flat_bytes(part, shift + self.move.begin, self.move.nbytes)
@@ -147,7 +145,7 @@ class Away:
             self.flat, self.version = flat, version_of(flat)
 
     def open(self) -> Tensor:
-        """What it was. Raises `StaleTensor` where it was written to, staying or before it had gone."""
+        """Return the value. Raises `StaleTensor` if it was written to, on the device or before its copy was over."""
         if self.flat is None:
             return self._back()
         if version_of(self.flat) != self.version:
@@ -162,7 +160,7 @@ class Away:
 
 
 class Transit(Away):
-    """A box whose value may be on the host; without a group nothing moves in this call."""
+    """A box whose value may be offloaded; without a group nothing moves in this call."""
 
     __slots__ = ("group",)
 
@@ -175,7 +173,7 @@ class Transit(Away):
         return self.flat if self.away is None else self.away.on_device
 
     def _send(self, flat: Tensor) -> Moved | None:
-        """A gathered copy is made here, in the stream that made the tensor."""
+        """Send the bytes; a gathered copy is made here, in the stream that produced the tensor."""
         group, self.group = self.group, None
         if group is None or flat.device != group.engine.place:
             return None

@@ -1,25 +1,25 @@
-"""The engine that moves saved tensors to the host after forward and brings them back before backward asks.
+"""Offload engine: moves saved tensors to the CPU after forward, and prefetches them before backward needs them.
 
 NOTE [ Edges ]
-Copies run in streams of their own. What orders them, each where it says so below:
- 1. A copy out begins after the op that wrote its source: the current stream, read at every pack, is recorded after
-    whatever gathers or clones there.
- 2. It writes to a place on the host once the copy that read what lay there before is over.
- 3. A source is held until the stream that it belongs to has waited for its copy. `record_stream` would hold it for as
-    long as the device happens to take; so peaks follow from the plan.
- 4. A buffer to bring something back to is allocated in the current stream, and its copy waits for that point: the
-    memory may be in use by earlier work of that stream.
- 5. A copy back waits for the copy out of the same bytes, however early it was asked for.
- 6. Whoever asks waits for the copy back.
- 7. Asked for in another stream than it was brought back in, it is copied there, and the first stream waits for that
-    before the buffer is its own again.
- 8. What goes before it was used (a graph that is dropped, an exception) goes once its copies are over.
+Copies run in streams of their own. Each edge of their order, named where the code makes it:
+  1. An offload begins after the op that wrote its source: the current stream is read at every pack, and recorded after
+  the gather or clone there.
+  2. It writes to a range of a slab once the copy that read the previous contents is over.
+  3. A source is held until its own stream has waited for the copy. `record_stream` would hold it for as long as the
+  device happens to take; this way peaks follow from the plan.
+  4. A buffer for a fetch is allocated in the current stream, and its copy waits for that point: the memory may be in
+  use by earlier work of that stream.
+  5. A fetch waits for the offload of the same bytes, however early it is requested.
+  6. The reader waits for the fetch.
+  7. If it is read in another stream than it was fetched in, it is copied there, and the first stream waits for that
+  before it may reuse the buffer.
+  8. Tensors that are freed unused (a graph that is dropped, an exception) are freed once their copies are over.
 
-NOTE [ When sources go, and when copies come ]
-Calls of regions form groups, in the order of their ends. When a group ends, what the group before it has sent is
-waited for and let go: the copies of one region hide behind the next one's forward. When backward first asks a group
-for anything, all of the group before it is brought back: that hides behind this one's backward. Both follow from the
-order in which Python runs, never from time, so that a dry run holds and frees the same bytes at the same moments.
+NOTE [ When sources are freed, and when fetches start ]
+Calls of regions form groups, in the order of their ends. When a group ends, the copies of the group before it are
+waited for and their sources freed: the copies of one region overlap with the next one's forward. When backward first
+reads from a group, all of the group before it is prefetched: that overlaps with this one's backward. Both follow from
+the order in which Python runs, never from time, so a dry run holds and frees the same bytes.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from jettison.runtime.host_pool import HostPool, SlabSpan
 from jettison.runtime.views import view_of
 
 IN_FLIGHT: Final = 1
-"""Groups whose copies may be under way when a group has ended, and that are brought back ahead of being asked for."""
+"""Groups whose copies may be running after a group has ended, and groups that are prefetched."""
 
 
 class Direction(StrEnum):
-    """Of a copy."""
+    """Direction of a copy."""
 
     OUT = "out"
     BACK = "back"
@@ -58,14 +58,14 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One copy, as it was queued."""
+    """One queued copy."""
 
     direction: Direction
     nbytes: int
 
 
 class Group:
-    """One call of a region, for the order in which copies go and come. It owns nothing that moves."""
+    """One call of a region, as a unit in the order of copies. It owns none of the moved bytes."""
 
     __slots__ = ("__weakref__", "before", "engine", "moved")
 
@@ -75,7 +75,7 @@ class Group:
         self.before: weakref.ref[Group] | None = None
 
     def alive(self) -> Iterator[Moved]:
-        """What it has sent and somebody still wants."""
+        """Its offloaded ranges that are still referenced."""
         return (moved for each in self.moved if (moved := each()) is not None)
 
     def end(self) -> None:
@@ -87,8 +87,8 @@ class Group:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Moved:
-    """Bytes of a storage that were sent to the host, for whoever holds it to have back, again and again. ``source`` is
-    there until the copy was waited for, ``loaded`` from when they are on their way back until they were asked for.
+    """Offloaded bytes of a storage, which may be fetched repeatedly. ``source`` is held until its copy was waited for,
+    ``loaded`` from the start of a fetch until the bytes are read.
     """
 
     engine: OffloadEngine
@@ -96,22 +96,22 @@ class Moved:
     span: SlabSpan
     stream: Stream
     sent: Event
-    key: int  # of its storage, with the next three
+    key: int  # identity of its storage, with the next three
     storage: weakref.ref[Any]
     begin: int
     version: int | None
-    written: int | None = None  # the version that was found when the copy had been waited for
+    written: int | None = None  # the version after the copy had been waited for
     loaded: Tensor | None = None
     loaded_on: Stream = None
     arrived: Event = None
 
     @property
     def on_device(self) -> Tensor | None:
-        """What it holds there at the moment."""
+        """The tensor that it holds on the device now."""
         return self.source if self.source is not None else self.loaded
 
     def open(self) -> Tensor:
-        """The bytes, flat, for the current stream. Raises `StaleTensor` where they were written to too early."""
+        """Return the bytes, flat, for the current stream. Raises `StaleTensor` if they were written to too early."""
         return self.engine.open(self)
 
     def __del__(self) -> None:
@@ -119,13 +119,13 @@ class Moved:
 
 
 class OffloadEngine:
-    """Moves bytes of the device ``place``; tensors elsewhere stay. ``transfers`` are the copies so far, in order."""
+    """Moves bytes of the device ``place``; other tensors stay. ``transfers`` are the copies so far, in order."""
 
     def __init__(self, device: StreamDevice, pool: HostPool, place: torch.device) -> None:
         self.device, self.pool, self.place = device, pool, place
         self.transfers: list[Transfer] = []
         self._moving: dict[int, weakref.ref[Moved]] = {}  # by storage
-        self._behind: deque[Group] = deque()  # ended, and their sources may still be there
+        self._behind: deque[Group] = deque()  # ended groups whose sources may still be held
         self._latest: weakref.ref[Group] | None = None
         self._asked: weakref.ref[Group] | None = None
         self._gone: deque[Moved] = deque()
@@ -138,7 +138,7 @@ class OffloadEngine:
         return Group(self)
 
     def end(self, group: Group) -> None:
-        """The call is over, by whatever way. See NOTE [ When sources go, and when copies come ]."""
+        """End a call, also after an exception. See NOTE [ When sources are freed, and when fetches start ]."""
         with self._working():
             group.before, self._latest = self._latest, weakref.ref(group)
             self._behind.append(group)
@@ -147,7 +147,7 @@ class OffloadEngine:
                     self._release(moved)
 
     def send(self, source: Tensor, group: Group) -> Moved:
-        """Start to move flat bytes, once for each range. Raises `HostBudgetExceeded` without room on the host."""
+        """Start to offload flat bytes, once per range. Raises `HostBudgetExceeded` without room in CPU memory."""
         with self._working():
             known = self._known(source)
             if known is not None:
@@ -167,7 +167,7 @@ class OffloadEngine:
             return moved
 
     def _known(self, source: Tensor) -> Moved | None:
-        """What has these bytes already. An address alone says nothing: memory is used again."""
+        """The running offload of the same bytes, if any. An address alone says nothing: memory is reused."""
         reference = self._moving.get(source.untyped_storage()._cdata)
         moved = reference() if reference is not None else None
         if (
@@ -188,7 +188,7 @@ class OffloadEngine:
     # backward --------------------------------------------------------------------------------------------------------
 
     def prefetch(self, group: Group) -> None:
-        """Backward asks this group for something: once in a row, bring back the group before it."""
+        """Note that backward reads from this group: at the first of several reads, fetch the group before it."""
         with self._working():
             if self._asked is not None and self._asked() is group:
                 return
@@ -232,14 +232,14 @@ class OffloadEngine:
         self.transfers.append(Transfer(Direction.BACK, moved.span.nbytes))
 
     def let_go(self, moved: Moved) -> None:
-        """Nobody wants these bytes any more. The cycle collector may say so in the middle of anything."""
+        """Free bytes that nothing references any more. The garbage collector may call this at any moment."""
         self._gone.append(moved)
         with self._working():
             pass
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """One thread at a time; what was let go of meanwhile is taken apart at the end."""
+        """Hold the lock; bytes that are freed meanwhile are released at the end."""
         with self._lock:
             self._depth += 1
             try:
@@ -250,9 +250,9 @@ class OffloadEngine:
                 self._depth -= 1
 
     def _take_apart(self, moved: Moved) -> None:
-        self._release(moved)  # edge 8, on the way out
+        self._release(moved)  # edge 8, while being offloaded
         if moved.loaded is not None:
-            self.device.wait(moved.loaded_on, moved.arrived)  # edge 8, on the way back
+            self.device.wait(moved.loaded_on, moved.arrived)  # edge 8, while being fetched
             moved.loaded = None
         self.pool.give(moved.span, moved.arrived)
         known = self._moving.get(moved.key)
@@ -261,8 +261,8 @@ class OffloadEngine:
 
 
 def engine_for(place: torch.device, budget_bytes: int | None = None, *, dry: bool = False) -> OffloadEngine:
-    """Return an engine for tensors of one device, with a budget for pinning (None: what the host has), and without
-    copies for a dry run. Raises `UsageError` where nothing can be moved from there.
+    """Return an engine for tensors of one device, with a budget for pinned memory (None: available memory), and without
+    copies for a dry run. Raises `UsageError` for a device without offloading.
     """
     device = StreamDevice(place) if dry else device_for(place)
     pool = HostPool(device, None, left=None) if dry else HostPool(device, budget_bytes)
@@ -270,24 +270,24 @@ def engine_for(place: torch.device, budget_bytes: int | None = None, *, dry: boo
 
 
 shared_engine = functools.cache(engine_for)
-"""Of regions that belong to no plan of a model: functions."""
+"""Engine of regions that belong to no plan of a model: functions."""
 
 
 def place_of(module: nn.Module, values: Iterable[Any] = ()) -> torch.device:
-    """Where a module computes: the accelerator that something of it is on, else the CPU."""
+    """The device a module computes on: the accelerator of any of its tensors, else the CPU."""
     tensors = [*module.parameters(), *module.buffers(), *(v for v in values if isinstance(v, Tensor))]
     places = {plain(tensor).device for tensor in tensors}
     return min((p for p in places if p.type not in ("cpu", "meta")), key=str, default=torch.device("cpu"))
 
 
 def flat_bytes(tensor: Tensor, begin: int, nbytes: int) -> Tensor:
-    """Bytes of the storage that a plain tensor lies in, counted from where the storage begins, without their graph."""
+    """Bytes of a plain tensor's storage, with an offset from its start, detached."""
     with torch.no_grad():
         return view_of(tensor.detach(), TensorRef(0, (nbytes,), (1,), begin, torch.uint8))
 
 
 def stale(what: str, where: str, then: int | None, now: int | None) -> StaleTensor:
-    """What to raise where autograd would say that a tensor was written to."""
+    """Return the error for a tensor that was written to, as autograd would raise it."""
     return StaleTensor(
         f"{what} of {where} was modified by an inplace operation between forward and backward: it is at version {now}; "
         f"expected version {then}. Write to it after backward, or clone it first"

@@ -1,15 +1,15 @@
-"""Kept tensors that need fewer bits than they take: masks as bits, indices in the narrowest integers that hold them.
+"""Lossless packing of kept tensors: masks as bits, indices as the smallest integers that hold them.
 
 NOTE [ Lossless ]
-A buffer packs only where the recording says that nothing can be lost: its op makes bools and everybody sees bools; its
-op makes 64-bit positions along a dimension whose size is known, and everybody sees these; or its op draws zeros and
-ones as numbers (`bernoulli_`, torch's dropout on a CPU), which at most one division by a number has followed: the bits
-are kept, and the division is done again. What somebody writes to stays as it is, as with `moves.moves_of`.
+A buffer is packed only if the recording shows that nothing can be lost: its op makes bools, and all views of it are
+bools; its op makes 64-bit positions along a dimension of known size, and all views are 64-bit; or its op draws zeros
+and ones as numbers (`bernoulli_`, torch's dropout on a CPU), followed by at most one division by a number: the bits are
+kept, and the division is recomputed. Buffers that are written to are not packed, as in `moves.moves_of`.
 
 NOTE [ Bits ]
 A number becomes the byte 0 or 1, and eight of these, taken as one integer, are gathered into its highest byte by one
-product. They come back by a table of what each byte stands for, made by the ops that made the numbers. Of the 4.2
-million numbers of one dropout of attention, in fp32, that is 0.8 and 0.9 ms on two cores.
+multiplication. They are unpacked by a table of the values of each byte, made by the ops that made the numbers. For the
+4.2 million numbers of one attention dropout in fp32 that is 0.8 and 0.9 ms on two cores.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from jettison.runtime.moves import Away, BufferRange, moves_of
 
 aten = torch.ops.aten
 
-CHUNK: Final = 1 << 20  # numbers that become bits at a time: bytes that packing takes meanwhile, twice
-HIGHEST: Final = 7 if sys.byteorder == "little" else 0  # place of the highest of an integer's eight bytes
+CHUNK: Final = 1 << 20  # numbers that become bits at a time: bytes that packing allocates, twice
+HIGHEST: Final = 7 if sys.byteorder == "little" else 0  # position of the highest of an integer's eight bytes
 GATHER: Final = 0x0102040810204080
-"""Times eight bytes that are 0 or 1, as one integer: they become its highest byte, the first of them the lowest bit."""
+"""Factor that gathers eight bytes of 0 or 1, as one integer, in its highest byte, the first in the lowest bit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedForm:
-    """What a buffer holds and what holds it meanwhile."""
+    """Element types of a buffer and of its packed form."""
 
-    of: torch.dtype  # that everybody sees
+    of: torch.dtype  # of all views
     into: torch.dtype | None = None  # None: bits
-    divided: float | None = None  # the number by which zeros and ones were divided after they had been drawn, if any
+    divided: float | None = None  # the number by which drawn zeros and ones were divided, if any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
-    """How a range of a buffer is packed."""
+    """Range of a buffer, and its packed form."""
 
     move: BufferRange
     form: PackedForm
@@ -57,14 +57,14 @@ class Pack:
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes of the bools that become bits, or of the integers that become narrower ones."""
+        """Bytes of the bools that become bits, or of the integers that become smaller ones."""
         return self.move.nbytes // (self.form.of.itemsize if self.form.into is None else 1)
 
 
 def packs_of(
     trace: RegionTrace, wanted: Iterable[int], reads: Mapping[int, list[TensorRef]], written: frozenset[int]
 ) -> dict[int, Pack]:
-    """Those of ``wanted`` that can be packed, and how. Arguments are `moves_of`'s."""
+    """Packed forms of those ``wanted`` buffers that can be packed. Arguments as for `moves_of`."""
     found = {}
     for b, move in moves_of(trace, wanted, reads, written).items():
         refs = [move.seen, *(ref for ref in trace.slots if ref.buffer == b), *reads.get(b, [])]
@@ -75,7 +75,7 @@ def packs_of(
 
 
 def packs_into(trace: RegionTrace, b: int, refs: Iterable[TensorRef]) -> PackedForm | None:
-    """How a buffer that is seen as ``refs`` can be held in fewer bytes; None where nothing is known to."""
+    """Packed form of a buffer with the views ``refs``; None if no smaller one is known."""
     producer = trace.program.buffers[b].producer
     if producer is None:
         return None
@@ -96,7 +96,7 @@ def packs_into(trace: RegionTrace, b: int, refs: Iterable[TensorRef]) -> PackedF
 
 
 def _drawn(trace: RegionTrace, call: RecordedOp, made: TensorRef) -> PackedForm | None:
-    """Of numbers that were drawn as zeros and ones, the whole buffer at once, and perhaps divided since."""
+    """Form of numbers that were drawn as zeros and ones, the complete buffer at once, and perhaps divided since."""
     divided: float | None = None
     if call.func is aten.div_.Scalar and isinstance(call.args[1], int | float):
         divided, before = float(call.args[1]), call.args[0]
@@ -109,7 +109,7 @@ def _drawn(trace: RegionTrace, call: RecordedOp, made: TensorRef) -> PackedForm 
 
 
 def _along(place: int) -> Callable[[RecordedOp], int]:
-    """Positions along the dimension that is the argument at this place; the last one where it is left out."""
+    """Number of positions along the dimension that this argument names; the last one by default."""
 
     def bound(call: RecordedOp) -> int:
         dim = call.kwargs.get("dim", call.args[place] if len(call.args) > place else -1)
@@ -119,7 +119,7 @@ def _along(place: int) -> Callable[[RecordedOp], int]:
 
 
 def _plane(dims: int) -> Callable[[RecordedOp], int]:
-    """Positions in the last dimensions of the argument."""
+    """Number of positions in the last dimensions of the argument."""
     return lambda call: prod(call.args[0].size[-dims:])
 
 
@@ -133,7 +133,7 @@ _BOUNDS: Final[Mapping[str, Callable[[RecordedOp], int]]] = {
     "max": _along(1),
     "min": _along(1),
 }
-"""By op: the number of positions that its second result can name."""
+"""By op: the number of positions that its second result can hold."""
 
 
 def _bound(call: RecordedOp) -> int | None:
@@ -167,22 +167,22 @@ class Packed(Away):
 
 
 def narrow(flat: Tensor, form: PackedForm) -> Tensor:
-    """Bytes that hold what this form says, packed."""
+    """Pack bytes into this form."""
     if form.into is not None:
         return flat.view(form.of).to(form.into)
-    # memory that nobody has written to, between what a mask sees, may hold any byte
+    # memory between the elements of a mask may be uninitialized, and hold any byte
     return bits_of(flat if form.of is torch.bool else flat.view(form.of))
 
 
 def widen(small: Tensor, form: PackedForm, nbytes: int) -> Tensor:
-    """So many bytes, as they were before `narrow`."""
+    """Restore the ``nbytes`` bytes that `narrow` packed."""
     if form.into is not None:
         return small.to(form.of).view(torch.uint8)
     return from_bits(small, form).view(torch.uint8).flatten()[:nbytes]
 
 
 def bits_of(numbers: Tensor) -> Tensor:
-    """Eight numbers in one byte, the first in its lowest bit, set where it is not 0; the last byte ends in zeros."""
+    """Pack eight numbers into a byte, the first in its lowest bit, set if it is not 0; the last byte is zero-padded."""
     count = numbers.numel()
     packed = numbers.new_empty(-(-count // 8), dtype=torch.uint8)
     for begin in range(0, count, CHUNK):
@@ -195,7 +195,7 @@ def bits_of(numbers: Tensor) -> Tensor:
 
 
 def from_bits(packed: Tensor, form: PackedForm) -> Tensor:
-    """What `bits_of` was given, and what fills the last byte up: of shape (bytes, 8), or flat where that is faster."""
+    """Unpack the numbers that `bits_of` got, padding included: of shape (bytes, 8), or flat where that is faster."""
     places = torch.arange(8, device=packed.device)
     table = torch.arange(256, device=packed.device).unsqueeze(1).bitwise_right_shift(places).bitwise_and_(1)
     if form.of is torch.bool:  # eight of them are one integer

@@ -1,9 +1,9 @@
-"""What a compiled block keeps for its backward, as Inductor's own partitioner is told.
+"""Saved tensors of a compiled block: a policy's choice, as marks for torch's min-cut partitioner.
 
-Of the values that backward asks for, some stay and the others are computed again from them. A `CheckpointPolicy` says
-which, for the forward of the joint graph as a program (`joint_graph`); nodes get torch's marks for it (the ones that
-selective checkpointing uses), and torch's min-cut partitioner splits the graph as they say. Seeds are never drawn
-again, so that a mask that backward makes anew is the one that forward had.
+Some of the values that backward needs are saved, and the others are recomputed from them. A `CheckpointPolicy` chooses,
+on the forward of the joint graph as a program (`joint_graph`); nodes get torch's marks for it (the ones that selective
+checkpointing uses), and torch's min-cut partitioner splits the graph accordingly. Seeds are never recomputed, so that a
+recomputed mask is the one that forward had.
 
 Imported only where something is compiled: it needs Inductor.
 """
@@ -38,10 +38,10 @@ _OWN_CODE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One graph that was split: its forward, and the buffers that its backward was left with.
+    """One partitioned graph: its forward, and the buffers that it saves for backward.
 
     Args:
-        saved: what the compiled forward gives autograd to save, in that order, by buffer; None: none of the program's.
+        saved: by buffer, tensors that the compiled forward gives autograd to save, in order; None: not the program's.
     """
 
     program: Program
@@ -54,7 +54,7 @@ _SEEN: ContextVar[list[Split] | None] = ContextVar("splits that somebody watches
 
 @contextmanager
 def watching_splits() -> Iterator[list[Split]]:
-    """Every graph that is split meanwhile, in this thread."""
+    """Collect every graph that is partitioned in this thread within the context."""
     found: list[Split] = []
     token = _SEEN.set(found)
     try:
@@ -65,7 +65,7 @@ def watching_splits() -> Iterator[list[Split]]:
 
 @dataclass(frozen=True)
 class Partition(CustomPartitionerFn):
-    """Splits a joint graph as a policy says; ``none`` as torch does where it is told nothing.
+    """Partitions a joint graph by a policy; ``none`` means torch's default.
 
     Inductor copies and compares it, and names its cached code by `uuid`.
     """
@@ -73,7 +73,7 @@ class Partition(CustomPartitionerFn):
     policy: CheckpointPolicy
 
     def uuid(self) -> str:
-        """Another one for another decision, and for other code that carries it out."""
+        """Cache key that differs for another decision, and for another version of this code."""
         text = repr(
             [(name, sorted(v) if isinstance(v, frozenset) else repr(v)) for name, v in sorted(_fields(self.policy))]
         )
@@ -82,9 +82,9 @@ class Partition(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward."""
+        """Return forward and backward."""
         gm.graph.eliminate_dead_code()
-        gm.graph = fx_graph_cse(gm.graph)  # as torch's would: from here on nodes stay who they are
+        gm.graph = fx_graph_cse(gm.graph)  # torch's partitioner would do so: from here on nodes keep their identity
         static = kwargs.get("static_lifetime_input_indices") or ()
         joint = joint_program(gm.graph, kwargs["num_fwd_outputs"], static)
         if self.policy.word != "none":
@@ -100,7 +100,7 @@ class Partition(CustomPartitionerFn):
         return forward, backward
 
     def _undisturbed(self) -> AbstractContextManager[None]:
-        """A budget of torch's own (a share of what a graph saves) is for those that have no plan."""
+        """Disable torch's own activation budget (a share of the saved bytes)."""
         if self.policy.word == "none":
             return nullcontext()
         patched: AbstractContextManager[None] = functorch_config.patch(activation_memory_budget=1.0)
@@ -113,7 +113,7 @@ def _fields(policy: CheckpointPolicy) -> list[tuple[str, Any]]:
 
 
 def mark(joint: JointProgram, kept: frozenset[int]) -> None:
-    """Tell torch's partitioner which nodes to save and which to compute again."""
+    """Mark nodes for torch's partitioner, to be saved or to be recomputed."""
     program = joint.program
     again = set(program.recompute_set(kept))
     for op, node in zip(program.ops, joint.makers, strict=True):
@@ -126,10 +126,10 @@ def mark(joint: JointProgram, kept: frozenset[int]) -> None:
 
 
 class _Drawless:
-    """Fused attention whose dropout is 0, without the tag of ops that draw.
+    """Fused attention whose dropout is 0, without the tag of random ops.
 
-    For each op with that tag that is recomputed, torch keeps the random state and sets it in backward: 5,056 bytes on a
-    CPU, and generators of their own on a GPU. What draws is never recomputed.
+    For each recomputed op with that tag, torch saves the random state and sets it in backward: 5,056 bytes on a CPU,
+    and separate generators on a GPU. Ops that draw are never recomputed here.
     """
 
     tags = ()
@@ -153,33 +153,33 @@ def _tag(*modules: fx.GraphModule) -> None:
 
 
 def _saved(forward: fx.GraphModule, num_fwd_outputs: int) -> list[str]:
-    """Names of what a forward returns beside its outputs."""
+    """Names of a forward's return values other than its outputs."""
     (output,) = forward.graph.find_nodes(op="output")
     return [node.name for node in output.args[0][num_fwd_outputs:] if isinstance(node, fx.Node)]
 
 
 # joint graph ----------------------------------------------------------------------------------------------------------
 #
-# A compiled block's joint graph of forward and backward as a `Program`: what backward asks for, and what it costs
+# A compiled block's joint graph of forward and backward as a `Program`: the values that backward needs, and costs
 # NOTE [ What a fused op costs ]
-# Inductor runs elementwise ops where their results are read, so that one which is computed again costs next to nothing
-# beside what it reads, and that something is read in any case. It is charged a small share of the bytes that it makes,
-# and so is a mask that is drawn from its seed: reading it takes longer (GPT-2's, on a CPU). What sums is charged all
-# that it reads; a matmul, its FLOPs. These only rank what is worth recomputing. What a choice takes, in bytes and in
-# seconds, is measured on the compiled block (`dryrun.compiled`).
+# Inductor fuses elementwise ops into the kernels that read them, so that recomputing one costs next to nothing, as its
+# inputs are read anyway. It is charged a small share of its output bytes, and so is a mask that is drawn from its seed:
+# reading it takes longer (GPT-2's, on a CPU). A reduction is charged all that it reads; a matmul its FLOPs. These only
+# rank candidates for recomputation. A choice's bytes and seconds are measured on the compiled block
+# (`dryrun.compiled`).
 
 
-FUSED_SHARE = 8  # a fused op is charged for one in so many of the bytes that it makes
-SIZE_HINT = 4096  # elements of a dim that is known in no run
+FUSED_SHARE = 8  # a fused op is charged for one in this many of its output bytes
+SIZE_HINT = 4096  # elements of a dim that no run has a size for
 
 
 @dataclass(frozen=True, kw_only=True)
 class JointProgram:
-    """A forward as a program, and where its buffers are in the graph.
+    """A forward as a program, and its buffers' nodes in the graph.
 
     Args:
         makers: by op, its node.
-        buffer_of: every node of the forward that is a tensor.
+        buffer_of: by node, its buffer, for every node of the forward that is a tensor.
     """
 
     program: Program
@@ -187,7 +187,7 @@ class JointProgram:
     buffer_of: Mapping[fx.Node, int]
 
     def buffers_behind(self, names: Sequence[str]) -> tuple[int | None, ...]:
-        """Of nodes of these names, in order; None for what is no tensor of the forward."""
+        """Buffers of the nodes with these names, in order; None for a node that is no tensor of the forward."""
         by_name = {node.name: b for node, b in self.buffer_of.items()}
         return tuple(map(by_name.get, names))
 
@@ -196,7 +196,7 @@ def joint_program(graph: fx.Graph, num_fwd_outputs: int, static_inputs: Sequence
     """Read a joint graph.
 
     Args:
-        static_inputs: places among the forward's inputs that are parameters and buffers.
+        static_inputs: positions of parameters and buffers among the forward's inputs.
     """
     reader = _Reader()
     behind = _behind_tangents(graph)
@@ -221,7 +221,7 @@ def _is_primal(node: fx.Node) -> bool:
 
 
 def _behind_tangents(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that hang on the gradients of the outputs."""
+    """Nodes that depend on the gradients of the outputs."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -245,16 +245,16 @@ class _Reader:
     ops: list[Op] = field(default_factory=list)
     makers: list[fx.Node] = field(default_factory=list)
     buffer_of: dict[fx.Node, int] = field(default_factory=dict)
-    op_of: dict[fx.Node, int] = field(default_factory=dict)  # of nodes that return several tensors
+    op_of: dict[fx.Node, int] = field(default_factory=dict)  # op of nodes that return several tensors
 
     def given(self, node: fx.Node, *, free: bool) -> None:
-        """An argument."""
+        """Add an argument."""
         if isinstance(node.meta.get("val"), Tensor):
             source = Source.PARAMETER if free else Source.INPUT
             self._buffer(node, source, name=node.name, free=free)
 
     def computed(self, node: fx.Node) -> None:
-        """A call in the forward."""
+        """Add a call of the forward."""
         value = node.meta.get("val")
         if node.target is operator.getitem:
             self._part(node)
@@ -264,7 +264,7 @@ class _Reader:
             self._op(node, value)
 
     def program(self, asked: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> JointProgram:
-        """What was read."""
+        """Return the program that was read."""
         slots = tuple(
             Slot(
                 index=i,
@@ -305,7 +305,7 @@ class _Reader:
         )
 
     def _part(self, node: fx.Node) -> None:
-        """One of several results."""
+        """Add one of several results."""
         (several,) = node.all_input_nodes
         if several in self.buffer_of:  # parts of one tensor
             self._same(node, several)
@@ -353,10 +353,10 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _anchor(node: fx.Node) -> Anchor | None:
-    """Why a node may not run twice. Masks are drawn from seeds, and only the seeds stay."""
+    """Reason why a node may not be recomputed. Masks are drawn from seeds, and only the seeds are saved."""
     func = node.target
     if not isinstance(func, torch._ops.OpOverload):
-        return Anchor.OPAQUE  # operators of higher order, kernels of the user's
+        return Anchor.OPAQUE  # higher-order operators, the user's kernels
     if torch.Tag.nondeterministic_seeded in func.tags and _draws(node):
         return Anchor.GENERATOR
     if is_collective(func) or func.namespace in ("_c10d_functional", "c10d_functional"):
@@ -369,13 +369,13 @@ def _anchor(node: fx.Node) -> Anchor | None:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Fused attention draws nothing where its dropout is none."""
+    """Whether a node draws random numbers; fused attention without dropout does not."""
     named = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
     return bool(named.get("dropout_p", 1.0) != 0.0)
 
 
 def _cost(node: fx.Node, value: Any) -> tuple[int, int]:
-    """FLOPs, and bytes of what is not done in passing. See NOTE [ What a fused op costs ]."""
+    """FLOPs, and bytes of an op that is not fused. See NOTE [ What a fused op costs ]."""
     made = sum(nbytes_of(t) for t in _tensors(value))
     read = sum(nbytes_of(given.meta.get("val")) for given in node.all_input_nodes)
     flops = 0
@@ -383,7 +383,7 @@ def _cost(node: fx.Node, value: Any) -> tuple[int, int]:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda given: given.meta.get("val"))
         try:
             flops = op_cost(node.target, args, kwargs, value)[0]
-        except (AttributeError, TypeError, ValueError, RuntimeError):  # a formula that wants another call
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # a FLOP formula for another signature
             flops = 0
     if flops or not isinstance(node.target, torch._ops.OpOverload):
         return flops, read + made
@@ -399,7 +399,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def nbytes_of(value: Any) -> int:
-    """Of what a node stands for; nothing for what is no tensor."""
+    """Bytes of a node's value; 0 unless it is a tensor."""
     if not isinstance(value, Tensor):
         return 0
     return prod(map(_hint, value.shape)) * value.element_size()

@@ -1,4 +1,4 @@
-"""A planned region: stands in for a module's ``forward``, with saved-tensor hooks around the real one."""
+"""A planned region: replaces a module's ``forward``, and runs the real one under saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ _ON_CPU = torch.empty(0, device="cpu")
 
 
 class CallListener(Protocol):
-    """Is told of a region's calls with gradients."""
+    """Listener to a region's calls with gradients."""
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before anything of it ran; another plan may be followed from here on."""
+        """Called before anything runs; it may choose another plan."""
 
     def ends(self, returned: Sequence[Any]) -> None:
-        """The forward has returned these leaves."""
+        """Called with the leaves that the forward returned."""
 
 
 class PlannedForward:
-    """Callable put in the place of ``module.forward``. ``remove()`` puts the old one back."""
+    """Callable in place of ``module.forward``. ``remove()`` restores the old one."""
 
     of_a_region = True
 
@@ -88,40 +88,40 @@ class PlannedForward:
         model: nn.Module | None = None,
         how: Check = Check.ALWAYS,
     ) -> None:
-        trains_plainly(module)  # as a copy of another plan's did, with a word
+        trains_plainly(module)  # as a copy from another plan, with a warning
         self.module = module
         self.how = how
         self.calls = 0
         self.key: Any = None  # signature of the last watched call
-        self.turn = zlib.crc32(name.encode())  # alike regions look at their graphs in different steps
+        self.turn = zlib.crc32(name.encode())  # similar regions compare their graphs in different steps
         self.rounded = Rounded()
-        self.model = model or module  # the whole, of which this is a part
-        self.bound: Callable[[], Callable[..., Any]] | None = None  # what forward stands for in this call
+        self.model = model or module  # the whole model
+        self.bound: Callable[[], Callable[..., Any]] | None = None  # the forward of this call
         self.name = name
-        self.plans = [RegionPlan(policy=policy)]  # the first is that of the plan, or of the policy
+        self.plans = [RegionPlan(policy=policy)]  # the first is the plan's, or the policy's
         self.plan = self.plans[0]
         self.is_root = blocks is not None
         self.forward: Callable[..., Any] = module.forward
         self.had_own = "forward" in vars(module)
         self.class_forward: Any = type(module).forward
-        self.retired = False  # the plan has left this module
-        self.outer: PlannedForward | None = None  # the root of the plan that this is a part of
+        self.retired = False  # the plan was removed from this module
+        self.outer: PlannedForward | None = None  # the root of the plan that this belongs to
         self.eagerly = torch.compiler.disable(self._eagerly, reason="it runs under a plan, op by op")
         functools.update_wrapper(self, self.forward, updated=())
         self.recordings = Recordings(self, blocks=blocks, fake_model=fake_model)
         self.tap_hooks: dict[tuple[str, bool], Any] = {}
         self.said: set[str] = set()
-        self.quiet = False  # falls back without a warning
-        self.counted = False  # somebody asks what is `live`
-        self.in_dry_run = False  # runs where it was recorded: what looks like a change there is not one of the model's
-        self.before_first: Callable[[], None] | None = None  # what has to hold when the first run begins
+        self.quiet = False  # fall back without a warning
+        self.counted = False  # whether `live` is asked for
+        self.in_dry_run = False  # runs on the recorded copy: apparent changes are not the model's
+        self.before_first: Callable[[], None] | None = None  # called before the first run
         self.listener: CallListener | None = None
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
-        self.assumptions: Assumptions | None = None  # of the plan, where this is the root
-        self.structure: Structure | None = None  # of the model, where this is the root of a plan
-        self.offload: OffloadEngine | None = None  # of the plan, where anything in it moves
+        self.assumptions: Assumptions | None = None  # the plan's, at the root
+        self.structure: Structure | None = None  # the model's, at the root
+        self.offload: OffloadEngine | None = None  # the plan's, if it offloads anything
         self._forward_calls = (0, 0)  # the root's calls so far, and our own in the last of them
-        vars(module)["forward"] = self  # Lightning Fabric's wrapper would hand an assignment on to what it wraps
+        vars(module)["forward"] = self  # Lightning Fabric's wrapper would pass an assignment on to the wrapped module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -129,13 +129,13 @@ class PlannedForward:
         return self._called(whose_copy(self), args, kwargs)
 
     def _called(self, copied: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call, of this module or of a shallow copy that has our attributes."""
+        """Run a call of this module or of a shallow copy that has our attributes."""
         if not self.had_own and type(self.module).forward is not self.class_forward:
             self._follow_class()
         if copied is not None:
             return self._run_copy(copied, args, kwargs)
         if self.retired or not torch.is_grad_enabled() or (is_transforming() and self._say_transformed()):
-            self.unwatch()  # some modules take another way where they find hooks, as torch's encoder layers do
+            self.unwatch()  # some modules take another path if they have hooks, as torch's encoder layers do
             return self.forward(*args, **kwargs)
         outer = current_frame()
         first = next_sequence_number()
@@ -151,12 +151,12 @@ class PlannedForward:
         return output
 
     def _eagerly(self, *args: Any, **kwargs: Any) -> Any:
-        """What `torch.compile` comes by, and leaves as it is."""
+        """Forward for `torch.compile`, which leaves it uncompiled."""
         self.say_compiled()
         return self._called(whose_copy(self, compiled=True), args, kwargs)
 
     def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Somebody else's hooks get what autograd saves, as they would without a plan."""
+        """Run as without a plan: foreign hooks get the tensors that autograd saves."""
         self.say_once(
             "hooks",
             f"{self.name or 'the model'} runs without the plan, since it is called {FOREIGN_HOOKS}. Leave those out "
@@ -165,7 +165,7 @@ class PlannedForward:
         return self.forward(*args, **kwargs)
 
     def say_compiled(self) -> None:
-        """Compiling a planned module is without effect."""
+        """Warn that compiling a planned module has no effect."""
         self.say_once(
             "torch.compile",
             "torch.compile has no effect on what runs under a plan: a planned model runs op by op. To compile it "
@@ -173,7 +173,7 @@ class PlannedForward:
         )
 
     def _say_transformed(self) -> bool:
-        """Under a transform nothing is planned."""
+        """Warn that nothing is planned under a transform; whether one is active."""
         if not self.in_dry_run:
             self.say_once(
                 "transform",
@@ -194,38 +194,38 @@ class PlannedForward:
         return types.MethodType(type(copied).forward, copied)(*args, **kwargs)
 
     def _follow_class(self) -> None:
-        """The class has another forward than when this was planned."""
+        """Take the class's forward if it has changed since planning."""
         self.class_forward = type(self.module).forward
         self.forward = types.MethodType(self.class_forward, self.module)
         self.start_over()
 
     def start_over(self) -> None:
-        """Nothing that was recorded holds."""
+        """Discard all recordings."""
         self.recordings.start_over()
         self.plan.link.forget()
 
     def like(self, module: nn.Module) -> PlannedForward:
-        """For a module that stands in the place of this one, under the first plan."""
+        """Return a region for a module that replaces this one, under the first plan."""
         return PlannedForward(module, self.name, self.plans[0].policy, model=self.model, how=self.how)
 
     def add_plan(self, plan: RegionPlan) -> int:
-        """One more; its number. It is taken by `take_plan`."""
+        """Add a plan and return its number for `take_plan`."""
         self.plans.append(plan)
         return len(self.plans) - 1
 
     def take_plan(self, number: int) -> None:
-        """Calls from now on are treated so."""
+        """Use this plan for calls from now on."""
         self.plan.link.forget()
         self.plan = self.plans[number]
         self.recordings.take_plan(number, self.plan)
 
     def put_plan(self, plan: RegionPlan) -> None:
-        """In the place of the one that it follows, before its first call."""
+        """Replace the current plan, before its first call."""
         self.plans[self.recordings.number] = self.plan = plan
         self.recordings.take_plan(self.recordings.number, plan)
 
     def say_once(self, key: str, text: str) -> None:
-        """Warn, once in a plan."""
+        """Warn, once per plan."""
         said = (self.outer or self).said
         if key not in said and not self.quiet:
             said.add(key)
@@ -257,7 +257,7 @@ class PlannedForward:
                 self.listener.begins(args, kwargs)
             except Exception:
                 raise
-            except BaseException as interrupt:  # Ctrl-C while a new shape is planned for: see NOTE [ Interrupts ]
+            except BaseException as interrupt:  # Ctrl-C while planning for a new shape: see NOTE [ Interrupts ]
                 run_interrupted(self, interrupt, args, kwargs)
         leaves, signature = call_signature(args, kwargs)
         self.recordings.look(in_dry_run=self.in_dry_run)
@@ -277,14 +277,14 @@ class PlannedForward:
         return output
 
     def _is_watched(self) -> bool:
-        """Whether anybody wants to know what autograd saves in a call: not where all of it stays."""
+        """Whether a call needs hooks: not if it keeps everything that autograd saves."""
         plan = self.plan
         keeps = plan.policy.__class__ is KeepAll and plan.link.is_alone
         told = self.in_dry_run or self.counted or self.assumptions is not None or self.listener is not None
         return not keeps or told or self.recordings.fell_back or is_pack_listened_to()
 
     def _call_without_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward as without a plan; the hooks of a region around it see nothing of what it saves."""
+        """Run the forward as without a plan; the hooks of a surrounding region do not see its saved tensors."""
         self._begin_call()
         self.recordings.unguard()
         if current_frame() is None:
@@ -293,7 +293,7 @@ class PlannedForward:
             return self.forward(*args, **kwargs)
 
     def refuse_fake(self, does: str, leaves: Sequence[Any] = ()) -> None:
-        """Raise `TraceError` for a fake tensor that has come up; in a dry run, all of them are fake."""
+        """Raise `TraceError` for an unexpected fake tensor; in a dry run all tensors are fake."""
         if not any(isinstance(plain(t), FakeTensor) for t in (*self.module.parameters(), *leaves)):
             raise TraceError(
                 f"{self.name or 'the model'} {does} a fake tensor, which has a shape and no values: a recording has "
@@ -303,7 +303,7 @@ class PlannedForward:
 
     @property
     def __code__(self) -> Any:
-        """Of the forward itself: exporters look at it."""
+        """Code object of the real forward, for exporters."""
         return getattr(self.forward, "__code__", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -313,13 +313,13 @@ class PlannedForward:
         return copied_forward(self.module, self.name, (self.outer or self).said, memo)
 
     def __reduce__(self) -> Any:
-        # somebody's own forward (Accelerate's under mixed precision) is pickled as it is
+        # a foreign forward (Accelerate's under mixed precision) is pickled as it is
         if self.had_own:
             return operator.itemgetter(0), ((self.forward,),)
         return pickled_forward(self.module, self.name, (self.outer or self).said)
 
     def remove(self) -> None:
-        """Put the module's own forward back, unless somebody has set another one meanwhile."""
+        """Restore the module's own forward, unless somebody has set another one meanwhile."""
         if vars(self.module).get("forward") is self:
             if self.had_own:
                 vars(self.module)["forward"] = self.forward
@@ -327,18 +327,18 @@ class PlannedForward:
                 del self.module.__dict__["forward"]
         self.retired = True
         if self.is_root:
-            self.said.add(COPY)  # copies have nothing to miss
+            self.said.add(COPY)  # copies lose nothing by it
         self.plan.link.forget()
         self.unwatch()
 
     def live(self) -> Live:
-        """Calls between forward and backward now; in a region that keeps everything, from the first look on."""
+        """Calls between forward and backward; in a region that keeps everything, counted from the first request on."""
         self.counted = True
         frames = list(self.frames)
         return Live(calls=len(frames), nbytes=sum(frame.held_bytes for frame in frames))
 
     def nested(self, run: Callable[[], Any]) -> Any:
-        """What a stand-in for a nested region gives inside this one."""
+        """Result that a stand-in for a nested region returns inside this one."""
         frame = current_frame()
         if frame is None or frame.region is not self:
             return run()
@@ -348,7 +348,7 @@ class PlannedForward:
         return output
 
     def report(self) -> RegionReport:
-        """What was kept and dropped, for the most used signature."""
+        """Report the kept and dropped tensors of the most used signature."""
         best = self.recordings.most_used()
         return RegionReport.of(
             best.recipe if best else None,
@@ -363,11 +363,11 @@ class PlannedForward:
         )
 
     def source(self) -> str:
-        """Code that recomputes what was dropped, for the most used signature."""
+        """Recomputation code of the most used signature."""
         best = self.recordings.most_used()
         return "" if best is None or best.recipe is None else best.recipe.code.text()
 
-    # hooks where recipes want what modules are given or return -------------------------------------------------------
+    # hooks for tensors that recipes need from module boundaries ------------------------------------------------------
 
     def _watch(self, recipe: Recipe) -> None:
         for _, tap in recipe.from_taps:
@@ -382,13 +382,13 @@ class PlannedForward:
                 self.tap_hooks[where] = module.register_forward_pre_hook(listener, with_kwargs=True, prepend=True)
 
     def unwatch(self) -> None:
-        """Take the hooks off that calls have put on submodules; the next call puts them on again."""
+        """Remove the hooks that calls have put on submodules; the next call adds them again."""
         for hook in self.tap_hooks.values():
             hook.remove()
         self.tap_hooks.clear()
 
     def _forgotten(self, names: str) -> None:
-        """What was recorded may not hold; ``names`` of submodules that are other ones."""
+        """Distrust recordings; ``names`` are submodules that were replaced."""
         if self.structure is not None and names:
             self.structure.parts_changed(names)
         self.unwatch()  # a module may have been replaced
@@ -418,8 +418,8 @@ class PlannedForward:
             self.recordings.lose(key, str(divergence))
             raise TraceError(
                 f"{self.name or 'the model'} did not run as recorded ({divergence}), and what it had dropped until "
-                "then cannot be computed again. It is not run a second time, since nobody knows what the first has "
-                "left in Python's state: repeat the step. From the next one on it runs without a recording; leave it "
+                "then cannot be recomputed. It is not rerun, as the first run may have changed state of its "
+                "Python: repeat the step. From the next one on it runs without a recording; leave it "
                 "out with regions=[...] to have no such steps"
             ) from None
         except RuntimeError as error:
@@ -443,7 +443,7 @@ class PlannedForward:
         if not prepared.checked:
             refuse_capture(f"{self.name or 'the model'} has not run under its plan so far")
         if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER and not is_capturing():
-            frame.share = SAMPLED_SHARE  # a graph would look at the same slots in each replay
+            frame.share = SAMPLED_SHARE  # each replay of a graph would sample the same slots
         frame.sees = frame.share == 1 and self.how not in (Check.OFF, Check.FULL) and witness.is_told_at_once(_ON_CPU)
         settings = self.recordings.must_check(prepared, recipe, leaves)
         stack = running()
@@ -475,7 +475,7 @@ class PlannedForward:
             why = "its autograd graph is another one"
             if unseen and any(slot.kind == "drop" for slot in recipe.slots):
                 raise Diverged(why)
-            self.recordings.diverged(prepared, key, why)  # nothing is missing, and witnesses see to the values
+            self.recordings.diverged(prepared, key, why)  # nothing is missing, and witnesses check the values
             return output
         prepared.checked = True
         if settings is not None:
@@ -494,14 +494,14 @@ class PlannedForward:
         return bool(prepared.graph == graph)
 
     def begin_group(self, *, moves: bool) -> Group | None:
-        """For a call, where it or others around it move what they save."""
+        """Begin an offload group for a call, if it or surrounding calls offload saved tensors."""
         if self.offload is None and moves:
             place = place_of(self.module)
             self.offload = engine_for(place, dry=True) if self.in_dry_run else shared_engine(place)
         return None if self.offload is None else self.offload.begin()
 
     def stays(self) -> bool:
-        """Whether this call, which has begun, is the last of all blocks' in its forward; to be asked once in each."""
+        """Whether this call is the last of all blocks' in its forward, and so keeps its tensors; ask once per call."""
         forward = self.outer.calls if self.outer is not None else 0
         before, count = self._forward_calls
         self._forward_calls = forward, count + 1 if before == forward else 1

@@ -1,10 +1,10 @@
-"""Recipes: what a region keeps, and how backward gets everything else again.
+"""Recipes: the tensors that a region keeps, and the recomputation of all others.
 
 NOTE [ Ownership ]
-Nothing global owns a tensor. A slot that is kept owns its tensor, as in plain autograd. A slot that is dropped leaves a
-handle in the graph; the handle owns exactly the boxes (kept values, inputs, random states) that its recipe reads.
-Values that are recomputed live in their frame until the last use; the frame is owned by its
-handles. When autograd releases a saved tensor its handle goes, and with the last handle goes everything else.
+Nothing global owns a tensor. A kept slot owns its tensor, as in plain autograd. A dropped slot leaves a handle in the
+graph; the handle owns exactly the boxes (kept values, inputs, random states) that its recipe reads. Recomputed values
+live in their frame until the last use; the frame is owned by its handles. When autograd releases a saved tensor its
+handle is freed, and with the last handle everything else.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ AWAY: Final = frozenset({"drop", "offload", "pack"})  # kinds of slots that leav
 
 @dataclass(eq=False)
 class SlotAction:
-    """What happens to one saved slot: ``parameter`` (passed through), ``keep``, ``drop``, ``pack`` or ``offload``."""
+    """Treatment of one saved slot: ``parameter`` (passed through), ``keep``, ``drop``, ``pack`` or ``offload``."""
 
     kind: str
     ref: TensorRef
     parameter: str = ""
     boxes: tuple[
         int, ...
-    ] = ()  # box numbers that a dropped slot's recipe reads, or where what has moved or is packed is found
-    view: TensorRef | None = None  # how the slot views what backward gets; None where it is that tensor
-    fill: int | None = None  # box number that this slot fills
-    cast: str = ""  # name of the parameter of which autocast made it
-    hollow: bool = False  # nothing is ever written there, and bits that are chance cannot be compared
+    ] = ()  # box numbers that a dropped slot's recipe reads, or that holds the offloaded or packed value
+    view: TensorRef | None = None  # the slot's view of the unpacked value; None if they are equal
+    fill: int | None = None  # number of the box that this slot fills
+    cast: str = ""  # name of the parameter that autocast has cast to it
+    hollow: bool = False  # never written: uninitialized bits, which cannot be compared
     closure: int = 0  # number of ``boxes`` among the different ones of the recipe
-    cell: int | None = None  # place of its buffer in a frame's tables, where this slot leaves the buffer's witness
+    cell: int | None = None  # index of its buffer in a frame's tables, if this slot leaves the buffer's witness
 
     @cached_property
     def spots(self) -> Spots:
@@ -60,33 +60,33 @@ class SlotAction:
 
 
 Layout: TypeAlias = tuple[Any, Any, torch.dtype, tuple[int, ...], Cut | None]
-"""Shape and strides of a tensor, its type, and where a witness is taken: places, and how they are read on a CPU."""
+"""Shape and strides of a tensor, its dtype, and the sampled positions of its witness, also as the CPU reads them."""
 Expected: TypeAlias = tuple[Layout, str | None, SlotAction | None, int | None, int | None]
-"""Expectation of a slot: layout, parameter name, action where it is dropped, box that it fills, `SlotAction.cell`."""
+"""Expectation of a slot: layout, parameter name, action if it is dropped, box that it fills, `SlotAction.cell`."""
 
 
 @dataclass(slots=True)
 class RecipeStep:
-    """One op to run again, with its arguments in a list: those of the call, or where tensors lie deeper, all leaves."""
+    """One op to recompute, with a list of its arguments, or of all their leaves if tensors are nested in them."""
 
     func: Callable[..., Any]
     leaves: list[Any]
-    spec: Any  # how leaves become arguments; None where they are the positional ones
-    named: dict[str, Any]  # the others then, which are no tensors
+    spec: Any  # tree of the arguments; None if the leaves are the positional ones
+    named: dict[str, Any]  # then the keyword arguments, none of which is a tensor
     tensors: list[tuple[int, int, TensorRef | None]]  # (position, buffer, view to take or None)
-    outputs: list[tuple[int, int]]  # (flat output position, buffer), of those that somebody asks for
+    outputs: list[tuple[int, int]]  # (flat output position, buffer), of those that are needed
     written: list[tuple[tuple[int, ...], int, int]]  # (positions of the old buffer's views, it, the new buffer)
     consumes: tuple[int, ...]
     state_in: int | None
     state_out: int | None
     device: str
-    waits: bool = False  # a collective: its results are there after waiting for them
+    waits: bool = False  # a collective: its results are waited for
     under: Switches | None = None  # kernel switches that the forward itself had set
-    into: int | None = None  # position of the argument in whose memory the result is written; nobody else reads that
-    needs: tuple[tuple[int, int], ...] = ()  # (buffer, op that makes it) of what runs before, the random state included
+    into: int | None = None  # position of the argument whose memory takes the result; nothing else reads that
+    needs: tuple[tuple[int, int], ...] = ()  # (buffer, op that makes it) of earlier results, random states included
 
     def arguments(self, leaves: list[Any]) -> tuple[Any, dict[str, Any]]:
-        """Positional ones, and those by name."""
+        """Return positional and keyword arguments."""
         if self.spec is None:
             return leaves, self.named
         args, kwargs = tree_unflatten(leaves, self.spec)
@@ -94,7 +94,7 @@ class RecipeStep:
 
 
 def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any, dict[str, Any]]:
-    """Of a recorded call: ``leaves``, ``spec`` and ``named`` of its step."""
+    """``leaves``, ``spec`` and ``named`` of the step of a recorded call."""
     nested = [arg for arg in args if isinstance(arg, list | tuple | dict)]
     if any(isinstance(leaf, TensorRef) for leaf in tree_leaves((nested, kwargs))):
         leaves, spec = tree_flatten((args, kwargs))
@@ -107,7 +107,7 @@ class Recipe:
     """A region's program under one decision, ready to run."""
 
     trace: RegionTrace
-    program: Program  # the trace's when this was compiled: it is replaced where something is anchored later
+    program: Program  # the trace's at compile time: a later anchor replaces it
     kept: frozenset[int]
     makers: dict[int, int]  # recomputed buffer -> op index
     counts: dict[int, int]
@@ -115,8 +115,8 @@ class Recipe:
     box_of: dict[int, int]
     parameters: dict[int, str]  # buffers that recipes read by name
     recomputed_ops: tuple[int, ...]
-    moved: dict[int, BufferRange] = field(default_factory=dict)  # kept buffers that go to the host
-    packed: dict[int, Pack] = field(default_factory=dict)  # kept buffers that take fewer bytes meanwhile
+    moved: dict[int, BufferRange] = field(default_factory=dict)  # kept buffers that are offloaded
+    packed: dict[int, Pack] = field(default_factory=dict)  # kept buffers that are packed
     slots: list[SlotAction] = field(default_factory=list)
     steps: dict[int, RecipeStep] = field(default_factory=dict)  # by op index
     from_inputs: list[tuple[int, int]] = field(default_factory=list)  # (box, leaf position)
@@ -124,10 +124,10 @@ class Recipe:
     from_blocks: dict[tuple[int, int], int] = field(default_factory=dict)  # (nested call, output leaf) -> box
     state_boxes: list[tuple[int, str]] = field(default_factory=list)  # (box, device)
     links: dict[int, int] = field(default_factory=dict)  # input buffer -> box of the block before's output handle
-    handed: dict[int, SlotAction] = field(default_factory=dict)  # output leaf -> how the next block gets it again
-    sources: dict[int, TensorRef] = field(default_factory=dict)  # buffer -> how the op that makes it returns it
+    handed: dict[int, SlotAction] = field(default_factory=dict)  # output leaf -> its recomputation for the next block
+    sources: dict[int, TensorRef] = field(default_factory=dict)  # buffer -> view of it that its op returns
     closures: list[tuple[int, ...]] = field(default_factory=list)  # the different boxes of slots
-    cells: dict[int, int] = field(default_factory=dict)  # buffer -> its place in a frame's tables, where it has a count
+    cells: dict[int, int] = field(default_factory=dict)  # counted buffer -> its index in a frame's tables
     witnessed: dict[int, int] = field(default_factory=dict)  # cell -> the slot that leaves a witness of the buffer
 
     @cached_property
@@ -135,7 +135,7 @@ class Recipe:
         return RecomputeCode(self)
 
     def held_bytes(self, *, moves: bool = True) -> int:
-        """Bytes on the device between forward and backward; in a call that moves nothing, also what else would go."""
+        """Bytes on the device between forward and backward; without ``moves``, offloaded buffers included."""
         whole = self.kept - self.packed.keys() - (self.moved.keys() if moves else set())
         return self.trace.program.kept_bytes(whole) + sum(pack.nbytes for pack in self.packed.values())
 
@@ -145,12 +145,12 @@ class Recipe:
 
     @cached_property
     def is_needed(self) -> bool:
-        """Whether anything hangs on its being right; not where all that autograd saves stays as it is."""
+        """Whether backward depends on it; not if everything that autograd saves is kept."""
         return bool(self.handed) or any(slot.kind in AWAY for slot in self.slots)
 
     @cached_property
     def expected(self) -> tuple[Expected | None, ...]:
-        """By slot, what to do at a glance; None for what moves, is packed, or is wrapped."""
+        """By slot, the quick path of `pack`; None for slots that are offloaded, packed, or wrapped."""
         return tuple([_expected(slot) for slot in self.slots])
 
     @cached_property
@@ -168,15 +168,15 @@ def _expected(slot: SlotAction) -> Expected | None:
 
 @functools.lru_cache(maxsize=4096)
 def _layout(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Layout:
-    """One object for all tensors of a layout: a step that looks at fewer objects waits for memory less often."""
+    """Share one object among all tensors of a layout: fewer objects mean fewer cache misses in a step."""
     spots = spots_of(size, stride)
     cut = spots.cut(dtype)
     return size, stride, dtype, spots.size, cut if cut is not None and cut[-2] else None
 
 
 def shared_recipe(trace: RegionTrace, kept: frozenset[int], **more: frozenset[int]) -> Recipe:
-    """One recipe for all regions that follow one recording under one decision, as equal blocks do: a step that touches
-    less code and data waits for memory less often. See `compile_recipe`.
+    """Share one recipe among regions with one recording and one decision, such as equal blocks: less code and data mean
+    fewer cache misses in a step. See `compile_recipe`.
     """
     known: WeakValueDictionary[Any, Recipe] = vars(trace).setdefault("_recipes", WeakValueDictionary())
     key = (kept, tuple(sorted(more.items())))
@@ -195,18 +195,18 @@ def compile_recipe(
     offloaded: frozenset[int] = frozenset(),
     packed: frozenset[int] = frozenset(),
 ) -> Recipe:
-    """Turn a decision into actions.
+    """Compile a decision into actions.
 
     Args:
         kept: buffers held between forward and backward. Free buffers (parameters, shared inputs) need not be named.
-        linked: leaf positions of inputs that the block before computes again instead of this one holding them.
-        handed: output leaves that the block after asks for in the same way. Those that cannot be computed again are
-            left out, and the block after holds them.
-        offloaded: those of ``kept`` that go to the host. What cannot move stays.
-        packed: of the others, those that are packed. What loses by it stays as it is.
+        linked: leaf positions of inputs that the block before recomputes, so that this one need not keep them.
+        handed: output leaves that the next block gets in the same way. Those that cannot be recomputed are omitted, and
+            the next block keeps them.
+        offloaded: those of ``kept`` to offload. Buffers that cannot move stay.
+        packed: of the others, those to pack. Buffers that packing would change stay unpacked.
 
     Raises:
-        ValueError: a saved buffer can be neither kept nor computed (from `Program.recompute_set`).
+        ValueError: a saved buffer can be neither kept nor recomputed (from `Program.recompute_set`).
     """
     program = trace.program
     links = {b for b, position in trace.inputs.items() if position in linked}
@@ -255,15 +255,15 @@ def compile_recipe(
 def without_idle_moves(
     trace: RegionTrace, again: tuple[int, ...], kept: frozenset[int]
 ) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Ops to run again, less those that move a random state to where another of them leaves it in time; and for each
-    state that none of the rest makes, the op that leaves it.
+    """Ops to recompute, except those that advance a random state to where another of them leaves it in time; and for
+    each state that none of the rest produces, the op that leaves it.
 
-    In time: whoever reads that state has a tensor among its arguments that needs the op which draws. Arguments are
-    fetched before the state, so that op has run by then, whatever the order in which backward asks.
+    In time: the reader of that state has a tensor argument that needs the op which draws. Arguments are computed before
+    the state is read, so that op has run by then, whatever the order of unpacking.
 
     Args:
         again: `Program.recompute_set`, in order.
-        kept: buffers that end a search for what an argument needs.
+        kept: buffers at which the search for an argument's ops ends.
     """
     program = trace.program
     moves = [i for i in again if program.ops[i].name == ADVANCE]
@@ -283,7 +283,7 @@ def without_idle_moves(
 
 
 def _before(trace: RegionTrace, op: int, again: set[int], kept: frozenset[int]) -> set[int]:
-    """Ops that run again for the arguments of one, random states aside."""
+    """Recomputed ops that produce the arguments of one op, random states aside."""
     program = trace.program
     found: set[int] = set()
     stack = [op]
@@ -299,7 +299,7 @@ def _before(trace: RegionTrace, op: int, again: set[int], kept: frozenset[int]) 
 
 
 def _views_read(trace: RegionTrace, again: tuple[int, ...]) -> dict[int, list[TensorRef]]:
-    """By buffer, how the ops that run again see it."""
+    """By buffer, the views that recomputed ops read."""
     found: dict[int, list[TensorRef]] = {}
     for i in again:
         for leaf in tree_leaves((trace.calls[i].args, trace.calls[i].kwargs)):
@@ -309,8 +309,8 @@ def _views_read(trace: RegionTrace, again: tuple[int, ...]) -> dict[int, list[Te
 
 
 def _fill(recipe: Recipe, asked: dict[int, TensorRef]) -> None:
-    """What runs again, what becomes of each slot, and what fills each box: an input, else the first kept slot on its
-    buffer, else a module boundary.
+    """Fill a recipe: recomputed ops, the treatment of each slot, and the source of each box: an input, else the first
+    kept slot of its buffer, else a module boundary.
     """
     trace, initial_states = recipe.trace, {b: device for device, b in recipe.trace.initial_states.items()}
     sources = recipe.sources = _source_refs(trace, recipe.box_of)
@@ -370,7 +370,7 @@ def _source_refs(trace: RegionTrace, box_of: dict[int, int]) -> dict[int, Tensor
         for ref in call.outputs:
             if ref is not None:
                 refs.setdefault(ref.buffer, ref)
-    # boxes are viewed explicitly: what fills one (a slot, a tap, an input) may be any view of the buffer
+    # boxes are viewed explicitly: the tensor that fills one (a slot, a tap, an input) may be any view of the buffer
     for b in box_of:
         refs.pop(b, None)
     return refs
@@ -414,7 +414,7 @@ def _step(recipe: Recipe, index: int, sources: dict[int, TensorRef]) -> RecipeSt
 
 
 def _box_closures(recipe: Recipe) -> dict[int, tuple[int, ...]]:
-    """For each recomputed op, the boxes that it and everything before it read."""
+    """For each recomputed op, the boxes that it and its predecessors read."""
     closure: dict[int, set[int]] = {}
     for i in recipe.recomputed_ops:
         closure[i] = found = set()
@@ -427,26 +427,25 @@ def _box_closures(recipe: Recipe) -> dict[int, tuple[int, ...]]:
 
 
 def _seen(recipe: Recipe, ref: TensorRef) -> TensorRef:
-    """As `within`, and counted from where a move begins if the buffer is one that moves, or is packed."""
+    """Like `within`, with offsets from the start of the range if the buffer is offloaded or packed."""
     pack = recipe.packed.get(ref.buffer)
     move = recipe.moved.get(ref.buffer) if pack is None else pack.move
     return within(recipe.trace, ref) if move is None else Within.since(move.begin, ref)
 
 
-# Faster ops for recomputation that give the same bits -----------------------------------------------------------------
+# Faster ops for recomputation that are bitwise identical --------------------------------------------------------------
 #
 # NOTE [ Rows of nothing ]
 # Attention by matmuls ends in ``_safe_softmax`` (aten/src/ATen/native/transformers/attention.cpp): a softmax, in which
-# rows that are minus infinity all over become zeros. torch finds these by looking at every score, and copies the result
-# to put zeros in: on a CPU more than half of what the op takes. A softmax of such a row is NaN in every place, so that
-# where its first column has no NaN there is no such row, and the softmax is the result. Where one has, the rows are
-# looked for and zeros are written in place. On an accelerator the question would have to wait for the device: there the
-# op runs as it is.
+# rows of only minus infinity become zeros. torch finds these by checking every score, and copies the result to fill in
+# zeros: on a CPU more than half of the op's time. A softmax of such a row is NaN everywhere, so without a NaN in its
+# first column there is no such row, and the softmax is the result. Otherwise the rows are searched and zeros are
+# written in place. On an accelerator this question would synchronize with the device: there the op runs unchanged.
 #
 # NOTE [ In its place ]
-# What an elementwise op reads last, and nobody saved, has the memory that its result needs. torch has kernels for most
-# of these that write where they are told, element by element as they read: the bits are those of a result apart,
-# without its memory, and a third of what goes through memory less (a result's lines are fetched before they are
+# If an elementwise op is the last reader of an unsaved tensor, its result fits that tensor's memory. torch has kernels
+# for most of these that write to a given output, element by element as they read: the bits are those of a separate
+# result, without its memory, and with a third less memory traffic (a result's cache lines are fetched before they are
 # written).
 
 
@@ -459,7 +458,7 @@ def runs_as(call: RecordedOp) -> Callable[..., Any]:
 
 
 def costs_like(call: RecordedOp) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """The op, and its arguments, that takes nearly all of that where it is another one; None where it is not."""
+    """The op and arguments that take nearly all of the time of a call's replacement; None if it is not replaced."""
     if call.func is not aten._safe_softmax.default or len(call.args) != 2 or call.kwargs or call.device != "cpu":
         return None
     scores, dim = call.args
@@ -481,7 +480,7 @@ def in_place(
         return None
     for position, leaf in enumerate(call.args):
         maker = spare.get(leaf.buffer) if isinstance(leaf, TensorRef) else None
-        if maker is None or getattr(maker.func, "namespace", "") != "aten":  # others may give what they keep
+        if maker is None or getattr(maker.func, "namespace", "") != "aten":  # others may return memory that they keep
             continue
         if any(isinstance(a, TensorRef) and a.buffer == leaf.buffer and a != leaf for a in call.args):
             continue  # another view of it is read as well
@@ -495,7 +494,7 @@ def in_place(
 
 @functools.cache
 def _writes_to(func: Any, device: str) -> Callable[..., Any] | None:
-    """The overload of an elementwise op that takes its result's memory, where it has a kernel of its own."""
+    """The overload of an elementwise op that writes to a given output, if it has a kernel of its own."""
     if not isinstance(func, torch._ops.OpOverload) or torch.Tag.pointwise not in func.tags:
         return None
     wanted = [*((a.name, str(a.type)) for a in func._schema.arguments), ("out", "Tensor")]
@@ -522,7 +521,7 @@ def safe_softmax(scores: Tensor, dim: int) -> Tensor:
     """``_safe_softmax`` of floating-point numbers on a CPU; see NOTE [ Rows of nothing ]."""
     found: Tensor = aten._softmax(scores, dim, False)
     may_have = found.select(dim, 0).isnan().any() if found.shape[dim] else None
-    # a dry run cannot know, and counts what may be needed
+    # a dry run cannot know, and counts the memory that may be needed
     if may_have is not None and (isinstance(may_have, FakeTensor) or may_have):
         found.masked_fill_(scores.amax(dim, keepdim=True).eq(-torch.inf), 0.0)
     return found

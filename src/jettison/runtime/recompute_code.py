@@ -1,16 +1,16 @@
-"""Straight-line Python that recomputes dropped tensors: one function for each tensor that backward asks for.
+"""Straight-line Python that recomputes dropped tensors: one function for each unpacked tensor.
 
 NOTE [ Functions by state ]
-What a demand has to run hangs on the demands before it: they leave values that it reads, and take the last use of
-others. Both are known when code is written, so that a function has values in local variables, deletes each after its
-last use, and puts into the frame's table only what a later demand reads. A state is what is known between two demands:
-which values are in the table, and how many uses each recomputed buffer has left. A backward that asks in another order
-(a part of the graph, a second backward) comes to other states, and their functions are written when it does.
+The ops of an unpack depend on the unpacks before it: they leave values that it reads, and use up others. Both are known
+when code is generated, so that a function keeps values in local variables, deletes each after its last use, and stores
+in the frame's table only values for later unpacks. A state is the knowledge between two unpacks: the values in the
+table, and the remaining uses of each recomputed buffer. A backward in another order (a part of the graph, a second
+backward) reaches other states, and their functions are generated when it does.
 
 NOTE [ Use counts ]
 A recomputed buffer is used once by each dropped slot on it and once by each recomputed op that reads it. The count
-starts at that number, and at zero the value is deleted. Counts start again at zero, so that a second backward over a
-retained graph recomputes the same values.
+starts at that number, and at zero the value is deleted and the count reset, so that a second backward over a retained
+graph recomputes the same values.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 
 
 Function: TypeAlias = Callable[[Any, Any], Tensor]
-"""Function of a frame and the handle that is asked for; it returns the tensor that backward gets."""
+"""Function of a frame and the unpacked handle; it returns the tensor that backward gets."""
 
-UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})  # classes of most tensors: nothing is inside them
+UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})  # classes of most tensors: nothing is wrapped in them
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, and offset in a storage, in elements
 Reading: TypeAlias = tuple[Any, Any, tuple[int, ...], int, int, int, tuple[int, ...], int, int]
-"""A `Cut`, the shape of what it reads, bytes from where a buffer begins to where that does, and its slot's number."""
+"""A `Cut`, the shape that it reads, the byte offset from the buffer's start, and the slot's number."""
 EMPTY: Final = torch.ops.aten.empty_strided.default
 INDENT: Final = "    "
 LITERALS: Final = (bool, int, str, type(None), torch.dtype)
@@ -59,21 +59,21 @@ _WRITES: Final = threading.Lock()
 
 
 class ValuesAtHand:
-    """Values at hand between two demands, and the uses that are left; see NOTE [ Functions by state ]."""
+    """Values stored between two unpacks, and the remaining uses; see NOTE [ Functions by state ]."""
 
     __slots__ = ("at_hand", "kept", "left", "next")
 
     def __init__(self, left: Mapping[int, int], at_hand: frozenset[int]) -> None:
         self.left, self.at_hand = left, at_hand
         self.next: dict[SlotAction, tuple[Function, ValuesAtHand]] = {}
-        self.kept: dict[SlotAction, tuple[Function, ValuesAtHand]] = {}  # for nodes that ask again: nothing is used up
+        self.kept: dict[SlotAction, tuple[Function, ValuesAtHand]] = {}  # for nodes that unpack again: none used up
 
 
 class RecomputeCode:
-    """The functions of one recipe, written as they are first wanted."""
+    """The functions of one recipe, generated at first use."""
 
     through: Callable[[Callable[..., Any], Callable[..., Any]], Callable[..., Any]] | None = None
-    """For benchmarks: given an op and what calls it, what is called instead in code that is written meanwhile."""
+    """For benchmarks: maps an op and its caller to the caller in code generated meanwhile."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -86,15 +86,15 @@ class RecomputeCode:
         self.constants: dict[str, Any] = dict(NAMES)
 
     def function(self, state: ValuesAtHand, slot: SlotAction, *, keeps: bool) -> tuple[Function, ValuesAtHand]:
-        """The function of a demand, and the state after it; where the node asks again, with the value still at hand."""
+        """The function of an unpack, and the state after it; if the node unpacks again, with the value still stored."""
         table = state.kept if keeps else state.next
-        with _WRITES:  # regions share this, and a backward may run on several threads
+        with _WRITES:  # regions share this, and a backward may run in several threads
             if (found := table.get(slot)) is not None:
                 return found
             name = f"recompute_{len(self.sources)}"
             writer = _FunctionWriter(self, state, slot, keeps=keeps)
             source = writer.source(name)
-            exec(_compiled(source), self.constants)  # of our own text; constants of the program are names in it
+            exec(_compiled(source), self.constants)  # generated text only; constants of the program are names in it
             self.sources.append(f"# {self._asked(slot)}\n{source}")
             left, at_hand = writer.left, frozenset(writer.at_hand)
             after = self.states.setdefault((tuple(left.values()), at_hand), ValuesAtHand(left, at_hand))
@@ -102,7 +102,7 @@ class RecomputeCode:
             return found
 
     def _asked(self, slot: SlotAction) -> str:
-        """Saved tensor that a function is for, as a comment."""
+        """Comment that names the saved tensor of a function."""
         number = next((n for n, one in enumerate(self.recipe.slots) if one is slot), None)
         if number is None:
             return "an output, which is the input of the block after"
@@ -110,7 +110,7 @@ class RecomputeCode:
         return f"saved tensor {saved.index}{f' of {saved.path}' if saved.path else ''}, after {saved.op or 'the start'}"
 
     def place(self, buffer: int, ref: TensorRef) -> Place | None:
-        """Place of a view in the storage of a recomputed buffer; None where more than that tells it apart."""
+        """Position of a view in the storage of a recomputed buffer; None if more than that distinguishes it."""
         source = self.recipe.sources.get(buffer)
         is_plain = ref.__class__ is TensorRef and ref.wrap is None and not (ref.conj or ref.neg)
         if is_plain and source is not None and source.dtype is ref.dtype and not (source.conj or source.neg):
@@ -118,7 +118,7 @@ class RecomputeCode:
         return None
 
     def _reading(self, buffer: int, cell: int) -> Reading | None:
-        """The way to read in a recomputed buffer what its witness holds; None where that takes a view of it."""
+        """Addresses of a witness's elements in a recomputed buffer; None if reading them needs a view of it."""
         index = self.recipe.witnessed.get(cell)
         if index is None:
             return None
@@ -140,7 +140,7 @@ class RecomputeCode:
         return f"{value}.as_strided({size!r}, {stride!r}, {offset})"
 
     def text(self) -> str:
-        """All functions so far; before any backward, those of one that asks for the last saved tensor first."""
+        """All functions so far; before any backward, those of one that unpacks the last saved tensor first."""
         if self.sources:
             return "\n\n".join(self.sources)
         fresh = RecomputeCode(self.recipe)
@@ -150,7 +150,7 @@ class RecomputeCode:
         return "\n\n".join(fresh.sources)
 
     def named(self, value: Any, like: str = "constant") -> str:
-        """Source of a constant: a literal, or a name with an underscore in front, as no variable has."""
+        """Source of a constant: a literal, or a name with a leading underscore, which no variable has."""
         if value.__class__ in LITERALS or (value.__class__ is float and math.isfinite(value)):
             return repr(value)
         if isinstance(value, tuple | list) and all(v.__class__ is int for v in value):
@@ -159,7 +159,7 @@ class RecomputeCode:
         return next(name for name in names if self.constants.setdefault(name, value) is value)
 
     def op(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> str:
-        """The name of an op, called with such arguments."""
+        """The name of an op, called with these arguments."""
         is_op = isinstance(func, torch._ops.OpOverload)
         like = str(func).replace(".default", "") if is_op else getattr(func, "__name__", "")
         called = binding(func, args, kwargs)
@@ -172,20 +172,20 @@ def _numbered(name: str) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(source: str) -> CodeType:
-    """Equal blocks have equal source."""
+    """Compile source, once for equal blocks."""
     return compile(source, "<recomputation of a planned region>", "exec")
 
 
 class _FunctionWriter:
-    """Writes one function."""
+    """Generator of one function."""
 
     def __init__(self, code: RecomputeCode, state: ValuesAtHand, slot: SlotAction, *, keeps: bool) -> None:
         self.code, self.recipe, self.slot, self.keeps = code, code.recipe, slot, keeps
         self.left, self.at_hand = dict(state.left), set(state.at_hand)
-        self.lines: list[tuple[str, frozenset[str]]] = []  # and the variables without a count that they read
+        self.lines: list[tuple[str, frozenset[str]]] = []  # each with the uncounted variables that it reads
         self.values: dict[int, str] = {}  # buffer -> local variable
         self.views: dict[int, list[tuple[TensorRef, str]]] = {}
-        self.fresh: set[int] = set()  # counted buffers that are in a variable only
+        self.fresh: set[int] = set()  # counted buffers that are only in a variable
         self.used: set[str] = set()
 
     def source(self, name: str) -> str:
@@ -222,7 +222,7 @@ class _FunctionWriter:
         self.lines.append((text, frozenset(reads)))
 
     def _with_deletions(self) -> Iterator[str]:
-        """Parameters, boxes and their views, which nobody counts, are deleted after the last line that reads them."""
+        """Delete uncounted variables (parameters, boxes and their views) after the last line that reads them."""
         last = {name: n for n, (_, reads) in enumerate(self.lines) for name in reads}
         for n, (text, reads) in enumerate(self.lines):
             yield from text.split("\n")
@@ -230,7 +230,7 @@ class _FunctionWriter:
                 yield f"del {', '.join(over)}"
 
     def _name(self, buffer: int, like: str = "") -> str:
-        """A variable that is not taken: the op that makes a buffer, or the parameter's name."""
+        """An unused variable name: the op that produces a buffer, or the parameter's name."""
         trace = self.recipe.trace
         if not like and buffer in self.recipe.makers:
             like = trace.program.ops[self.recipe.makers[buffer]].name.split(".")[1]
@@ -257,7 +257,7 @@ class _FunctionWriter:
         return found
 
     def _open(self, name: str, buffer: int) -> None:
-        """Read a box. What the block before recomputes, what has moved or is packed, becomes a value of ours."""
+        """Read a box. A value recomputed by the block before, fetched or unpacked becomes one of ours."""
         n = self.slot.boxes.index(self.recipe.box_of[buffer])
         if buffer in self.left:
             self._line(f"{name} = frame.opened(handle.boxes[{n}], {buffer}, handle)")
@@ -280,7 +280,7 @@ class _FunctionWriter:
         return () if buffer in self.left else (name,)
 
     def _made(self, buffer: int, name: str) -> None:
-        """A counted buffer is in this variable."""
+        """Note that a counted buffer is in this variable."""
         self.values[buffer] = name
         self.at_hand.add(buffer)
         self.fresh.add(buffer)
@@ -289,7 +289,7 @@ class _FunctionWriter:
         return buffer is not None and self.left.get(buffer, 0) > 0
 
     def _release(self, buffer: int, *, after: str = "") -> None:
-        """One use less; at the last one it is deleted, but for the variable ``after``, which is still read."""
+        """Count one use; at the last one delete the buffer, except for the variable ``after``, which is still read."""
         self.left[buffer] -= 1
         if self.left[buffer] > 0:
             return
@@ -307,7 +307,7 @@ class _FunctionWriter:
     # ops -------------------------------------------------------------------------------------------------------------
 
     def _make(self, op: int) -> None:
-        """Write an op, and before it what makes its arguments. Forwards unroll thousands of steps: no recursion."""
+        """Write an op, after the ops of its arguments. Iterative, as forwards unroll thousands of steps."""
         waiting = [op]
         while waiting:
             step = self.recipe.steps[waiting[-1]]
@@ -368,7 +368,7 @@ class _FunctionWriter:
         return copies
 
     def _result(self, step: RecipeStep, call: str, reads: Iterable[str], within: str = "") -> None:
-        """The line of an op, and those that take from its results what somebody asks for."""
+        """Write the line of an op, and those that pick its needed results."""
         schema = getattr(step.func, "_schema", None)
         returns = [] if schema is None else [str(one.type) for one in schema.returns]
         if step.outputs and (step.into is not None or returns == ["Tensor"]):
@@ -393,7 +393,7 @@ class _FunctionWriter:
 
     def _call(self, step: RecipeStep, leaves: list[_Text]) -> str:
         args, kwargs = step.arguments(leaves)
-        seen, named = step.arguments(step.leaves)  # with what stands for tensors
+        seen, named = step.arguments(step.leaves)  # with placeholders of tensors
         if step.spec is None:
             kwargs = {key: _Text(self.code.named(value, key)) for key, value in kwargs.items()}
         if step.into is not None:
@@ -412,7 +412,7 @@ class _FunctionWriter:
 
 
 class _Text(str):
-    """A piece of source in the place of a value."""
+    """A piece of source in place of a value."""
 
     __slots__ = ()
 
@@ -422,7 +422,7 @@ def _tuple(texts: Iterable[str]) -> str:
 
 
 def _text(value: Any) -> str:
-    """The source of an argument: pieces, in lists and tuples and tables of their own."""
+    """The source of an argument: pieces, also inside lists, tuples and dicts."""
     if isinstance(value, _Text):
         return value
     if isinstance(value, dict):
@@ -453,7 +453,7 @@ class OutsideOfVmap:
 
 
 class Drawing(OutsideOfVmap):
-    """The default generator stands at a state meanwhile, and then where it stood. With ``leaves``, ``after`` is the
+    """Set the default generator to a state in here, and restore it afterwards. With ``leaves``, ``after`` is the
     state in which the op left it. Raises `UsageError` in a CUDA graph, if the state is of another graph.
     """
 
@@ -474,7 +474,7 @@ class Drawing(OutsideOfVmap):
 
 
 def _refuse_another_graph(state: Tensor, now: Tensor) -> None:
-    """Offsets of a generator count from the start of a capture: the forward of the same one has left it further on."""
+    """Refuse a state of another capture: offsets count from its start, and the forward must have left a smaller one."""
     (seed, offset), (seed_now, offset_now) = state.view(torch.int64).tolist(), now.view(torch.int64).tolist()
     if seed != seed_now or offset >= offset_now:
         raise UsageError(
@@ -496,11 +496,11 @@ def set_state(device: str, state: Tensor) -> None:
         torch.set_rng_state(state)
 
 
-# what code calls by name ---------------------------------------------------------------------------------------------
+# names in generated code ----------------------------------------------------------------------------------------------
 
 
 def _taken(frame: Any, cell: int) -> Tensor:
-    """A value at hand. Raises `StaleTensor` where a node of this backward wrote to it."""
+    """A stored value. Raises `StaleTensor` if a node of this backward wrote to it."""
     found: Tensor = frame.values[cell]
     if found._version != frame.versions[cell]:
         raise stale("a recomputed tensor", frame.name, frame.versions[cell], found._version)
@@ -508,7 +508,7 @@ def _taken(frame: Any, cell: int) -> Tensor:
 
 
 def _hold(frame: Any, cells: tuple[int, ...], tensors: tuple[Tensor, ...]) -> None:
-    """Put recomputed values, each compared with forward's witness, where later demands find them."""
+    """Store recomputed values, each compared with forward's witness, for later unpacks."""
     values, versions = frame.values, frame.versions
     for cell, tensor in zip(cells, tensors, strict=True):
         _compare(frame, cell, tensor)
@@ -516,13 +516,13 @@ def _hold(frame: Any, cells: tuple[int, ...], tensors: tuple[Tensor, ...]) -> No
 
 
 def _compare(frame: Any, cell: int, tensor: Tensor) -> None:
-    """Hold a recomputed value against the witness of its buffer, if it has left one. Raises `WrongValue`."""
+    """Compare a recomputed value with the witness of its buffer, if there is one. Raises `WrongValue`."""
     seen = frame.seen[cell]
     if seen is None:
         return
     reading = frame.recipe.code.readings[cell]
     if reading is not None and seen.__class__ is bytes and tensor.__class__ in UNWRAPPED and not tensor.is_neg():
-        kind, word, strides, itemsize, places, step, size, shift, index = reading  # as `peek` does
+        kind, word, strides, itemsize, places, step, size, shift, index = reading  # inlined `peek`
         at = tensor.data_ptr() + shift + (frame.salt + index) % places * step * itemsize
         if _ndarray(size, word, kind.from_address(at), 0, strides).tobytes() == seen:
             return
@@ -549,8 +549,8 @@ def _flat(found: Any) -> list[Any]:
 
 
 def _empty(frame: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Memory that nobody has written to; fake in a dry run, where a mode above takes bare `empty_strided` for real."""
-    known = frame.parameters  # of the region's; the whole model is seldom gone through
+    """Uninitialized memory; fake in a dry run, where an outer mode allocates bare `empty_strided` for real."""
+    known = frame.parameters  # the region's; searching the model is rarely needed
     part = plain(known[0][2] if known else next(frame.model.parameters(), _NO_TENSOR))
     if isinstance(part, FakeTensor):
         return part.new_empty_strided(*args, **kwargs)
@@ -559,7 +559,7 @@ def _empty(frame: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _under(switches: Switches, call: Callable[[], Any]) -> Any:
-    """Call an op with kernel switches as the forward itself had set them."""
+    """Call an op with the kernel switches that the forward itself had set."""
     with switched(switches):
         return call()
 
@@ -567,12 +567,12 @@ def _under(switches: Switches, call: Callable[[], Any]) -> Any:
 NAMES: Final[Mapping[str, Any]] = (
     {one.__name__: one for one in (torch, view_of, in_a_copy)}
     | {
-        "below_autograd": torch._C._AutoDispatchBelowADInplaceOrView,  # no layers that would only pass ops on
+        "below_autograd": torch._C._AutoDispatchBelowADInplaceOrView,  # skips dispatch layers that only pass ops on
         "drawing": Drawing,
     }
     | {one.__name__[1:]: one for one in (_boxed, _compare, _empty, _flat, _hold, _parameter, _taken, _under)}
 )
-"""Names that all code may use."""
+"""Names in all generated code."""
 
 
 # Faster ways to call an op from Python --------------------------------------------------------------------------------
@@ -587,8 +587,8 @@ _LIKE = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.lay
 
 
 def binding(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """Return what calls an overload the fastest with the arguments of a recorded call (`TensorRef` in the place of
-    tensors), and calls nothing else. Other functions are returned as they are.
+    """Return the fastest Python callable for an overload and the arguments of a recorded call (`TensorRef` in place of
+    tensors), one that calls nothing else. Other functions are returned unchanged.
     """
     if not isinstance(func, torch._ops.OpOverload):
         return func
@@ -602,7 +602,7 @@ def binding(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Callable[...,
 
 
 def _kind(value: Any) -> Any:
-    """Key of an argument that a binding may choose by; None for kinds that are not looked up."""
+    """Key of an argument that a binding may choose by; None for kinds that are not supported."""
     if isinstance(value, TensorRef):
         return Tensor if value.wrap is None and not (value.conj or value.neg) else None
     if value.__class__ in _LIKE:
@@ -633,11 +633,11 @@ def _example(kind: Any) -> Any:
 
 
 class _OpReached(Exception):
-    """An op was reached."""
+    """Raised when an op is reached."""
 
 
 class _Stop(TorchDispatchMode):
-    """Ends a call at its first op."""
+    """Mode that ends a call at its first op."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _OpReached(func, args, kwargs or {})
@@ -657,7 +657,7 @@ def _calls(found: Callable[..., Any], func: Any, args: list[Any], kwargs: dict[s
 
 
 def _by_name(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments without those that are the defaults."""
+    """Arguments without those that equal their defaults."""
     schema = func._schema.arguments
     given = {schema[n].name: value for n, value in enumerate(args)} | kwargs
     defaults = {one.name: one.default_value for one in schema if one.has_default_value()}

@@ -1,8 +1,8 @@
-"""Two more ways to say what may be computed again: around a function call, and on a module's class.
+"""Policies for a function call (`checkpoint`) and for a module class (`checkpointable`).
 
-`checkpoint(function, *args)` has the calling convention of `torch.utils.checkpoint.checkpoint`. The modules that the
-function reaches (itself, what it is bound to, its closure, its globals) are where its parameters are found again in
-backward; a tensor that it reaches by any other way is kept.
+`checkpoint(function, *args)` has the calling convention of `torch.utils.checkpoint.checkpoint`. In backward, parameters
+are looked up in the modules that the function reaches (itself, its bound object, its closure, its globals); a tensor
+that it reaches by any other way is kept.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ Part = TypeVar("Part", nn.Module, nn.Parameter)
 
 
 class _Regions(dict[Any, "_FunctionRegion"]):
-    """Regions of functions that reach a module; kept on the module, and not copied with it."""
+    """Regions of functions that reach a module; stored on the module, and not copied with it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._held: dict[Any, set[Any]] = {}
 
     def clear(self) -> None:
-        """Regions, and what told them apart."""
+        """Drop the regions and their keys."""
         super().clear()
         self._held.clear()
 
     def told_apart(self, key: Any, held: Any) -> Any:
-        """A key with what objects hold: a function's configuration tells calls apart, a count of steps must not."""
+        """Add an object's contents to a key: a function's configuration tells calls apart, a step counter must not."""
         known = self._held.setdefault(key, set())
         if len(known) < MOST_CONFIGURATIONS:
             known.add(held)
@@ -56,15 +56,15 @@ class _Regions(dict[Any, "_FunctionRegion"]):
 
 
 _SHELF = "_jettison_function_regions"
-MOST_CONFIGURATIONS = 16  # of one function; then its witnesses see to what objects hold
-MOST_NUMBERS = 1000  # that tell regions apart; what lies beyond them is seen by witnesses
+MOST_CONFIGURATIONS = 16  # of one function; beyond that, witnesses notice changed contents
+MOST_NUMBERS = 1000  # in a key; witnesses notice changes of further ones
 DEEPEST = 4
 MOST_REGIONS = 64  # of one owner; a function over a number that changes at each call would fill the memory
 _ownerless = _Regions()
 
 
 def regions_of(owner: nn.Module | nn.Parameter | None) -> _Regions:
-    """Regions of functions whose first module or parameter this is, by what tells them apart; None: that have none."""
+    """Regions of functions whose first module or parameter this is, by key; None: of functions that reach neither."""
     if owner is None:
         return _ownerless
     found: _Regions = owner.__dict__.setdefault(_SHELF, _Regions())
@@ -78,17 +78,16 @@ def checkpoint(
     check: str | Check = Check.ALWAYS,
     **kwargs: Any,
 ) -> Any:
-    """Call ``function(*args, **kwargs)``; what it saves for backward is treated by ``policy``.
+    """Call ``function(*args, **kwargs)``, and treat the tensors it saves for backward by ``policy``.
 
     Args:
         policy: ``none``, ``selective``, ``selective-op``, ``full``, or a `CheckpointPolicy`.
-        check: how closely what is computed again is held against what forward had, as in `jettison.apply`.
+        check: share of recomputed values that is compared with the forward's, as in `jettison.apply`.
 
-    Inside a region that is treated already (another function's, or a planned block) this is a plain call: the outermost
-    decides.
+    Inside a planned region (another function's, or a block) this is a plain call: the outermost region decides.
 
     Raises:
-        UsageError: an unknown word.
+        UsageError: an unknown policy or check.
     """
     how = policy_named(policy) if isinstance(policy, str) else policy
     closely = check_of(check)
@@ -109,13 +108,13 @@ def checkpoint(
 
 
 def checkpointable(cls: Class) -> Class:
-    """Class decorator: instances are regions, in whatever container. How they are treated is the plan's choice."""
+    """Class decorator: instances are regions, in whatever container. The plan chooses their policy."""
     setattr(cls, REGION_MARK, True)
     return cls
 
 
 class _Calls(threading.local):
-    """The functions that run now, on this thread; ours, and no state of the user's."""
+    """The functions that are running on this thread; ours, and no state of the user's."""
 
     def __init__(self) -> None:
         self.stack: list[Callable[..., Any]] = []
@@ -125,7 +124,7 @@ class _Calls(threading.local):
 
 
 class _Body(nn.Module):
-    """The modules a function reaches, as one module."""
+    """The modules that a function reaches, as one module."""
 
     def __init__(self, found: tuple[nn.Module, ...], parameters: tuple[nn.Parameter, ...]) -> None:
         super().__init__()
@@ -139,7 +138,7 @@ class _Body(nn.Module):
         return self.current.stack[-1](*args, **kwargs)
 
     def bound(self) -> Callable[..., Any]:
-        """The function that runs now, for when others do."""
+        """The running function, to restore after a nested one."""
         return self.current.stack[-1]
 
 
@@ -202,7 +201,7 @@ def _flat(values: Iterator[Any]) -> Iterator[Any]:
 
 
 def _numbers(values: Iterable[Any], depth: int) -> Iterator[tuple[type, Any]]:
-    """Numbers and words, also those that containers and plain objects (a configuration) hold."""
+    """Numbers and strings, also inside containers and plain objects (a configuration)."""
     for value in values:
         if isinstance(value, bool | int | float | str):
             yield type(value), value

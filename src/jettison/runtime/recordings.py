@@ -1,21 +1,21 @@
-"""What is known of one region's calls: by signature a recipe, or why there is none; and whether that still holds.
+"""Recordings of one region: by signature a recipe, or the reason why there is none; and whether they still hold.
 
 NOTE [ Settings that do not matter ]
-A changed setting (a number, a submodule, a closure) puts every recording of its region in doubt. Each is made again
-when it is wanted. Where the new program is the old one, the settings that had changed are ignored from then on: only
-when they move is a run compared with the recording, call by call.
+A changed setting (a number, a submodule, a closure) puts every recording of its region in doubt. Each is recorded again
+when it is needed. If the new program equals the old one, the changed settings are ignored from then on: only when they
+change is a run compared with the recording, call by call.
 
 NOTE [ Settings that come back ]
-Where the programs do differ, as under one adapter and another (PEFT's `set_adapter`), the settings often come back, and
-a recording takes far longer than a step. So what is known under some settings is put aside when they change, and is
-known again once everything is as it was then; but not where that would keep modules alive which the model has let go
-of. Once a run or a tensor tells that a recording is wrong, all that was put aside is let go of.
+If the programs do differ, as under one adapter and another (PEFT's `set_adapter`), the settings often return, and a
+recording takes far longer than a step. So recordings are put aside when their settings change, and reused once all
+settings are back; but not if that would keep modules alive which the model no longer has. When a run or a tensor shows
+that a recording is wrong, all that were put aside are dropped.
 
 NOTE [ Interrupts ]
-A recording runs the user's Python before the run that counts. Where that Python leaves by a `KeyboardInterrupt` or
-another `BaseException`, the run that counts has drawn nothing yet, and without a plan it would have. So it comes first,
-without a recording; it raises the exception itself, or the one that was held back is raised after it. Ctrl-C waits for
-one call of one region.
+A recording runs the user's Python before the real run. If that raises a `KeyboardInterrupt` or another `BaseException`,
+the real run has drawn no random numbers yet, and without a plan it would have. So the real run follows without a
+recording; it raises the exception itself, or the pending one is raised after it. Ctrl-C is delayed by one call of one
+region.
 """
 
 from __future__ import annotations
@@ -52,44 +52,44 @@ if TYPE_CHECKING:
     from jettison.runtime.planned import PlannedForward
 
 
-GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording
+GIVE_UP_AFTER = 8  # runs of one signature that differed from their recording, before it is no longer recorded
 WRITTEN_LATER = "others write to its arguments or results before backward"
 STALE_CASTS = (
     "its forward gets casts of weights out of autocast's cache that are older than the weights, since the loop steps "
     "its optimizer without leaving autocast; torch trains so, on gradients of the older weights"
 )
 MOST_PREPARED = 256  # signatures of one region that are known at a time
-MOST_ASIDE = 4  # settings under which something is known that do not hold now
+MOST_ASIDE = 4  # inactive settings whose recordings are put aside
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a trial found: whether the forward may run ``again`` in backward, and if not, why."""
+    """Result of a trial: whether the forward may run ``again`` in backward, and if not, why."""
 
     again: bool
     why: str = ""
     written: tuple[tuple[int, str], ...] = ()  # buffers that the forward writes to: (number of the module, name)
     hollow: frozenset[int] = frozenset()  # numbers of saved tensors that no kernel writes
-    interrupt: BaseException | None = None  # left the trial; the run that counts comes first
+    interrupt: BaseException | None = None  # raised by the trial; the real run comes first
     known: Known = field(default_factory=dict)  # large containers that it reaches
 
 
 @dataclass(kw_only=True)
 class Prepared:
-    """A recipe for one signature. ``recipe`` is None where the region could not be recorded."""
+    """Recipe of one signature. ``recipe`` is None if the region could not be recorded."""
 
     recipe: Recipe | None
     problem: str = ""
     checked: bool = False
     calls: int = 0
-    settings: frozenset[Any] = frozenset()  # ignored ones, as they were at the last checked run
-    verdict: Verdict | None = None  # of one without a recipe: whether its Python may run again
-    told: bool = False  # the user knows that there is none
+    settings: frozenset[Any] = frozenset()  # ignored ones, as of the last checked run
+    verdict: Verdict | None = None  # without a recipe: whether its Python may be recomputed
+    told: bool = False  # the user was told that there is no recipe
     graph: Print | None = None  # of the first run, which was checked call by call
 
 
 def _is_part(now: Program, planned: Program) -> bool:
-    """Whether all ops of a program are of the other as well, and it saves and makes no more."""
+    """Whether a program is a part of the other: a subset of its ops that saves and allocates no more."""
     names = Counter(op.name for op in now.ops) <= Counter(op.name for op in planned.ops)
     saved, could = (p.kept_bytes(p.saved_buffers()) for p in (now, planned))
     made, may = (sum(buffer.nbytes for buffer in p.buffers) for p in (now, planned))
@@ -97,7 +97,7 @@ def _is_part(now: Program, planned: Program) -> bool:
 
 
 def _uncounted() -> contextlib.ExitStack:
-    """Who counts bytes of the step that is running sees nothing: a recording takes none."""
+    """Hide a recording from counters of the running step's bytes."""
     stack = contextlib.ExitStack()
     for mode in _get_current_dispatch_mode_stack():
         if hasattr(mode, "looking_away"):
@@ -106,7 +106,7 @@ def _uncounted() -> contextlib.ExitStack:
 
 
 class Recordings:
-    """Of one region, on a fake copy of its module if ``fake_model``; ``blocks`` are the regions inside of a root."""
+    """Recordings of a region, on a fake copy of its module if ``fake_model``; ``blocks`` are a root's regions."""
 
     def __init__(self, region: PlannedForward, *, blocks: tuple[str, ...] | None, fake_model: bool) -> None:
         self.region, self.module, self.blocks, self.fake_model = region, region.module, blocks, fake_model
@@ -116,32 +116,32 @@ class Recordings:
         self.owners = owners_of(region.module)
         self.guard: ModuleGuard | None = None
         self.fell_back = False  # some call has no program
-        self.never = ""  # why no call is recorded
-        self.differs = ""  # why its Python may not be recomputed in backward: one run of it was not like the first
-        self.shared: frozenset[int] = frozenset()  # leaf positions of arguments that live elsewhere anyway
-        self.late: frozenset[Place] = frozenset()  # what others write to before backward
+        self.never = ""  # reason why no call is recorded
+        self.differs = ""  # reason why its Python may not be recomputed: a second run differed from the first
+        self.shared: frozenset[int] = frozenset()  # leaf positions of arguments that are alive anyway
+        self.late: frozenset[Place] = frozenset()  # arguments that are written to before backward
         self.casts: dict[str, tuple[Any, int | None]] = {}  # of parameters, by autocast: see `note_cast`
-        self.written: set[str] = set()  # parameters and buffers that somebody wrote to between forward and backward
-        self.late_inside: dict[str, frozenset[int]] = {}  # the same of what it leaves behind, by the program's form
+        self.written: set[str] = set()  # parameters and buffers that were written to between forward and backward
+        self.late_inside: dict[str, frozenset[int]] = {}  # as `late`, for its saved tensors, by the program's form
         self._planned: dict[Any, Program] = {}  # by plan and signature
-        self._precision: tuple[Any, ...] = ()  # what FSDP cast when it was recorded
+        self._precision: tuple[Any, ...] = ()  # FSDP's casts at recording time
         self._suspects: frozenset[Setting] = frozenset()
         self._ignored: frozenset[Setting] = frozenset()
-        self._everything: ModuleGuard | None = None  # with what is ignored
+        self._everything: ModuleGuard | None = None  # with ignored settings
         self._aside: list[tuple[ModuleGuard, dict[tuple[int, Any], Prepared]]] = []  # the latest last
         self._outdated: dict[Any, Program] = {}
-        self._distrusted: dict[Any, str] = {}  # signatures of which a tensor once came back wrong
+        self._distrusted: dict[Any, str] = {}  # signatures with a tensor that was once recomputed wrongly
         self._divergences: dict[Any, int] = {}
         self._last_values: Any = None
 
     def take_plan(self, number: int, plan: RegionPlan) -> None:
-        """Calls from now on are treated so. What is known under other numbers is known when they come back."""
+        """Use this plan for calls from now on. Recordings under other plans are kept for their return."""
         self.number, self.plan = number, plan
 
     # known before a run ----------------------------------------------------------------------------------------------
 
     def adopt(self, key: Any, trace: RegionTrace, *, checked: bool = False) -> None:
-        """Follow a program that was recorded elsewhere (``checked``: on these tensors), unless it has a problem."""
+        """Take a program that was recorded elsewhere (``checked``: on these tensors), unless it has a problem."""
         if trace.problem:
             self.give_up(key, trace.problem)
             return
@@ -155,7 +155,7 @@ class Recordings:
         self._store(key, trace).checked = checked
 
     def give_up(self, key: Any, problem: str, verdict: Verdict | None = None, *, told: bool = True) -> Prepared:
-        """Calls of this signature have no program."""
+        """Note that calls of this signature have no program."""
         self.guard = self.guard or ModuleGuard(self.module)
         self.fell_back = True
         known = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict, told=told)
@@ -163,18 +163,18 @@ class Recordings:
         return known
 
     def most_used(self) -> Prepared | None:
-        """Of the signature that was called most."""
+        """The recipe of the signature that was called most."""
         return max(self.prepared.values(), key=lambda p: p.calls, default=None)
 
     def moves_without_recipe(self) -> bool:
-        """Whether what calls save goes to the host as it comes by."""
+        """Whether saved tensors of calls without a recipe are offloaded as they are saved."""
         known = [p for (number, _), p in self.prepared.items() if number == self.number]
         return isinstance(self.plan.policy, Offload) and any(p.recipe is None for p in known)
 
     # a call ----------------------------------------------------------------------------------------------------------
 
     def look(self, *, in_dry_run: bool) -> None:
-        """See whether settings have changed. In a dry run none has: the copy that runs is what was recorded."""
+        """Check whether settings have changed. In a dry run none has: the copy that runs is the recorded one."""
         if self.guard is None or not (in_dry_run or self.guard.holds()):
             before, known = self.guard, dict(self.prepared)
             self._aside = [one for one in self._aside if one[0].may_be_kept()]
@@ -184,7 +184,7 @@ class Recordings:
                 self._aside = [*self._aside, (before, known)][-MOST_ASIDE:]
 
     def _know_again(self) -> bool:
-        """What was put aside is known again, if all is as it was then. See NOTE [ Settings that come back ]."""
+        """Reuse recordings that were put aside, if their settings hold again. See NOTE [ Settings that come back ]."""
         found = next((known for known in reversed(self._aside) if known[0].holds()), None)
         if found is None:
             return False
@@ -197,25 +197,25 @@ class Recordings:
         return True
 
     def of(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any]) -> Prepared:
-        """What a call of this signature follows; recorded now, of the forward ``own``, where nothing is known of it.
-        Raises `UnsupportedModule` where recording has moved what cannot be put back.
+        """Recipe for a call of this signature; the forward ``own`` is recorded now if there is none.
+        Raises `UnsupportedModule` if recording has changed state that cannot be restored.
         """
         prepared = self.prepared.get((self.number, key))
         if prepared is not None and not prepared.checked and precision_of(self.module) != self._precision:
-            self.forget()  # FSDP came after the recording, with casts of its own
+            self.forget()  # FSDP was applied after the recording, with casts of its own
             prepared = None
         if prepared is not None and prepared.recipe is not None and prepared.recipe.trace.detached:
             tables = [self.owners[name] for name in prepared.recipe.trace.detached.values()]
             if any(is_stepped_in_backward(table[leaf]) for table, leaf in tables):
-                self.forget()  # a parameter that is read without its graph has got hooks since
+                self.forget()  # a parameter that is read without its graph has gained hooks
                 prepared = None
         return prepared or self._prepare(key, args, kwargs, own)
 
     def must_check(self, prepared: Prepared, recipe: Recipe, leaves: list[Any]) -> frozenset[Any] | None:
-        """What has changed since a run was last checked, although it did not matter then; None if nothing that counts.
+        """Ignored settings that have changed since the last checked run; None if no check is needed.
 
-        A setting that was found not to matter may come to matter (a counter that reaches a threshold), and so may a
-        number that is read out of a tensor: such runs are compared with the recording, call by call.
+        An ignored setting may come to matter (a counter that reaches a threshold), and so may a number that is read out
+        of a tensor: such runs are compared with the recording, call by call.
         """
         settings = self._everything.changed() if self._everything is not None else frozenset()
         if not prepared.checked or settings != prepared.settings or self._moves(settings):
@@ -223,7 +223,7 @@ class Recordings:
         return None if reads_hold(recipe.trace, leaves) else settings
 
     def _moves(self, settings: frozenset[Any]) -> bool:
-        """Whether a setting has another value than at the last look, for those that are known to have changed."""
+        """Whether a setting that is known to change has another value than at the last check."""
         if not settings or self._everything is None:
             return False
         values, before = self._everything.values(settings), self._last_values
@@ -233,7 +233,7 @@ class Recordings:
     # what does not hold ----------------------------------------------------------------------------------------------
 
     def start_over(self) -> None:
-        """Nothing that was recorded holds."""
+        """Discard all recordings."""
         self.prepared.clear()
         self._aside.clear()
         self._outdated = {}
@@ -241,15 +241,15 @@ class Recordings:
         self.guard = None
 
     def unguard(self) -> None:
-        """Nobody asks whether what was recorded holds: keep nothing alive for it. A call that does ask records anew."""
+        """Drop the guard, which keeps objects alive, when nothing checks the recordings. A later check records anew."""
         if self.guard is not None:
             self.guard = None
             self._aside.clear()
 
     def forget(self) -> None:
-        """Settings have changed: what was recorded may not hold. See NOTE [ Settings that do not matter ]."""
+        """Distrust recordings after settings have changed. See NOTE [ Settings that do not matter ]."""
         names = "" if self.guard is None else self.guard.structure_words()
-        if names:  # that is said already
+        if names:  # then a warning was given already
             self._planned = {}
         self.region._forgotten(names)
         if self.guard is not None:
@@ -260,18 +260,18 @@ class Recordings:
         self.guard = ModuleGuard(self.module, self._ignored)
 
     def diverged(self, prepared: Prepared, key: Any, why: str) -> None:
-        """A run was not as recorded, and nothing is lost: record again, or never again."""
+        """Handle a run that differed from its recording without loss: record again, or never again."""
         self._aside.clear()
         times = self._divergences[key] = self._divergences.get(key, 0) + 1
-        adopted = not self.count  # recorded elsewhere, and earlier: once more, here and now
+        adopted = not self.count  # recorded elsewhere, and earlier: record once more, here and now
         if (prepared.checked or adopted) and times <= GIVE_UP_AFTER:
             self.forget()
         else:
             self.lose(key, why)
 
     def wrong(self, recipe: Recipe, why: str, *, looked: bool) -> str:
-        """A tensor came back wrong. What its calls do from now on, in words: one that is known for it, and those whose
-        graph was the recorded one, are not trusted again; the others count as runs with another graph.
+        """Handle a tensor that was recomputed wrongly, and describe the treatment of further calls: a signature with
+        such a past, or whose graph was the recorded one, is not trusted again; others count as runs with another graph.
         """
         self._aside.clear()
         found = next(((key, p) for (_, key), p in self.prepared.items() if p.recipe is recipe), None)
@@ -286,12 +286,12 @@ class Recordings:
         return "has a new recording"
 
     def lose(self, key: Any, why: str) -> None:
-        """Calls of this signature have no program from now on."""
+        """Stop using a program for calls of this signature."""
         self._distrusted[key] = why
         self.prepared.pop((self.number, key), None)
 
     def note_cast(self, name: str, tensor: Tensor) -> None:
-        """Autocast has cast this parameter, and keeps the cast until the loop leaves it, whatever is written."""
+        """Note that autocast caches a cast of this parameter until the loop leaves autocast, whatever is written."""
         table, leaf = self.owners[name]
         self.casts[name] = weakref.ref(plain(tensor).untyped_storage()), version_of(table[leaf])
 
@@ -304,7 +304,7 @@ class Recordings:
         return False
 
     def moves(self, names: Set[str], *, places: Set[Place] = frozenset()) -> None:
-        """Keep what is computed of parameters, buffers and arguments that somebody wrote to too early, from now on."""
+        """Keep, from now on, all results of parameters, buffers and arguments that were written to too early."""
         if names - self.written or places - self.late:
             self.written |= names
             self.late |= places
@@ -312,12 +312,12 @@ class Recordings:
             self.forget()
 
     def leave(self, key: Any, why: str) -> Prepared:
-        """Calls of this signature have no program from this one on."""
+        """Stop using a program for calls of this signature, this one included."""
         self._distrusted[key] = why
         return self.give_up(key, why, told=False)
 
     def distrust(self, recipe: Recipe, problem: str) -> None:
-        """A tensor came back wrong: calls like that one have no program from now on."""
+        """Stop using a program for calls like the one whose tensor was recomputed wrongly."""
         for (number, key), prepared in self.prepared.items():
             if prepared.recipe is recipe:
                 self.prepared[number, key] = Prepared(recipe=None, problem=problem, checked=True)
@@ -350,9 +350,9 @@ class Recordings:
             if not self._is_as_planned(key, trace.program):
                 self.region._say_changed()
             return self._store(key, trace)
-        except RecordingLeft as error:  # this time only: a hook that has what it wanted, a batch that was refused
+        except RecordingLeft as error:  # this time only: a hook that stops the forward, a batch that was refused
             verdict = Verdict(again=False, why=str(error))
-        except UnsupportedModule:  # what recording has moved cannot be put back: no run of today is a plain one's
+        except UnsupportedModule:  # recording has changed state for good: later runs would not equal plain ones
             raise
         except (TraceError, ValueError) as error:
             return self.give_up(key, str(error), told=False)
@@ -369,8 +369,8 @@ class Recordings:
         return trace_region(self.module, args, kwargs, shared=self.shared, copy=self.fake_model, runs=(own,))
 
     def _is_as_planned(self, key: Any, now: Program) -> bool:
-        """Whether a program has the ops that were planned with, or some of them on no more bytes (a mask that is of no
-        use is left out). What was traced around blocks may end in a loss that is computed after its forward.
+        """Whether a program has the planned ops, or some of them on no more bytes (without an unneeded mask).
+        A trace around blocks may end in a loss that is computed after its forward.
         """
         planned = self._planned.get((self.number, key))
         if planned is None or planned.form() == now.form():
@@ -404,7 +404,7 @@ class Recordings:
 
 
 def reads_hold(trace: RegionTrace, leaves: list[Any]) -> bool:
-    """Whether the forward would find in these arguments what the recording found; False where a run alone can tell."""
+    """Whether these arguments hold the values that the recording read; False if only a run can tell."""
     if not trace.reads:
         return True
     if any(read.calls is None for read in trace.reads):
@@ -420,7 +420,7 @@ def reads_hold(trace: RegionTrace, leaves: list[Any]) -> bool:
                         _call_again(trace, trace.calls[index], values)
                 if not _found_again(trace, read, values):
                     return False
-        except VALUES_WANTED:  # a dry run has none
+        except VALUES_WANTED:  # a dry run has no values
             return False
     return True
 
@@ -451,34 +451,34 @@ def _found_again(trace: RegionTrace, read: ValueRead, values: dict[int, Tensor])
 
 # plan -----------------------------------------------------------------------------------------------------------------
 #
-# How a region is treated under each plan that it has (one for each of several batches, say), and its segment: blocks
-# in a row that hold one input, of which each computes its output again for the next.
+# Treatment of a region under each of its plans (one for each of several batches, say), and its segment: consecutive
+# blocks that keep one input, each of which recomputes its output for the next.
 
 
 @dataclass(eq=False, kw_only=True)
 class SegmentLink:
-    """A region's place in a checkpoint segment."""
+    """A region's position in a checkpoint segment."""
 
-    before: SegmentLink | None = None  # the place of the one before
-    inputs: tuple[tuple[int, int], ...] = ()  # which the one before recomputes: (leaf position, output leaf of that)
+    before: SegmentLink | None = None  # position of the previous block
+    inputs: tuple[tuple[int, int], ...] = ()  # recomputed by the previous block: (leaf position, output leaf of that)
     outputs: tuple[int, ...] = ()  # output leaves that it recomputes itself, for the next
-    # by output leaf: its storage, how that was seen, and how it is recomputed
+    # by output leaf: its storage, the view of it, and its recomputation
     _left: dict[int, tuple[Any, Any, Handle]] = field(default_factory=dict, init=False)
 
     @property
     def is_alone(self) -> bool:
-        """Neither takes from a block before nor leaves anything for one after."""
+        """Whether it neither gets inputs from the block before nor leaves outputs for the next."""
         return self.before is None and not self.inputs and not self.outputs
 
     def leave(self, returned: Sequence[Any], handles: Mapping[int, Handle]) -> None:
-        """A call has ended: what the next block may ask for."""
+        """Leave outputs of a finished call for the next block."""
         self._left = {
             leaf: (weakref.ref(plain(returned[leaf]).untyped_storage()), _how(returned[leaf]), handle)
             for leaf, handle in handles.items()
         }
 
     def take(self, leaves: Sequence[Any]) -> dict[int, Handle]:
-        """By leaf position, how inputs of a call are computed again that are the outputs of the block before."""
+        """Handles, by leaf position, that recompute inputs of a call in the block before."""
         if self.before is None:
             return {}
         left, self.before._left = self.before._left, {}
@@ -492,23 +492,23 @@ class SegmentLink:
         return found
 
     def forget(self) -> None:
-        """The next block asks for nothing that was left."""
+        """Drop the outputs left for the next block."""
         self._left = {}
 
 
 def _how(tensor: Tensor) -> tuple[Any, ...]:
-    """How a storage is seen, and its version: what comes by may be an alias of what was left (FSDP makes one)."""
+    """View and version of a storage: the next block may get an alias of the output (FSDP makes one)."""
     inner = plain(tensor)
     return inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, wrapping(tensor), version_of(tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPlan:
-    """Under one plan: what is kept, and the region's place in a checkpoint segment."""
+    """Treatment under one plan: the policy, and the region's position in a checkpoint segment."""
 
     policy: CheckpointPolicy
     link: SegmentLink = field(default_factory=SegmentLink)
-    # which of its calls in one forward of the model (1: the first) is the last of all blocks' and moves nothing, since
-    # backward begins there at once; 0 where another block's is
+    # which of its calls in one forward of the model (1: the first) is the last of all blocks' and offloads nothing,
+    # since backward begins there at once; 0 if it is another block's
     stays: int = 0
-    lives: frozenset[Place] = frozenset()  # arguments and results that the loop holds as the model's output
+    lives: frozenset[Place] = frozenset()  # arguments and results that the loop references as the model's output

@@ -1,4 +1,4 @@
-"""What a region did, slot by slot."""
+"""Report of a region's kept, dropped and offloaded tensors, slot by slot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SlotReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Live:
-    """Calls of a region whose backward is not over, and the bytes that their recipes keep meanwhile."""
+    """Calls of a region whose backward is not over, and the bytes that their recipes keep."""
 
     calls: int
     nbytes: int
@@ -33,10 +33,10 @@ class Live:
 
 @dataclass(kw_only=True)
 class RegionReport:
-    """What a region did so far.
+    """A region's tensors and calls so far.
 
-    ``check`` says how closely what is computed again is held against what forward had, and ``rounded`` how many tensors
-    came back with other last bits (on accelerators, where a product may take another kernel the second time).
+    ``check`` is the share of recomputed values that is compared with the forward's, and ``rounded`` the number of
+    tensors that differed in their last bits (on accelerators, where a recomputed matmul may use another kernel).
     """
 
     name: str
@@ -62,7 +62,7 @@ class RegionReport:
 
     @classmethod
     def of(cls, recipe: Recipe | None, *, stays: bool = False, **known: Any) -> RegionReport:
-        """From the recipe that ran (None: it fell back), where no call moves what it might if it ``stays``."""
+        """Build from the recipe that ran (None: it fell back); with ``stays`` no call offloads what it might."""
         kinds = [_action(s.kind, stays) for s in recipe.slots] if recipe else []
         ops = recipe.trace.program.ops if recipe else ()
         return cls(

@@ -1,9 +1,9 @@
-"""Blocks that are replaced, wrapped, moved, removed or added after planning: noticed when the next step begins.
+"""Detection of blocks that are replaced, wrapped, moved, removed or added after planning, at the start of a step.
 
 A region belongs to a module, and a plan to a model. So a module that was moved or wrapped keeps its region, under its
-new name; one that stands in the place of another gets a region of its own, treated as the old one was; one that was
-added runs as part of what is around the blocks. All of it is recorded again. Gradients are right with or without this;
-without it part of a plan would be without effect, and nobody would know.
+new name; one that replaces another gets a region of its own, with the old one's policy; an added one runs as part of
+the model around the blocks. All of it is recorded again. Gradients are right without this, too; but part of a plan
+would silently have no effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jettison.runtime.recordings import RegionPlan
 
 MOST_WORDS = 4
 SWITCH: Final = "gradient_checkpointing"
-"""As transformers and diffusers name it (`modeling_utils.py`: ``_set_gradient_checkpointing``)."""
+"""Attribute of transformers and diffusers (`modeling_utils.py`: ``_set_gradient_checkpointing``)."""
 
 _WRAPPERS: tuple[type, ...] = ()
 if distributed.is_available():
@@ -31,7 +31,7 @@ if distributed.is_available():
 
 
 def refuse_checkpointing(name: str, module: Any, when: str = "") -> None:
-    """Raise `UnsupportedModule` where a module checkpoints, or offloads, by a switch or as a wrapper."""
+    """Raise `UnsupportedModule` if a module checkpoints, or offloads, by a switch or as a wrapper."""
     if getattr(module, SWITCH, False) is True:
         raise UnsupportedModule(
             f"{name} has gradient checkpointing switched on{when}; call gradient_checkpointing_disable() on the model "
@@ -47,7 +47,7 @@ def refuse_checkpointing(name: str, module: Any, when: str = "") -> None:
 
 
 class Structure:
-    """See the module docstring. One for the root of a planned model; ``regions`` are the plan's, the root last."""
+    """Watches a model's structure (see the module docstring). ``regions`` are the plan's, the root last."""
 
     def __init__(self, root: PlannedForward, regions: list[PlannedForward]) -> None:
         self.root = root
@@ -55,7 +55,7 @@ class Structure:
         self._look()
 
     def check(self) -> None:
-        """Put regions where they belong now, if modules are not where they were. Raises `UnsupportedModule` where
+        """Move regions to where they belong now, if modules have moved. Raises `UnsupportedModule` if
         checkpointing was switched on, or wrapped around blocks.
         """
         for module in self.switches:
@@ -70,7 +70,7 @@ class Structure:
         self._follow()
 
     def parts_changed(self, names: str) -> None:
-        """Modules inside of blocks are other ones: recorded again, which only a budget suffers from."""
+        """Warn that modules inside of blocks were replaced: blocks are recorded again, and the budget may not hold."""
         about = self._about_budget()
         if about:
             self.root.say_once(
@@ -78,7 +78,7 @@ class Structure:
             )
 
     def _look(self) -> None:
-        """Remember every table entry on the way from the model to its blocks, and what stands for their forwards."""
+        """Remember every table entry on the path from the model to its blocks, and their forwards."""
         places: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         tables: dict[int, dict[str, Any]] = {}
         for region in self._at_work():
@@ -121,7 +121,7 @@ class Structure:
         self._say(changes)
 
     def _keep(self) -> Iterator[str]:
-        """Regions whose modules are still part of the model, under whatever name."""
+        """Names of regions whose modules are still part of the model, under whatever name."""
         names = {id(module): name for name, module in self.root.module.named_modules()}
         self.lost: list[PlannedForward] = []
         for region in self._at_work():
@@ -139,7 +139,7 @@ class Structure:
                 region.name = name
 
     def _replace(self) -> Iterator[str]:
-        """Modules in the place of those that are gone."""
+        """Give regions to the modules that replace others."""
         modules = dict(self.root.module.named_modules())
         for region in self.lost:
             module = modules.get(region.name)

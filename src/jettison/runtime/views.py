@@ -1,4 +1,4 @@
-"""Views of a storage, as recordings write them down."""
+"""Views of a storage, as recordings describe them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from jettison.core.errors import TraceError
 
 @dataclass(frozen=True, slots=True)
 class Within(TensorRef):
-    """A view of an argument, or of what has moved: ``offset`` counts from where that begins in its storage."""
+    """A view of an argument or of offloaded bytes: ``offset`` counts from where those begin in their storage."""
 
     @classmethod
     def since(cls, begin: int, ref: TensorRef) -> Within:
-        """Return a view counted from so many bytes on."""
+        """Return a view whose offset counts from this byte on."""
         offset = ref.offset - begin // ref.dtype.itemsize
         return cls(ref.buffer, ref.size, ref.stride, offset, ref.dtype, ref.wrap, ref.conj, ref.neg)
 
 
 def within(trace: RegionTrace, ref: TensorRef) -> TensorRef:
-    """The view, counted from where the argument begins if its buffer is one."""
+    """The view, with its offset from the start of the argument if its buffer is one."""
     given = trace.given.get(ref.buffer) if ref.buffer in trace.inputs else None
     return ref if given is None else Within.since(given.offset * given.dtype.itemsize, ref)
 
 
 def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
-    """The view ``ref`` of the storage that ``tensor`` lies in."""
+    """The view ``ref`` of the storage of ``tensor``."""
     if (
         ref.__class__ is TensorRef
         and tensor.dtype is ref.dtype
         and ref.wrap is None
         and not (ref.conj or ref.neg or tensor.is_neg() or tensor.is_conj())
-    ):  # nearly all
+    ):  # the common case
         if tensor.shape == ref.size and tensor.stride() == ref.stride and tensor.storage_offset() == ref.offset:
             return tensor
         return tensor.as_strided(ref.size, ref.stride, ref.offset)
@@ -60,13 +60,13 @@ def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
 
 
 def in_a_copy(tensors: Sequence[Tensor], refs: Sequence[TensorRef]) -> list[Tensor]:
-    """Views of one memory, as they are in a copy of it: of what is written to, all that the op was given of it."""
+    """Copy the memory that these views share, and return them as views of the copy."""
     copy = whole_copy(tensors[0])
     return [copy, *(view_of(copy, ref) for ref in refs[1:])]
 
 
 def whole_copy(tensor: Tensor) -> Tensor:
-    """A copy of the whole storage, seen as ``tensor`` sees its own."""
+    """Copy the complete storage, and return the view of it that ``tensor`` is of its own."""
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     if tensor.is_conj() or tensor.is_neg():
         raise TraceError("an op writes to a conjugate or negative view")

@@ -1,12 +1,12 @@
-"""Runs of a region that has no recipe: checkpointed by running its Python again, where that gives the same, or plain.
+"""Runs of regions without a recipe: checkpointed by rerunning their Python, if that gives the same, or plain.
 
-NOTE [ Running Python again ]
-A second run of a forward may differ from the first: its Python may have counted on, drawn numbers, left something in a
-list. So before a region without a program is checkpointed, it is tried: its forward runs twice on copies of what it
-writes to, the second time as backward would run it, and every tensor that autograd saves is compared. If all are equal
-the region is checkpointed; else it is kept as plain autograd keeps it. Later runs leave witnesses as recomputed tensors
-do (NOTE [ The promise ]), so that a run which differs after all stops the step. What the second run does to Python
-state, buffers and random streams is undone.
+NOTE [ Rerunning Python ]
+A second run of a forward may differ from the first: its Python may have incremented a counter, drawn numbers, appended
+to a list. So before a region without a program is checkpointed, it is tried: its forward runs twice on copies of the
+tensors that it writes to, the second time as backward would run it, and every tensor that autograd saves is compared.
+If all are equal the region is checkpointed; else it keeps its tensors as plain autograd does. Later runs leave
+witnesses as recomputed tensors do (NOTE [ The promise ]), so that a run which differs after all stops the step. Changes
+of Python state, buffers and random streams by the second run are undone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ RAN_BACKWARD = "its forward runs a backward of its own"
 def run_without_recipe(
     region: PlannedForward, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """One call. The first one that may be computed again is tried: see NOTE [ Running Python again ]."""
+    """Run one call. The first one that may be recomputed is tried: see NOTE [ Rerunning Python ]."""
     is_kept = region.is_root or keeps_everything(region.plan.policy)
     if not is_kept and region.recordings.differs:
         prepared.verdict = Verdict(again=False, why=region.recordings.differs)
@@ -85,12 +85,12 @@ def run_without_recipe(
     if not is_kept and prepared.verdict is not None and prepared.verdict.again:
         if is_capturing():
             raise UsageError(
-                f"a CUDA graph is being captured, and the Python of {region.name or 'the model'} runs again in its "
+                f"a CUDA graph is being captured, and the Python of {region.name or 'the model'} is rerun in its "
                 f"backward: {prepared.problem}. Leave it out with regions=[...]"
             )
         return Rerun(region, prepared.verdict, args, kwargs).run()
     policy = region.plan.policy
-    with without_our_hooks(), _without_checks():  # what it saves is not the surrounding region's
+    with without_our_hooks(), _without_checks():  # its saved tensors are not the surrounding region's
         if isinstance(policy, Offload) and _may_move(region, prepared):
             return run_moving(region, policy, region.forward, args, kwargs)
         return region.forward(*args, **kwargs)
@@ -99,21 +99,21 @@ def run_without_recipe(
 def run_interrupted(
     region: PlannedForward, interrupt: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> NoReturn:
-    """The run that counts, and then the exception that left the one before it. See NOTE [ Interrupts ]."""
+    """Do the real run, then raise the exception that its recording raised. See NOTE [ Interrupts ]."""
     with without_our_hooks():
         region.forward(*args, **kwargs)
     raise interrupt
 
 
 def _without_checks() -> contextlib.AbstractContextManager[Any]:
-    """Switch off the dispatch modes of surrounding regions: compiled functions do not run under any."""
+    """Disable the dispatch modes of surrounding regions: compiled functions do not run under any."""
     modes = _get_current_dispatch_mode_stack()
     ours = bool(modes) and all(isinstance(mode, SequenceCheck | SomeMode) for mode in modes)
     return _disable_current_modes() if ours else contextlib.nullcontext()
 
 
 def _may_move(region: PlannedForward, prepared: Prepared) -> bool:
-    """Whether what autograd saves is what it gives back, and not what somebody has written there since."""
+    """Whether autograd gives back the values that it saved, and not later writes to them."""
     late = region.recordings.late or region.recordings.late_inside
     return not late and not (prepared.verdict is not None and prepared.verdict.again)
 
@@ -121,7 +121,7 @@ def _may_move(region: PlannedForward, prepared: Prepared) -> bool:
 def run_moving(
     region: PlannedForward, policy: Offload, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """One call, of which what autograd saves goes to the host as it comes by."""
+    """Run one call, and offload its saved tensors as they are saved."""
     group = region.begin_group(moves=True)
     assert group is not None
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -136,7 +136,7 @@ def run_moving(
 
 
 def _say(region: PlannedForward, prepared: Prepared) -> None:
-    """That and why a region is not planned tensor by tensor, once for each reason."""
+    """Warn that a region is not planned tensor by tensor, once for each reason."""
     if prepared.told:
         return
     prepared.told = True
@@ -155,11 +155,11 @@ def _say(region: PlannedForward, prepared: Prepared) -> None:
         warnings.warn(text, stacklevel=6)
 
 
-# a trial ------------------------------------------------------------------------------------------------------------
+# trials -------------------------------------------------------------------------------------------------------------
 
 
 def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
-    """Run a forward on real tensors twice as its checkpoint would, compare, and leave nothing behind."""
+    """Run a forward on real tensors twice as its checkpoint would, compare, and restore all state."""
     reach = Reach([module], [forward, *tree_leaves((args, kwargs))], most=MOST_VALUES_A_STEP)
     if reach.values > MOST_VALUES_A_STEP:
         return Verdict(
@@ -174,7 +174,7 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
     looks = _Looks()
     reach.set_aside()
     try:
-        # others have an array in them
+        # others wrap an array
         copies = _cloned({key: buffer for key, buffer in _buffers_of(module).items() if not reach.sees(buffer)})
         with _without_gradients(module), _buffers_as(module, copies):
             before = {key: (version_of(b), _witness(b, 0, Check.FULL)) for key, b in copies.items()}
@@ -183,7 +183,7 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
             elsewhere.undo.adopt(
                 [*copies.values(), *again.values(), *(t for t in tree_leaves(given) if isinstance(t, Tensor))]
             )
-            elsewhere.undo.note(originals, handed=True)  # a view of numpy's may write to what the copies stand in for
+            elsewhere.undo.note(originals, handed=True)  # a NumPy view may write to the copies' originals
             compiled: list[str] = []
             with eagerly(lambda: compiled.append(CALLS_COMPILED)), elsewhere, looks.hollow:
                 first = _run(forward, given, looks.first, looks.asked)
@@ -192,7 +192,7 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
                 if elsewhere.undo.wrote:
                     return Verdict(again=False, why="its forward writes to tensors that are no buffers of its")
             now = _tables(module)
-            written = tuple(  # kernels that write statistics do not all tell the version counter
+            written = tuple(  # kernels that write statistics do not all bump the version counter
                 (i, name)
                 for (i, name), b in copies.items()
                 if now[i].get(name) is not b or version_of(b) != before[i, name][0] or not before[i, name][1].agrees(b)
@@ -210,7 +210,7 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
             return Verdict(again=True, written=written, hollow=hollow)
     except WrongValue:
         return Verdict(again=False, why="a second run of its forward gives other values")
-    except Exception as error:  # one of the user's own comes again where the forward runs as it is
+    except Exception as error:  # the user's own is raised again by the real run
         line = (str(error).splitlines() or [""])[0][:200]
         why = RAN_BACKWARD if looks.ran_backward else f"a run on copies fails ({type(error).__name__}: {line})"
         return Verdict(again=False, why=why)
@@ -223,7 +223,7 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
 
 @dataclass(kw_only=True)
 class _Looks:
-    """Digests of the tensors of a first run, held against those of a second."""
+    """Digests of the tensors of a first run, compared with those of a second."""
 
     seen: list[Witness | None] = field(default_factory=list)
     hollow: _Hollow = field(default_factory=lambda: _Hollow())
@@ -231,7 +231,7 @@ class _Looks:
     ran_backward: bool = False
 
     def asked(self, _packed: None) -> Tensor:
-        """Only a backward inside the forward asks: what it wants is not held, and a checkpoint could not give it."""
+        """Refuse a backward inside the forward: its tensor is not kept, and a checkpoint could not recompute it."""
         self.ran_backward = True
         raise RuntimeError(RAN_BACKWARD)
 
@@ -251,7 +251,7 @@ class _Looks:
 
 
 class _Hollow(TorchDispatchMode):
-    """Knows tensors that no kernel writes; see `hollow_results`."""
+    """Finds tensors that no kernel writes; see `hollow_results`."""
 
     supports_higher_order_operators = True
 
@@ -283,7 +283,7 @@ def _is_like(witness: Witness, tensor: Tensor) -> bool:
 def _run(
     forward: Forward, call: tuple[Any, Any], pack: Callable[[Tensor], None], asked: Callable[[None], Tensor]
 ) -> list[Witness]:
-    """A forward, of which witnesses of its results stay, and what ``pack`` makes of its saved tensors."""
+    """Run a forward; return witnesses of its results and the values that ``pack`` makes of its saved tensors."""
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, asked):
         output = forward(*call[0], **call[1])
     return [_witness(leaf, 0, Check.FULL) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -297,7 +297,7 @@ def _same(first: list[Witness], second: list[Witness]) -> bool:
 
 
 def _copied(call: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Arguments whose tensors may be written to."""
+    """Copy the arguments, so that they may be written to."""
     leaves, spec = tree_flatten(call)
     with torch.no_grad():
         made = [_argument(leaf.clone(), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -305,7 +305,7 @@ def _copied(call: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def _argument(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor that wants gradients as the other one does, and in a forward is no leaf where that is none."""
+    """Give a tensor the other's requires_grad; in a forward it is a leaf only if the other is."""
     tensor = tensor.detach()
     if not like.requires_grad:
         return tensor
@@ -326,7 +326,7 @@ def _tables(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _buffers_of(module: nn.Module) -> Buffers:
-    """Dense ones; sparse ones are made once, and not written to."""
+    """Dense buffers; sparse ones are created once, and not written to."""
     named = ((i, name, buffer) for i, table in enumerate(_tables(module)) for name, buffer in table.items())
     return {(i, name): buffer for i, name, buffer in named if buffer is not None and is_dense(buffer)}
 
@@ -337,7 +337,7 @@ def _cloned(buffers: Buffers) -> Buffers:
 
 
 def _is_as_before(buffer: Tensor, before: tuple[Tensor, int | None] | None) -> bool:
-    """Whether a buffer is the same tensor, at the same version. A forward may put another tensor in its place."""
+    """Whether a buffer is the same tensor, at the same version. A forward may replace it by another tensor."""
     return before is not None and before[0] is buffer and before[1] == version_of(buffer)
 
 
@@ -346,7 +346,7 @@ Entries = list[tuple[dict[str, Any], str, Tensor]]
 
 @contextlib.contextmanager
 def _replaced(entries: Entries) -> Iterator[None]:
-    """Tables of modules have these tensors meanwhile: what is written to them is gone afterwards."""
+    """Put these tensors into the tables of modules within the context: writes to them are discarded afterwards."""
     before = [(table, name, table.get(name)) for table, name, _ in entries]
     for table, name, tensor in entries:
         table[name] = tensor
@@ -371,7 +371,7 @@ def _parameters_of(module: nn.Module) -> Entries:
 
 
 def _parameters_as(parameters: Entries) -> contextlib.AbstractContextManager[None]:
-    """Where modules have others by now. What FSDP has emptied it fills again by itself."""
+    """Restore earlier parameters where modules have others now. FSDP refills those that it has emptied."""
     return _replaced(
         [
             (table, name, tensor)
@@ -382,7 +382,7 @@ def _parameters_as(parameters: Entries) -> contextlib.AbstractContextManager[Non
 
 
 def _named(module: nn.Module, without: set[tuple[int, str]]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, but for these buffers."""
+    """Parameters and buffers, except these buffers."""
     for i, (path, sub) in enumerate(module.named_modules()):
         prefix = f"{path}." if path else ""
         for name, tensor in (*sub._parameters.items(), *sub._buffers.items()):
@@ -391,7 +391,7 @@ def _named(module: nn.Module, without: set[tuple[int, str]]) -> Iterator[tuple[s
 
 
 class _Reads(TorchDispatchMode):
-    """Refuses to read what was written to since the forward: by storage, its name, and its version then and now."""
+    """Refuses reads of tensors that were written to since the forward: by storage, name and versions then and now."""
 
     supports_higher_order_operators = True
 
@@ -413,7 +413,7 @@ class _Reads(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _without_gradients(module: nn.Module) -> Iterator[None]:
-    """What a forward adds to gradients of the module's parameters is gone afterwards."""
+    """Discard whatever a forward adds to gradients of the module's parameters."""
     before = [(parameter, parameter.grad) for parameter in module.parameters()]
     try:
         for parameter, _ in before:
@@ -428,7 +428,7 @@ def _without_gradients(module: nn.Module) -> Iterator[None]:
 
 
 class Dropped:
-    """A tensor that autograd saved in a region that will run again."""
+    """A tensor that autograd saved in a region that will be rerun."""
 
     __slots__ = ("index", "rerun")
 
@@ -440,7 +440,7 @@ class Dropped:
 
 
 class Rerun:
-    """One call of a region whose forward runs again when backward asks for what it saved."""
+    """One call of a region whose forward is rerun when backward unpacks a tensor that it saved."""
 
     def __init__(self, region: PlannedForward, verdict: Verdict, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.region, self.module, self.forward = region, region.module, region.own()
@@ -452,9 +452,9 @@ class Rerun:
         self.streams = Streams.now()
         self.signature = global_signature()
         self.buffers = _cloned({key: b for key, b in _buffers_of(module).items() if key in verdict.written})
-        self.also: Buffers = {}  # written to as well, this time
+        self.also: Buffers = {}  # further ones that this call wrote to
         self.parameters = _parameters_of(module)  # under functional_call others than the module's own
-        self.left: dict[str, tuple[Tensor, int | None]] = {}  # what it read by name, and the versions after the forward
+        self.left: dict[str, tuple[Tensor, int | None]] = {}  # named tensors that it read, and later versions
         self.count = 0
         self.hollow, self.known = verdict.hollow, verdict.known
         self.wanted: dict[int, Witness | None] = {}
@@ -471,7 +471,7 @@ class Rerun:
 
     @of_a_region
     def pack(self, tensor: Tensor) -> Any:
-        """What is there anyway is kept; everything else leaves a witness."""
+        """Keep tensors that are alive anyway; leave a witness of all others."""
         index = self.count
         self.count += 1
         if not is_dense(tensor) or storage_of(tensor) in self.free:
@@ -508,7 +508,7 @@ class Rerun:
             raise self.wrong(RAN_BACKWARD)
 
         now, reach = Streams.now(), Reach([self.module], [self.forward, *leaves], known=self.known)
-        # copies, so that another backward finds them as they were when the forward began
+        # copies, so that another backward finds them as they were at the start of the forward
         buffers, also, elsewhere = _cloned(self.buffers), _cloned(self.also), WritesUndone()
         elsewhere.undo.adopt([*buffers.values(), *also.values()])
         self.streams.restore()
@@ -534,14 +534,14 @@ class Rerun:
             now.restore()
             reach.restore()
         if at != self.count:
-            raise self.wrong(f"its forward saved {at} tensors when it ran again, and {self.count} before")
+            raise self.wrong(f"its forward saved {at} tensors when it was rerun, and {self.count} before")
 
     def wrong(self, what: str) -> WrongValue:
-        """Return the error for a run that was not like the first."""
+        """Return the error for a rerun that differed from the first run."""
         compute_less_again(self.region, what)
         return WrongValue(
-            f"{self.region.name or 'the model'} was checkpointed and ran again for backward, and {what} (call "
-            f"{self.number} of this region). Its forward hangs on state that changed between the two runs. The "
+            f"{self.region.name or 'the model'} was checkpointed and its forward rerun in backward, and {what} (call "
+            f"{self.number} of this region). Its forward depends on state that changed between the two runs. The "
             "gradients of this step must not be used; from the next step on it is kept as plain autograd keeps it"
         )
 
@@ -551,7 +551,7 @@ class Rerun:
         what = f"{'parameter' if name in parameters else 'buffer'} {name!r}" if name else "an argument"
         compute_less_again(self.region, f"{what} was written to between forward and backward", {name} - {""})
         return StaleTensor(
-            f"{what} of {self.region.name or 'the model'}, which was checkpointed and ran again for backward, was "
+            f"{what} of {self.region.name or 'the model'}, whose forward was checkpointed and rerun in backward, was "
             f"modified by an inplace operation between forward and backward: it is at version {now}; expected version "
             f"{then}. From the next step on it is kept as plain autograd keeps it"
         )
@@ -569,17 +569,17 @@ class Rerun:
 
 # offload hooks --------------------------------------------------------------------------------------------------------
 #
-# Moving what a region saves where it has no recording: every tensor as it comes by, in whatever wrapper
+# Offloading of a region without a recording: every tensor as it is saved, in whatever wrapper
 #
 # NOTE [ Saved before it is written ]
-# Autograd saves the arguments of an op before its kernel runs, and `rrelu` draws into one of them. So a tensor goes
-# when the next op saves something, or the call ends: until then it may be empty memory. A write in between is told in
-# backward, as autograd tells it.
+# Autograd saves the arguments of an op before its kernel runs, and `rrelu` draws into one of them. So a tensor is
+# offloaded when the next op saves something, or the call ends: until then it may be uninitialized memory. A write in
+# between is reported in backward, as autograd does.
 
 
 @dataclass(eq=False, slots=True)
 class _MovableTensor:
-    """A tensor that may be on the host, for autograd to hold. All on one storage share the box."""
+    """A tensor that may be offloaded, for autograd to hold. All on one storage share the box."""
 
     ref: TensorRef
     shared: _SharedRange
@@ -592,13 +592,13 @@ class _MovableTensor:
 
 
 class _SharedRange:
-    """One range of a storage, and how many saved tensors see it: what came back lives until the last has asked."""
+    """One range of a storage, and the number of saved tensors on it: fetched bytes live until the last is unpacked."""
 
     __slots__ = ("box", "count", "flat", "left", "lock", "written")
 
     def __init__(self, box: Transit) -> None:
         self.box = box
-        self.written: tuple[int, int] | None = None  # versions when it was saved and when it was to go
+        self.written: tuple[int, int] | None = None  # versions when it was saved and when its offload began
         self.count = self.left = 0
         self.flat: Tensor | None = None
         self.lock = threading.Lock()
@@ -617,7 +617,7 @@ class _SharedRange:
 
 
 class _Wrapped:
-    """A wrapper taken apart: what is inside goes by itself."""
+    """A tensor subclass taken apart: the tensors inside are offloaded by themselves."""
 
     __slots__ = ("cls", "context", "inner", "size", "stride")
 
@@ -632,8 +632,8 @@ class _Wrapped:
 
 
 class OffloadHooks:
-    """Of one call. ``lives`` are tensors that live anyway: parameters, buffers, what the caller holds. Without a group
-    nothing moves, and nothing below ``smallest_bytes``.
+    """Hooks of one call. ``lives`` are tensors that stay alive anyway: parameters, buffers, the caller's. Nothing is
+    offloaded without a group, nor below ``smallest_bytes``.
     """
 
     def __init__(self, lives: Iterable[Tensor], group: Group | None, smallest_bytes: int) -> None:
@@ -642,11 +642,11 @@ class OffloadHooks:
         self.smallest_bytes = smallest_bytes
         self.boxes: dict[tuple[int, int, int, int], _SharedRange] = {}
         self.waiting: list[tuple[_SharedRange, Tensor, int]] = []
-        self.number = -1  # of the node after that of the op that saves now
+        self.number = -1  # sequence number after the node of the op that is saving
 
     @of_a_region
     def sent(self, tensor: Tensor) -> Any:
-        """Autograd saves a tensor: it is on its way, if it may go."""
+        """Pack hook: offload a tensor that autograd saves, if it may move."""
         if self.group is None:
             return Held(tensor)
         if self.number != (number := next_sequence_number()):
@@ -682,11 +682,11 @@ class OffloadHooks:
         self.waiting.clear()
 
     def range_of(self, part: Tensor, reach_bytes: int) -> tuple[int, int]:
-        """What of its storage goes for a tensor: where that begins, and bytes."""
+        """Range of a tensor's storage to offload: its start, and bytes."""
         return part.storage_offset() * part.element_size(), reach_bytes
 
     def close(self) -> None:
-        """The call is over: what it has sent belongs to the graph alone."""
+        """End the call: the graph alone owns its offloaded tensors."""
         self._send()
         self.boxes.clear()
 

@@ -1,26 +1,26 @@
-"""Witnesses: what is left of a dropped tensor, so that the one that comes back can be held against it.
+"""Witnesses: samples of dropped tensors, to compare with the recomputed ones.
 
 NOTE [ The promise ]
 A planned step and a plain one run the same forward, build the same graph and call the same backward kernels. They can
-differ in one way only: where `unpack` hands the engine other bits than `pack` was given. A recording can be outdated
-in ways without end (numbers read out of tensors, Python state, random streams, instances that run other code), so the
-promise does not hang on noticing those. Every tensor that will be computed again leaves a witness, the bits of some of
-its elements, taken in `pack`; `unpack` compares. Wrong values without an error need a change that spares every element
-that was looked at. A change of a share f of a tensor's elements escapes with chance (1 - f)^32 in one step, and the
-elements move from call to call, so that whatever persists is met. Tensors of up to 64 elements are compared whole;
-``full`` compares a digest of every element.
+differ in one way only: if `unpack` gives the engine other bits than `pack` got. A recording can be outdated in
+countless ways (numbers read out of tensors, Python state, random streams, instances that run other code), so the
+promise does not depend on noticing those. Every tensor that will be recomputed leaves a witness, the bits of some of
+its elements, taken in `pack`; `unpack` compares. Wrong values stay unnoticed only if every sampled element is equal. A
+change of a share f of a tensor's elements escapes with probability (1 - f)^32 in one step, and other elements are
+sampled in each call, so that a lasting error is caught. Tensors of up to 64 elements are compared completely; ``full``
+compares a digest of every element.
 
-NOTE [ When a difference is told ]
-On the CPU at once, out of `unpack`. On an accelerator a comparison would wait for the device at every tensor: there
-both looks are collected, compared together when backward is over, before anybody can use the gradients, and read once.
-There, too, a product that runs again may take another kernel: what differs by no more than rounding is counted, unless
-the check is ``exact``. Where a CUDA graph is captured they are compared in the graph, and the next look at the flag
-tells: `tell_replays`.
+NOTE [ When a difference is raised ]
+On the CPU at once, in `unpack`. On an accelerator a comparison would synchronize with the device at every tensor: there
+both samples are collected, compared together when backward is over, before the gradients can be used, and read once.
+There, too, a recomputed matmul may use another kernel: differences within rounding are only counted, unless the check
+is ``exact``. In a captured CUDA graph samples are compared in the graph, and the next read of the flag raises:
+`tell_replays`.
 
-NOTE [ Where a witness lives ]
-On the CPU in a ``bytes`` object. Small tensors would be cut out of the large pieces that the last step gave back to
-malloc, which then fit nothing of their size: a GPT-2 took 20 % longer, all of it page faults. On an accelerator, whose
-allocator has pools of their own for small blocks, in a tensor, which the budget counts.
+NOTE [ Where a witness is stored ]
+On the CPU in a ``bytes`` object. Small tensors would be cut out of the large blocks that the last step gave back to
+malloc, which would then be too small for tensors of their size: a GPT-2 took 20 % longer, all of it page faults. On an
+accelerator, whose allocator has separate pools for small blocks, in a tensor, which the budget counts.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from jettison.runtime import accelerator
 numpy: Any
 try:
     import numpy
-except ImportError:  # torch comes without it
+except ImportError:  # torch can be installed without it
     numpy = None
 _ndarray: Any = getattr(numpy, "ndarray", None)
 
-WHOLE_BELOW = 64  # elements up to which a tensor is compared whole
-LOOKS = 32  # elements that are looked at in a larger one
-SAMPLED_SHARE = 8  # with `sampled`, one slot in so many is looked at in a step
-SAMPLED_AFTER = 3  # with `sampled`, runs of a recording in which everything is looked at first
-ROUNDING = 4.0  # units in the last place, of the largest element looked at, that two runs of one product may differ by
-SALT = 7919  # from one call of a region to the next, how far the places move that are looked at
-PIECE = 1 << 20  # elements of which a digest is made at a time
+WHOLE_BELOW = 64  # elements up to which a tensor is compared completely
+LOOKS = 32  # elements that are sampled of a larger one
+SAMPLED_SHARE = 8  # with `sampled`, one slot in this many is compared in a step
+SAMPLED_AFTER = 3  # with `sampled`, first runs of a recording in which every slot is compared
+ROUNDING = 4.0  # units in the last place, of the largest sampled element, by which two runs of a matmul may differ
+SALT = 7919  # shift of the sampled positions from one call of a region to the next
+PIECE = 1 << 20  # elements of a tensor that are digested at a time
 
 
 class Check(StrEnum):
-    """How closely what is computed again is held against what forward had."""
+    """Share of recomputed values that is compared with the forward's."""
 
     ALWAYS = "always"
     SAMPLED = "sampled"
@@ -79,15 +79,15 @@ def check_of(word: str | Check) -> Check:
 
 
 Cut: TypeAlias = tuple[Any, Any, tuple[int, ...], int, int, int]
-"""Memory from the first element to the last, as a type; NumPy's type; bytes from one to the next, and of one; where the
-start may move along one line, the number of its places, and elements from one to the next (0 places: along several).
+"""A ctypes array over the memory from the first element to the last; the NumPy dtype; strides in bytes; item size; and
+if the start may move along one line, the number of its positions and the elements between them (0: several lines).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Spots:
-    """Where a tensor of some layout is looked at: ``size`` and ``stride`` pick the elements, ``slack`` says how far
-    their start may move, in pairs of a number of places and the elements from one to the next.
+    """Sampled positions of a tensor of some layout: ``size`` and ``stride`` pick the elements; ``slack`` has the
+    possible shifts of their start, as pairs of a number of positions and the elements between them.
     """
 
     size: tuple[int, ...]
@@ -96,7 +96,7 @@ class Spots:
     cuts: dict[torch.dtype, Cut | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def cut(self, dtype: torch.dtype) -> Cut | None:
-        """Return the way to read elements of a type in place; None for types that NumPy lacks, or without NumPy."""
+        """Return how to read elements of a dtype in place; None for dtypes that NumPy lacks, or without NumPy."""
         if dtype not in self.cuts:
             self.cuts[dtype] = self._cut(dtype.itemsize) if dtype in _NUMBERS and numpy is not None else None
         return self.cuts[dtype]
@@ -115,7 +115,7 @@ class Spots:
 
 @functools.lru_cache(maxsize=4096)
 def spots_of(size: tuple[int, ...], stride: tuple[int, ...]) -> Spots:
-    """Where to look in a tensor of this size and stride: spread over all of it, never outside of it."""
+    """Positions to sample in a tensor of this size and stride: spread over all of it, never outside of it."""
     dims = [(n, step) for n, step in zip(size, stride, strict=True) if n != 1 and (step or n == 0)]
     count = prod(n for n, _ in dims)
     if count <= WHOLE_BELOW:
@@ -124,7 +124,7 @@ def spots_of(size: tuple[int, ...], stride: tuple[int, ...]) -> Spots:
         step = (count // LOOKS - 1) | 1  # odd: rows have lengths with many factors of two
         return Spots((LOOKS,), (step,), ((count - (LOOKS - 1) * step, 1),))
     looks = LOOKS
-    chosen = []  # a grid, of as many places in each dim as their product needs
+    chosen = []  # a grid, with as many positions in each dim as their product needs
     for left, (n, step) in zip(range(len(dims), 0, -1), sorted(dims), strict=True):
         places = min(n, ceil(looks ** (1 / left) - 1e-9))
         looks = ceil(looks / places)
@@ -146,31 +146,31 @@ def _is_dense(dims: Sequence[tuple[int, int]]) -> bool:
 
 
 def look(tensor: Tensor, spots: Spots, salt: int) -> Tensor:
-    """Some of a plain tensor's elements, as a tensor of their own.
+    """Sample a plain tensor's elements, as a new tensor.
 
     Args:
-        salt: moves the place of the elements; the same for both looks at one tensor.
+        salt: shifts the positions; the same for both samples of one tensor.
     """
     if isinstance(tensor, FakeTensor):  # a dry run: only the bytes matter
-        return tensor.detach().new_empty(spots.count)  # of it: a mode above may take a bare `empty` for real
+        return tensor.detach().new_empty(spots.count)  # derived from it: an outer mode may make a bare `empty` real
     if tensor.is_conj() or tensor.is_neg():
         return _strided(tensor.detach(), spots, salt).clone()
     start = tensor.storage_offset() + _start(spots, salt)
     if tensor.requires_grad:
         tensor = tensor.detach()
-    return torch.as_strided_copy(tensor, spots.size, spots.stride, start)  # one call: a GPU's host has many of these
+    return torch.as_strided_copy(tensor, spots.size, spots.stride, start)  # one call, to save launches on a GPU
 
 
 def peek(tensor: Tensor, spots: Spots, salt: int) -> bytes | None:
-    """The bytes of the same elements, read where they lie, without calls of torch: of a plain tensor on the CPU, or on
-    no device at all. None without NumPy, and for tensors that lie nowhere or hold no words.
+    """Return the bytes of the same elements, read in place without calls of torch, of a plain tensor on the CPU or a
+    subclass of one. None without NumPy, and for tensors without memory or of a dtype that NumPy lacks.
     """
     cut = spots.cuts.get(tensor.dtype) or spots.cut(tensor.dtype)
     if cut is None:
         return None
     try:
         address = tensor.data_ptr()
-    except RuntimeError:  # of a transform or a fake tensor, which lies in another one, or nowhere
+    except RuntimeError:  # a transform's or a fake tensor, which wraps another one, or has no memory
         return None
     if not address:
         return None
@@ -193,7 +193,7 @@ def _strided(tensor: Tensor, spots: Spots, salt: int) -> Tensor:
 
 
 def digest(tensor: Tensor, spots: Spots) -> Tensor:
-    """A few numbers that change with any element of a plain tensor and with the place of any, but one time in 2^32."""
+    """Digest of a plain tensor that changes with any element and position, with probability 1 - 2^-32."""
     if spots.slack == ():
         return look(tensor, spots, 0)
     tensor = tensor.detach()
@@ -218,7 +218,7 @@ def digest(tensor: Tensor, spots: Spots) -> Tensor:
 
 
 def _checksum(bits: Tensor) -> int:
-    """CRC-32 of a tensor in the order of its memory. What is not dense is copied a piece at a time, not by torch."""
+    """CRC-32 of a tensor in the order of its memory. A non-contiguous one is copied a piece at a time, not by torch."""
     if bits.is_contiguous() or bits.dim() == 1 or bits[0].numel() <= PIECE:
         rows = [bits] if bits.is_contiguous() else bits.split(max(1, PIECE // max(1, bits[0].numel())))
         return functools.reduce(lambda found, row: zlib.crc32(_buffer(row), found), rows, 0)
@@ -229,17 +229,17 @@ def _checksum(bits: Tensor) -> int:
 
 
 def _buffer(bits: Tensor) -> Any:
-    """The bytes of a tensor on the CPU, in the order of its elements; without a copy, where it is dense."""
+    """The bytes of a tensor on the CPU, in the order of its elements; without a copy if it is contiguous."""
     if numpy is not None:
         return numpy.ascontiguousarray(bits.numpy()).data
     dense = bits.contiguous()
     found = (ctypes.c_char * (dense.numel() * dense.element_size())).from_address(dense.data_ptr() or id(dense))
-    found.tensor = dense  # its memory lives as long
+    found.tensor = dense  # keeps its memory alive
     return found
 
 
 def _weighted(bits: Tensor) -> Tensor:
-    """Of every piece of a dense tensor the sum of its elements, each by a weight of its place, modulo 2^64."""
+    """For every piece of a contiguous tensor the sum of its elements, weighted by position, modulo 2^64."""
     place = torch.arange(min(bits.numel(), PIECE), device=bits.device)
     weights = place.mul(0x9E3779B97F4A7C1).add_(0x2545F4914F6CDD1D).bitwise_xor_(place.bitwise_left_shift_(32))
     del place
@@ -271,7 +271,7 @@ Seen: TypeAlias = Tensor | bytes
 
 
 class Witness:
-    """What one dropped tensor left behind."""
+    """Sample of one dropped tensor."""
 
     __slots__ = ("dtype", "full", "salt", "seen", "spots")
 
@@ -284,17 +284,17 @@ class Witness:
 
     @classmethod
     def of_bytes(cls, seen: bytes, spots: Spots, salt: int, dtype: torch.dtype) -> Witness:
-        """Witness of the bytes that `peek` saw."""
+        """Build from the bytes that `peek` returned."""
         found = object.__new__(cls)
         found.seen, found.spots, found.salt, found.dtype, found.full = seen, spots, salt, dtype, False
         return found
 
     def agrees(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor is the one that this was left by, as far as was looked."""
+        """Whether a plain tensor equals the sampled one in every sampled element."""
         return is_same(self.seen, self._bytes(tensor) if isinstance(self.seen, bytes) else self.look(tensor))
 
     def look(self, tensor: Tensor) -> Tensor:
-        """What is compared, perhaps later."""
+        """Sample another tensor for a comparison, perhaps a deferred one."""
         return digest(tensor, self.spots) if self.full else look(tensor, self.spots, self.salt)
 
     def _bytes(self, tensor: Tensor) -> bytes:
@@ -312,7 +312,7 @@ class Witness:
 
 
 def is_same(first: Seen, second: Seen) -> bool:
-    """Whether two looks saw the same bits."""
+    """Whether two samples have the same bits."""
     if isinstance(first, bytes) or isinstance(second, bytes):
         return first == second
     return torch.equal(bits_of(first), bits_of(second))
@@ -323,7 +323,7 @@ Describe = Callable[[], WrongValue]
 
 @dataclass(kw_only=True)
 class Rounded:
-    """What differed by no more than rounding so far."""
+    """Number of tensors that differed by no more than rounding so far."""
 
     tensors: int = 0
 
@@ -332,11 +332,11 @@ Look: TypeAlias = tuple[Witness, Tensor, Rounded | None, Describe]
 
 
 class Waiting(list[Look]):
-    """Looks that wait for the end of their backward. Its callback owns them: with a backward that fails they go."""
+    """Samples to compare at the end of their backward. Its callback owns them: a failing backward frees them."""
 
 
 class _Docket(threading.local):
-    """What waits on this thread, by graph task. A backward may run on several threads, and another one ends it."""
+    """Waiting samples of this thread, by graph task. A backward may run in several threads, and end in another one."""
 
     def __init__(self) -> None:
         self.waiting: weakref.WeakValueDictionary[int, Waiting] = weakref.WeakValueDictionary()
@@ -346,13 +346,13 @@ _docket = _Docket()
 
 
 def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe: Describe) -> None:
-    """Hold a recomputed tensor against its witness, now or when backward is over. Raises `WrongValue`, which
-    ``describe`` makes, or where ``rounded`` is given counts what differs by rounding.
+    """Compare a recomputed tensor with its witness, now or when backward is over. Raises `WrongValue` from
+    ``describe``, or with ``rounded`` counts differences within rounding.
     """
     task = torch._C._current_graph_task_id()
     if task == -1 or isinstance(witness.seen, bytes):
         if isinstance(tensor, FakeTensor) or isinstance(witness.seen, FakeTensor) or _is_dry():
-            witness.look(tensor)  # only the bytes matter
+            witness.look(tensor)  # only its bytes matter
         elif not witness.agrees(tensor):
             raise describe()
         return
@@ -369,13 +369,13 @@ def _is_dry() -> bool:
 
 
 def is_told_at_once(tensor: Tensor) -> bool:
-    """Whether looking costs no wait; see NOTE [ When a difference is told ]."""
+    """Whether comparing needs no synchronization; see NOTE [ When a difference is raised ]."""
     return tensor.is_cpu or tensor.is_meta
 
 
 def settle(waiting: Waiting) -> None:
-    """Compare everything that a backward has collected, at its end. Raises `WrongValue` for the first tensor that came
-    back wrong, or one in a replayed graph; `UsageError` in a capture without a backward before.
+    """Compare all samples of a backward, at its end. Raises `WrongValue` for the first tensor that was recomputed
+    wrongly, or one in a replayed graph; `UsageError` in a capture without a backward before.
     """
     looks = list(waiting)
     waiting.clear()
@@ -395,20 +395,20 @@ def settle(waiting: Waiting) -> None:
 
 @dataclass(kw_only=True)
 class _Flag:
-    """Whether a replayed graph has recomputed a wrong value on one device. Its memory is of no graph's pool."""
+    """Flag on one device that a replayed graph has recomputed a wrong value. Its memory is in no graph's pool."""
 
     is_wrong: Tensor
     captured: bool = False
 
 
 _flags: dict[torch.device, _Flag] = {}
-"""By device, from the first backward on that is not captured: in a graph a new one would be cleared by each replay."""
+"""By device, from the first uncaptured backward on: a flag created in a graph would be cleared by each replay."""
 
 
 def _by_kind(
     looks: list[Look], more: Callable[[Look], tuple[Any, ...]]
 ) -> Iterator[tuple[Any, list[Tensor], list[Tensor]]]:
-    """Both looks at tensors, flat, for each device and type, and what else tells them apart."""
+    """Both samples of tensors, flat, grouped by device, dtype and ``more``."""
     kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for one in looks:
         witness, found, _, _ = one
@@ -420,7 +420,7 @@ def _by_kind(
 
 
 def _any_difference(looks: list[Look]) -> bool:
-    """One read from each device, whatever the number of tensors."""
+    """Whether any samples differ; one read per device, whatever the number of tensors."""
     differs: dict[torch.device, Tensor] = {}
     for (device, _), before_all, after_all in _by_kind(looks, lambda look: ()):
         one = torch.ne(bits_of(torch.cat(before_all)), bits_of(torch.cat(after_all))).any()
@@ -451,8 +451,8 @@ def _compare_in_graph(looks: list[Look]) -> None:
 
 
 def tell_replays() -> None:
-    """Look at the flags that captured steps set, waiting for the device where there are such. Raises `WrongValue` where
-    a replay has recomputed a wrong value since the last look.
+    """Read the flags that captured steps set, which synchronizes with their devices. Raises `WrongValue` if a replay
+    has recomputed a wrong value since the last read.
     """
     for flag in _flags.values():
         if flag.captured and not accelerator.is_capturing() and bool(flag.is_wrong):
@@ -466,7 +466,7 @@ def tell_replays() -> None:
 
 
 def exceeds_rounding(first: Tensor, second: Tensor) -> Tensor:
-    """Of looks in rows, which two differ by more than a sum in another order may differ by."""
+    """Whether two samples, by row, differ by more than another order of summation explains."""
     if not first.dtype.is_floating_point:
         return (bits_of(first) != bits_of(second)).any(1)
     a, b = first.double(), second.double()

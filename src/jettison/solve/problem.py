@@ -19,7 +19,7 @@ A segment's regions share one `resident`, which counts from its first region on;
 them on top of what the regions before the *segment* hold, so it counts the segment's own input too.
 
 NOTE [ What is on its way ]
-What an option offloads is in nobody's `resident`. The runtime (its NOTE [ When sources go, and when copies come ])
+What an option offloads is in nobody's `resident`. The runtime (NOTE [ When sources are freed, and when fetches start ])
 lets a region's sources go when the next region's forward is over, and brings them back when the next region's backward
 begins; what the last region saves never moves. With offloaded_r counted once, whatever is in flight, the levels have
 

@@ -1,1 +1,1 @@
-"""Did it hold? A plan, or what a model does by itself, beside the plain model: bits, bytes and seconds."""
+"""Proofs that a step is right: a plan, or the model's own checkpointing, compared with the plain model."""

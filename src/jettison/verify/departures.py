@@ -1,9 +1,9 @@
-"""Where values depart: which saved tensor came back other than it went in, and which module returned something else.
+"""Saved tensors and module outputs whose values in backward differ from the forward's.
 
-Two things are watched in a step. Each tensor that saved-tensor hooks take away is digested when it is packed and again
-when it is unpacked. Each module that runs in backward is held against its runs in forward: given the same, it has to
-return the same. The first sees every op of a checkpoint without reentrant autograd, and all offloading; the second sees
-checkpoints that run as a function of autograd.
+Two things are watched in a step. Each tensor under saved-tensor hooks is digested when it is packed and again when it
+is unpacked. Each module that runs in backward is compared with its runs in forward: equal inputs have to give equal
+outputs. The first covers every op of a non-reentrant checkpoint, and all offloading; the second covers reentrant
+checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointError
 from jettison.core.objects import swapped
 from jettison.verify.gradients import differing_elements, tensor_bytes
 
-_RECOMPUTES = "_recomputation_hook."  # hooks by which torch's checkpoint collects what it computes again
+_RECOMPUTES = "_recomputation_hook."  # hooks by which torch's checkpoint collects recomputed tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class Departure:
     """A tensor whose value in backward is not the one of the forward.
 
     Args:
-        module: path of the innermost module that saved it, or returned it; empty for the model itself.
-        op: the autograd node that asked for it, such as ``MmBackward0``; empty for what a module returned.
-        position: among all tensors that were packed in the step; or calls of modules.
+        module: path of the innermost module that saved or returned it; empty for the model itself.
+        op: the autograd node that unpacked it, such as ``MmBackward0``; empty for an output of a module.
+        position: index among all tensors packed in the step, or among calls of modules.
         was, became: dtype and shape, such as ``float32[2, 8]``.
         differing_elements: None where it was not counted, or where shapes or types differ.
     """
@@ -51,14 +51,14 @@ class Departure:
 
     @classmethod
     def between(cls, before: Tensor | None, now: Tensor | None, became: str, *, was: str, **more: Any) -> Departure:
-        """Count elements where both values are there and of one form."""
+        """Build one, counting differing elements where both values are known and of one form."""
         counts: tuple[int | None, float | None] = (None, None)
         if before is not None and now is not None and was == became:
             counts = differing_elements(before, now)
         return cls(was=was, became=became, differing_elements=counts[0], max_absolute_difference=counts[1], **more)
 
     def sentence(self) -> str:
-        """For people."""
+        """One sentence for the report."""
         where = self.module or "the model itself"
         what = f"a tensor saved in {where} for {self.op}" if self.op else f"what {where} returned"
         if self.was != self.became:
@@ -82,12 +82,12 @@ class _ForwardValue:
 
 @dataclass(kw_only=True)
 class ValueWatch:
-    """What was seen in one step; `departures` in the order in which the forward made those tensors.
+    """Values seen in one step; `departures` in the order in which the forward made those tensors.
 
     Args:
-        keep: of this one, the value is kept, so that differing elements can be counted.
-        failed_in: the module whose tensors a checkpoint could not make again; ``failed_at`` says which op's, and how
-            they came out.
+        keep: position of the tensor whose value is kept, so that differing elements can be counted.
+        failed_in: the module whose tensors a checkpoint could not recompute; ``failed_at`` names the op and the
+            difference.
     """
 
     keep: Departure | None = None
@@ -106,13 +106,13 @@ class ValueWatch:
 
     @property
     def departures(self) -> list[Departure]:
-        """Of saved tensors, and where there are none of those, of what modules returned."""
+        """Departures of saved tensors; of module outputs where no saved tensor departs."""
         saved = [one for one in self.found if one.op]
         return sorted(saved or self.found, key=lambda one: one.position)
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Of steps that run in here."""
+        """Watch the steps that run in this context."""
         names = {module: name for name, module in model.named_modules()}
         push: Any = torch._C._autograd._push_saved_tensors_default_hooks
         watched = {push.__name__: lambda pack, unpack: push(*self._watched(pack, unpack))}
@@ -166,7 +166,7 @@ class ValueWatch:
         return packs
 
     def _fails(self, message: str, region: list[tuple[str, str, str]]) -> None:
-        """Which op's tensor a checkpoint could not make again: the first one that another op made, or another way."""
+        """Note the first op whose tensor a checkpoint could not recompute: another op, or another dtype or shape."""
         named = re.search(r"tensor at position (\d+)", message)
         first = int(named[1]) if named else 0
         pairs = zip(region, self._again, strict=False)
@@ -234,7 +234,7 @@ class ValueWatch:
 
 
 class _RunningFunctions(TorchFunctionMode):
-    """The functions of torch that are running, innermost last."""
+    """Stack of the torch functions that are running, innermost last."""
 
     def __init__(self, calling: list[str]) -> None:
         super().__init__()

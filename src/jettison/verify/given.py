@@ -1,4 +1,4 @@
-"""`verify` of checkpointing and offloading that a model has already: torch's, a trainer's, anybody's."""
+"""`verify` for checkpointing and offloading that a model already has: torch's, a trainer's or the user's own."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ def verify_given(
     rounds: int = ROUNDS,
     progress: Progress = shown,
 ) -> Proof:
-    """Train ``model`` as it is beside an independent copy that trains plainly, and say what came out.
+    """Train ``model`` as it is, alongside an independent plain copy, and report the comparison.
 
-    The copy runs without saved-tensor hooks and with `torch.utils.checkpoint` taken out: what recomputes or offloads by
-    these, in whatever library, is there in the model and not in the copy. Compared as by `verify`. Besides, ``repeats``
-    steps from one state have to give the same gradients; and where anything differs, one more step is watched for the
-    first tensor whose value in backward is not the one of the forward. The steps train ``model``.
+    The copy runs without saved-tensor hooks and without `torch.utils.checkpoint`: libraries that recompute or offload
+    through these do so in the model and not in the copy. The comparison is that of `verify`. In addition, ``repeats``
+    steps from one state have to give the same gradients; and where anything differs, one more step finds the first
+    tensor whose value in backward differs from the forward's. The steps train ``model``.
 
     Args:
-        step: forward and backward as ``step(model, batch)``, where hooks are put around them; it may return the loss.
-        against: a model of the same parameters that trains plainly, where what is to be proven recomputes or offloads
-            in an autograd function of its own (Megatron's, DeepSpeed's). It gets ``model``'s values.
+        step: forward and backward as ``step(model, batch)``, if the loop puts hooks around them; may return the loss.
+        against: a model of the same parameters that trains plainly, for a model that recomputes or offloads in an
+            autograd function of its own (Megatron's, DeepSpeed's). It gets ``model``'s values.
         loss_fn, optimizer, values: as for `verify`.
 
     Raises:
-        UsageError: the step recomputes and offloads nothing that can be left out, the copy's step does not train the
+        UsageError: the step recomputes and offloads nothing that can be disabled, the copy's step does not train the
             copy, or ``against`` has other parameters.
         UnsupportedModule: the model runs under a plan of Jettison's.
         ProofFailed: the step fails in the model as it is, and not in the plain copy.
@@ -118,7 +118,7 @@ def _refuse_planned(model: nn.Module) -> None:
 
 
 def _like(against: nn.Module, model: nn.Module) -> nn.Module:
-    """``against`` with the values of ``model``'s parameters and buffers."""
+    """Copy the values of ``model``'s parameters and buffers into ``against``."""
     kinds = (nn.Module.named_parameters, nn.Module.named_buffers)
     ours, theirs = ({plain_name(n): t for kind in kinds for n, t in kind(m)} for m in (against, model))
     if ours.keys() != theirs.keys():
@@ -133,7 +133,7 @@ def _like(against: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def _left_out(plain: Side) -> LeftOut:
-    """Run a plain step of a copy, and note what it leaves out."""
+    """Run a plain step of a copy, and count the checkpointing and offloading that it skips."""
     side = replace(plain, model=independent_copy(plain.model), optimizer=None, under=nullcontext)
     with plainly() as found:
         side.step()
@@ -147,7 +147,7 @@ def _left_out(plain: Side) -> LeftOut:
 
 
 def _check_runs(theirs: Side, start: Any) -> None:
-    """Whether a step works at all as the model is."""
+    """Check that a step of the unchanged model works at all."""
     watch = ValueWatch()
     try:
         _step_of_a_copy(theirs, start, watch)
@@ -164,7 +164,7 @@ def _repeats(theirs: Side, start: Any, repeats: int) -> bool:
 
 
 def _step_of_a_copy(theirs: Side, start: Any, watch: ValueWatch | None = None) -> nn.Module:
-    """Return a copy of the model after a step from this state of the random streams, which may be watched."""
+    """Return a copy of the model after a step from this random state; ``watch`` observes the step."""
     side = replace(theirs, model=independent_copy(theirs.model), optimizer=None)
     set_random_state(start)
     with nullcontext() if watch is None else watch.watching(side.model):
@@ -173,7 +173,7 @@ def _step_of_a_copy(theirs: Side, start: Any, watch: ValueWatch | None = None) -
 
 
 def _departures(theirs: Side, start: Any) -> tuple[tuple[Departure, ...], ValueWatch]:
-    """The first tensors whose values depart, elements counted for the first of them; and what was watched."""
+    """Tensors whose values depart, with elements counted for the first of them; and the watch."""
     watch = ValueWatch()
     _step_of_a_copy(theirs, start, watch)
     found = watch.departures[:MAX_DEPARTURES]
@@ -195,17 +195,17 @@ def _words(left_out: LeftOut) -> str:
 
 # plainly --------------------------------------------------------------------------------------------------------------
 #
-# A model without the checkpointing and offloading that somebody else put on it, and nothing else changed
+# A model without its own checkpointing and offloading, unchanged otherwise
 
 
 @dataclass(kw_only=True)
 class LeftOut:
-    """How often something was to be dropped or moved, and was not.
+    """Counts of checkpoints and hooks that were skipped.
 
     Args:
         hooks: regions under saved-tensor hooks: checkpoints without reentrant autograd, ``save_on_cpu``, the offloading
             of TRL, torchtune and Transformer Engine.
-        reentrant: checkpoints that run as a function of autograd.
+        reentrant: reentrant checkpoints.
     """
 
     hooks: int = 0
@@ -213,16 +213,16 @@ class LeftOut:
 
     @property
     def nothing(self) -> bool:
-        """Whether the model trains plainly by itself."""
+        """Whether nothing was skipped: the model trains plainly by itself."""
         return not (self.hooks or self.reentrant)
 
 
 @contextlib.contextmanager
 def plainly() -> Iterator[LeftOut]:
-    """Inside, autograd keeps every tensor that it saves: saved-tensor hooks are not installed, and what
-    `torch.utils.checkpoint` is given just runs. Random numbers are drawn as before.
+    """Make autograd keep every tensor that it saves: saved-tensor hooks are not installed, and functions given to
+    `torch.utils.checkpoint` just run. Random numbers are drawn as before.
 
-    What drops or moves tensors in an autograd function of its own (Megatron's, DeepSpeed's) still does.
+    Autograd functions that drop or move tensors by themselves (Megatron's, DeepSpeed's) still do.
     """
     found = LeftOut()
 

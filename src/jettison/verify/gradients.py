@@ -1,4 +1,4 @@
-"""Are the gradients the same, to the bit? Compared by parameter name, with a copy, never with themselves."""
+"""Bitwise comparison of gradients by parameter name, between a model and an independent copy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 @dataclass(frozen=True, kw_only=True)
 class GradientDifference:
-    """One parameter whose gradients differ, and how: a count of elements, or what is missing."""
+    """A parameter whose gradients differ: the number of elements, or which gradient is missing."""
 
     name: str
     reason: str
@@ -30,7 +30,7 @@ class GradientDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReport:
-    """The outcome of a comparison of every parameter's gradient."""
+    """Comparison of every parameter's gradient."""
 
     compared: int
     without_gradient: tuple[str, ...]
@@ -38,15 +38,15 @@ class GradientReport:
 
     @property
     def identical(self) -> bool:
-        """True if at least one gradient was compared and none differs in any bit."""
+        """Whether at least one gradient was compared and none differs in any bit."""
         return self.compared > 0 and not self.differences
 
 
 def independent_copy(model: nn.Module) -> nn.Module:
     """A deep copy that shares no storage with `model`, gradients dropped; tied parameters stay tied.
 
-    Take it before a plan is applied: hooks are copied with the module that carries them. Of a planned model it trains
-    plainly, which is what it is for: nothing warns of it. An object with a finalizer (`__del__`) is shared.
+    Take it before a plan is applied: hooks are copied with the module that carries them. A copy of a planned model
+    trains plainly, without a warning. An object with a finalizer (`__del__`) is shared.
     """
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     try:
@@ -115,7 +115,7 @@ def buffer_digest(model: nn.Module) -> str:
 
 
 def parameter_digest(model: nn.Module) -> str:
-    """The same over parameters."""
+    """SHA-256 over every parameter's name, dtype, shape and bits."""
     return _digest(model.named_parameters())
 
 
@@ -139,7 +139,7 @@ def _difference(name: str, a: Tensor | None, b: Tensor | None) -> GradientDiffer
 
 
 def differing_elements(a: Tensor, b: Tensor) -> tuple[int, float]:
-    """How many elements have other bits, of two tensors of one shape and dtype, and the largest difference."""
+    """Number of elements that differ in any bit, of two tensors of one shape and dtype, and the largest difference."""
     differing = int((_bits(a) != _bits(b)).sum())
     if differing == 0:
         return 0, 0.0
@@ -147,7 +147,7 @@ def differing_elements(a: Tensor, b: Tensor) -> tuple[int, float]:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's or buffer's name without what wrappers put in between (checkpoint wrappers, torch.compile)."""
+    """Name of a parameter or buffer without the prefixes of wrappers (checkpoint wrappers, torch.compile)."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -165,7 +165,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """Its elements, row by row."""
+    """Bytes of the tensor's elements, in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return bytes(flat.view(torch.uint8).numpy())
 

@@ -1,4 +1,4 @@
-"""`verify`: a planned model beside an independent copy that trains plainly."""
+"""`verify`: a planned model compared with an independent copy that trains plainly."""
 
 from __future__ import annotations
 
@@ -72,35 +72,34 @@ def verify(
     look: Look | None = None,
     progress: Progress = shown,
 ) -> Proof:
-    """Train ``model`` as planned beside an independent copy that trains plainly, and say what came out.
+    """Train ``model`` as planned, alongside an independent plain copy, and report the comparison.
 
-    Both start from the same parameters, optimizer state and random numbers. Compared bit by bit in each of ``steps``
-    steps: losses, every gradient by parameter name, random number streams, buffers, and parameters at the end. Then,
-    each on a step of its own: peak bytes of both, bytes held between forward and backward by each layer, and step times
-    in ``rounds`` interleaved rounds. These steps leave no state behind: parameters, gradients, buffers, the optimizer's
-    state, random streams and Python's state that the model's code reaches are put back. Copies of tensors wait on the
-    CPU.
+    Both start from the same parameters, optimizer state and random numbers. In each of ``steps`` steps, losses, every
+    gradient by parameter name, random streams and buffers are compared bit by bit, and parameters at the end. Further
+    steps measure peak bytes of both, bytes held between forward and backward by each layer, and step times in
+    ``rounds`` interleaved rounds. All state is restored: parameters, gradients, buffers, the optimizer's state, random
+    streams and Python's state that the model's code reaches. Copies of tensors are kept on the CPU meanwhile.
 
     Args:
         batch: ``model(**batch)`` for a mapping, ``model(*batch)`` for a tuple.
-        budget: plan for this first, and take the plan off again at the end.
-        plan: apply this first, and take it off again at the end.
-        handle: what `auto_checkpoint` or `apply` gave; it stays on.
-        compile: as for `auto_checkpoint`. Where blocks run compiled, so do those of the copy: what compilation itself
-            changes is not held against the plan, and what layers hold is not observed.
+        budget: make and apply a plan for this budget, and remove it at the end.
+        plan: apply this plan, and remove it at the end.
+        handle: the return value of `auto_checkpoint` or `apply`; its plan stays on.
+        compile: as for `auto_checkpoint`. Where blocks run compiled, so do those of the copy: differences that
+            compilation causes are not attributed to the plan, and bytes of layers are not observed.
         offload, hardware: with a budget, as for `auto_checkpoint`.
-        host_budget: with a budget or a plan that moves tensors to the host, what pinned memory may take there.
+        host_budget: with a budget or a plan that offloads, the limit of pinned CPU memory.
         optimizer: over the model's parameters.
-        holds_output: as for `auto_checkpoint`: whether the loop holds the model's output to the end of the step.
+        holds_output: as for `auto_checkpoint`: whether the loop references the model's output until the step ends.
         look: called with the plain side and the planned one at the end, while the plan is on.
-        values: in one more step every tensor that backward gets is compared with the forward's, in all bits, and the
-            first that departs is named. That step takes the memory of plain autograd beside the plan's.
+        values: in one more step compare every tensor that backward gets with the forward's, in all bits, and name the
+            first that departs. That step takes the memory of plain autograd in addition to the plan's.
 
     Raises:
         UsageError: not exactly one of budget, plan and handle is given.
         Infeasible: no plan fits the budget.
         PlanMismatch: the plan was made for another model or another batch.
-        UnsupportedModule: a forward moves something that cannot be put back, or would have moved it.
+        UnsupportedModule: a forward changes, or would change, state that cannot be restored.
     """
     if sum(given is not None for given in (budget, plan, handle)) != 1:
         raise UsageError("verify() needs exactly one of budget=, plan= and handle=")
@@ -154,7 +153,7 @@ def _prove(
     plain: Side, planned: Side, applied: Applied, steps: int, rounds: int, progress: Callable[[str], None]
 ) -> Proof:
     def alike() -> AbstractContextManager[None]:
-        """Blocks of the plain side run compiled where the planned side's do, each as without a plan."""
+        """Run blocks of the plain side compiled where the planned side's are, each as without a plan."""
         module = plain.model.get_submodule
         regions = (region for region in applied.regions if isinstance(region, CompiledRegion))
         return forwards({module(one.name): one.plainly_compiled(module(one.name)) for one in regions})
@@ -180,8 +179,8 @@ def _prove(
 
 
 def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[tuple[LayerProof, ...], tuple[PlanTensor, ...]]:
-    """Bytes by layer: of plain autograd and of the plan by the ledger, and as held on the real tensors; and what is
-    saved, in words.
+    """Bytes by layer: of plain autograd and of the plan by the ledger, and as observed on the real tensors; and a
+    description of the saved tensors.
     """
     # the plain copy is traced: modules under a plan run stand-ins
     traced = trace_model(plain.model, plain.batch, loss_fn=plain.loss_fn, regions=_names(applied))
@@ -241,19 +240,19 @@ def _names(applied: Applied) -> tuple[str, ...]:
     return tuple(region.name for region in applied.regions if region.name)
 
 
-# What planned regions really hold between forward and backward, counted on the real tensors ---------------------------
+# Bytes that planned regions hold between forward and backward, observed on the real tensors ---------------------------
 #
-# An observation, not a copy of the prediction: it listens to what each region hands to autograd in the place of a saved
-# tensor, lets go of it, and then counts the storages that are still alive, each once.
+# This does not repeat the prediction: it records what each region hands to autograd in place of a saved tensor, drops
+# its references, and counts the storages that are still alive, each once.
 
 
 OUTSIDE = "loss"
-"""Key of what a loss holds that is computed after the model's forward."""
+"""Key of tensors saved by a loss that is computed after the model's forward."""
 
 
 @dataclass(kw_only=True)
 class _PackListener:
-    """What every region packed, in order, and what was saved outside of all of them."""
+    """Everything that regions packed, in order, and the tensors saved outside of all regions."""
 
     packed: list[tuple[str, Any]] = field(default_factory=list)
     outside: list[Tensor] = field(default_factory=list)
@@ -294,7 +293,7 @@ class _PackListener:
         return frozenset(key for key, count in uses.items() if count > 1)
 
     def settle(self) -> list[tuple[str, Any, int]]:
-        """(region, weak reference to a storage, its bytes), and nothing is held any more."""
+        """Return (region, weak reference to a storage, its bytes), and drop all references."""
         tensors = [found for name, packed in self.packed for found in _tensors(name, packed)]
         tensors += [(OUTSIDE, tensor) for tensor in self.outside]
         self.packed.clear()
@@ -314,7 +313,7 @@ def observed_saved_bytes(
     nothing and are left out. Runs one forward of ``model``, whose regions must be planned, and no backward.
 
     Args:
-        order: names to report even where nothing is held.
+        order: regions to report even if they hold nothing.
     """
     listener = _PackListener()
     with torch.enable_grad(), listener.regions():
@@ -339,7 +338,7 @@ def observed_saved_bytes(
 
 
 def _tensors(name: str, packed: Any) -> Iterator[tuple[str, Tensor]]:
-    """What a packed tensor holds, with the region that holds it: within a checkpoint segment, also an earlier block."""
+    """Tensors that a packed value holds, each with its region: in a checkpoint segment perhaps an earlier block."""
     if isinstance(packed, Held):
         yield name, packed[1]
     elif isinstance(packed, Handle):
@@ -352,14 +351,14 @@ def _tensors(name: str, packed: Any) -> Iterator[tuple[str, Tensor]]:
 
 # values ---------------------------------------------------------------------------------------------------------------
 #
-# Every value: each tensor that a plan computes again, or fetches, is held against the forward's, in all bits A witness
-# is some elements. Here the whole tensor is kept beside the plan for one step, which takes what plain autograd takes,
-# so that the first op that departs is named with the elements that do.
+# Each tensor that a plan recomputes or fetches is compared with the forward's, in all bits. A witness is a sample of
+# elements; here the complete tensor is kept for one step, which takes the memory of plain autograd, so that the first
+# op that departs is named with the elements that do.
 
 
 @dataclass(kw_only=True)
 class ValuesSeen:
-    """Of one step: tensors that came back, their bytes, and those that were not what forward had, first ones first."""
+    """Unpacked tensors of one step: number, bytes, and those that differ from the forward's, in order."""
 
     compared: int = 0
     nbytes: int = 0
@@ -375,7 +374,7 @@ class _Kept:
 
 @contextmanager
 def every_value() -> Iterator[ValuesSeen]:
-    """Of planned steps that run in here. Witnesses are left out: what they would see is seen."""
+    """Compare every value in planned steps within this context. Witnesses are skipped: this covers them."""
     seen, kept = ValuesSeen(), dict[int, _Kept]()
     pack: Any = Frame.pack
     recompute: Any = Frame.recompute

@@ -27,7 +27,7 @@ from jettison.runtime.planned import PlannedForward
 from jettison.verify.gradients import buffer_digest, compare_gradients, parameter_digest, rng_digest, same_bits
 from jettison.verify.timing import environment, interleaved
 
-STEPS = 3  # the first one makes the optimizer's state, the second and third use it
+STEPS = 3  # the first one creates the optimizer's state, the second and third use it
 MAX_DEPARTURES = 5
 ROUNDS = 8
 MAX_DIFFERENCES = 20
@@ -35,11 +35,11 @@ MAX_DIFFERENCES = 20
 
 @dataclass(kw_only=True)
 class Side:
-    """One of the two models, and what it trains with.
+    """One of the two models, with its batch, loss and optimizer.
 
-    Args:
-        own: forward and backward of a step, as ``own(model, batch)``, where they are the user's.
-        under: a context that each step runs in.
+    own: the user's forward and backward of a step, as ``own(model, batch)``.
+        under: a context for each step.
+        phase: a context for each phase of a step.
         phase: a context that each phase of a step runs in.
     """
 
@@ -53,7 +53,7 @@ class Side:
     phase: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def step(self) -> Tensor | None:
-        """One training step, gradients left in place; its loss, where it says one."""
+        """Run a training step, leave the gradients in place, and return its loss, if it has one."""
         with self.under():
             loss = self._passes()
         if self.optimizer is not None:
@@ -75,12 +75,12 @@ class Side:
         return loss
 
     def whole_step(self) -> None:
-        """The same, gradients dropped first."""
+        """Run a training step after dropping the gradients."""
         self.model.zero_grad(set_to_none=True)
         self.step()
 
     def memory(self) -> StepMemory:
-        """Allocated bytes in a step, everything else in the process left out."""
+        """Bytes that a step allocates; other tensors of the process are not counted."""
         self.model.zero_grad(set_to_none=True)
         static = static_tensors(self.model, self.batch, self.optimizer)
         marks = PhaseMarks()
@@ -91,7 +91,7 @@ class Side:
 
 
 def step_timeline(side: Side, title: str) -> MemoryTimeline:
-    """One step of a side, allocation by allocation; gradients are dropped before it and after it."""
+    """Every allocation of one step of a side; gradients are dropped before and after."""
     side.model.zero_grad(set_to_none=True)
     with AllocationCounter(static_tensors(side.model, side.batch, side.optimizer), record_events=True) as counter:
 
@@ -179,7 +179,7 @@ def proof_of(
 
     Args:
         name: of the other side.
-        under: a context that whole steps of both run in.
+        under: a context for complete steps of both.
     """
     parameters = parameter_digest(plain.model) == parameter_digest(other.model)
     with under():
@@ -228,14 +228,14 @@ def mirrored(
 
 @contextmanager
 def leaving_untrained(side: Side, regions: Sequence[PlannedForward]) -> Iterator[None]:
-    """Steps of a side leave no state behind: parameters, buffers, the optimizer's state, gradients, random streams and
-    Python's state that code reaches are put back. Copies of tensors wait on the CPU.
+    """Restore all state after steps of a side: parameters, buffers, the optimizer's state, gradients, random streams
+    and Python's state that code reaches. Copies of tensors are kept on the CPU meanwhile.
 
     Args:
-        regions: of a plan that stays on.
+        regions: regions of a plan that stays on.
 
     Raises:
-        UnsupportedModule: a step moves something that cannot be put back, or would have moved it.
+        UnsupportedModule: a step changes, or would change, state that cannot be restored.
     """
     streams = Streams.now()
     values = [side.loss_fn, side.optimizer, side.own, *tree_leaves(side.batch)]
@@ -250,7 +250,7 @@ def leaving_untrained(side: Side, regions: Sequence[PlannedForward]) -> Iterator
             yield
         finally:
             for region in regions:
-                region.unwatch()  # its hooks on modules came after the look at them, and go with what is put back
+                region.unwatch()  # its module hooks came after the snapshot: restoring state removes them
             with torch.no_grad():
                 for tensor, alias, copied in copies:
                     if tensor.data_ptr() != alias.data_ptr():
@@ -266,7 +266,7 @@ def random_state() -> tuple[Tensor, list[Tensor]]:
 
 
 def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
-    """Go back to what `random_state` returned."""
+    """Set the states that `random_state` returned."""
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])
@@ -282,14 +282,14 @@ def device_name(model: nn.Module) -> str:
 
 
 STATIC = "static"
-"""The operator of what was there before the step."""
+"""Operator name of storages that existed before the step."""
 
 
 def allocation_timeline(title: str, events: Sequence[AllocationEvent]) -> MemoryTimeline:
-    """Storages from birth to death; the role is the operator that returned one, and the module's place has the phase
-    in which it did. There is no clock: an event is a µs.
+    """Lifetime of each storage. Its role is the operator that returned it, its place the module and phase. There is no
+    clock: an event counts as a µs.
 
-    A storage that is resized is taken for gone, and another one made.
+    A resized storage counts as freed and allocated anew.
     """
     writer = TimelineWriter(title)
     sizes: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Step times that can be compared on a noisy machine, with ratios taken inside each round; and what machine it is."""
+"""Step times on a noisy machine, compared by ratios within each round; and a description of the machine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def interleaved(
     Garbage is collected between rounds and never inside a case. CUDA is synchronised before and after each case.
 
     Args:
-        clock: in seconds; `time.process_time` says less about a step, and on a machine that others use, more.
+        clock: in seconds; `time.process_time` describes a step less well, but is steadier on a shared machine.
     """
     if rounds < 1 or not cases:
         raise ValueError(f"got {rounds} rounds of {len(cases)} cases; expected at least one of each")
@@ -83,7 +83,7 @@ def interleaved(
 
 
 def timed_seconds(case: Callable[[], object], clock: Clock = time.perf_counter) -> float:
-    """Seconds of one call, the device's work included; of the wall's clock where nothing else is said."""
+    """Seconds of one call, the device's work included; wall time by default."""
     _synchronize()
     start = clock()
     case()
@@ -92,7 +92,7 @@ def timed_seconds(case: Callable[[], object], clock: Clock = time.perf_counter) 
 
 
 def _order(names: list[str], index: int) -> list[str]:
-    """A different neighbour and place for each case in each round, so that no case always runs on another's caches."""
+    """Rotate and reverse the order, so that no case always runs on another's caches."""
     turn = index // 2 % len(names)
     rotated = names[turn:] + names[:turn]
     return rotated if index % 2 == 0 else rotated[::-1]
@@ -134,14 +134,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-# what a figure was measured on ----------------------------------------------------------------------------------------
+# environment of a measurement -----------------------------------------------------------------------------------------
 
 
 _PACKAGES = ("transformers", "numpy")
 
 
 def environment() -> dict[str, str]:
-    """Versions, cores, accelerator, in the order in which to show them. Nothing names a machine or its owner."""
+    """Versions, cores, accelerator, in display order. Nothing names a machine or its owner."""
     found = {
         "jettison": __version__,
         "python": platform.python_version(),

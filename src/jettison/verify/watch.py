@@ -1,7 +1,7 @@
-"""`watch`: around a training loop, writes down what is needed when memory runs out, or grows from step to step.
+"""`watch`: record a training loop's memory, to explain an out-of-memory error or growth from step to step.
 
-Steps are counted where an optimizer has made one. On a GPU the caching allocator is asked, and records its own history
-for a snapshot; on the CPU every storage is followed from its birth to its death, which takes time in each op.
+Steps are counted by the optimizer's. On a GPU the caching allocator's statistics and history are used; on the CPU every
+storage is followed from allocation to free, which takes time in each op.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from jettison.diagnose.watch_record import WatchRecord
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 
 HISTORY: Final = 200_000
-"""Events of the caching allocator that are kept for a snapshot."""
+"""Events of the caching allocator's history that are kept for a snapshot."""
 _FOLDERS: Final = tuple(f"{folder}{os.sep}" for folder in (*torch.__path__, Path(__file__).parents[1]))
 _ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class LoopMeter:
-    """What says how much is allocated."""
+    """Measures how much is allocated."""
 
     device: str
 
     def step(self) -> tuple[int, int | None]:
-        """Allocated now, and the most since the last call where that is known."""
+        """Bytes allocated now, and the peak since the last call where it is known."""
         raise NotImplementedError
 
     def survivors(self) -> tuple[Survivor, ...]:
-        """Places that leave something behind in most steps, where they are known."""
+        """Places whose tensors survive most steps, where they are known."""
         return ()
 
     def snapshot(self, path: Path) -> bool:
-        """Write one, where there is any."""
+        """Write a memory snapshot, where the device has one."""
         return False
 
 
 class LoopWatch:
-    """A loop that is watched. `step` says where steps end, where no optimizer of torch's does."""
+    """A watched loop. Call `step` at the end of each step, for loops without an optimizer of torch's."""
 
     def __init__(self, meter: LoopMeter, out: Path) -> None:
         self.out = out
@@ -75,7 +75,7 @@ class LoopWatch:
         return summary(self, f"{len(self.steps)} steps, {self.out}")
 
     def step(self) -> None:
-        """A step ends here."""
+        """Mark the end of a step."""
         allocated, peak = self._meter.step()
         self.steps.append(self._begun(peak))
         self._last, self._batch = allocated, None
@@ -92,7 +92,7 @@ class LoopWatch:
             )
 
     def write(self, error: str = "") -> Path:
-        """Write what was seen so far; the file."""
+        """Write the record so far and return its file."""
         self.out.parent.mkdir(parents=True, exist_ok=True)
         kept = self.out.with_suffix(".pickle")
         steps = (*self.steps, self._begun(None))
@@ -109,14 +109,14 @@ class LoopWatch:
         return self.out
 
     def given(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The model is called: the largest batch of a step is kept."""
+        """Keep the largest batch of a step, when the model is called."""
         shapes = [list(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         elements = sum(map(prod, shapes))
         if self._batch is None or elements > self._batch[1]:
             self._batch = ", ".join(str(shape) for shape in shapes[:3]), elements
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """The first optimizer that steps marks the steps of all."""
+        """Count steps by the first optimizer that steps."""
         self._leads = id(optimizer) if self._leads is None else self._leads
         if self._leads == id(optimizer):
             self.step()
@@ -128,16 +128,16 @@ class LoopWatch:
 
 @contextmanager
 def watch(model: nn.Module | None = None, *, out: str | Path = "jettison-watch.json") -> Iterator[LoopWatch]:
-    """Watch the loop inside. ``jettison doctor --oom OUT`` says what the file means.
+    """Watch the loop inside. ``jettison doctor --oom OUT`` explains the file.
 
-    The file is written where memory runs out (the error goes on to you, with a note), and once where bytes between
-    steps grow in each step. A snapshot is written beside it on CUDA.
+    The file is written when memory runs out (the error is re-raised with a note), and once if allocated bytes grow in
+    every step. On CUDA a snapshot is written next to it.
 
     Args:
-        model: its batches are noted, so that a peak can be held against the batch.
+        model: its batches are recorded, so that a peak can be related to the batch.
 
     Raises:
-        UsageError: the model is none.
+        UsageError: ``model`` is not a module.
     """
     if model is not None:
         expect_module(model)
@@ -166,7 +166,7 @@ def _on_cuda(model: nn.Module | None) -> bool:
 
 
 class CudaLoopMeter(LoopMeter):
-    """The caching allocator, its history, and a snapshot at the moment at which it gives up."""
+    """The CUDA caching allocator: statistics, history, and a snapshot when it runs out of memory."""
 
     device = "cuda"
 
@@ -177,24 +177,24 @@ class CudaLoopMeter(LoopMeter):
         attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
         if (
             attach is not None
-        ):  # else the snapshot is made when the error arrives, after tensors of the failing call died
+        ):  # otherwise the snapshot is written when the error arrives, after tensors of the failing call were freed
             attach(lambda *_: self.snapshot(snapshot))
 
     def step(self) -> tuple[int, int | None]:
-        """Statistics are the user's and are not reset: a step's peak is known where it is above all before."""
+        """Read statistics without a reset, as they are the user's: a step's peak is known if it is a new maximum."""
         highest, before = torch.cuda.max_memory_allocated(), self._highest
         self._highest = highest
         return torch.cuda.memory_allocated(), highest if highest > before else None
 
     def snapshot(self, path: Path) -> bool:
-        """Write one."""
+        """Write a snapshot of the allocator."""
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))
         return True
 
 
 class CountingMeter(LoopMeter):
-    """Storages that operators return, followed to their death."""
+    """Storages that operators return, followed until they are freed."""
 
     device = "cpu"
 
@@ -204,14 +204,14 @@ class CountingMeter(LoopMeter):
         self._steps = -1
 
     def step(self) -> tuple[int, int | None]:
-        """Both are known."""
+        """Both are known on the CPU."""
         self._steps += 1
         self._counter.step = self._steps
         mark = self._counter.mark("step")
         return mark.live_bytes, mark.peak_bytes
 
     def survivors(self) -> tuple[Survivor, ...]:
-        """By line of the program that made them."""
+        """Survivors by the line of the program that made them."""
         possible = self._steps - FIRST_STEPS
         if possible < FEWEST_STEPS:
             return ()
@@ -229,7 +229,7 @@ class CountingMeter(LoopMeter):
 
 
 class _Placed(AllocationCounter):
-    """Knows of each storage the line of the program that made it, and the step."""
+    """Counter that knows the step and the program's line of each storage."""
 
     def __init__(self, tensors: Any) -> None:
         self.step = 0
@@ -247,9 +247,9 @@ class _Placed(AllocationCounter):
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost line of the user's program; of a library, where that has none.
+    """The innermost line of the user's program; of a library, if there is none.
 
-    Folders decide, not names in a path: a program may lie in a folder that is called as torch or Jettison are.
+    The folder decides, not a name in the path: a program may lie in a folder named torch or jettison.
     """
     others: list[Frame] = []
     while frame is not None:
