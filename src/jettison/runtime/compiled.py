@@ -391,8 +391,8 @@ def refuse_packing(name: str, policy: CheckpointPolicy, program: Program) -> Non
 
 # compiled moves -------------------------------------------------------------------------------------------------------
 #
-# Offloading of saved tensors of a compiled block, by their position among the saved tensors, known from Inductor's
-# partition.
+# NOTE [ Places ]
+# Saved tensors of a compiled block are offloaded by their position, which Inductor's partition tells.
 # A compiled forward gives autograd its saved tensors in the order in which the partitioned graph returns them, and each
 # passes the saved-tensor hooks once. So a place is a node of that graph, and a buffer of the block's program
 # (`partition.Split`). One function may be compiled for several shapes: running code reports which one it is, just
